@@ -1,0 +1,166 @@
+"""What comes after a conversion, as functions: load, generate, evaluate, report. The command line calls these too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tomoe.config import Recipe
+from tomoe.convert import pick_device
+from tomoe.data import Blocks, Corpus, documents, pack
+from tomoe.errors import UserError
+from tomoe.loading import load_dense, load_tokenizer
+from tomoe.plan import Plan
+from tomoe.report.card import write_card
+from tomoe.report.compare import Row, compare, to_json
+from tomoe.report.files import write_whole
+from tomoe.report.page import Generation, PageFacts, read_metrics, write_page
+from tomoe.sources import find
+
+Listener = Callable[[str, int, int, dict[str, Any]], None]
+PROMPT = "The three most important things about the sea are"  # what both models go on from in the report
+CONTEXT = 1024
+
+
+def load(name: str, dtype: str = "bfloat16", device: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A dense model (hub id, folder, .gguf file, fetchable name) or a converted folder, with its tokenizer.
+
+    Raises UserError where there is no such model.
+    """
+    return _load_model(name, dtype, device), load_tokenizer(name)
+
+
+def _load_model(name: str, dtype: str, device: str) -> PreTrainedModel:
+    return load_dense(name, getattr(torch, dtype), pick_device(device))
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> str:
+    """How the model goes on from the prompt. Temperature 0 takes the most likely token, any other draws, from the seed."""
+    given = tokenizer(prompt, return_tensors="pt").to(model.device)
+    greedy = temperature == 0
+    with torch.inference_mode(), torch.random.fork_rng():  # generate knows the global generator only
+        torch.manual_seed(seed)
+        written = model.generate(
+            **given, max_new_tokens=max_new_tokens, do_sample=not greedy,
+            temperature=None if greedy else temperature, top_p=None, top_k=None if greedy else 0,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )  # fmt: skip
+    text: str = tokenizer.decode(written[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
+
+
+@dataclass(frozen=True)
+class EvaluationText:
+    """Blocks to measure on, and the words that name them beside every number."""
+
+    blocks: Blocks
+    name: str
+    seed: int | None = None
+
+
+def held_out_text(names: Sequence[str]) -> EvaluationText:
+    """The evaluation blocks that the first converted folder among `names` kept. Raises UserError where none did."""
+    for name in names:
+        kept = Path(name) / "run" / "corpus.safetensors"
+        if kept.is_file():
+            corpus = Corpus.load(kept)
+            sources = ", ".join(Path(source).name for source in corpus.sources)
+            return EvaluationText(corpus.evaluation, f"{sources}, held out", corpus.seed)
+    raise UserError("none of these folders keeps held-out text (run/corpus.safetensors); name a text file or source with --text")
+
+
+def read_text(source: str, tokenizer: PreTrainedTokenizerBase, context: int, tokens: int | None) -> EvaluationText:
+    """A file or named source, from its beginning, in blocks of `context` tokens. Raises UserError where there is no text."""
+    split = find(source).held_out or "train"
+    blocks = pack(tokenizer, documents(source, split), context, tokens)
+    return EvaluationText(blocks, Path(source).name if Path(source).exists() else f"{source} ({split})")
+
+
+def evaluate(
+    names: Sequence[str],
+    text: str | None = None,
+    *,
+    context: int | None = None,
+    tokens: int | None = None,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    listen: Listener | None = None,
+) -> list[Row]:
+    """Every named model on the same text; the first one (the dense one) is the reference of the others.
+
+    Without `text` it is what a converted folder among them held out. `tokens` bounds the text. Raises UserError for a
+    model or text that is not there.
+    """
+    if text is None:
+        given = held_out_text(names)
+        size = given.blocks.input_ids.shape[1]
+        if context not in (None, size):
+            raise UserError(f"the held-out text is in blocks of {size} tokens, not {context}; name a text with --text for other contexts")
+        if tokens is not None:
+            given = EvaluationText(given.blocks.pick(torch.arange(min(len(given.blocks), -(-tokens // size)))), given.name, given.seed)
+    else:
+        given = read_text(text, load_tokenizer(names[0]), context or CONTEXT, tokens)
+
+    def loaded() -> Iterator[tuple[str, PreTrainedModel]]:
+        for name in names:
+            yield name, _load_model(name, dtype, device)
+
+    return _compare(loaded(), given, listen)
+
+
+def _compare(models: Any, given: EvaluationText, listen: Listener | None) -> list[Row]:
+    def progress(name: str, done: int, total: int) -> None:
+        if listen:
+            listen(f"evaluating {name}", done, total, {})
+
+    return compare(
+        models, given.blocks.input_ids, given.blocks.mask, data=given.name, seed=given.seed, progress=progress
+    )
+
+
+def write_reports(out: Path, listen: Listener | None = None) -> list[Row]:
+    """Measure a conversion beside its dense model on the text it held out; write evaluation.json, README.md, report.html.
+
+    Raises UserError where `out` holds no conversion or cannot be written.
+    """
+    plan, recipe = Plan.load(out), Recipe.load(out / "recipe.json")
+    dense, tokenizer = load(recipe.model, recipe.train.dtype, recipe.device)
+    moe = _load_model(str(out), recipe.train.dtype, recipe.device)
+    rows = _compare([(recipe.model, dense), (str(out), moe)], held_out_text([str(out)]), listen)
+    answers = [(row.name, generate(model, tokenizer, PROMPT)) for row, model in zip(rows, (dense, moe), strict=True)]
+    write_whole(out / "evaluation.json", to_json(rows))
+    write_card(out, plan, rows)
+    metrics = read_metrics(out / "run" / "metrics.jsonl")
+    shown = [(command, purpose) for command, purpose in next_commands(recipe, out)]
+    title = f"{rows[0].name} as a Mixture-of-Experts, {plan.active_fraction():.0%} active"
+    write_page(out, PageFacts(title, plan, rows, [Generation(PROMPT, answers)], metrics, commands=shown))
+    return rows
+
+
+def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
+    """What to try after a conversion, as (command, what it does)."""
+    found = [
+        (f'tomoe generate {out} "Once upon a time"', "let the MoE write"),
+        (f"tomoe inspect {out}", "see what every layer keeps"),
+        (f"tomoe evaluate {recipe.model} {out} --text FILE", "measure both on text of your own"),
+    ]
+    if recipe.train.steps == 0:
+        found.append((f"tomoe convert {recipe.model} --active {recipe.active} -o OUT", "learn as well: takes longer, loses less"))
+    else:
+        found.append((f"tomoe convert {recipe.model} --active {recipe.active} --steps {4 * recipe.train.steps} -o OUT",
+                      "learn longer: loses less"))  # fmt: skip
+    if "self" in recipe.data.sources:
+        found.append((f"tomoe convert {recipe.model} --data FILE.txt -o OUT", "learn on text of your own kind"))
+    return found

@@ -1,0 +1,42 @@
+"""`tomoe carve MODEL --active 0.5 -o OUT`: a first MoE in minutes, from calibration statistics alone."""
+
+from __future__ import annotations
+
+from tomoe.cli.convert import run_conversion
+from tomoe.cli.options import (
+    ActiveOption,
+    AttentionOption,
+    DataOption,
+    ForceOption,
+    ModelArgument,
+    OutOption,
+    RecipeOption,
+    ResumeOption,
+    SeedOption,
+    SetOption,
+    make_recipe,
+)
+
+
+def carve(
+    model: ModelArgument,
+    out: OutOption,
+    active: ActiveOption = None,
+    recipe: RecipeOption = None,
+    changes: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    attention: AttentionOption = None,
+    resume: ResumeOption = False,
+    force: ForceOption = False,
+) -> None:
+    """Convert without learning: experts and routers from the statistics of a little text."""
+    changes = changes or []
+    asked = make_recipe(recipe, changes, model=model, active=active, seed=seed, data=data, attention=attention)
+    # no text to train on is needed, and sampling or reading it would take longer than all the rest
+    enough = asked.data.calibration_tokens + asked.data.evaluation_tokens + asked.data.block_size
+    made = make_recipe(
+        recipe, [f"data.tokens={enough}", *changes, "train.steps=0", "start=carved"],
+        model=model, active=active, seed=seed, data=data, attention=attention,
+    )  # fmt: skip
+    run_conversion(made, out, resume, force)

@@ -1,0 +1,60 @@
+"""`tomoe convert MODEL --active 0.5 -o OUT`: text, start, learning, plan, fold, and both models measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tomoe import api
+from tomoe import convert as stages
+from tomoe.cli.options import (
+    ActiveOption,
+    AttentionOption,
+    DataOption,
+    ForceOption,
+    ModelArgument,
+    OutOption,
+    RecipeOption,
+    ResumeOption,
+    SeedOption,
+    SetOption,
+    StartOption,
+    StepsOption,
+    make_recipe,
+)
+from tomoe.cli.screen import Screen, results
+from tomoe.cli.stopping import resumable
+from tomoe.config import Recipe
+from tomoe.report.compare import to_rich
+
+
+def convert(
+    model: ModelArgument,
+    out: OutOption,
+    active: ActiveOption = None,
+    recipe: RecipeOption = None,
+    changes: SetOption = None,
+    steps: StepsOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    start: StartOption = None,
+    attention: AttentionOption = None,
+    resume: ResumeOption = False,
+    force: ForceOption = False,
+) -> None:
+    """Turn a dense model into a Mixture-of-Experts: learn it, save it, measure it beside the dense one."""
+    made = make_recipe(
+        recipe, changes, model=model, active=active, seed=seed, data=data, steps=steps, start=start, attention=attention
+    )
+    run_conversion(made, out, resume, force)
+
+
+def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool) -> None:
+    """Convert, measure, write the reports and show what came out."""
+    with Screen() as screen, resumable(out / "run"):
+        stages.convert(recipe, out, resume, force, screen.listen)
+        rows = api.write_reports(out, screen.listen)
+    console = results()
+    console.print(to_rich(rows))
+    console.print(f"\nModel, plan, card and report are in {out}. To try next:")
+    for command, purpose in api.next_commands(recipe, out):
+        console.print(f"  {command}\n      {purpose}", soft_wrap=True, markup=False)

@@ -1,0 +1,91 @@
+"""`tomoe inspect PLAN_OR_MODEL_OR_RUN`: what a folder holds, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from tomoe.budget import active_params, block_total
+from tomoe.cli.screen import describe_step, results
+from tomoe.config import Recipe
+from tomoe.errors import UserError
+from tomoe.plan import Plan
+from tomoe.pruning.run_folder import RunFolder
+from tomoe.report.page import read_metrics
+from tomoe.report.summary import conversion_summary
+
+
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A plan, a converted model or a run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a plan, a converted model or a run holds."""
+    if (folder / "plan.json").is_file():
+        _show_plan(Plan.load(folder), as_json)
+    elif (folder / "masks").is_dir() and (folder / "recipe.json").is_file():
+        _show_run(folder, as_json)
+    elif (folder / "run" / "masks").is_dir():
+        _show_run(folder / "run", as_json)
+    else:
+        raise UserError(f"{folder} holds no plan, converted model or run; give a folder that `tomoe convert`, plan or train wrote")
+
+
+def _show_plan(plan: Plan, as_json: bool) -> None:
+    layers, total = plan.describe(), totals(plan)
+    if as_json:
+        typer.echo(json.dumps({"layers": layers, "totals": total}, indent=2))
+        return
+    table = Table()
+    for title in ("layer", "expert width", "of neurons", "in any expert", "Q/K dims", "V/O dims", "active"):
+        table.add_column(title, justify="right")
+    for row in layers:
+        table.add_row(
+            str(row["layer"]), str(row["width"]), f"{row['width_share']:.1%}", f"{row['union_share']:.1%}",
+            str(row["qk_dims"]), str(row["value_dims"]), f"{row['active']:.1%}",
+        )  # fmt: skip
+    console = results()
+    console.print(table)
+    for what, how in conversion_summary(plan):
+        console.print(f"{what}: {how}", soft_wrap=True, markup=False)
+    console.print(
+        f"Of {total['block_params']:,} block parameters {total['active_block_params']:,} are active "
+        f"({total['active_fraction']:.4f}) and {total['stored_block_params']:,} stored; "
+        f"the routers add {total['router_params']:,}.",
+        soft_wrap=True,
+    )
+
+
+def totals(plan: Plan) -> dict[str, Any]:
+    """Counts of block parameters over all layers."""
+    whole = block_total(plan.shape)
+    stored = [(layer.union, plan.qk_dims(i), int(layer.value_kept.sum())) for i, layer in enumerate(plan.layers)]
+    return {
+        "num_layers": plan.shape.num_layers,
+        "num_experts": plan.num_experts,
+        "active_fraction": plan.active_fraction(),
+        "block_params": whole,
+        "active_block_params": round(plan.active_fraction() * whole),
+        "stored_block_params": int(active_params(plan.shape, stored)),
+        "router_params": sum(
+            t.numel() for layer in plan.layers for t in (layer.router_weight, *layer.value_router.values())
+        ),
+    }
+
+
+def _show_run(folder: Path, as_json: bool) -> None:
+    recipe, checkpoint = Recipe.load(folder / "recipe.json"), RunFolder(folder).last()
+    step = None if checkpoint is None else checkpoint.step
+    rows = read_metrics(folder / "metrics.jsonl")
+    if as_json:
+        last = rows[-1] if rows else None
+        typer.echo(json.dumps({"recipe": recipe.model_dump(mode="json"), "checkpoint": step, "last": last}, indent=2))
+        return
+    console = results()
+    console.print(f"Run on {recipe.model}, {recipe.active:.0%} active, {recipe.train.steps} steps.", soft_wrap=True)
+    console.print(f"Last whole checkpoint: {'none yet' if step is None else f'step {step}'}")
+    if rows:
+        console.print(f"Last logged step: {rows[-1]['step']}  {describe_step(rows[-1])}", soft_wrap=True)

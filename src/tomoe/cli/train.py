@@ -1,0 +1,45 @@
+"""`tomoe train MODEL -o RUN`: learn masks and routers."""
+
+from __future__ import annotations
+
+from tomoe import convert as stages
+from tomoe.cli.options import (
+    ActiveOption,
+    AttentionOption,
+    DataOption,
+    ForceOption,
+    ModelArgument,
+    OutOption,
+    RecipeOption,
+    ResumeOption,
+    SeedOption,
+    SetOption,
+    StartOption,
+    StepsOption,
+    make_recipe,
+)
+from tomoe.cli.screen import Screen
+from tomoe.cli.stopping import resumable
+
+
+def train(
+    model: ModelArgument,
+    out: OutOption,
+    active: ActiveOption = None,
+    recipe: RecipeOption = None,
+    changes: SetOption = None,
+    steps: StepsOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    start: StartOption = None,
+    attention: AttentionOption = None,
+    resume: ResumeOption = False,
+    force: ForceOption = False,
+) -> None:
+    """Learn masks and routers; writes a run folder."""
+    made = make_recipe(
+        recipe, changes, model=model, active=active, seed=seed, data=data, steps=steps, start=start, attention=attention
+    )
+    with Screen() as screen, resumable(out):
+        stages.train(made, out, resume, force, screen.listen)
+    screen.say(f"The run is in {out}. Next: tomoe plan {out} -o PLAN")

@@ -1,0 +1,186 @@
+"""The stages of a conversion, each reading and writing files: train -> plan -> fold, and all of them in one go.
+
+    recipe -> RUN (recipe, corpus, metrics, masks/step-N) -> PLAN (plan.json, plan.safetensors) -> OUT (a Hugging Face folder)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import tomoe
+from tomoe.config import Recipe
+from tomoe.data import Blocks, Corpus, prepare
+from tomoe.dense import check_output, shape_of
+from tomoe.errors import UserError
+from tomoe.loading import fingerprint, load_dense, load_tokenizer
+from tomoe.moe.checkpoint import save_moe
+from tomoe.moe.fold import fold
+from tomoe.plan import Plan
+from tomoe.pruning.carving import carve_
+from tomoe.pruning.extract import extract_plan, least_active
+from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.pruning.run_folder import RunFolder
+from tomoe.pruning.training import Training
+
+Listener = Callable[[str, int, int, dict[str, Any]], None]
+"""Called as (stage, done, total, what is known) whenever a long stage gets on."""
+
+
+def _silent(stage: str, done: int, total: int, known: dict[str, Any]) -> None:
+    """The listener of a caller who does not listen."""
+
+
+def pick_device(name: str) -> str:
+    """`auto` is CUDA where there is one, else the CPU. Raises UserError for a device that is not there."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"the recipe asks for device {name!r}, but torch sees no CUDA GPU here; use device=cpu or auto")
+    return name
+
+
+def open_dense(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen base and its tokenizer. Raises UserError where the model or the budget cannot be served."""
+    if not recipe.model:
+        raise UserError("the recipe names no model; give a hub id, a folder, a .gguf file or a name that `tomoe fetch` knows")
+    model = load_dense(recipe.model, getattr(torch, recipe.train.dtype), pick_device(recipe.device))
+    shape = shape_of(model)
+    check_output(model)
+    least = least_active(shape, recipe.experts.width_multiple, recipe.experts.attention)
+    if recipe.active < least:
+        whole = " with attention kept whole (experts.attention = none)" if recipe.experts.attention == "none" else ""
+        raise UserError(f"active is {recipe.active}, but this model{whole} can reach {least:.3f} of its blocks at the least; ask for more")
+    return model, load_tokenizer(recipe.model)
+
+
+def open_corpus(
+    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, run: RunFolder | None, listen: Listener
+) -> Corpus:
+    """The text of a run: read back where the run has it, else prepared and kept."""
+    kept = run.path / "corpus.safetensors" if run else None
+    if kept is not None and kept.exists():
+        return Corpus.load(kept)
+    corpus = prepare(recipe.data, tokenizer, recipe.seed, model, lambda done, total: listen("text", done, total, {}))
+    if kept is not None:
+        corpus.save(kept)
+    return corpus
+
+
+def make_network(
+    recipe: Recipe, model: PreTrainedModel, calibration: Blocks, listen: Listener = _silent
+) -> MaskNetwork:
+    """The mask network at its start: random, or carved from calibration statistics."""
+    net = MaskNetwork(shape_of(model), recipe.experts, recipe.sampling, recipe.seed).to(model.device)
+    if recipe.start == "carved":
+        ids, mask = calibration.input_ids.to(model.device), calibration.mask.to(model.device)
+        carve_(net, model, ids, mask, recipe.active, recipe.seed, lambda done, total: listen("carve", done, total, {}))
+    return net
+
+
+def train(recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = _silent) -> Path:
+    """Learn masks and routers; returns the run folder. Raises UserError for whatever the user can mend."""
+    if force and not resume and (out / "recipe.json").exists():
+        shutil.rmtree(out)
+    run = RunFolder(out)
+    model, tokenizer = open_dense(recipe)
+    run.begin(recipe, resume)
+    corpus = open_corpus(recipe, model, tokenizer, run, listen)
+    _train(recipe, model, corpus, run, listen)
+    return out
+
+
+def _train(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, run: RunFolder, listen: Listener) -> MaskNetwork:
+    begun = run.last()
+    # a checkpoint holds the start too, so a resumed run need not carve again
+    start = recipe if begun is None else recipe.model_copy(update={"start": "random"})
+    net = make_network(start, model, corpus.calibration, listen)
+    training = Training(model, net, recipe, corpus, run)
+    training.resume()
+    training.train(lambda row: listen("train", row["step"], recipe.train.steps, row))
+    return net
+
+
+def plan(run_path: Path, out: Path, active: float | None = None, listen: Listener = _silent) -> Plan:
+    """Extract the plan of a run's newest checkpoint; `active` other than the trained one is allowed."""
+    if not (run_path / "recipe.json").is_file():
+        raise UserError(f"{run_path} holds no run (no recipe.json); make one with `tomoe train`")
+    run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
+    model, tokenizer = open_dense(recipe)
+    checkpoint = run.last()
+    if checkpoint is None:
+        raise UserError(f"{run_path} holds no checkpoint yet; run `tomoe train` first, with --resume if it was cut off")
+    corpus = open_corpus(recipe, model, tokenizer, run, listen)
+    net = make_network(recipe.model_copy(update={"start": "random"}), model, corpus.calibration)
+    run.restore(checkpoint, net, None)
+    made = finish_plan(net, model, recipe if active is None else recipe.model_copy(update={"active": active}), corpus, checkpoint.step)
+    made.save(out)
+    return made
+
+
+def finish_plan(net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus: Corpus, steps: int) -> Plan:
+    """The plan with its papers: source hash, dense config, recipe, versions."""
+    calibration = corpus.calibration.input_ids.to(model.device), corpus.calibration.mask.to(model.device)
+    bare = extract_plan(net, model, recipe.active, calibration)
+    notes = {
+        "steps": steps,
+        "block_size": recipe.data.block_size,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tomoe": tomoe.__version__,
+    }
+    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
+    return Plan(bare.shape, bare.layers, fingerprint(model), config, recipe.model_dump(mode="json"), notes)
+
+
+def fold_plan(plan_path: Path, model_name: str | None, out: Path, dtype: str | None = None, force: bool = False) -> Plan:
+    """Fold a plan into a model and save the Hugging Face folder. Raises UserError for a plan of another model."""
+    made = Plan.load(plan_path)
+    recipe = Recipe(**made.recipe) if made.recipe else Recipe()
+    name = model_name or recipe.model
+    model = load_dense(name, getattr(torch, dtype or recipe.train.dtype))
+    _save(made, model, load_tokenizer(name), out, force)
+    return made
+
+
+def _save(made: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, force: bool) -> None:
+    if made.source and made.source != fingerprint(model):
+        raise UserError(
+            f"the plan was made for other weights (hash {made.source[:12]}) than these (hash {fingerprint(model)[:12]}); "
+            "fold it with the model it was made for"
+        )
+    save_moe(fold(model, made, tomoe.__version__), made, tokenizer, out, force)
+    Recipe(**made.recipe).save(out / "recipe.json")
+
+
+def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = _silent) -> Plan:
+    """Dense model in, MoE folder out: text, start, training (none if `train.steps` is 0), plan, fold.
+
+    The run is kept in OUT/run, so that a killed conversion resumes and a finished one can be planned again. Raises
+    UserError for whatever the user can mend; what was written before stays.
+    """
+    if (out / "config.json").exists() and not force:
+        raise UserError(f"{out} already holds a model; choose another folder or give --force")
+    run = RunFolder(out / "run")
+    if force and not resume:
+        shutil.rmtree(run.path, ignore_errors=True)
+    began = time.perf_counter()
+    model, tokenizer = open_dense(recipe)
+    run.begin(recipe, resume)
+    corpus = open_corpus(recipe, model, tokenizer, run, listen)
+    text_ready = time.perf_counter()
+    net = _train(recipe, model, corpus, run, listen)
+    learned = time.perf_counter()
+    made = finish_plan(net, model, recipe, corpus, recipe.train.steps)
+    _save(made, model, tokenizer, out, force)
+    seconds = {"text": text_ready - began, "learning": learned - text_ready, "folding": time.perf_counter() - learned}
+    (out / "run" / "cost.json").write_text(json.dumps(seconds, indent=2) + "\n")
+    return made

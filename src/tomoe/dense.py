@@ -1,0 +1,259 @@
+"""The dense model we start from: where it keeps its parts, how big they are, and whether ToMoE fits it.
+
+Support goes by structure, not by name. What a layer must have: `self_attn` with separate q_proj, k_proj, v_proj and an
+output projection, `mlp` with an up and a down projection (and a gate projection if gated), and a rotary embedding that
+turns dims (j, j + R/2) of a head together. Everything else stays the family's own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tomoe.errors import UserError
+
+# (gate, up, down) and output projection, as the families name them
+MLP_LAYOUTS = (("gate_proj", "up_proj", "down_proj"), (None, "fc1", "fc2"), (None, "up_proj", "down_proj"))
+OUTPUT_NAMES = ("o_proj", "dense", "out_proj")
+PROBE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of the blocks; every budget number follows from them."""
+
+    num_layers: int  # L
+    hidden_size: int  # D
+    mlp_size: int  # F, the neurons that experts share out
+    num_heads: int  # H
+    num_kv_heads: int  # G
+    head_dim: int  # C
+    rotary_size: int  # R, the first dims of a head, which RoPE turns in pairs (j, j + R/2)
+    gated: bool  # act(gate x) * up x, or act(up x)
+
+    @property
+    def num_qk_choices(self) -> int:
+        """One per rope pair, one per dim that RoPE does not touch."""
+        return self.head_dim - self.rotary_size // 2
+
+    def expand_qk(self, mask: Float[Tensor, " Q"]) -> Float[Tensor, " C"]:
+        """A mask over choices as a mask over head dims: the two dims of a pair share one entry."""
+        pairs = mask[: self.rotary_size // 2]
+        return torch.cat([pairs, pairs, mask[self.rotary_size // 2 :]])
+
+    def qk_dims(self, kept: Bool[Tensor, " Q"]) -> Int[Tensor, " c"]:
+        """Kept head dims in the order of a slim head: first halves of the pairs, second halves, unpaired dims."""
+        num_pairs = self.rotary_size // 2
+        pairs = kept[:num_pairs].nonzero().squeeze(1)
+        return torch.cat([pairs, pairs + num_pairs, kept[num_pairs:].nonzero().squeeze(1) + self.rotary_size])
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The modules of one decoder layer that ToMoE masks or replaces."""
+
+    mlp: nn.Module
+    gate: nn.Module | None
+    up: nn.Module
+    down: nn.Module
+    activation: nn.Module
+    attention: nn.Module
+    q: nn.Module
+    k: nn.Module
+    v: nn.Module
+    o: nn.Module
+
+
+def _refuse(model: nn.Module, why: str) -> UserError:
+    name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    return UserError(f"ToMoE cannot convert this {name!r} model: {why}")
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Raises UserError where the model is not a causal LM with `model.layers` and `lm_head`."""
+    inner = getattr(model, "model", None)
+    layers = getattr(inner, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) == 0 or not hasattr(model, "lm_head"):
+        raise _refuse(
+            model, "it does not keep its decoder layers in `model.layers` and its output matrix in `lm_head`; "
+            "llama, mistral, qwen2, qwen3 and phi do, and so do many families alike"
+        )  # fmt: skip
+    if not hasattr(inner, "rotary_emb"):
+        raise _refuse(model, "it has no rotary position embedding, and its Q/K dims are pruned by rotary pairs")
+    return layers
+
+
+def layer_parts(model: nn.Module) -> list[LayerParts]:
+    """The parts of every decoder layer, in order. Raises UserError with the reason where one does not fit."""
+    return [_parts_of(model, layer) for layer in decoder_layers(model)]
+
+
+def _parts_of(model: nn.Module, layer: nn.Module) -> LayerParts:
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    if attention is None or mlp is None:
+        raise _refuse(model, f"its decoder layer has no `self_attn` and `mlp`, but {_children(layer)}")
+    if any(hasattr(attention, n) for n in ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj")):
+        raise _refuse(model, "it uses multi-head latent attention (MLA), which has no Q, K and V projections per head")
+    if any(hasattr(attention, n) for n in ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack")):
+        raise _refuse(model, "it fuses Q, K and V in one matrix; a version with separate q_proj, k_proj, v_proj fits")
+    output = next((n for n in OUTPUT_NAMES if hasattr(attention, n)), None)
+    if output is None or any(not hasattr(attention, n) for n in ("q_proj", "k_proj", "v_proj")):
+        raise _refuse(model, f"its attention has no q_proj, k_proj, v_proj and output projection, but {_children(attention)}")
+    if hasattr(mlp, "experts") or hasattr(mlp, "router"):
+        raise _refuse(model, "its MLP is already a Mixture-of-Experts; ToMoE starts from a dense model")
+    if hasattr(mlp, "gate_up_proj"):
+        raise _refuse(model, "it fuses the gate and up projections in one matrix")
+    layout = next((names for names in MLP_LAYOUTS if all(n is None or hasattr(mlp, n) for n in names)), None)
+    if layout is None:
+        raise _refuse(model, f"its MLP has no up and down projections that we know, but {_children(mlp)}")
+    gate, up, down = (getattr(mlp, n) if n else None for n in layout)
+    activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None) or getattr(mlp, "act", None)
+    if activation is None:
+        raise _refuse(model, f"its MLP has no activation module, but {_children(mlp)}")
+    return LayerParts(
+        mlp, gate, up, down, activation, attention,
+        attention.q_proj, attention.k_proj, attention.v_proj, getattr(attention, output),
+    )  # fmt: skip
+
+
+def _children(module: nn.Module) -> str:
+    return ", ".join(name for name, _ in module.named_children()) or "no parts at all"
+
+
+def shape_of(model: nn.Module) -> ModelShape:
+    """Sizes read from the config and the weights. Raises UserError where the structure does not fit."""
+    parts, c = layer_parts(model), model.config
+    head_dim = int(getattr(parts[0].attention, "head_dim", 0) or c.hidden_size // c.num_attention_heads)
+    _check_norms(model, parts[0].attention, head_dim)
+    sizes = {(p.up.weight.shape[0], p.q.weight.shape[0], p.k.weight.shape[0]) for p in parts}
+    if len(sizes) > 1 and not getattr(model, "is_quantized", False):
+        raise _refuse(model, f"its layers differ in size ({sorted(sizes)[:3]} ...); ToMoE needs equal ones to start from")
+    return ModelShape(
+        num_layers=len(parts), hidden_size=c.hidden_size, mlp_size=parts[0].down.in_features,
+        num_heads=c.num_attention_heads, num_kv_heads=getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+        head_dim=head_dim, rotary_size=_probe_rotary(model, head_dim), gated=parts[0].gate is not None,
+    )  # fmt: skip
+
+
+def _check_norms(model: nn.Module, attention: nn.Module, head_dim: int) -> None:
+    if getattr(attention, "q_layernorm", None) is not None:
+        raise _refuse(model, "it normalises Q and K by LayerNorm (qk_layernorm), which does not commute with pruning them")
+    norm = getattr(attention, "q_norm", None)
+    if norm is None:
+        return
+    weight = getattr(norm, "weight", None)
+    if weight is None or tuple(weight.shape) != (head_dim,) or not hasattr(norm, "variance_epsilon"):
+        raise _refuse(model, "its q_norm is not an RMS norm over one head's dims (as in qwen3), so it cannot be folded")
+    if weight.device.type != "meta":
+        x = torch.linspace(-1, 1, head_dim, device=weight.device, dtype=weight.dtype)
+        own = weight * x * torch.rsqrt(x.float().square().mean() + norm.variance_epsilon).to(x.dtype)
+        if not torch.allclose(norm(x), own, rtol=2e-2, atol=1e-3):
+            raise _refuse(model, "its q_norm computes something else than weight * x / rms(x)")
+
+
+def _probe_rotary(model: nn.Module, head_dim: int) -> int:
+    """R, found by pushing a vector of ones through the family's own rotary code.
+
+    Position embeddings with cos 0 and sin 1 rotate by a right angle: dim j of a half-split layout of size R takes
+    -x[j + R/2] for j < R/2, else x[j - R/2]. Anything else (interleaved pairs) is refused.
+    """
+    inner = model.model
+    module = sys.modules[type(decoder_layers(model)[0].self_attn).__module__]
+    apply = getattr(module, "apply_rotary_pos_emb", None)
+    inv_freq = getattr(inner.rotary_emb, "inv_freq", None)
+    if apply is None or inv_freq is None:
+        raise _refuse(model, "its rotary embedding is not the usual `inv_freq` with `apply_rotary_pos_emb`")
+    size = 2 * inv_freq.numel()
+    x = torch.arange(1.0, size + 1).view(1, 1, 1, size)
+    turned, _ = apply(x, x, torch.zeros(1, 1, size), torch.ones(1, 1, size))
+    if not torch.equal(turned, torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)) or size > head_dim:
+        raise _refuse(model, "its rotary embedding pairs neighbouring dims (interleaved); only half-split pairs are supported")
+    return size
+
+
+def check_output(model: PreTrainedModel) -> None:
+    """Raises UserError where the model computes more than the MoE would: then folding it would change it in silence.
+
+    Some of what a family adds has no module to be found by (attention sinks, layers without RoPE, clipped projections,
+    scaled logits). So a few tokens run through the model, and what its parts really gave is held against our formulas.
+    """
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"):  # may not show on small activations
+        if getattr(model.config, name, None) is not None:
+            raise _refuse(model, f"its config sets {name}, and the MoE computes plain logits and plain attention")
+    parts, seen = layer_parts(model), {}
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.linspace(vocabulary // 4, vocabulary - 1, PROBE_TOKENS, device=model.device).long()[None]
+
+    def listen(key: tuple[int, str]) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            seen[key] = (args, kwargs, out)
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(listen((i, name)), with_kwargs=True)
+        for i, p in enumerate(parts)
+        for name, module in (("MLP", p.mlp), ("attention", p.attention))
+    ]
+    try:
+        with torch.no_grad():
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+            logits = model(input_ids=ids, use_cache=False).logits
+            _compare(model, "its output", logits, model.lm_head(hidden))
+            for (i, name), (args, kwargs, out) in seen.items():
+                ours = _mlp(parts[i], args[0]) if name == "MLP" else _attention(model, parts[i], args, kwargs)
+                _compare(model, f"the {name} of layer {i}", out if name == "MLP" else out[0], ours)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _compare(model: PreTrainedModel, what: str, found: Tensor, ours: Tensor) -> None:
+    difference = float((found.float() - ours.float()).norm() / found.float().norm().clamp_min(1e-9))
+    if not difference <= (1e-3 if found.dtype == torch.float32 else 2e-2):
+        raise _refuse(
+            model, f"{what} is not the usual formula (relative difference {difference:.2g}): it adds a norm, a scale, a "
+            "sink or leaves RoPE out, and the MoE would lose that"
+        )  # fmt: skip
+
+
+def _mlp(parts: LayerParts, x: Float[Tensor, "1 S D"]) -> Float[Tensor, "1 S D"]:
+    h = parts.up(x)
+    return parts.down(parts.activation(h) if parts.gate is None else parts.activation(parts.gate(x)) * h)
+
+
+def _attention(
+    model: PreTrainedModel, parts: LayerParts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Float[Tensor, "1 S D"]:
+    """Attention as the MoE understands it, on what the model handed to its own module."""
+    given = inspect.signature(parts.attention.forward).bind(*args, **kwargs).arguments
+    given |= given.get("kwargs", {})
+    scale, head_dim = getattr(parts.attention, "scaling", None), getattr(parts.attention, "head_dim", None)
+    if given.get("position_embeddings") is None or scale is None or head_dim is None:
+        raise _refuse(model, "its attention is not handed cos and sin of RoPE in every layer, or keeps no scaling and head_dim")
+    x, (cos, sin), mask = given["hidden_states"], given["position_embeddings"], given.get("attention_mask")
+    size = cos.shape[-1]
+
+    def heads(projection: nn.Module, norm: nn.Module | None, rotated: bool) -> Float[Tensor, "1 h S C"]:
+        y = projection(x).unflatten(-1, (-1, head_dim))
+        y = (y if norm is None else norm(y)).transpose(1, 2)
+        if not rotated:
+            return y
+        turned = torch.cat([-y[..., size // 2 : size], y[..., : size // 2]], -1)
+        return torch.cat([y[..., :size] * cos + turned * sin, y[..., size:]], -1)
+
+    q_norm, k_norm = (getattr(parts.attention, name, None) for name in ("q_norm", "k_norm"))
+    q, k, v = heads(parts.q, q_norm, True), heads(parts.k, k_norm, True), heads(parts.v, None, False)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+    return parts.o(out.transpose(1, 2).flatten(-2))

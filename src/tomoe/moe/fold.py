@@ -1,0 +1,136 @@
+"""(dense model, plan) -> MoE model: the planned masks, applied for good. Needs no data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from tomoe.dense import LayerParts, ModelShape, check_output, layer_parts, shape_of
+from tomoe.errors import UserError
+from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
+from tomoe.plan import LayerPlan, Plan
+
+
+def neuron_order(expert_neurons: Bool[Tensor, "N F"]) -> Int[Tensor, " U"]:
+    """The neurons that some expert uses, in Gray-code order of membership, ties by index.
+
+    In that order neighbours differ in few memberships, so an expert is few contiguous runs of rows. The busiest column
+    comes last in the code: the lowest bit of a Gray code changes most often, so it belongs to the smallest set.
+    """
+    used = expert_neurons.any(0).nonzero().squeeze(1)
+    bits = expert_neurons[:, used].long()
+    code = torch.zeros_like(used)
+    running = torch.zeros_like(used)
+    for row in bits:  # Gray -> binary, most significant bit first: each bit is the parity of those before it
+        running = running ^ row
+        code = code * 2 + running
+    return used[code.argsort(stable=True)]
+
+
+def moe_config(dense: PreTrainedModel, plan: Plan, version: str) -> ToMoEConfig:
+    """The dense config, flat, with the plan's sizes."""
+    values = {k: v for k, v in dense.config.to_dict().items() if k not in ("architectures", "auto_map", "model_type")}
+    s = plan.shape
+    pairs = s.rotary_size // 2
+    routers = [layer.value_router for layer in plan.layers if layer.value_router]
+    return ToMoEConfig(
+        **values,
+        dense_model_type=dense.config.model_type,
+        num_experts=plan.num_experts,
+        expert_sizes=[layer.width for layer in plan.layers],
+        union_sizes=[layer.union for layer in plan.layers],
+        rotary_pairs=[int(layer.qk_kept[:pairs].sum()) for layer in plan.layers],
+        qk_dims=[plan.qk_dims(i) for i in range(s.num_layers)],
+        value_dims=[int(layer.value_kept.sum()) for layer in plan.layers],
+        value_top_k=[layer.value_top_k for layer in plan.layers],
+        value_embedding_size=int(routers[0]["project_in.weight"].shape[0]) if routers else 0,
+        plan_source=plan.source,
+        tomoe_version=version,
+    )
+
+
+def _head_rows(t: Tensor, dims: Int[Tensor, " c"], head_dim: int) -> Tensor:
+    """[heads * C, ..] -> [heads * c, ..]: the kept dims of every head."""
+    return t.unflatten(0, (-1, head_dim))[:, dims].flatten(0, 1)
+
+
+def layer_state(parts: LayerParts, layer: LayerPlan, s: ModelShape) -> dict[str, Tensor]:
+    """The tensors of one folded layer, named as in its modules. Neurons in several experts are stored once."""
+    order = neuron_order(layer.expert_neurons)
+    place = torch.full((s.mlp_size,), -1).index_put_((order,), torch.arange(len(order)))
+    members = [place[row.nonzero().squeeze(1)].sort().values for row in layer.expert_neurons]
+    state = {
+        "mlp.router.weight": layer.router_weight,
+        "mlp.expert_neurons": torch.stack(members).int(),
+        "mlp.up_proj": parts.up.weight[order],
+        "mlp.up_bias": None if parts.up.bias is None else parts.up.bias[order],
+        "mlp.gate_proj": None if parts.gate is None else parts.gate.weight[order],
+        "mlp.gate_bias": None if parts.gate is None or parts.gate.bias is None else parts.gate.bias[order],
+        "mlp.down_proj": parts.down.weight[:, order].t().contiguous(),
+        "mlp.down_bias": parts.down.bias,
+    }
+    qk, values = s.qk_dims(layer.qk_kept), layer.value_kept.nonzero().squeeze(1)
+    for name, module, dims in (("q_proj", parts.q, qk), ("k_proj", parts.k, qk), ("v_proj", parts.v, values)):
+        state[f"self_attn.{name}.weight"] = _head_rows(module.weight, dims, s.head_dim)
+        state[f"self_attn.{name}.bias"] = None if module.bias is None else _head_rows(module.bias, dims, s.head_dim)
+    state["self_attn.o_proj.weight"] = _head_rows(parts.o.weight.t(), values, s.head_dim).t().contiguous()
+    state["self_attn.o_proj.bias"] = parts.o.bias
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(parts.attention, name, None)
+        state[f"self_attn.{name}"] = None if norm is None else norm.weight[qk]
+    state["self_attn.rotary_ids"] = layer.qk_kept[: s.rotary_size // 2].nonzero().squeeze(1).int()
+    state |= {f"self_attn.value_router.{name}": t for name, t in layer.value_router.items()}
+    state |= {f"mlp.activation.{name}": t for name, t in parts.activation.state_dict().items()}
+    return {name: t.detach() for name, t in state.items() if t is not None}
+
+
+@torch.no_grad()
+def fold(dense: PreTrainedModel, plan: Plan, version: str = "") -> ToMoEForCausalLM:
+    """The MoE that computes what `dense` computes under the plan's masks, in the dense model's dtype and device.
+
+    Weights outside MLP and attention are shared with `dense`, not copied. Raises UserError where the plan was made for a
+    model of other sizes, or where `dense` computes more than the MoE can hold.
+    """
+    shape = shape_of(dense)
+    if shape != plan.shape:
+        raise UserError(f"the plan was made for {_sizes(plan.shape)}, but this model has {_sizes(shape)}; give the right one")
+    check_output(dense)
+    config = moe_config(dense, plan, version)
+    config._attn_implementation = dense.config._attn_implementation
+    with torch.device("meta"), no_init_weights():
+        moe = ToMoEForCausalLM(config)
+    state: dict[str, Any] = {name: t for name, t in dense.state_dict().items() if not _replaced(name)}
+    for i, (parts, layer) in enumerate(zip(layer_parts(dense), plan.layers, strict=True)):
+        own = layer_state(parts, layer, shape)
+        state |= {f"model.layers.{i}.{name}": t.to(dense.device) for name, t in own.items()}
+    moe.load_state_dict(state, assign=True, strict=True)
+    _copy_buffers_(moe, dense)
+    moe.tie_weights()
+    moe.generation_config = dense.generation_config
+    return moe.eval().requires_grad_(False)
+
+
+def _replaced(name: str) -> bool:
+    return ".mlp." in name or ".self_attn." in name
+
+
+def _copy_buffers_(moe: nn.Module, dense: nn.Module) -> None:
+    """Buffers that no checkpoint holds (rotary frequencies) come from the dense model."""
+    for name, buffer in dense.named_buffers():
+        if _replaced(name):
+            continue
+        parent, _, leaf = name.rpartition(".")
+        owner = moe.get_submodule(parent)
+        if getattr(owner, leaf).device.type == "meta":
+            setattr(owner, leaf, buffer)
+    left = [name for name, t in [*moe.named_parameters(), *moe.named_buffers()] if t.device.type == "meta"]
+    assert not left, f"not filled: {left[:3]}"
+
+
+def _sizes(s: ModelShape) -> str:
+    return f"{s.num_layers} layers of {s.hidden_size} x {s.mlp_size} with {s.num_heads}/{s.num_kv_heads} heads of {s.head_dim}"

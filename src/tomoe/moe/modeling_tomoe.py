@@ -1,0 +1,311 @@
+"""A dense decoder turned into a Mixture-of-Experts by ToMoE: one file for all families.
+
+This file imports torch and transformers only. It is copied beside the weights, so that
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works where tomoe is not installed. The family's own
+code (embeddings, norms, rotary embedding, decoder layer, cache) stays in charge; only each layer's `mlp` and
+`self_attn` are replaced, by one class each.
+
+Letters: B batch, S sequence, T = B S tokens, D hidden size, N experts, W width of an expert, U neurons that some expert
+uses, H query heads, G key/value heads, C head dim, c kept dims of Q and K, P kept rotary pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+OWN_KEYS = (
+    "dense_model_type", "num_experts", "expert_sizes", "union_sizes", "rotary_pairs", "qk_dims", "value_dims",
+    "value_top_k", "value_embedding_size", "expert_backend", "plan_source", "tomoe_version",
+)  # fmt: skip
+
+
+class ToMoEConfig(PreTrainedConfig):
+    """The dense model's config, flat, plus one number per layer for whatever the plan made unequal.
+
+    expert_sizes: W, union_sizes: U, rotary_pairs: P, qk_dims: c = 2 P + kept dims that RoPE leaves alone, value_dims: dims of V
+    and O, value_top_k: dims of one token (fewer than value_dims where a value router chooses).
+    """
+
+    model_type = "tomoe"
+
+    def __init__(self, **kwargs: Any):
+        own = {name: kwargs.pop(name, None) for name in OWN_KEYS}
+        super().__init__(**kwargs)
+        for name, value in own.items():
+            setattr(self, name, value)
+        self.expert_backend = self.expert_backend or "auto"
+
+    def dense_config(self) -> PreTrainedConfig:
+        """The config of the family that this model came from."""
+        values = {k: v for k, v in self.to_dict().items() if k not in OWN_KEYS}
+        for key in ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "quantization_config"):
+            values.pop(key, None)
+        config = AutoConfig.for_model(self.dense_model_type, **values)
+        config._attn_implementation = self._attn_implementation
+        return config
+
+
+def run_reference(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
+    """Every neuron for every token, then zeros: slow and exact."""
+    h = mlp.hidden(x, slice(None))
+    members = torch.zeros(mlp.num_experts, h.shape[-1], dtype=h.dtype, device=h.device)
+    members.scatter_(1, mlp.expert_neurons.long(), 1.0)
+    return (h * members[expert_ids]) @ mlp.down_proj
+
+
+def run_loop(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
+    """Tokens sorted by expert; one chain of products on the gathered neurons of each expert that got any."""
+    out = torch.empty_like(x)
+    order = expert_ids.argsort()
+    counts = torch.bincount(expert_ids, minlength=mlp.num_experts).tolist()
+    for rows, neurons in zip(order.split(counts), mlp.expert_neurons.long(), strict=True):
+        if len(rows):
+            out[rows] = mlp.hidden(x[rows], neurons) @ mlp.down_proj[neurons]
+    return out
+
+
+def run_auto(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
+    """Gathering an expert's weights pays once many tokens share the copy; below that, masking costs least."""
+    return (run_loop if len(x) >= 64 * mlp.num_experts else run_reference)(mlp, x, expert_ids)
+
+
+EXPERT_BACKENDS: dict[str, Callable[[ToMoEMLP, Tensor, Tensor], Tensor]] = {
+    "reference": run_reference,
+    "loop": run_loop,
+    "auto": run_auto,
+}
+
+
+class ToMoEMLP(nn.Module):
+    """N experts with top-1 routing that share neurons. Each neuron is stored once, one row of every matrix."""
+
+    def __init__(self, dense: nn.Module, config: ToMoEConfig, layer: int):
+        super().__init__()
+        self.config, self.num_experts = config, config.num_experts
+        gate, up, down = (getattr(dense, n, None) for n in ("gate_proj", "up_proj", "down_proj"))
+        up, down = (dense.fc1, dense.fc2) if up is None else (up, down)
+        self.activation = getattr(dense, "act_fn", None) or getattr(dense, "activation_fn", None) or dense.act
+        size, hidden = config.union_sizes[layer], up.in_features
+
+        def rows(module: nn.Module | None, *shape: int) -> nn.Parameter | None:
+            return None if module is None else nn.Parameter(torch.empty(*shape, dtype=up.weight.dtype))
+
+        self.router = nn.Linear(hidden, config.num_experts, bias=False)
+        self.register_parameter("gate_proj", rows(gate, size, hidden))
+        self.register_parameter("gate_bias", rows(gate if getattr(gate, "bias", None) is not None else None, size))
+        self.register_parameter("up_proj", rows(up, size, hidden))
+        self.register_parameter("up_bias", rows(up if up.bias is not None else None, size))
+        self.register_parameter("down_proj", rows(down, size, hidden))
+        self.register_parameter("down_bias", rows(down if down.bias is not None else None, hidden))
+        ids = torch.zeros(config.num_experts, config.expert_sizes[layer], dtype=torch.int32)
+        self.register_buffer("expert_neurons", ids)  # [N, W], rows of the shared matrices, ascending
+
+    def hidden(self, x: Tensor, neurons: slice | Tensor) -> Tensor:
+        """Activations [T, n] of some neurons: act(gate x) * up x, or act(up x) where there is no gate."""
+
+        def project(weight: Tensor, bias: Tensor | None) -> Tensor:
+            return F.linear(x, weight[neurons], None if bias is None else bias[neurons])
+
+        up = project(self.up_proj, self.up_bias)
+        return self.activation(up) if self.gate_proj is None else self.activation(project(self.gate_proj, self.gate_bias)) * up
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.flatten(0, -2)
+        logits = self.router(x.to(self.router.weight.dtype))
+        expert_ids = logits.argmax(-1)
+        y = EXPERT_BACKENDS[self.config.expert_backend](self, x, expert_ids)
+        if torch.is_grad_enabled() and self.router.weight.requires_grad:
+            # exactly 1, but with the gradient of the chosen expert's probability: fine-tuning can still move the router
+            chosen = logits.softmax(-1).gather(1, expert_ids[:, None])
+            y = y * (1 + (chosen - chosen.detach())).to(y.dtype)
+        if self.down_bias is not None:
+            y = y + self.down_bias
+        return y.view_as(hidden_states)
+
+
+class ValueRouter(nn.Module):
+    """One logit per V/O dim from a token's input; all heads share the choice."""
+
+    def __init__(self, hidden_size: int, embedding_size: int, head_dim: int):
+        super().__init__()
+        self.project_in = nn.Linear(hidden_size, embedding_size)
+        self.norm = nn.LayerNorm(embedding_size)
+        self.project_out = nn.Linear(embedding_size, head_dim)
+
+    def forward(self, x: Tensor, top_k: int) -> Tensor:
+        """0/1 mask [.., C] with exactly `top_k` ones."""
+        x = x.to(self.project_in.weight.dtype)
+        logits = self.project_out(F.gelu(self.norm(self.project_in(x))))
+        return torch.zeros_like(logits).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1.0)
+
+
+class ToMoEAttention(nn.Module):
+    """Q and K on the kept rotary pairs; V and O on the kept dims, or on K dims of each token's choice."""
+
+    def __init__(self, dense: nn.Module, config: ToMoEConfig, layer: int, text_config: PreTrainedConfig):
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = text_config, dense.layer_idx, True
+        self.head_dim = dense.head_dim
+        self.qk_size, self.value_size = config.qk_dims[layer], config.value_dims[layer]
+        self.top_k = config.value_top_k[layer]
+        # Pruned dims add zero to q.k, so the dense 1/sqrt(C) stays right; 1/sqrt(c) would be wrong.
+        self.scaling = dense.scaling
+        self.attention_dropout = getattr(dense, "attention_dropout", 0.0)
+        self.sliding_window = getattr(dense, "sliding_window", getattr(text_config, "sliding_window", None))
+        heads = dense.q_proj.out_features // self.head_dim
+        kv_heads = dense.k_proj.out_features // self.head_dim
+        self.num_key_value_groups = heads // kv_heads
+
+        def linear(like: nn.Linear, inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=like.bias is not None, dtype=like.weight.dtype)
+
+        hidden, output = dense.q_proj.in_features, dense.o_proj if hasattr(dense, "o_proj") else dense.dense
+        self.q_proj = linear(dense.q_proj, hidden, heads * self.qk_size)
+        self.k_proj = linear(dense.k_proj, hidden, kv_heads * self.qk_size)
+        self.v_proj = linear(dense.v_proj, hidden, kv_heads * self.value_size)
+        self.o_proj = linear(output, heads * self.value_size, hidden)
+        norm = getattr(dense, "q_norm", None)
+        self.norm_eps = getattr(norm, "variance_epsilon", None)
+        for name in ("q_norm", "k_norm"):
+            weight = None if norm is None else nn.Parameter(torch.ones(self.qk_size, dtype=norm.weight.dtype))
+            self.register_parameter(name, weight)
+        self.register_buffer("rotary_ids", torch.zeros(config.rotary_pairs[layer], dtype=torch.int32))
+        self.value_router = None
+        if self.top_k < self.value_size:
+            self.value_router = ValueRouter(hidden, config.value_embedding_size, self.value_size)
+
+    def normalise(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
+        # RMS over all C dims of the dense head: the pruned ones were zero, but they count in the mean.
+        f = x.float()
+        scale = torch.rsqrt(f.square().sum(-1, keepdim=True) / self.head_dim + self.norm_eps)
+        return weight * (f * scale).to(x.dtype)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """RoPE on [first halves of the pairs, second halves, dims that RoPE leaves alone]."""
+        pairs = self.rotary_ids.numel()
+        first, second, rest = x.split([pairs, pairs, self.qk_size - 2 * pairs], -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        lead = hidden_states.shape[:-1]
+        q = self.normalise(self.q_proj(hidden_states).view(*lead, -1, self.qk_size), self.q_norm).transpose(1, 2)
+        k = self.normalise(self.k_proj(hidden_states).view(*lead, -1, self.qk_size), self.k_norm).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(*lead, -1, self.value_size)
+        chosen = None
+        if self.value_router is not None:
+            chosen = self.value_router(hidden_states, self.top_k).unsqueeze(-2).to(v.dtype)
+            v = v * chosen
+        v = v.transpose(1, 2)
+        cos, sin = (t[..., self.rotary_ids.long()].unsqueeze(1) for t in position_embeddings)
+        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        # FlashAttention crops V where V is wider than Q and K; zeros behind q and k change no product.
+        implementation = self.config._attn_implementation
+        if implementation not in ("eager", "sdpa") and self.qk_size < self.value_size:
+            q, k = (F.pad(t, (0, self.value_size - self.qk_size)) for t in (q, k))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        dropout = self.attention_dropout if self.training else 0.0
+        if self.sliding_window is not None:
+            kwargs["sliding_window"] = self.sliding_window
+        out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        out = out.reshape(*lead, -1, self.value_size)
+        if chosen is not None:
+            out = out * chosen
+        return self.o_proj(out.flatten(-2)), weights
+
+
+def eager_attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, dropout: float = 0.0, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention written out; grouped key/value heads are repeated."""
+    k, v = (t.repeat_interleave(module.num_key_value_groups, 1) for t in (k, v))
+    scores = q @ k.transpose(2, 3) * scaling
+    if mask is not None:
+        scores = scores + mask
+    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(q.dtype), p=dropout, training=module.training)
+    return (weights @ v).transpose(1, 2).contiguous(), weights
+
+
+class ToMoEPreTrainedModel(PreTrainedModel):
+    config_class = ToMoEConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    # Near ties of a router must fall as they fell when it was trained, whatever the dtype of the rest.
+    _keep_in_fp32_modules_strict = ["router", "value_router"]
+
+
+def replace_layers_(inner: nn.Module, config: ToMoEConfig, text_config: PreTrainedConfig) -> None:
+    """Put ToMoE's MLP and attention into every decoder layer of a family's own model, sized by the config."""
+    for i, layer in enumerate(inner.layers):
+        layer.mlp = ToMoEMLP(layer.mlp, config, i)
+        layer.self_attn = ToMoEAttention(layer.self_attn, config, i, text_config)
+
+
+class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
+    """The converted model, with its output matrix."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: ToMoEConfig):
+        super().__init__(config)
+        dense_config = config.dense_config()
+        dense = AutoModelForCausalLM.from_config(dense_config)
+        dense.config._attn_implementation = config._attn_implementation
+        self.model, self.lm_head = dense.model, dense.lm_head
+        replace_layers_(self.model, config, dense.model.config)
+        self._no_split_modules = getattr(dense, "_no_split_modules", None)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+        )  # fmt: skip
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden = outputs.last_hidden_state
+        logits = self.lm_head(hidden[:, kept, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states, attentions=outputs.attentions,
+        )  # fmt: skip
+
+
+AutoConfig.register("tomoe", ToMoEConfig, exist_ok=True)
+AutoModelForCausalLM.register(ToMoEConfig, ToMoEForCausalLM, exist_ok=True)

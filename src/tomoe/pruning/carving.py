@@ -1,0 +1,265 @@
+"""The carved start: routers, neuron sets and widths from calibration tokens alone, the budget met at step 0.
+
+Every layer is looked at once, on dense activations. Router: spherical k-means of the MLP's inputs, so a router row is a
+unit centroid and needs no bias. Experts: backward elimination, dropping again and again the neuron whose loss adds
+least to the squared error of the MLP's output on the expert's own tokens, correlations between neurons included. Widths:
+the same error, relative to the residual stream, at equal marginal cost per parameter across all layers.
+Attention, where it is pruned at all, keeps the same share of dims in every layer, the most energetic ones: its error at
+its own output says little about what the model loses, so it is not put into the same auction.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tomoe.budget import attention_params, block_total, mlp_params
+from tomoe.dense import LayerParts, ModelShape, decoder_layers, layer_parts
+from tomoe.gumbel import derive_seed, keep_logit, keep_probability
+from tomoe.pruning.mask_network import MaskNetwork, Projection
+
+KMEANS_STEPS = 20
+ROUTER_CONFIDENCE = 0.9  # mean probability of a token's own expert: high enough that noise seldom sends it elsewhere
+LOGIT_SCALE = 4.0  # mask logits per standard deviation of the rank: decided at both ends, open in the middle
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """One site: its dims in order of importance and what it costs to keep only the first of them."""
+
+    ranks: Int[Tensor, "n size"]  # 0 = dropped last
+    loss: list[float]  # summed relative squared error with 0, 1, .. units kept; units as in `params`
+    params: list[int]  # parameters with 0, 1, .. units kept
+
+
+def spherical_kmeans(x: Float[Tensor, "T D"], num_clusters: int, seed: int) -> Float[Tensor, "N D"]:
+    """Unit centroids by cosine, k-means++ start; a cluster that loses all tokens keeps its centroid."""
+    generator = torch.Generator(x.device).manual_seed(seed)
+    x = F.normalize(x.float(), dim=-1)
+    centroids = x[torch.randint(len(x), (1,), generator=generator, device=x.device)]
+    while len(centroids) < num_clusters:
+        distance = (1 - x @ centroids.T).amin(1).clamp_min(1e-9)
+        centroids = torch.cat([centroids, x[torch.multinomial(distance, 1, generator=generator)]])
+    for _ in range(KMEANS_STEPS):
+        members = F.one_hot((x @ centroids.T).argmax(-1), num_clusters).to(x.dtype)
+        sums = members.T @ x
+        centroids = torch.where(members.sum(0)[:, None] > 0, F.normalize(sums, dim=-1), centroids)
+    return centroids
+
+
+def confident_scale(logits: Float[Tensor, "T N"]) -> float:
+    """The factor that makes the mean largest probability ROUTER_CONFIDENCE. No factor changes a decision without noise.
+
+    Cosines differ by hundredths, Gumbel noise by ones: unscaled, sampling would route at random.
+    """
+    low, high = 0.0, 1e4
+    for _ in range(50):
+        middle = (low + high) / 2
+        confidence = float((middle * logits).softmax(-1).amax(-1).mean())
+        low, high = (middle, high) if confidence < ROUTER_CONFIDENCE else (low, middle)
+    return high
+
+
+def backward_elimination(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"], Float[Tensor, " F1"]]:
+    """Order in which to drop dims whose joint loss is the quadratic form s^T `error` s of the dropped set s.
+
+    Returns ranks (0 = dropped last) and the loss with 0, 1, .. F dims kept.
+    """
+    size = len(error)
+    twice, marginal = 2 * error, error.diagonal().clone()
+    ranks, loss = torch.zeros(size, dtype=torch.long, device=error.device), error.new_zeros(size + 1)
+    for kept in range(size - 1, -1, -1):
+        dropped = marginal.argmin()
+        ranks[dropped] = kept
+        loss[kept] = marginal[dropped]
+        marginal += twice[dropped]
+        marginal[dropped] = torch.inf
+    return ranks, loss.flip(0).cumsum(0).flip(0)
+
+
+def carve_mlp(
+    h: Float[Tensor, "T F"], expert_ids: Int[Tensor, " T"], weight: Float[Tensor, " T"], down: Float[Tensor, "D F"],
+    num_experts: int, units: Sequence[int], params: list[int],
+) -> Ranking:  # fmt: skip
+    """Rank the neurons of every expert. `weight` is 1 / |residual|^2 of a token, so losses of layers compare."""
+    down_gram = down.T @ down
+    ranks, total = [], 0.0
+    for n in range(num_experts):
+        own = h[expert_ids == n] * weight[expert_ids == n].sqrt()[:, None]
+        expert_ranks, loss = backward_elimination((own.T @ own) * down_gram / len(h))
+        ranks.append(expert_ranks)
+        total = total + loss[list(units)].double()
+    return Ranking(torch.stack(ranks), torch.as_tensor(total).tolist(), params)
+
+
+def allocate(sites: Sequence[Ranking], budget: float) -> list[int]:
+    """Units per site: the next unit always goes where it saves most error per parameter, until the budget is spent."""
+    units = [1] * len(sites)
+    spent = sum(site.params[1] for site in sites)
+
+    def gain(i: int) -> float:
+        site, n = sites[i], units[i]
+        return -max(0.0, site.loss[n] - site.loss[n + 1]) / (site.params[n + 1] - site.params[n])
+
+    heap = [(gain(i), i) for i, site in enumerate(sites) if len(site.params) > 2]
+    heapq.heapify(heap)
+    while heap:
+        _, i = heapq.heappop(heap)
+        added = sites[i].params[units[i] + 1] - sites[i].params[units[i]]
+        if spent + added > budget + added / 2:
+            continue
+        units[i], spent = units[i] + 1, spent + added
+        if units[i] + 1 < len(sites[i].params):
+            heapq.heappush(heap, (gain(i), i))
+    return units
+
+
+def start_logits(
+    ranks: Int[Tensor, "*n size"], width: float, keep_bias: float, noise: Any
+) -> Float[Tensor, "*n size"]:
+    """Mask logits: LOGIT_SCALE x normal score of the rank, shifted so that sampling keeps `width` dims on average."""
+    size = ranks.shape[-1]
+    quantile = 1 - (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    scores = LOGIT_SCALE * torch.special.ndtri(quantile)
+    whole = keep_logit(torch.tensor(1 - 1e-6, dtype=torch.float64), keep_bias, noise)
+    low, high = -200.0, 200.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        kept = float(keep_probability(scores + middle, keep_bias, noise).sum())
+        low, high = (middle, high) if kept < width else (low, middle)
+    if width >= size:
+        return torch.full(ranks.shape, float(whole))
+    return (scores + high).float()[ranks.cpu()]
+
+
+class _Carving:
+    """One pass over the calibration text: every layer is ranked as soon as it has run, then its activations go."""
+
+    def __init__(self, net: MaskNetwork, model: nn.Module, seed: int, progress: Callable[[int, int], None]):
+        self.net, self.shape, self.seed, self.progress = net, net.shape, seed, progress
+        self.parts, self.layers = layer_parts(model), decoder_layers(model)
+        self.routers: list[Tensor] = []
+        self.mlps: list[Ranking] = []
+        self.attention: list[tuple[Tensor, Tensor]] = []
+
+    @torch.no_grad()
+    def run(self, model: nn.Module, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> None:
+        handles: list[RemovableHandle] = []
+        for i in range(self.shape.num_layers):
+            handles += self._hooks(i, mask)
+        try:
+            model.model(input_ids=ids, attention_mask=None if bool(mask.all()) else mask.long(), use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hooks(self, i: int, mask: Bool[Tensor, "B S"]) -> list[RemovableHandle]:
+        parts, seen, real = self.parts[i], {}, mask.flatten()
+
+        def look(name: str) -> Callable[..., None]:
+            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                seen[name] = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).flatten(0, -2)[real]
+
+            return hook
+
+        def keep(name: str) -> Callable[..., None]:
+            def hook(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> None:
+                seen[name] = y.flatten(0, -2)[real]
+
+            return hook
+
+        def carve(*_: Any) -> None:
+            self._carve_mlp(parts, seen["x"].float(), seen["h"].float(), seen["residual"].float())
+            self.attention.append(attention_importance(seen["q"], seen["k"], seen["o"], parts.o.weight, self.shape))
+            seen.clear()
+            self.progress(i + 1, self.shape.num_layers)
+
+        return [
+            self.layers[i].register_forward_pre_hook(look("residual"), with_kwargs=True),
+            parts.mlp.register_forward_pre_hook(look("x"), with_kwargs=True),
+            parts.down.register_forward_pre_hook(look("h"), with_kwargs=True),
+            parts.q.register_forward_hook(keep("q")),
+            parts.k.register_forward_hook(keep("k")),
+            parts.o.register_forward_pre_hook(look("o"), with_kwargs=True),
+            self.layers[i].register_forward_hook(carve),
+        ]
+
+    def _carve_mlp(self, parts: LayerParts, x: Tensor, h: Tensor, residual: Tensor) -> None:
+        s, n = self.shape, self.net.experts.num_experts
+        router = spherical_kmeans(x, n, derive_seed(self.seed, "k-means", len(self.mlps)))
+        logits = x @ router.T
+        expert_ids = logits.argmax(-1)
+        weight = 1 / residual.square().sum(-1).clamp_min(1e-6)
+        multiple = self.net.experts.width_multiple
+        units = [min(u * multiple, s.mlp_size) for u in range(-(-s.mlp_size // multiple) + 1)]
+        params = [int(mlp_params(s, width)) for width in units]
+        self.routers.append(router * confident_scale(logits))
+        self.mlps.append(carve_mlp(h, expert_ids, weight, parts.down.weight.float(), n, units, params))
+
+
+def attention_importance(
+    q: Float[Tensor, "t HC"], k: Float[Tensor, "t GC"], o: Float[Tensor, "t HC"], weight: Float[Tensor, "D HC"], s: ModelShape
+) -> tuple[Float[Tensor, " Q"], Float[Tensor, " C"]]:
+    """Importance of Q/K choices and of V/O dims, from q and k projections and the input of the output projection.
+
+    Of a Q/K choice: the root of the sum over heads of E|q|^2 E|k|^2 of its dims. Of a V/O dim: the root of the sum over
+    heads of E(o input)^2 |o column|^2. (RoPE turns a pair without changing its length, so q and k may be taken before it.)
+    """
+    q_energy, k_energy, o_energy = (t.float().square().mean(0).view(-1, s.head_dim) for t in (q, k, o))
+    pairs = s.rotary_size // 2
+
+    def choices(energy: Float[Tensor, "h C"]) -> Float[Tensor, "h Q"]:
+        return torch.cat([energy[:, :pairs] + energy[:, pairs : 2 * pairs], energy[:, 2 * pairs :]], 1)
+
+    groups = s.num_heads // s.num_kv_heads
+    qk = (choices(q_energy) * choices(k_energy).repeat_interleave(groups, 0)).sum(0).sqrt()
+    columns = weight.float().square().sum(0).view_as(o_energy)
+    return qk, (o_energy * columns).sum(0).sqrt()
+
+
+@torch.no_grad()
+def carve_(
+    net: MaskNetwork, model: nn.Module, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], active: float, seed: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:  # fmt: skip
+    """Give `net` a carved start: its noise-free plan meets `active`, and so does sampling on average."""
+    carving = _Carving(net, model, seed, progress)
+    carving.run(model, ids, mask)
+    s, experts = net.shape, net.experts
+    kept = 1 - experts.attention_share * (1 - active) if experts.attention != "none" else 1.0
+    choices, dims = (max(1, round(kept * n)) for n in (s.num_qk_choices, s.head_dim))
+    spent = 0
+    for i, (qk, values) in enumerate(carving.attention):
+        order = qk.argsort(descending=True, stable=True)
+        chosen = torch.zeros(len(qk), dtype=torch.bool).scatter_(0, order[:choices].cpu(), True)
+        spent += int(attention_params(s, len(s.qk_dims(chosen)), dims))
+        if experts.attention != "none":
+            starts = [start_logits(_ranks(t), n, *_noise(net)) for t, n in ((values, dims), (qk, choices))]
+            _begin_at_(net.dims[i], torch.cat(starts))
+    units = allocate(carving.mlps, active * block_total(s) - spent)
+    for i, (router, mlp) in enumerate(zip(carving.routers, carving.mlps, strict=True)):
+        width = min(units[i] * experts.width_multiple, s.mlp_size)
+        net.routers[i].weight.copy_(router)
+        _begin_at_(net.neurons[i], start_logits(mlp.ranks, width, *_noise(net)))
+
+
+def _ranks(importance: Float[Tensor, " size"]) -> Int[Tensor, " size"]:
+    return importance.argsort(descending=True, stable=True).argsort()
+
+
+def _noise(net: MaskNetwork) -> tuple[float, Any]:
+    return net.sampling.keep_bias, net.sampling.noise
+
+
+def _begin_at_(projection: Projection, start: Float[Tensor, "*n size"]) -> None:
+    """The learned difference begins at zero, so that step 0 is the carved plan itself."""
+    projection.start.copy_(start)
+    projection.linear.weight.zero_()

@@ -1,0 +1,155 @@
+"""The folder of a training run: recipe, metrics, checkpoints. Everything in it survives a kill at any moment.
+
+    RUN/recipe.json            what was asked
+    RUN/corpus.safetensors     the text, as token blocks
+    RUN/metrics.jsonl          one line per logged step
+    RUN/masks/step-000100/     masks.safetensors, optimizer.safetensors, state.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tomoe.config import Recipe
+from tomoe.errors import UserError
+
+KEEP = 2  # checkpoints that stay: the last, and the one before it
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One readable checkpoint."""
+
+    folder: Path
+    step: int
+    state: dict[str, Any]
+
+
+def optimizer_tensors(optimizer: Optimizer, net: nn.Module) -> dict[str, Tensor]:
+    """AdamW's moments and step counts by parameter name, so that safetensors can hold them."""
+    names = {p: name for name, p in net.named_parameters()}
+    return {f"{names[p]}.{key}": value for p, slots in optimizer.state.items() for key, value in slots.items()}
+
+
+def restore_optimizer(optimizer: Optimizer, net: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, p in net.named_parameters():
+        own = {key.removeprefix(name + "."): t for key, t in tensors.items() if key.rpartition(".")[0] == name}
+        if own:
+            optimizer.state[p] = {k: t.to(p.device) if k != "step" else t for k, t in own.items()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class RunFolder:
+    """Reads and writes one run. Every OSError becomes a UserError that says what was being written."""
+
+    def __init__(self, path: Path):
+        self.path, self.masks = path, path / "masks"
+
+    def begin(self, recipe: Recipe, resume: bool) -> None:
+        """Make the folder, or check that it belongs to the same recipe. Raises UserError where it does not."""
+        known = self.path / "recipe.json"
+        if known.exists():
+            if not resume:
+                raise UserError(f"{self.path} already holds a run; give --resume to go on with it, or --force to begin anew")
+            changed = Recipe.load(known).differences(recipe)
+            if changed:
+                raise UserError(f"{self.path} was begun with another recipe ({'; '.join(changed)}); resume with the same one")
+        try:
+            self.masks.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write to {self.path}: {error.strerror or error}") from error
+        recipe.save(known)
+
+    def save(self, step: int, net: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Write `step-N` under a temporary name, then rename; older checkpoints go only after that."""
+        final = self.masks / f"step-{step:06d}"
+        part = self.masks / f".part-{step:06d}"
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            save_file(net.state_dict(), part / "masks.safetensors")
+            save_file(optimizer_tensors(optimizer, net), part / "optimizer.safetensors")
+            sums = {name: _sha256(part / name) for name in ("masks.safetensors", "optimizer.safetensors")}
+            (part / "state.json").write_text(json.dumps(state | {"step": step, "sha256": sums}, indent=2, sort_keys=True))
+            for file in part.iterdir():
+                with file.open("rb") as f:
+                    os.fsync(f.fileno())
+            shutil.rmtree(final, ignore_errors=True)
+            part.rename(final)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise UserError(f"cannot write the checkpoint of step {step} to {self.masks} ({error}); earlier ones are kept") from error
+        for old in sorted(self.masks.glob("step-*"))[:-KEEP]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def last(self) -> Checkpoint | None:
+        """The newest whole checkpoint, or None where there is none. Damaged ones are passed over.
+
+        Raises UserError where there are checkpoints, but none is whole.
+        """
+        folders = sorted(self.masks.glob("step-*"), reverse=True)
+        for folder in folders:
+            found = self._read(folder)
+            if found:
+                return found
+        if folders:
+            raise UserError(f"no checkpoint in {self.masks} is whole (files truncated or foreign); begin anew with --force")
+        return None
+
+    def _read(self, folder: Path) -> Checkpoint | None:
+        try:
+            state = json.loads((folder / "state.json").read_text())
+            whole = all(_sha256(folder / name) == digest for name, digest in state["sha256"].items())
+            return Checkpoint(folder, int(state["step"]), state) if whole else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def restore(self, checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer | None) -> None:
+        """Load weights (and moments) of a checkpoint. Raises UserError where it is for another network."""
+        device = next(net.parameters()).device
+        try:
+            net.load_state_dict(load_file(checkpoint.folder / "masks.safetensors", device=str(device)))
+        except (RuntimeError, SafetensorError) as error:
+            raise UserError(f"{checkpoint.folder} does not fit this model and recipe; begin anew with --force") from error
+        if optimizer is not None:
+            restore_optimizer(optimizer, net, load_file(checkpoint.folder / "optimizer.safetensors"))
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        try:
+            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write metrics to {self.path}: {error.strerror or error}; the last checkpoint is kept") from error
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop lines of steps that a resumed run will make again (and a last line cut by a kill)."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return
+        rows = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if row.get("step", 0) <= step:
+                rows.append(line)
+        temporary = path.with_suffix(".part")
+        temporary.write_text("".join(line + "\n" for line in rows), encoding="utf-8")
+        temporary.replace(path)
+

@@ -1,0 +1,183 @@
+"""The loop that learns masks and routers: frozen dense model as teacher and student, four terms, one optimizer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tomoe.config import Recipe, TrainSection
+from tomoe.errors import UserError
+from tomoe.gumbel import derive_seed
+from tomoe.pruning.losses import distillation_loss, language_model_loss, objective, shift_targets
+from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.pruning.masking import masked
+from tomoe.pruning.run_folder import RunFolder
+
+Row = dict[str, Any]
+
+
+class Batches(Protocol):
+    """Where token blocks come from: the same (step, micro) always gives the same blocks."""
+
+    def batch(self, step: int, micro: int, batch_size: int, accumulation: int, seed: int) -> Any: ...
+
+
+def learning_rate(train: TrainSection, step: int) -> float:
+    """Of step 0, 1, ...: linear warm-up, then constant or half a cosine down to zero."""
+    warm = min(1.0, (step + 1) / train.warmup_steps) if train.warmup_steps else 1.0
+    fall = 0.5 * (1 + math.cos(math.pi * step / train.steps)) if train.schedule == "cosine" else 1.0
+    return train.learning_rate * warm * fall
+
+
+def budget_target(recipe: Recipe, step: int) -> float:
+    """The active fraction asked at a step: from 1 down to `active` over the budget warm-up."""
+    warm = recipe.train.budget_warmup_steps
+    done = min(1.0, step / warm) if warm else 1.0
+    return 1.0 - (1.0 - recipe.active) * done
+
+
+def make_optimizer(net: MaskNetwork, train: TrainSection) -> torch.optim.AdamW:
+    trained = [p for p in net.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay)
+
+
+def hidden_states(
+    model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
+) -> Float[Tensor, "T D"]:
+    """Final hidden states, flattened over tokens. Without padding no mask is passed, which lets attention run faster."""
+    attention_mask = None if bool(mask.all()) else mask.long()
+    states: Tensor = model.model(input_ids=ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    return states.flatten(0, 1)
+
+
+def micro_step(
+    model: PreTrainedModel, net: MaskNetwork, recipe: Recipe, blocks: Any, step: int, micro: int
+) -> dict[str, float]:
+    """Forward and backward of one batch; leaves gradients (of the mean over micro-batches) in `net`."""
+    ids, mask = blocks.input_ids.to(model.device), blocks.mask.to(model.device)
+    masks = net(derive_seed(recipe.seed, "step", step), derive_seed(recipe.seed, "tokens", step, micro))
+    for m in masks:
+        m.valid = None if bool(mask.all()) else mask.flatten()
+    teacher = None
+    if recipe.loss.objective == "kl":
+        with torch.no_grad():
+            teacher = hidden_states(model, ids, mask)
+    with masked(model, masks):  # around the backward pass too: activation checkpointing runs layers again there
+        student = hidden_states(model, ids, mask)
+        if teacher is not None:
+            fidelity = distillation_loss(student, teacher, model.lm_head, mask.flatten())
+        else:
+            fidelity = language_model_loss(student, *_targets(ids, mask, model.lm_head))
+        loss, terms = objective(fidelity, masks, net.shape, budget_target(recipe, step), recipe.loss)
+        (loss / recipe.train.gradient_accumulation).backward()
+    return {"loss": loss.item(), **{name: t.item() for name, t in terms.items()}}
+
+
+def _targets(ids: Tensor, mask: Tensor, head: nn.Module) -> tuple[Tensor, nn.Module, Tensor]:
+    targets, valid = shift_targets(ids, mask)
+    return targets, head, valid
+
+
+def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+
+class Training:
+    """One run: the network, its optimizer and how many steps they have behind them."""
+
+    def __init__(self, model: PreTrainedModel, net: MaskNetwork, recipe: Recipe, corpus: Batches, run: RunFolder):
+        self.model, self.net, self.recipe, self.corpus, self.run = model, net, recipe, corpus, run
+        self.optimizer = make_optimizer(net, recipe.train)
+        self.step, self.bad_steps = 0, 0
+
+    def resume(self) -> bool:
+        """Go to the newest whole checkpoint; False where there is none yet."""
+        checkpoint = self.run.last()
+        if checkpoint is None:
+            return False
+        self.run.restore(checkpoint, self.net, self.optimizer)
+        self.step, self.bad_steps = checkpoint.step, int(checkpoint.state["bad_steps"])
+        self.run.forget_metrics_after(self.step)
+        return True
+
+    def save(self) -> None:
+        state = {"bad_steps": self.bad_steps, "recipe_digest": self.recipe.digest()}
+        self.run.save(self.step, self.net, self.optimizer, state)
+
+    def train(self, on_step: Callable[[Row], None] | None = None) -> None:
+        """Run to the last step of the recipe, saving on the way. Raises UserError after too many bad steps in a row."""
+        train = self.recipe.train
+        with _checkpointing(self.model) if train.gradient_checkpointing else nullcontext():
+            if self.step == 0:
+                self.save()
+            while self.step < train.steps:
+                row = self.one_step()
+                if self.step % train.log_every == 0 or self.step == train.steps or row["skipped"]:
+                    self.run.append_metrics(row)
+                if on_step:
+                    on_step(row)
+                if self.bad_steps >= train.max_bad_steps:
+                    raise UserError(
+                        f"the loss was not finite in {self.bad_steps} steps in a row (up to step {self.step}); the last good "
+                        f"checkpoint is kept in {self.run.masks}: resume with a smaller train.learning_rate or float32"
+                    )
+                # not after a bad step: the count of bad steps in a row must be zero in every checkpoint but the last
+                if self.step == train.steps or (self.step % train.save_every == 0 and not row["skipped"]):
+                    self.save()
+
+    def one_step(self) -> Row:
+        """All micro-batches of a step, then one update, unless something in it is not finite."""
+        began, train = time.perf_counter(), self.recipe.train
+        rate = learning_rate(train, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        rows, tokens = [], 0
+        for micro in range(train.gradient_accumulation):
+            blocks = self.corpus.batch(
+                self.step, micro, train.batch_size, train.gradient_accumulation, self.recipe.seed
+            )
+            tokens += int(blocks.mask.sum())
+            rows.append(micro_step(self.model, self.net, self.recipe, blocks, self.step, micro))
+        norm = nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
+        row: Row = _mean(rows)
+        skipped = not (math.isfinite(row["loss"]) and bool(norm.isfinite()))
+        self.bad_steps = self.bad_steps + 1 if skipped else 0
+        if not skipped:
+            if train.gradient_clip:
+                nn.utils.clip_grads_with_norm_(self.net.parameters(), train.gradient_clip, norm)
+            self.optimizer.step()
+        self.step += 1
+        seconds = time.perf_counter() - began
+        return {
+            "step": self.step, **row, "learning_rate": rate, "gradient_norm": float(norm), "tokens": tokens,
+            "seconds": seconds, "tokens_per_second": tokens / seconds, "skipped": skipped,
+        }  # fmt: skip
+
+
+class _checkpointing:
+    """Activation checkpointing for the time of a block. It runs in training mode only, so dropout is set to zero."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    def __enter__(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model.train()
+
+    def __exit__(self, *_: object) -> None:
+        self.model.eval()
+        self.model.gradient_checkpointing_disable()

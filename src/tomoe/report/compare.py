@@ -1,0 +1,173 @@
+"""Models beside each other, the dense one first: measured by one code, shown as JSON, Markdown and in the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Bool, Int
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor, nn
+
+from tomoe.errors import UserError
+from tomoe.report.facts import ModelFacts, model_facts
+from tomoe.report.perplexity import Measurement, measure
+from tomoe.report.usage import ExpertCounter, ExpertUsage
+
+FORMAT = "tomoe-comparison-1"
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model: its quality, its size, and its routing if it routes."""
+
+    measurement: Measurement
+    facts: ModelFacts
+    usage: ExpertUsage | None = None
+
+    @property
+    def name(self) -> str:
+        return self.measurement.model
+
+    def to_dict(self) -> dict[str, Any]:
+        usage = None if self.usage is None else self.usage.to_dict()
+        return {"measurement": self.measurement.to_dict(), "facts": dict(self.facts), "usage": usage}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Row:
+        usage = values["usage"]
+        measurement = Measurement.from_dict(values["measurement"])
+        return cls(measurement, values["facts"], None if usage is None else ExpertUsage.from_dict(usage))
+
+
+def compare(
+    models: Iterable[tuple[str, nn.Module]],
+    input_ids: Int[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"],
+    *,
+    data: str = "",
+    seed: int | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[Row]:
+    """Measure (name, model) pairs on the same blocks; the first, dense one is the reference of all others.
+
+    `models` may be a generator that loads as it goes: beside the reference, one model is alive at a time. A name that
+    is a path gives the size on disk too, and shows as its last part. `progress` gets (name, blocks done, blocks in
+    all). Raises UserError as `measure` does.
+    """
+    rows: list[Row] = []
+    reference = None
+    for given, model in models:
+        path = Path(given)
+        name = path.name if path.exists() else given
+
+        counter = ExpertCounter(model)
+
+        def report(done: int, total: int, name: str = name, counter: ExpertCounter = counter) -> None:
+            counter.count(mask[done - 1])
+            if progress:
+                progress(name, done, total)
+
+        with counter:
+            measured = measure(model, input_ids, mask, reference, report, name=name, data=data, seed=seed)
+        rows.append(Row(measured, model_facts(model, path if path.exists() else None), counter.usage()))
+        reference = model if reference is None else reference
+        del model, counter, report  # before the next one is loaded
+    return rows
+
+
+def count(number: int) -> str:
+    """134,515,008 -> 134.5 M."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.1f} {letter}"
+    return str(number)
+
+
+def cells(row: Row) -> dict[str, str]:
+    """One row of every table, by column title."""
+    m, f = row.measurement, row.facts
+    error = "" if m.standard_error is None else f" ± {m.standard_error:.2f}"
+    return {
+        "model": row.name,
+        "active blocks": NONE if f["active_share"] is None else f"{f['active_share']:.1%}",
+        "active / all weights": f"{count(f['active_params'])} / {count(f['total_params'])}",
+        "perplexity": f"{m.perplexity:.2f}{error}",
+        "KL (nats)": NONE if m.kl is None else f"{m.kl:.4f}",
+        "same top-1": NONE if m.top1_agreement is None else f"{m.top1_agreement:.1%}",
+        "tokens": f"{m.tokens:,}",
+        "context": f"{m.context_length:,}",
+        "on disk": NONE if f["bytes_on_disk"] is None else f"{f['bytes_on_disk'] / 1e6:,.0f} MB",
+    }
+
+
+def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells; a column in which no row has anything is left out."""
+    every = [cells(row) for row in rows]
+    titles = [title for title in (every[0] if every else {}) if any(row[title] != NONE for row in every)]
+    return titles, [[row[title] for title in titles] for row in every]
+
+
+def footnote(rows: Sequence[Row]) -> str:
+    """What one needs to get the same numbers: text, seed, dtype, device, versions; and whether rows are comparable."""
+    if not rows:
+        return ""
+    first = rows[0].measurement
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    parts = [
+        f"Text: {first.data or 'not named'} (sha256 {first.data_sha256[:12]})"
+        + ("" if first.seed is None else f", seed {first.seed}")
+        + f", {first.blocks} blocks of {first.context_length} tokens (the context), {first.tokens:,} of them predicted",
+        "± is one standard error, with blocks as independent units",
+        "KL and same top-1 are against the first model" if len(rows) > 1 else "",
+        "; ".join(dict.fromkeys(f"{row.measurement.dtype} on {row.measurement.device}" for row in rows)),
+        versions,
+    ]
+    if len({row.measurement.data_sha256 for row in rows}) > 1:
+        parts.append("ATTENTION: the rows were measured on different texts and cannot be compared")
+    return ". ".join(part for part in parts if part) + "."
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """A table and its footnote."""
+    titles, body = table(rows)
+
+    def line(values: Sequence[str]) -> str:
+        return "| " + " | ".join(value.replace("|", "\\|").replace("\n", " ") for value in values) + " |"
+
+    ruler = "|---|" + "---:|" * (len(titles) - 1)
+    return "\n".join([line(titles), ruler, *map(line, body), "", footnote(rows)]) + "\n"
+
+
+def to_rich(rows: Sequence[Row]) -> Table:
+    """The same table for the terminal, without the columns that the footnote repeats: it should fit 80 characters."""
+    titles, body = table(rows)
+    shown = Table(caption=escape(footnote(rows)), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    kept = [i for i, title in enumerate(titles) if title not in ("tokens", "context")]
+    for i in kept:
+        shown.add_column(titles[i], justify="right" if i else "left", overflow="fold")
+    for values in body:
+        shown.add_row(*(escape(values[i]) for i in kept))
+    return shown
+
+
+def to_json(rows: Sequence[Row]) -> str:
+    """All of it, for `from_json`."""
+    return json.dumps({"format": FORMAT, "rows": [row.to_dict() for row in rows]}, indent=2, allow_nan=False) + "\n"
+
+
+def from_json(text: str) -> list[Row]:
+    """Raises UserError for text that `to_json` of this version did not make."""
+    try:
+        values = json.loads(text)
+        if values["format"] != FORMAT:
+            raise UserError(f"this comparison has format {values['format']!r}, not {FORMAT!r}; measure again")
+        return [Row.from_dict(row) for row in values["rows"]]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise UserError(f"this is no comparison of models ({error}); make one with `tomoe evaluate`") from error

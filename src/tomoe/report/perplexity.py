@@ -1,0 +1,238 @@
+"""Perplexity of any causal LM and, beside a reference, how far its predictions are from the reference's.
+
+Letters: B blocks, S tokens of a block, T scored positions of one block, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+import tomoe
+from tomoe.errors import UserError
+
+CHUNK = 128  # positions whose float32 logits are alive at a time
+HIGHEST_NLL = 700.0  # nats; exp of more does not fit a float
+PROBE = 8  # tokens that show how a model makes its logits
+
+Progress = Callable[[int, int], None]
+"""Called as (blocks done, blocks in all)."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One model on one text, with all that is needed to measure it again. Plain data: `to_dict` is JSON."""
+
+    perplexity: float  # exp(nll)
+    standard_error: float | None  # of the perplexity, over blocks; None where there are fewer than two
+    nll: float  # mean negative log-likelihood of a token, nats
+    tokens: int  # tokens that were predicted
+    blocks: int  # blocks with at least one such token
+    context_length: int  # tokens of a block
+    kl: float | None = None  # KL(reference || model), mean over the same tokens, nats
+    top1_agreement: float | None = None  # share of tokens for which both hold the same one most likely
+    model: str = ""
+    data: str = ""
+    data_sha256: str = ""  # of token ids and mask
+    dtype: str = ""
+    device: str = ""
+    seed: int | None = None  # that the data was prepared with
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Measurement:
+        """Raises UserError for a dict that `to_dict` of this version did not make."""
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise UserError(f"this is no measurement of this version of tomoe ({error}); measure again") from error
+
+
+def measure(
+    model: nn.Module,
+    input_ids: Int[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"],
+    reference: nn.Module | None = None,
+    progress: Progress | None = None,
+    *,
+    name: str | None = None,
+    data: str = "",
+    seed: int | None = None,
+) -> Measurement:
+    """Score every real token that follows a real token; the first of a block has no prediction and is left out.
+
+    Blocks run one at a time, each on its own. Logits are made CHUNK positions at a time where the model allows it, and
+    every softmax is float32. The standard error takes blocks as the independent unit, see `ratio_error`. `name`, `data`
+    and `seed` are written down, no more. Raises UserError where no token can be scored, where the text, the model and
+    the reference do not have one vocabulary, or where the model's output is no number.
+    """
+    _check(model, input_ids, mask)
+    sums = torch.zeros(len(input_ids), 4, dtype=torch.float64)  # per block: tokens, nll, KL, agreements
+    with torch.no_grad(), evaluating(model), evaluating(reference):
+        chunked = [m is not None and _makes_plain_logits(m, input_ids) for m in (model, reference)]
+        for b, (ids, real) in enumerate(zip(input_ids, mask, strict=True)):
+            scored = (real[:-1] & real[1:]).nonzero().squeeze(1)
+            states, head = _states(model, ids, real, scored, chunked[0])
+            taught = None if reference is None else _states(reference, ids, real, scored, chunked[1])
+            sums[b] = _score(states, head, ids[1:][scored.to(ids.device)], taught)
+            if progress:
+                progress(b + 1, len(input_ids))
+    tokens, nll, kl, agreements = sums.sum(0).tolist()
+    if not (nll / tokens < HIGHEST_NLL and math.isfinite(kl)):
+        raise UserError(
+            f"the predictions of {name or model_name(model)} are not finite numbers (mean loss {nll / tokens}, KL "
+            f"{kl / tokens}); load it in float32 or bfloat16, and if that does not help, convert it again"
+        )
+    perplexity, error = math.exp(nll / tokens), ratio_error(sums[:, 1], sums[:, 0])
+    first = next(model.parameters())
+    return Measurement(
+        perplexity=perplexity,
+        standard_error=None if error is None else perplexity * error,
+        nll=nll / tokens,
+        tokens=int(tokens),
+        blocks=int((sums[:, 0] > 0).sum()),
+        context_length=input_ids.shape[1],
+        kl=None if reference is None else max(0.0, kl / tokens),  # float32 rounding may leave -1e-9
+        top1_agreement=None if reference is None else agreements / tokens,
+        model=model_name(model) if name is None else name,
+        data=data,
+        data_sha256=blocks_sha256(input_ids, mask),
+        dtype=str(first.dtype).removeprefix("torch."),
+        device=first.device.type,
+        seed=seed,
+        versions={m.__name__: str(m.__version__) for m in (torch, transformers, tomoe)},
+    )
+
+
+def ratio_error(sums: Float[Tensor, " B"], tokens: Float[Tensor, " B"]) -> float | None:
+    """Standard error of sum(sums) / sum(tokens), blocks being independent draws; None with fewer than two of them.
+
+    Tokens of one block depend on each other, so a block counts as one observation. With m the ratio, blocks of unequal
+    length n_b have residuals r_b = L_b - m n_b, and se(m) = sqrt(B / (B - 1) sum r_b^2) / sum n_b (the delta method for
+    a ratio; for equal lengths it is the sample deviation of block means over sqrt(B)). For exp(m) it is exp(m) se(m).
+    """
+    used = tokens > 0
+    count, total = int(used.sum()), tokens.sum()
+    if count < 2:
+        return None
+    residuals = (sums - sums.sum() / total * tokens)[used]
+    return float((residuals.square().sum() * count / (count - 1)).sqrt() / total)
+
+
+def blocks_sha256(input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> str:
+    """Sha256 (hex) of shape, token ids (int64) and mask: equal exactly where two models saw the same blocks."""
+    digest = hashlib.sha256(str(tuple(input_ids.shape)).encode())
+    digest.update(input_ids.long().cpu().contiguous().numpy().tobytes())
+    digest.update(mask.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def model_name(model: nn.Module) -> str:
+    """Hub id, or the last part of a local path; the class where neither is known."""
+    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+    return Path(name).name if Path(name).exists() else name
+
+
+def _check(model: nn.Module, input_ids: Tensor, mask: Tensor) -> None:
+    if not bool((mask[:, 1:] & mask[:, :-1]).any()):
+        raise UserError(f"no block of the {len(input_ids)} has two real tokens in a row to score; give more text")
+    size, highest = getattr(getattr(model, "config", None), "vocab_size", None), int(input_ids.max())
+    if size is not None and highest >= size:
+        raise UserError(
+            f"the text holds token {highest}, but {model_name(model)} knows {size} tokens; "
+            "prepare the text with this model's own tokenizer"
+        )
+
+
+@contextmanager
+def evaluating(model: nn.Module | None) -> Iterator[None]:
+    """No dropout inside the block."""
+    was_training = model is not None and model.training
+    if model is None or not was_training:
+        yield
+        return
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+def forward_block(model: nn.Module, input_ids: Int[Tensor, " S"], mask: Bool[Tensor, " S"], inner: bool) -> Any:
+    """One block through the model, or through its inner part, which ends at the hidden states.
+
+    Without padding no mask is passed, which lets attention run faster.
+    """
+    device = next(model.parameters()).device
+    attention_mask = None if bool(mask.all()) else mask[None].long().to(device)
+    part: Any = model.base_model if inner else model
+    return part(input_ids=input_ids[None].to(device), attention_mask=attention_mask, use_cache=False)
+
+
+def has_inner(model: Any) -> bool:
+    """Whether the model keeps a body apart from its output matrix, as transformers' causal LMs do."""
+    return isinstance(getattr(model, "base_model", None), nn.Module) and model.base_model is not model
+
+
+def _makes_plain_logits(model: Any, input_ids: Int[Tensor, "B S"]) -> bool:
+    """Whether logits are output matrix times hidden states: then no [S, V] tensor is needed.
+
+    Tried on a few tokens, because some families scale or cap their logits and name that as they like.
+    """
+    if not has_inner(model) or not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+        return False
+    ids = input_ids[0, :PROBE]
+    real = torch.ones_like(ids, dtype=torch.bool)
+    states = getattr(forward_block(model, ids, real, inner=True), "last_hidden_state", None)
+    if states is None:
+        return False
+    return torch.equal(model.get_output_embeddings()(states), forward_block(model, ids, real, inner=False).logits)
+
+
+def _states(
+    model: Any, ids: Int[Tensor, " S"], real: Bool[Tensor, " S"], scored: Int[Tensor, " T"], chunked: bool
+) -> tuple[Float[Tensor, "T _"], nn.Module]:
+    """Of the scored positions: hidden states and the output matrix, or logits and nothing left to do."""
+    out = forward_block(model, ids, real, inner=chunked)
+    states = out.last_hidden_state if chunked else out.logits
+    return states[0, scored.to(states.device)], model.get_output_embeddings() if chunked else nn.Identity()
+
+
+def _score(
+    states: Float[Tensor, "T _"],
+    head: nn.Module,
+    targets: Int[Tensor, " T"],
+    taught: tuple[Tensor, nn.Module] | None,
+) -> Float[Tensor, " 4"]:
+    """Sums over one block's positions: how many, nll, KL(reference || model), agreements (0 without reference)."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    sums[0] = len(targets)
+    for i in range(0, len(targets), CHUNK):
+        log_q = head(states[i : i + CHUNK]).float().log_softmax(-1)
+        target = targets[i : i + CHUNK, None].to(log_q.device)
+        sums[1] -= log_q.gather(1, target).double().sum().cpu()
+        if taught is None:
+            continue
+        log_p = taught[1](taught[0][i : i + CHUNK]).to(log_q.device).float().log_softmax(-1)
+        if log_p.shape != log_q.shape:
+            raise UserError(
+                f"the reference has {log_p.shape[1]} output tokens and the model {log_q.shape[1]}; "
+                "KL and agreement need the same vocabulary, so leave the reference out"
+            )
+        sums[3] += (log_p.argmax(-1) == log_q.argmax(-1)).sum().cpu()
+        p = log_p.exp()
+        sums[2] += log_p.sub_(log_q).mul_(p).sum(-1).double().sum().cpu()
+    return sums

@@ -1,0 +1,80 @@
+"""What was converted and how, in words: the part that card and page share, read from the plan alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tomoe.config import Recipe
+from tomoe.plan import Plan
+
+ATTENTION = {
+    "none": "kept whole",
+    "static": "fewer Q/K and V/O dims, the same for all tokens",
+    "dynamic": "fewer Q/K dims for all tokens, V/O dims chosen for each token",
+}
+
+
+def recipe_of(plan: Plan) -> Recipe | None:
+    """The recipe that a plan carries; None for one made by hand."""
+    return Recipe(**plan.recipe) if plan.recipe else None
+
+
+def shown_name(model: str) -> str:
+    """A local path shows as its last part: a report that travels says nothing about the disk it was made on."""
+    return model if hub_id(model) else Path(model).name
+
+
+def hub_id(model: str) -> str | None:
+    """The name, where it can be a hub id and is no local path."""
+    shaped = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model) and not model.endswith(".gguf")
+    return model if shaped and not Path(model).exists() else None
+
+
+def conversion_summary(plan: Plan, base_model: str = "") -> list[tuple[str, str]]:
+    """(what, how) lines. `base_model` is for a plan without recipe."""
+    recipe, s = recipe_of(plan), plan.shape
+    widths = [layer.width for layer in plan.layers]
+    unions = [layer.union for layer in plan.layers]
+    name = base_model or (recipe.model if recipe else "")
+    lines = [
+        ("Dense model", shown_name(name) or "not named"),
+        ("Active share", f"{plan.active_fraction():.1%} of the block parameters work on each token"),
+        (
+            "Experts",
+            f"{plan.num_experts} per layer, one for each token, {_span(widths)} of {s.mlp_size:,} neurons wide; "
+            f"they share neurons, {sum(unions) / len(unions) / s.mlp_size:.1%} of which are in use",
+        ),
+        ("Attention", _attention(plan)),
+    ]
+    if recipe is None:
+        return lines
+    t, d = recipe.train, recipe.data
+    steps = plan.notes.get("steps", t.steps)
+    per_step = t.batch_size * t.gradient_accumulation * d.block_size
+    aim = "to predict what the dense model predicts" if recipe.loss.objective == "kl" else "to predict the next token"
+    learned = f"{steps:,} steps of {per_step:,} tokens, {aim}; the dense weights stay as they are"
+    start = "from calibration statistics (carved)" if recipe.start == "carved" else "from random projections"
+    sources = ", ".join(shown_name(source) for source in d.sources)
+    return [
+        *lines,
+        ("Start", start),
+        ("Learning", learned if steps else "none: experts and routers are the start itself"),
+        ("Text", f"{sources} (sampled from the dense model itself)" if sources == "self" else sources),
+        ("Seed", str(recipe.seed)),
+        ("Versions", ", ".join(f"{k} {plan.notes[k]}" for k in ("torch", "transformers", "tomoe") if k in plan.notes)),
+    ]
+
+
+def _span(numbers: list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _attention(plan: Plan) -> str:
+    whole = plan.shape.head_dim
+    if all(qk == whole and v == whole for _, qk, v in plan.widths()):
+        return ATTENTION["none"]
+    kind = ATTENTION["dynamic" if plan.dynamic_values else "static"]
+    qk, values = ([w[i] for w in plan.widths()] for i in (1, 2))
+    return f"{kind}: Q/K {_span(qk)}, V/O {_span(values)} of {whole} dims"

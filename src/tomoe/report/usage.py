@@ -1,0 +1,96 @@
+"""How an MoE routes a text: the share of tokens of every expert, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from tomoe.report.perplexity import evaluating, forward_block, has_inner
+
+ROUTER = ".mlp.router"
+OVERLOADED = 0.5  # share of a layer's tokens
+
+
+@dataclass(frozen=True)
+class ExpertUsage:
+    """Share of the tokens that every expert of every layer got; each row sums to 1."""
+
+    shares: list[list[float]]  # [layer][expert]
+    tokens: int
+
+    def warnings(self) -> list[str]:
+        """Sentences on dead experts (no token) and overloaded ones (more than half of the tokens)."""
+        found = []
+        for layer, row in enumerate(self.shares):
+            dead = [n for n, share in enumerate(row) if share == 0]
+            if dead:
+                found.append(f"layer {layer}: {_experts(dead)} got none of the {self.tokens:,} tokens")
+            # one of two experts nearly always has more than half
+            if len(row) > 2 and max(row) > OVERLOADED:
+                busiest = row.index(max(row))
+                found.append(f"layer {layer}: expert {busiest} got {max(row):.0%} of the {self.tokens:,} tokens")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ExpertUsage:
+        return cls(**values)
+
+
+def _experts(ids: Sequence[int]) -> str:
+    return f"expert {ids[0]}" if len(ids) == 1 else "experts " + ", ".join(map(str, ids))
+
+
+class ExpertCounter:
+    """Counts what routers chose, block by block, while others run the model: `with ExpertCounter(model) as counter:`.
+
+    A router is a module whose name ends in `.mlp.router`, and a token belongs to the largest of its outputs.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.routers = [module for name, module in model.named_modules() if name.endswith(ROUTER)]
+        self.chosen: dict[nn.Module, Tensor] = {}  # one-hot [S, N] of the last forward pass
+        self.counts: dict[nn.Module, Tensor] = {}
+        self.tokens = 0
+
+    def __enter__(self) -> ExpertCounter:
+        self.hooks = [router.register_forward_hook(self._note) for router in self.routers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _note(self, router: nn.Module, _args: Any, output: Any) -> None:
+        logits = output[0] if isinstance(output, tuple) else output
+        logits = logits.reshape(-1, logits.shape[-1])
+        self.chosen[router] = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1])
+
+    def count(self, real: Bool[Tensor, " S"]) -> None:
+        """Add the real tokens of the block that ran last."""
+        for router, chosen in self.chosen.items():
+            self.counts[router] = self.counts.get(router, 0) + chosen[real.to(chosen.device)].sum(0).cpu()
+        self.tokens += int(real.sum())
+        self.chosen.clear()
+
+    def usage(self) -> ExpertUsage | None:
+        """Shares by layer; None where the model has no router."""
+        rows = [(self.counts[router].double() / max(self.tokens, 1)).tolist() for router in self.routers]
+        return ExpertUsage(rows, self.tokens) if rows else None
+
+
+def expert_usage(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> ExpertUsage | None:
+    """Route every real token and count; None where the model has no router."""
+    with ExpertCounter(model) as counter, torch.no_grad(), evaluating(model):
+        for ids, real in zip(input_ids, mask, strict=True):
+            if counter.routers:
+                forward_block(model, ids, real, inner=has_inner(model))
+                counter.count(real)
+    return counter.usage()

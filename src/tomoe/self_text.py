@@ -1,0 +1,205 @@
+"""Text for those who have none: sampled from the dense model itself.
+
+Shapes: B rows, G key/value heads, R query heads of one of them, T cached tokens, C dims of a head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tomoe.errors import UserError
+
+_ATTENTION = "tomoe_one_query"
+_CACHE_BYTES = 2**30  # keys and values of all rows together; bounds the batch for large models
+
+
+def sample_documents(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: int,
+    seed: int,
+    batch_size: int = 256,
+    length: int = 256,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[list[int]]:
+    """Documents of at least `tokens` tokens in all, drawn from the model at temperature 1.
+
+    A document opens as the tokenizer opens a text (with bos where it adds one) and goes on with one token drawn
+    uniformly from the ordinary vocabulary; the model writes the rest. Rows of `length` tokens are decoded side by side;
+    where a document ends before its row does, the next one opens in its place, and no step is spent on padding.
+    `progress(done, total)` hears of tokens. Same model, seed and machine: same tokens.
+
+    Raises UserError when the model's logits are not finite.
+    """
+    length = min(length, *_limits(model))
+    count = -(-tokens // length)
+    rounds = -(-count // max(1, min(batch_size, _CACHE_BYTES // _cache_bytes(model, length))))
+    rows = -(-count // rounds)
+    opening, vocabulary = _opening(tokenizer), ordinary_tokens(tokenizer)
+    generator = torch.Generator().manual_seed(seed)
+    documents: list[list[int]] = []
+    with torch.inference_mode(), _one_query_attention(model):
+        for done in range(rounds):
+            report = None if progress is None else _shifted(progress, done * rows * length, rounds * rows * length)
+            written = _write_rows(model, tokenizer, rows, length, opening, vocabulary, generator, report)
+            for row in written.tolist():
+                documents.extend(_split(row, tokenizer.eos_token_id))
+    return documents
+
+
+def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " n"]:
+    """Ids of the vocabulary without special and added tokens."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return torch.tensor([token for token in range(len(tokenizer)) if token not in special])
+
+
+def _write_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: int,
+    length: int,
+    opening: list[int],
+    vocabulary: Int[Tensor, " n"],
+    generator: torch.Generator,
+    report: Callable[[int], None] | None,
+) -> Int[Tensor, "B T"]:
+    """Decode `rows` rows of `length` tokens, one token of each at a time."""
+    cache = Cache(layers=[_FixedLayer(length) for _ in range(model.config.num_hidden_layers)])
+    written = torch.empty(rows, length, dtype=torch.long)
+    # Tokens of the current document of each row so far; an opening and a first random token come before the model's.
+    position = torch.zeros(rows, dtype=torch.long)
+    starts = torch.tensor([*opening, -1])
+    for step in range(length):
+        if step == 0:
+            drawn = torch.zeros(rows, dtype=torch.long)
+        else:
+            logits = model(
+                input_ids=written[:, step - 1 : step].to(model.device), past_key_values=cache, logits_to_keep=1
+            ).logits[:, -1, : len(tokenizer)]
+            drawn = draw(logits, torch.rand(rows, 1, generator=generator).to(logits.device)).cpu()
+        first = vocabulary[torch.randint(len(vocabulary), (rows,), generator=generator)]
+        forced = starts[position.clamp(max=len(opening))]
+        forced = torch.where(forced < 0, first, forced)
+        written[:, step] = torch.where(position <= len(opening), forced, drawn)
+        position += 1
+        if tokenizer.eos_token_id is not None:
+            ended = (written[:, step] == tokenizer.eos_token_id) & (position > len(opening))
+            position[ended] = 0
+        if report is not None:
+            report(rows * (step + 1))
+    return written
+
+
+def draw(logits: Float[Tensor, "B V"], uniform: Float[Tensor, "B 1"], rows_at_once: int = 32) -> Int[Tensor, " B"]:
+    """One token of softmax(logits) a row by inverting its distribution function at `uniform` in [0, 1).
+
+    A few rows at a time: their float32 copies then stay in the processor's cache. (`torch.multinomial` draws a random
+    number for every token of the vocabulary, which costs more than the model's own step.)
+    """
+    drawn = []
+    for some, level in zip(logits.split(rows_at_once), uniform.split(rows_at_once), strict=True):
+        weights = some.float()
+        weights = (weights - weights.amax(-1, keepdim=True)).exp_().cumsum_(-1)
+        total = weights[:, -1:].contiguous()
+        if not total.isfinite().all():
+            raise UserError("the model's logits are not finite, so no text can be sampled; load it in another dtype")
+        drawn.append(
+            torch.searchsorted(weights, level * total, right=True).clamp_(max=weights.shape[-1] - 1).squeeze(-1)
+        )
+    return torch.cat(drawn)
+
+
+class _FixedLayer(DynamicLayer):
+    """Keys and values of one layer in room taken once: growing by concatenation would copy all of them each step."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+        self._used = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._key_room = key_states.new_empty(*key_states.shape[:2], self._length, key_states.shape[3])
+            self._value_room = value_states.new_empty(*value_states.shape[:2], self._length, value_states.shape[3])
+        end = self._used + key_states.shape[2]
+        self._key_room[:, :, self._used : end] = key_states
+        self._value_room[:, :, self._used : end] = value_states
+        self._used = end
+        self.keys, self.values = self._key_room[:, :, :end], self._value_room[:, :, :end]
+        return self.keys, self.values
+
+
+def _one_query(
+    module: torch.nn.Module,
+    query: Float[Tensor, "B H 1 C"],
+    key: Float[Tensor, "B G T C"],
+    value: Float[Tensor, "B G T C"],
+    attention_mask: Tensor | None,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "B 1 H C"], None]:
+    """Attention of one unpadded query a row: query heads of one key/value head share one matrix product.
+
+    On a CPU the stock kernels take five times as long for one bfloat16 query on grouped heads.
+    """
+    assert query.shape[2] == 1, "one token at a time"
+    grouped = query.view(key.shape[0], key.shape[1], -1, query.shape[3])
+    weights = ((grouped @ key.transpose(2, 3)).float() * scaling).softmax(-1).to(value.dtype)
+    return (weights @ value).view(query.shape[0], 1, query.shape[1], -1), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _one_query)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, lambda *args, **kwargs: None)
+
+
+@contextmanager
+def _one_query_attention(model: PreTrainedModel) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _limits(model: PreTrainedModel) -> list[int]:
+    """Longest rows that need no mask: the positions the model knows, and its sliding window where it has one."""
+    config = model.config
+    return [config.max_position_embeddings, getattr(config, "sliding_window", None) or config.max_position_embeddings]
+
+
+def _cache_bytes(model: PreTrainedModel, length: int) -> int:
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head_dim * length * model.dtype.itemsize)
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer itself puts before a text: bos, or nothing."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and list(tokenizer("a").input_ids[:1]) == [bos] else []
+
+
+def _split(row: list[int], eos: int | None) -> list[list[int]]:
+    documents: list[list[int]] = [[]]
+    for token in row:
+        documents[-1].append(token)
+        if token == eos:
+            documents.append([])
+    return [document for document in documents if document]
+
+
+def _shifted(progress: Callable[[int, int], None], before: int, total: int) -> Callable[[int], None]:
+    return lambda done: progress(before + done, total)

@@ -1,0 +1,116 @@
+"""Pico models: one per family, with everything random that an initialiser would leave at 0 or 1; random plans for them.
+
+Whatever module speaks of shapes in its signatures is imported with these shapes checked at every call.
+"""
+# ruff: noqa: E402  (shapes are checked only in modules that are imported after the hook)
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from jaxtyping import install_import_hook
+
+SOURCE = Path(__file__).parents[1] / "src" / "tomoe"
+
+UNCHECKED = {"tomoe.pruning.training"}  # beartype cannot check a protocol that is not runtime_checkable
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+
+
+SHAPED = {_module(path) for path in SOURCE.rglob("*.py") if "from jaxtyping import" in path.read_text("utf-8")}
+install_import_hook(sorted(SHAPED - UNCHECKED), "beartype.beartype")
+
+import pytest
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging
+
+from tomoe.config import ExpertsSection, SamplingSection
+from tomoe.dense import shape_of
+from tomoe.plan import Plan
+from tomoe.pruning.extract import extract_plan
+from tomoe.pruning.mask_network import MaskNetwork
+
+torch.set_num_threads(1)  # pico matrices are too small to share out, and the tests run side by side
+logging.disable_progress_bar()
+
+PICO = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)  # fmt: skip
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, dict(num_key_value_heads=4)),
+    "llama3": (LlamaConfig, LlamaForCausalLM, dict(rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True)),
+    "mistral": (MistralConfig, MistralForCausalLM, dict(head_dim=8, sliding_window=6)),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=16)),
+    "phi": (PhiConfig, PhiForCausalLM, dict(num_key_value_heads=4, partial_rotary_factor=0.5, hidden_act="gelu_new")),
+}
+ATTENTION_MODES = ("none", "static", "dynamic")
+
+
+def randomise(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights large enough that attention and experts matter; biases and norms that can be got wrong."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.data.normal_(1.0 if "norm" in name and "bias" not in name else 0.0, 0.3)
+        else:
+            parameter.data.mul_(8)
+    return model.eval().requires_grad_(False)
+
+
+def make_pico(family: str, **changes: object) -> PreTrainedModel:
+    """A model of a few thousand weights; the same at every call."""
+    config_class, model_class, own = FAMILIES[family]
+    torch.manual_seed(0)
+    return randomise(model_class(config_class(**PICO | own | changes)))
+
+
+def tokens(rows: int = 2, length: int = 12, seed: int = 0) -> Int[Tensor, "rows length"]:
+    """Ordinary tokens: neither padding nor the end."""
+    return torch.randint(3, PICO["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def make_network(model: PreTrainedModel, attention: str, spread: float = 1.0, **experts: object) -> MaskNetwork:
+    """A mask network whose logits differ from dim to dim, so that a share of the dims is really dropped."""
+    own = dict(num_experts=4, embedding_size=16, width_multiple=1, attention=attention) | experts
+    net = MaskNetwork(shape_of(model), ExpertsSection(**own), SamplingSection(), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for projection in (*net.neurons, *net.dims):
+        projection.start.normal_(-3, spread, generator=generator)
+    return net
+
+
+def make_plan(model: PreTrainedModel, attention: str, active: float = 0.6, **experts: object) -> Plan:
+    """A plan that prunes everything which `attention` allows; a pico model is too coarse for the usual tolerance."""
+    ids = tokens()
+    net = make_network(model, attention, **experts)
+    return extract_plan(net, model, active, (ids, torch.ones_like(ids, dtype=torch.bool)), tolerance=0.02)
+
+
+@pytest.fixture(params=FAMILIES)
+def dense(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return make_pico(request.param)

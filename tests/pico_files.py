@@ -1,0 +1,90 @@
+"""Pico models on disk, a little text, and the command line called in this process."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import make_pico
+from pico_tokenizer import make_tokenizer
+
+from tomoe.cli import main
+
+WORDS = "the sea and a boat under stars went over old hills while rain fell on every quiet town near us".split()
+
+# a conversion of a second: short blocks, few tokens, few and narrow parts
+SMALL = {
+    "train.dtype": "float32",
+    "train.steps": "4",
+    "train.save_every": "2",
+    "data.block_size": "16",
+    "data.tokens": "1200",
+    "data.calibration_tokens": "128",
+    "data.evaluation_tokens": "256",
+    "experts.num_experts": "2",
+    "experts.embedding_size": "8",
+    "experts.width_multiple": "1",
+}
+
+
+def small(**changes: str) -> list[str]:
+    """The `--set` options of a small conversion; `train_steps="8"` changes train.steps."""
+    values = SMALL | {key.replace("_", ".", 1): value for key, value in changes.items()}
+    return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+
+def write_pico(folder: Path, family: str = "llama", **changes: object) -> Path:
+    """A model with 512 neurons a layer (so that a budget can be met to 0.2 %), and its tokenizer."""
+    tokenizer = make_tokenizer()
+    sizes = {"intermediate_size": 512, "vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    make_pico(family, **sizes | changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_text(path: Path, sentences: int = 200) -> Path:
+    """Sentences without end or sense, the same every time."""
+    lines, state = [], 1
+    for _ in range(sentences):
+        words = []
+        for _ in range(9):
+            state = state * 1103515245 + 12345 & 0x7FFFFFFF
+            words.append(WORDS[(state >> 16) % len(WORDS)])
+        lines.append(" ".join(words) + ".")
+    path.write_text("\n\n".join(lines) + "\n")
+    return path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+class CommandLine:
+    """`tomoe ...` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]):
+        self.capsys = capsys
+
+    def __call__(self, *args: str | Path) -> Outcome:
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main([str(a) for a in args])
+        shown = self.capsys.readouterr()
+        return Outcome(int(left.value.code or 0), shown.out, shown.err)
+
+
+def contents(folder: Path, but: Sequence[str] = ()) -> dict[str, str]:
+    """Sha256 of every file below a folder, by name."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in but
+    }

@@ -1,0 +1,186 @@
+"""Whatever a user can mend ends in one line on stderr and exit code 2; nothing is written, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pico_files import CommandLine, Outcome, contents, small, write_pico, write_text
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+@pytest.fixture
+def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_pico(tmp_path / "dense")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt")
+
+
+def refused(outcome: Outcome, *words: str) -> None:
+    assert outcome.code == 2, outcome
+    assert "Traceback" not in outcome.err
+    assert outcome.err.count("\n") == 1, outcome.err
+    assert outcome.err.endswith("\n")
+    for word in words:
+        assert word in outcome.err
+
+
+def test_a_model_that_is_nowhere(tomoe: CommandLine, tmp_path: Path, text: Path) -> None:
+    refused(tomoe("convert", tmp_path / "nowhere", "-o", tmp_path / "out", "--data", text, *small()), "nowhere")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_family_that_does_not_fit(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
+    config = GPT2Config(vocab_size=64, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    refused(tomoe("convert", tmp_path / "gpt2", "-o", tmp_path / "out", "--data", text, *small()), "gpt2", "cannot convert")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("active", ["0", "-0.5", "1.5", "nan"])
+def test_active_outside_its_range(tomoe: CommandLine, tmp_path: Path, model: Path, active: str) -> None:
+    refused(tomoe("convert", model, f"--active={active}", "-o", tmp_path / "out"), "active")
+    assert not (tmp_path / "out").exists()
+
+
+def test_active_below_what_the_blocks_can_reach(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
+    refused(
+        tomoe("convert", model, "--active", "0.01", "-o", tmp_path / "out", "--data", text, *small()), "0.01", "at the least"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_experts(tomoe: CommandLine, tmp_path: Path, model: Path) -> None:
+    refused(tomoe("convert", model, "-o", tmp_path / "out", "--set", "experts.num_experts=0"), "experts.num_experts")
+
+
+def test_empty_text(tomoe: CommandLine, tmp_path: Path, model: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    refused(tomoe("convert", model, "-o", tmp_path / "out", "--data", tmp_path / "empty.txt", *small()), "empty.txt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_that_is_not_there(tomoe: CommandLine, tmp_path: Path, model: Path) -> None:
+    refused(tomoe("convert", model, "-o", tmp_path / "out", "--data", tmp_path / "none.txt", *small()), "none.txt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_shorter_than_a_block(tomoe: CommandLine, tmp_path: Path, model: Path) -> None:
+    (tmp_path / "short.txt").write_text("the sea")
+    refused(tomoe("convert", model, "-o", tmp_path / "out", "--data", tmp_path / "short.txt", *small()), "16")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("verb", ["convert", "train"])
+def test_an_output_that_cannot_be_written(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, verb: str
+) -> None:
+    refused(tomoe(verb, model, "-o", text / "out", "--data", text, *small()), "text.txt")
+
+
+def test_an_existing_output_stays_without_force(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    assert tomoe("carve", model, "-o", out, "--data", text, *small()).code == 0
+    before = contents(out)
+    refused(tomoe("carve", model, "-o", out, "--data", text, *small()), "--force")
+    refused(tomoe("fold", out, model, "-o", out), "--force")
+    refused(tomoe("train", model, "-o", out / "run", "--data", text, *small()), "--force")
+    assert contents(out) == before
+    assert tomoe("carve", model, "-o", out, "--data", text, "--force", *small()).code == 0
+
+
+def test_force_loses_nothing_when_the_new_input_is_bad(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+) -> None:
+    out = tmp_path / "out"
+    assert tomoe("convert", model, "-o", out, "--data", text, *small()).code == 0
+    before = contents(out)
+    refused(tomoe("convert", tmp_path / "nowhere", "-o", out, "--data", text, "--force", *small()))
+    refused(tomoe("train", tmp_path / "nowhere", "-o", out / "run", "--data", text, "--force", *small()))
+    refused(tomoe("convert", model, "-o", out, "--data", tmp_path / "none.txt", "--force", *small()))
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("train.step=4", "train.steps"), ("data.blocksize=4", "data.block_size"), ("learning_rate=1", "train.learning_rate")],
+)
+def test_a_wrong_recipe_key_names_the_nearest(
+    tomoe: CommandLine, tmp_path: Path, model: Path, wrong: str, right: str
+) -> None:
+    refused(tomoe("convert", model, "-o", tmp_path / "out", "--set", wrong), right)
+    key, _, value = wrong.rpartition("=")
+    section, _, leaf = key.rpartition(".")
+    (tmp_path / "mine.toml").write_text(f"[{section}]\n{leaf} = {value}\n" if section else f"{leaf} = {value}\n")
+    refused(tomoe("convert", model, "-o", tmp_path / "out", "--recipe", tmp_path / "mine.toml"), right)
+
+
+def test_a_recipe_that_is_not_there(tomoe: CommandLine, tmp_path: Path, model: Path) -> None:
+    refused(tomoe("convert", model, "-o", tmp_path / "out", "--recipe", "dmo"), "demo")
+
+
+@pytest.mark.parametrize("other", [{"intermediate_size": 256}, {"rms_norm_eps": 1e-6}])
+def test_a_plan_for_another_model(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, other: dict[str, object]
+) -> None:
+    assert tomoe("train", model, "-o", tmp_path / "run", "--data", text, *small()).code == 0
+    assert tomoe("plan", tmp_path / "run", "-o", tmp_path / "plan").code == 0
+    stranger = write_pico(tmp_path / "stranger", family="qwen2" if "rms_norm_eps" in other else "llama", **other)
+    refused(tomoe("fold", tmp_path / "plan", stranger, "-o", tmp_path / "out"), "plan was made for")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "not json", "other format", "half a head", "no tensors"])
+def test_a_damaged_plan(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, damage: str) -> None:
+    assert tomoe("carve", model, "-o", tmp_path / "moe", "--data", text, *small()).code == 0
+    head, tensors = tmp_path / "moe" / "plan.json", tmp_path / "moe" / "plan.safetensors"
+    if damage == "cut":
+        tensors.write_bytes(tensors.read_bytes()[:-7])
+    elif damage == "not json":
+        head.write_bytes(b"\xff\x00{")
+    elif damage == "other format":
+        head.write_text(json.dumps({**json.loads(head.read_text()), "format": "tomoe-plan-99"}))
+    elif damage == "half a head":
+        head.write_text(json.dumps({k: v for k, v in json.loads(head.read_text()).items() if k != "shape"}))
+    else:
+        tensors.unlink()
+    refused(tomoe("fold", tmp_path / "moe", model, "-o", tmp_path / "out"))
+    refused(tomoe("inspect", tmp_path / "moe"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_nothing(tomoe: CommandLine, tmp_path: Path) -> None:
+    refused(tomoe("inspect", tmp_path), "holds no")
+    refused(tomoe("plan", tmp_path, "-o", tmp_path / "plan"), "holds no run")
+    refused(tomoe("fold", tmp_path, "-o", tmp_path / "out"), "holds no plan")
+
+
+def test_resume_with_another_recipe(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    assert tomoe("train", model, "-o", run, "--data", text, *small()).code == 0
+    before = contents(run)
+    refused(tomoe("train", model, "-o", run, "--data", text, "--resume", *small(train_steps="9")), "train.steps")
+    assert contents(run) == before
+
+
+def test_evaluate_asks_for_text(tomoe: CommandLine, model: Path) -> None:
+    refused(tomoe("evaluate", model), "--text")
+
+
+def test_a_name_that_nothing_can_fetch(tomoe: CommandLine) -> None:
+    refused(tomoe("fetch", "smollm3"), "smollm2-135m")
+
+
+def test_wrong_usage_exits_2_too(tomoe: CommandLine) -> None:
+    outcome = tomoe("convert")
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err
