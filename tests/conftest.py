@@ -27,7 +27,7 @@ install_import_hook(sorted(SHAPED - UNCHECKED), "beartype.beartype")
 
 import pytest
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, config
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -114,3 +114,9 @@ def make_plan(model: PreTrainedModel, attention: str, active: float = 0.6, **exp
 @pytest.fixture(params=FAMILIES)
 def dense(request: pytest.FixtureRequest) -> PreTrainedModel:
     return make_pico(request.param)
+
+
+@pytest.fixture
+def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the checks of shapes, as users run it: what a bad file does then is what matters."""
+    monkeypatch.setattr(config, "jaxtyping_disable", True)

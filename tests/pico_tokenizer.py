@@ -9,7 +9,7 @@ SPECIAL = ["<pad>", "<bos>", "<eos>"]
 
 
 def make_tokenizer(opens_with_bos: bool = False) -> PreTrainedTokenizerFast:
-    """Ids: 0 padding, 1 bos, 2 eos, then bytes; 259 in all. With `opens_with_bos` it puts bos before a text, as LLaMA's."""
+    """Ids: 0 padding, 1 bos, 2 eos, then bytes; 259 in all. With `opens_with_bos` it puts bos before a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bare = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[]))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -67,6 +67,7 @@ def test_a_recipe_is_frozen() -> None:
         ("train.step=3", ["section train", "'step'", "train.steps"]),
         ("trian.steps=3", ["trian.steps", "train.steps"]),
         ("learning_rate=1", ["train.learning_rate"]),
+        ("loss.steps=1", ["section loss", "train.steps"]),
         ("actve=1", ["did you mean active"]),
         ("experts.zzz=1", ["experts.num_experts", "experts.attention"]),
         ("train=3", ["section", "train.steps"]),
@@ -141,8 +142,9 @@ def test_digest_and_differences_see_what_decides_and_nothing_else() -> None:
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match="cannot write the recipe"):
         Recipe().save(tmp_path / "file" / "recipe.json")
     with pytest.raises(UserError, match="cannot write the recipe"):
-        Recipe().save(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+        Recipe().save(tmp_path / "folder")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder"]

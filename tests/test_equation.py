@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ATTENTION_MODES, FAMILIES, make_pico, make_plan, tokens
 from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from conftest import ATTENTION_MODES, FAMILIES, make_pico, make_plan, tokens
 from tomoe.dense import shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
@@ -142,7 +142,9 @@ def test_left_padding_changes_no_row(case: Case) -> None:
     written = case.reloaded.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
     for i, row in enumerate(rows):
         assert_same(together[i, 12 - len(row) :], case.reloaded(row[None]).logits[0])
-        alone = case.reloaded.generate(row[None], attention_mask=torch.ones(1, len(row)), max_new_tokens=5, do_sample=False)
+        alone = case.reloaded.generate(
+            row[None], attention_mask=torch.ones(1, len(row)), max_new_tokens=5, do_sample=False
+        )
         new = alone[0, len(row) :]
         assert torch.equal(written[i, 12 : 12 + len(new)], new)
 

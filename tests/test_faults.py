@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from conftest import FAMILIES, make_network, make_pico, make_plan, tokens
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import tomoe.pruning.masking as masking
+from conftest import FAMILIES, make_network, make_pico, make_plan, tokens
 from tomoe.dense import ModelShape
 from tomoe.gumbel import gumbel_noise
 from tomoe.moe import modeling_tomoe
@@ -29,7 +29,9 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
-def difference(dense: PreTrainedModel, plan: Plan, damage: Callable[[ToMoEForCausalLM], None] = lambda moe: None) -> float:
+def difference(
+    dense: PreTrainedModel, plan: Plan, damage: Callable[[ToMoEForCausalLM], None] = lambda moe: None
+) -> float:
     """Largest difference of logits between the masked model and the folded one, after `damage` to the latter."""
     ids = tokens(2, 24, seed=5)
     with masked(dense, planned_masks(plan)):
@@ -73,7 +75,11 @@ def test_output_mask_missing(family: str, monkeypatch: pytest.MonkeyPatch) -> No
 def biases(family: str) -> list[str]:
     dense = make_pico(family)
     moe = fold(dense, make_plan(dense, "none"))
-    replaced = [f"{part}.{name}" for part in ("mlp", "self_attn") for name, _ in moe.model.layers[0].get_submodule(part).named_parameters()]
+    replaced = [
+        f"{part}.{name}"
+        for part in ("mlp", "self_attn")
+        for name, _ in moe.model.layers[0].get_submodule(part).named_parameters()
+    ]
     return [name for name in replaced if name.endswith("bias") and "router" not in name]
 
 

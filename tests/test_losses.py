@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ATTENTION_MODES, make_network, make_pico, tokens
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from conftest import ATTENTION_MODES, make_network, make_pico, tokens
 from tomoe.config import LossSection
 from tomoe.dense import shape_of
 from tomoe.pruning import losses
@@ -57,7 +57,12 @@ def plain_distillation(student: Tensor, teacher: Tensor, out: nn.Module, valid: 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_distillation_is_the_divergence_from_the_teacher(length: int, bias: bool) -> None:
-    student, teacher, valid, out = states(length, 1).requires_grad_(), states(length, 2), padding(length), head(bias=bias)
+    student, teacher, valid, out = (
+        states(length, 1).requires_grad_(),
+        states(length, 2),
+        padding(length),
+        head(bias=bias),
+    )
     loss = distillation_loss(student, teacher, out, valid)
     meant = plain_distillation(student, teacher, out, valid)
     torch.testing.assert_close(loss, meant, rtol=1e-5, atol=1e-7)
@@ -103,7 +108,10 @@ def test_distillation_with_a_bfloat16_head_computes_in_float32() -> None:
 def test_language_model_loss_is_the_cross_entropy(length: int) -> None:
     student, valid, out = states(length, 1).requires_grad_(), padding(length), head()
     targets = torch.randint(V, (length,), generator=torch.Generator().manual_seed(3))
-    loss, meant = language_model_loss(student, targets, out, valid), F.cross_entropy(out(student[valid]), targets[valid])
+    loss, meant = (
+        language_model_loss(student, targets, out, valid),
+        F.cross_entropy(out(student[valid]), targets[valid]),
+    )
     torch.testing.assert_close(loss, meant, rtol=1e-5, atol=1e-7)
     (found,), (grad,) = (torch.autograd.grad(value, student) for value in (loss, meant))
     torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-7)
@@ -277,7 +285,9 @@ def test_a_weight_of_zero_is_an_ablation(off: str) -> None:
     assert any(g is not None and g.any() for g in alone)
     for all_, rest, one in zip(whole, without, alone, strict=True):
         parts = [g for g in (rest, one) if g is not None]
-        torch.testing.assert_close(all_ if all_ is not None else torch.zeros(()), sum(parts) if parts else torch.zeros(()))
+        torch.testing.assert_close(
+            all_ if all_ is not None else torch.zeros(()), sum(parts) if parts else torch.zeros(())
+        )
 
 
 def test_targets_are_the_next_tokens() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ATTENTION_MODES, FAMILIES, make_network, make_pico, make_plan, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from conftest import ATTENTION_MODES, FAMILIES, make_network, make_pico, make_plan, tokens
 from tomoe.config import LossSection
 from tomoe.dense import shape_of
 from tomoe.pruning.losses import distillation_loss, objective
@@ -191,7 +191,9 @@ def test_activation_checkpointing_changes_no_gradient(dense: PreTrainedModel, at
         masks = net(seed=0)
         with masked(dense, masks):  # around the backward pass too: layers run again there
             student = dense.model(input_ids=ids, use_cache=False).last_hidden_state
-            fidelity = distillation_loss(student.flatten(0, 1), teacher, dense.lm_head, torch.ones(24, dtype=torch.bool))
+            fidelity = distillation_loss(
+                student.flatten(0, 1), teacher, dense.lm_head, torch.ones(24, dtype=torch.bool)
+            )
             objective(fidelity, masks, net.shape, 0.5, LossSection())[0].backward()
         return [p.grad for p in net.parameters() if p.grad is not None]
 

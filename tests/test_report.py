@@ -48,13 +48,13 @@ def some_plan(model: PreTrainedModel, dynamic: bool = True) -> Plan:
         for row in neurons:
             row[torch.randperm(s.mlp_size, generator=generator)[: s.mlp_size // 2]] = True
         qk, values = torch.ones(s.num_qk_choices, dtype=torch.bool), torch.ones(s.head_dim, dtype=torch.bool)
-        router, top_k = {}, s.head_dim
+        router: dict[str, Tensor] = {}
         if i == 1:
-            qk[0], values[1], top_k = False, False, s.head_dim - 3
-            state = ValueRouter(s.hidden_size, 4, s.head_dim - 1).state_dict()
-            router = {name: torch.randn(t.shape, generator=generator) for name, t in state.items()}
-        if not dynamic:
-            router, top_k = {}, int(values.sum())
+            qk[0], values[1:4] = False, dynamic
+            if dynamic:
+                state = ValueRouter(s.hidden_size, 4, s.head_dim).state_dict()
+                router = {name: torch.randn(t.shape, generator=generator) for name, t in state.items()}
+        top_k = s.head_dim - 3 if router else int(values.sum())
         layers.append(LayerPlan(neurons, torch.randn(3, s.hidden_size, generator=generator), qk, values, top_k, router))
     recipe = Recipe(model="someone/dense-1b").model_dump(mode="json")
     return Plan(s, tuple(layers), "0" * 64, {}, recipe, {"steps": 150, "torch": "2", "tomoe": "1"})
@@ -378,6 +378,15 @@ def test_card_of_an_unmeasured_local_model_names_no_path(llama: PreTrainedModel,
     assert "apache-2.0, as the dense model" in loaded.content
 
 
+def test_card_admits_what_flatters(rows: list[compare.Row], llama: PreTrainedModel) -> None:
+    plan = some_plan(llama)
+    for data, flattering in (("self, held out", True), ("wikitext, self, held out", True), ("self-help.txt", False)):
+        measured = [replace(row, measurement=replace(row.measurement, data=data)) for row in rows]
+        assert any("wrote that text itself" in limit for limit in card.limits(plan, measured)) == flattering
+    assert not any("Nothing was learned" in limit for limit in card.limits(plan, rows))
+    assert any("Nothing was learned" in limit for limit in card.limits(replace(plan, notes={"steps": 0}), rows))
+
+
 def test_summary_says_how_it_was_learned(llama: PreTrainedModel) -> None:
     plan = some_plan(llama)
     lines = dict(summary.conversion_summary(plan))
@@ -475,9 +484,17 @@ def test_page_shows_numbers_and_is_the_same_twice(whole_page: page.PageFacts, tm
     assert f"{measured.perplexity:.2f}" in text
     assert "24 (50 %)" in text
     assert "6 (75 %)" in text
-    assert all(f"{100 * share:.1f} %" in text for shares in found.shares for share in shares)
+    assert all(f"{100 * share:.1f} %" in text for shares in found.shares for share in shares if share > 0.001)
     assert all(warning in text for warning in found.warnings())
     assert page.write_page(tmp_path, whole_page).read_bytes() == first
+
+
+def test_page_tells_rare_experts_from_dead_ones(whole_page: page.PageFacts, tmp_path: Path) -> None:
+    routed = usage.ExpertUsage([[0.0, 0.0001, 0.9999], [0.25, 0.25, 0.5]], 10_000)
+    shown = replace(whole_page, rows=[replace(row, usage=routed) for row in whole_page.rows])
+    reader = read_page(page.write_page(tmp_path, shown))
+    assert [name for _, name, value in reader.attributes if value == "dead"] == ["class"]
+    assert "0< 0.1 %100.0 %" in reader.text.replace("\n", "")
 
 
 def test_page_leaves_out_what_is_not_there(llama: PreTrainedModel, tmp_path: Path) -> None:

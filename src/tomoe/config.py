@@ -8,6 +8,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -189,7 +190,8 @@ class Recipe(_Section):
             temporary.write_text(json.dumps(self.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
             os.replace(temporary, path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
             raise UserError(f"cannot write the recipe to {path}: {error.strerror or error}") from None
 
     def digest(self) -> str:

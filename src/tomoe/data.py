@@ -10,6 +10,7 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -106,7 +107,8 @@ class Corpus:
             save_file(self._tensors(), temporary, metadata={"tomoe_corpus": json.dumps(about, sort_keys=True)})
             os.replace(temporary, path)
         except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
             raise UserError(f"cannot write the tokens to {path}: {error}") from None
 
     @classmethod
@@ -160,7 +162,7 @@ def prepare(
 ) -> Corpus:
     """Training, calibration and evaluation blocks from the recipe's sources, in equal parts by tokens.
 
-    A source with a split of its own for evaluation gives that; of any other the tail of its shuffled documents is held
+    A source with a split of its own for evaluation gives that; of any other the first shuffled documents are held
     out. Calibration blocks are drawn from what is left, so they are of the training text's kind. Where a source has
     fewer tokens than its part, all sources shrink alike: 1:1:1 stays 1:1:1, and so does training to evaluation.
     The source `self` needs the dense `model`; `progress(done, total)` hears of its sampling.
@@ -215,13 +217,13 @@ class _Taken:
             return max(1, round(tokens * fraction / len(data.sources) / data.block_size))
 
         if self.held_out is None:
-            kept = len(blocks) - min(share(data.evaluation_tokens), len(blocks) - 2)
-            evaluation = blocks.pick(torch.arange(kept, len(blocks)))
+            first = min(share(data.evaluation_tokens), len(blocks) - 2)
+            evaluation = blocks.pick(torch.arange(first))
         else:
-            kept = len(blocks)
+            first = 0
             evaluation = _cut(self.held_out[: round(self.held_out_asked * fraction)], data.block_size, padding)
-        calibration = min(share(data.calibration_tokens), kept - 1)
-        order = torch.randperm(kept, generator=generator)
+        order = first + torch.randperm(len(blocks) - first, generator=generator)
+        calibration = min(share(data.calibration_tokens), len(order) - 1)
         return {
             "train": blocks.pick(order[calibration:].sort().values),
             "calibration": blocks.pick(order[:calibration].sort().values),

@@ -66,6 +66,11 @@ class Plan:
             problem = _problem(layer, self.shape)
             if problem:
                 raise UserError(f"layer {i} of the plan is broken: {problem}; make the plan again with `tomoe plan`")
+        experts = sorted({len(layer.router_weight) for layer in self.layers})
+        embeddings = sorted({len(layer.value_router["norm.bias"]) for layer in self.layers if layer.value_router})
+        if len(experts) > 1 or len(embeddings) > 1:
+            sizes = f"{experts} experts" if len(experts) > 1 else f"embeddings of {embeddings}"
+            raise UserError(f"the layers of the plan differ: {sizes}; make the plan again with `tomoe plan`")
 
     def qk_dims(self, i: int) -> int:
         return int(self.shape.qk_dims(self.layers[i].qk_kept).numel())
@@ -162,6 +167,15 @@ def _problem(layer: LayerPlan, s: ModelShape) -> str | None:
         return f"it keeps no Q/K dim, or K = {layer.value_top_k} of {int(layer.value_kept.sum())} V/O dims"
     if not layer.value_router and layer.value_top_k != int(layer.value_kept.sum()):
         return "it asks for a choice of value dims per token, but has no value router"
+    if layer.value_router:
+        e = len(layer.value_router.get("norm.bias", ()))
+        parts = {"project_in.weight": (e, s.hidden_size), "project_in.bias": (e,), "norm.weight": (e,), "norm.bias": (e,),
+                 "project_out.weight": (s.head_dim, e), "project_out.bias": (s.head_dim,)}  # fmt: skip
+        found = {name: tuple(t.shape) for name, t in layer.value_router.items()}
+        if found != parts:
+            return f"its value router holds {found}, the model asks for {parts}"
+        if not bool(layer.value_kept.all()) or layer.value_top_k == s.head_dim:
+            return "it has a value router, but no choice among all V/O dims"
     tensors = [layer.router_weight, *layer.value_router.values()]
     if not all(bool(t.isfinite().all()) for t in tensors):
         return "a router holds a number that is not finite"

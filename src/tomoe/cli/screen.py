@@ -15,6 +15,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from tomoe.cli.stopping import check
+
 PLAIN_SECONDS = 10.0  # between two lines of progress where there is no terminal
 STAGES = {"text": "preparing text", "carve": "carving", "train": "learning"}
 TERMS = {"fidelity": "fidelity", "budget": "budget", "coverage": "coverage", "balance": "balance", "active_fraction": "active"}
@@ -86,6 +88,7 @@ class Screen:
         self.console.print(sentence, soft_wrap=True)
 
     def listen(self, stage: str, done: int, total: int, known: dict[str, Any]) -> None:
+        check()
         if known.get("skipped"):
             self.say(f"step {done}: the loss was not finite, the step was skipped")
         self.begun.setdefault(stage, (time.monotonic(), done))

@@ -19,13 +19,24 @@ class Stopped(BaseException):
         return f"stopped{self.advice}"
 
 
+_heard: list[int] = []  # signals that came inside the `stoppable` block
+
+
 def _raise(signum: int, _frame: FrameType | None) -> None:
+    _heard.append(signum)
     raise Stopped(signum)
+
+
+def check() -> None:
+    """Raise again: Python drops an exception that a signal raises while a destructor or a callback in C is running."""
+    if _heard:
+        raise Stopped(_heard[0])
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Inside the block both signals raise Stopped."""
+    """Inside the block both signals raise Stopped, at the latest at the next `check`."""
+    _heard.clear()
     before = {signum: signal.signal(signum, _raise) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

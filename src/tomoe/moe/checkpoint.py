@@ -5,20 +5,21 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 
 
 def save_moe(
     moe: ToMoEForCausalLM, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, out: Path, force: bool = False
 ) -> None:
-    """Write `out` under a temporary name, then rename, so that a half-written folder never bears the name.
+    """Write `out` under a temporary name first, so that a half-written folder is never taken for a model.
 
-    Files that other stages keep in `out` (recipe, metrics, report) stay. Raises UserError where `out` holds a model and
-    `force` is not set, or where it cannot be written.
+    Files that other stages keep in `out` (run, recipe, metrics, report) stay where they are. Raises UserError where `out`
+    holds a model and `force` is not set, or where it cannot be written.
     """
     if (out / "config.json").exists() and not force:
         raise UserError(f"{out} already holds a model; choose another folder or give --force")
@@ -27,19 +28,28 @@ def save_moe(
         if part.exists():
             shutil.rmtree(part)
         part.mkdir(parents=True)
-        # auto_map in config.json and a copy of the modelling file: the folder then explains itself to transformers
-        ToMoEConfig.register_for_auto_class()
-        ToMoEForCausalLM.register_for_auto_class("AutoModelForCausalLM")
         moe.save_pretrained(part)
         plan.save(part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
-        if out.exists():
-            for kept in out.iterdir():
-                if not (part / kept.name).exists():
-                    shutil.move(kept, part / kept.name)
-            shutil.rmtree(out)
-        part.rename(out)
-    except OSError as error:
+        _put_in_place(part, out)
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise UserError(f"cannot write the model to {out}: {error.strerror or error}") from error
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise UserError(f"cannot write the model to {out}: {reason or error}") from error
+
+
+def _put_in_place(part: Path, out: Path) -> None:
+    """`config.json` makes a folder a model, so it goes first and comes last."""
+    if not out.exists():
+        part.rename(out)
+        return
+    (out / "config.json").unlink(missing_ok=True)
+    for old in [*out.glob("*.safetensors"), *out.glob("*.safetensors.index.json")]:
+        old.unlink()
+    for file in sorted(part.iterdir(), key=lambda file: file.name == "config.json"):
+        place = out / file.name
+        if place.is_dir():
+            shutil.rmtree(place)
+        file.replace(place)
+    part.rmdir()

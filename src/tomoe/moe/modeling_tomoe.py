@@ -309,3 +309,6 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
 
 AutoConfig.register("tomoe", ToMoEConfig, exist_ok=True)
 AutoModelForCausalLM.register(ToMoEConfig, ToMoEForCausalLM, exist_ok=True)
+# Whoever saves such a model (a fine-tuning script, say) writes auto_map and a copy of this file beside the weights.
+ToMoEConfig.register_for_auto_class()
+ToMoEForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -68,7 +69,7 @@ def limits(plan: Plan, rows: Sequence[Row]) -> list[str]:
             f"It is not the dense model: perplexity {moe.perplexity:.2f} against {dense.perplexity:.2f} on the text "
             f"above, and another most likely token at {1 - (moe.top1_agreement or 0):.0%} of the positions."
         )
-        if moe.data.startswith("self"):
+        if "self" in re.findall(r"[\w.-]+", moe.data):
             found.append("The dense model wrote that text itself, so its perplexity says little about real text.")
     else:
         found.append("Its quality was not measured against the dense model; do so before using it (`tomoe evaluate`).")

@@ -151,7 +151,7 @@ def to_rich(rows: Sequence[Row]) -> Table:
     shown = Table(caption=escape(footnote(rows)), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     kept = [i for i, title in enumerate(titles) if title not in ("tokens", "context")]
     for i in kept:
-        shown.add_column(titles[i], justify="right" if i else "left", overflow="fold")
+        shown.add_column(titles[i].replace(" ", "\n", 1), justify="right" if i else "left", overflow="fold")
     for values in body:
         shown.add_row(*(escape(values[i]) for i in kept))
     return shown

@@ -1,0 +1,287 @@
+"""The folder on disk: what is in it, that it loads anywhere, and that writing it loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from conftest import FAMILIES, make_pico, make_plan, tokens
+from tomoe.errors import UserError
+from tomoe.moe import modeling_tomoe
+from tomoe.moe.checkpoint import save_moe
+from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.plan import Plan
+
+
+def converted(family: str, attention: str = "dynamic", active: float = 0.6) -> tuple[ToMoEForCausalLM, Plan]:
+    dense = make_pico(family)
+    plan = make_plan(dense, attention, active)
+    return fold(dense, plan), plan
+
+
+def logits(model: ToMoEForCausalLM) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+def test_what_is_in_the_folder(tmp_path: Path) -> None:
+    moe, plan = converted("llama3")
+    out = tmp_path / "deep" / "moe"
+    save_moe(moe, plan, None, out)
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "modeling_tomoe.py", "plan.json", "plan.safetensors",
+    }  # fmt: skip
+    assert list(out.parent.iterdir()) == [out]
+    assert (out / "modeling_tomoe.py").read_bytes() == Path(modeling_tomoe.__file__).read_bytes()
+    config = json.loads((out / "config.json").read_text())
+    assert config["auto_map"] == {
+        "AutoConfig": "modeling_tomoe.ToMoEConfig",
+        "AutoModelForCausalLM": "modeling_tomoe.ToMoEForCausalLM",
+    }
+    assert config["model_type"] == "tomoe"
+    assert config["dense_model_type"] == "llama"
+    assert config["expert_sizes"] == [layer.width for layer in plan.layers]
+    assert Plan.load(out).widths() == plan.widths()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neurons_are_stored_once_and_dropped_dims_not_at_all(family: str, tmp_path: Path) -> None:
+    moe, plan = converted(family, "static")
+    save_moe(moe, plan, None, tmp_path / "moe")
+    stored, dense = load_file(tmp_path / "moe" / "model.safetensors"), make_pico(family)
+    s = plan.shape
+    for i, layer in enumerate(plan.layers):
+        prefix = f"model.layers.{i}."
+        assert (
+            stored[f"{prefix}mlp.up_proj"].shape
+            == stored[f"{prefix}mlp.down_proj"].shape
+            == (layer.union, s.hidden_size)
+        )
+        assert len({tuple(row.tolist()) for row in stored[f"{prefix}mlp.up_proj"]}) == layer.union
+        assert stored[f"{prefix}self_attn.q_proj.weight"].shape == (s.num_heads * plan.qk_dims(i), s.hidden_size)
+        assert stored[f"{prefix}self_attn.k_proj.weight"].shape == (s.num_kv_heads * plan.qk_dims(i), s.hidden_size)
+        assert stored[f"{prefix}self_attn.v_proj.weight"].shape == (s.num_kv_heads * layer.value_top_k, s.hidden_size)
+        assert stored[f"{prefix}self_attn.o_proj.weight"].shape == (s.hidden_size, s.num_heads * layer.value_top_k)
+    assert all("router." not in name or t.dtype == torch.float32 for name, t in stored.items())
+    assert ("lm_head.weight" in stored) == (not dense.config.tie_word_embeddings)
+
+
+def test_the_cache_shrinks_with_the_keys() -> None:
+    moe, plan = converted("llama", "static")
+    with torch.no_grad():
+        cache = moe(tokens(2, 12), use_cache=True).past_key_values
+    for i, layer in enumerate(cache.layers):
+        assert layer.keys.shape == (2, plan.shape.num_kv_heads, 12, plan.qk_dims(i))
+        assert layer.values.shape == (2, plan.shape.num_kv_heads, 12, plan.layers[i].value_top_k)
+    assert plan.qk_dims(0) < plan.shape.head_dim
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loading_misses_nothing_and_saving_again_keeps_everything(family: str, tmp_path: Path) -> None:
+    moe, plan = converted(family)
+    save_moe(moe, plan, None, tmp_path / "one")
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "one", output_loading_info=True)
+    assert isinstance(loaded, ToMoEForCausalLM)
+    assert not any(report.values()), report
+    assert torch.equal(logits(loaded), logits(moe))
+    loaded.save_pretrained(tmp_path / "two")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    assert torch.equal(logits(again), logits(moe))
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert (tmp_path / "one" / "config.json").read_text() == (tmp_path / "two" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_kept_and_routers_stay_float32(family: str, tmp_path: Path) -> None:
+    exact = make_pico(family)
+    plan = make_plan(exact, "dynamic")
+    exact.save_pretrained(tmp_path / "dense")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16)
+    folded = fold(dense, plan)
+    save_moe(folded, plan, None, tmp_path / "moe")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+    routers = [name for name, _ in loaded.named_parameters() if "router." in name]
+    assert any("value_router." in name for name in routers)
+    for moe in (folded, loaded):
+        assert {name: p.dtype for name, p in moe.named_parameters() if "router." in name} == dict.fromkeys(
+            routers, torch.float32
+        )
+        assert {p.dtype for name, p in moe.named_parameters() if "router." not in name} == {torch.bfloat16}
+        assert moe.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(logits(loaded), logits(folded))
+
+
+REMOTE = """
+import sys, warnings
+sys.modules["tomoe"] = None  # from here on `import tomoe` fails
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+logging.disable_progress_bar()
+torch.set_num_threads(1)
+ids = load_file(sys.argv[1])["ids"]
+logits = {}
+for folder in sys.argv[3:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
+    with torch.no_grad():
+        logits[folder] = model(ids).logits
+        logits[folder + "/again"] = logits[folder]
+    if folder == sys.argv[3]:
+        model.save_pretrained(folder + "-again")
+        again = AutoModelForCausalLM.from_pretrained(folder + "-again", trust_remote_code=True)
+        logits[folder + "/again"] = again(ids).logits.detach()
+assert not any(name.startswith("tomoe.") for name in sys.modules)
+save_file({name: value.contiguous().clone() for name, value in logits.items()}, sys.argv[2])
+"""
+
+
+def test_folders_load_where_tomoe_is_not(tmp_path: Path) -> None:
+    """In a process of its own that cannot import tomoe; one folder was saved again by a user of transformers alone."""
+    meant, folders = {}, []
+    for family in FAMILIES:
+        moe, plan = converted(family)
+        save_moe(moe, plan, None, tmp_path / family)
+        folders.append(tmp_path / family)
+        meant[str(tmp_path / family)] = logits(moe)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "qwen3").save_pretrained(tmp_path / "resaved")
+    folders.append(tmp_path / "resaved")
+    meant[str(tmp_path / "resaved")] = meant[str(tmp_path / "qwen3")]
+    from safetensors.torch import save_file
+
+    save_file({"ids": tokens()}, tmp_path / "ids.safetensors")
+    (tmp_path / "elsewhere").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [sys.executable, "-c", REMOTE, tmp_path / "ids.safetensors", tmp_path / "logits.safetensors", *folders],
+        cwd=tmp_path / "elsewhere",
+        env=environment
+        | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = load_file(tmp_path / "logits.safetensors")
+    for folder, value in meant.items():
+        torch.testing.assert_close(found[folder], value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found[folder + "/again"], value, rtol=0, atol=1e-5)
+
+
+def test_a_model_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    first, plan = converted("llama", active=0.6)
+    out = tmp_path / "moe"
+    save_moe(first, plan, None, out)
+    second, other = converted("llama", active=0.8)
+    with pytest.raises(UserError, match="already holds a model.*--force"):
+        save_moe(second, other, None, out)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(first))
+    save_moe(second, other, None, out, force=True)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(second))
+    assert Plan.load(out).widths() == other.widths()
+
+
+def test_files_of_other_stages_stay(tmp_path: Path) -> None:
+    moe, plan = converted("llama")
+    out = tmp_path / "moe"
+    (out / "run" / "masks").mkdir(parents=True)
+    (out / "run" / "masks" / "state.json").write_text("{}")
+    (out / "report.html").write_text("a report")
+    (out / "model-00001-of-00002.safetensors").write_text("a shard of an older, larger model")
+    save_moe(moe, plan, None, out)
+    assert (out / "run" / "masks" / "state.json").read_text() == "{}"
+    assert (out / "report.html").read_text() == "a report"
+    assert sorted(path.name for path in out.glob("*.safetensors")) == ["model.safetensors", "plan.safetensors"]
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(moe))
+
+
+def no_space() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("error", [no_space(), SafetensorError("No space left on device")], ids=["plan", "weights"])
+def test_a_full_disk_loses_nothing(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, plan = converted("llama", active=0.6)
+    out = tmp_path / "moe"
+    save_moe(first, plan, None, out)
+    second, other = converted("llama", active=0.8)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    if isinstance(error, OSError):
+        monkeypatch.setattr(Plan, "save", fail)
+    else:
+        monkeypatch.setattr(ToMoEForCausalLM, "save_pretrained", fail)
+    with pytest.raises(UserError, match="cannot write the model to .*moe: No space left on device"):
+        save_moe(second, other, None, out, force=True)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(first))
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_kill_while_files_move_leaves_the_run_and_no_half_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, plan = converted("llama", active=0.6)
+    second, other = converted("llama", active=0.8)
+    out = tmp_path / "moe"
+    save_moe(first, plan, None, out)
+    (out / "run").mkdir()
+    (out / "run" / "state.json").write_text("{}")
+    moved: list[Path] = []
+    replace = Path.replace
+
+    def killed(path: Path, target: Path) -> Path:
+        if target.parent == out:
+            moved.append(target)
+            if len(moved) == 3:
+                raise KeyboardInterrupt
+        return replace(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", killed)
+        save_moe(second, other, None, out, force=True)
+    assert not (out / "config.json").exists()
+    assert (out / "run" / "state.json").exists()
+    save_moe(second, other, None, out)  # no force needed: it holds no model
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(second))
+    assert (out / "run" / "state.json").exists()
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    moe, plan = converted("llama")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot write the model to"):
+        save_moe(moe, plan, None, tmp_path / "file" / "moe")
+    with pytest.raises(UserError, match="cannot write the model to"):
+        save_moe(moe, plan, None, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_router_keeps_a_gradient_for_fine_tuning() -> None:
+    """The chosen expert counts exactly 1, and its probability still has a gradient."""
+    moe, _ = converted("llama", "none")
+    with torch.no_grad():
+        meant = moe(tokens()).logits
+    moe.requires_grad_(True).train()
+    out = moe(tokens(), labels=tokens())
+    torch.testing.assert_close(out.logits, meant, rtol=0, atol=1e-5)
+    out.loss.backward()
+    for name, parameter in moe.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.any()), name

@@ -1,0 +1,248 @@
+"""The plan as files: the same bytes for the same plan, and a sentence for every file that is not a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conftest import ATTENTION_MODES, make_pico, make_plan
+from tomoe.dense import shape_of
+from tomoe.errors import UserError
+from tomoe.moe.fold import fold, neuron_order
+from tomoe.plan import LayerPlan, Plan
+
+FILES = ("plan.json", "plan.safetensors")
+
+
+def saved(folder: Path, attention: str = "dynamic") -> Plan:
+    bare = make_plan(make_pico("llama"), attention)
+    plan = dataclasses.replace(
+        bare,
+        source="0123abcd",
+        dense_config={"hidden_size": 32},
+        recipe={"active": 0.6},
+        notes={"steps": 3, "who": "日本"},
+    )
+    plan.save(folder)
+    return plan
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> None:
+    """Change head and tensors of a saved plan, with a right checksum."""
+    head, tensors = json.loads((folder / "plan.json").read_text()), load_file(folder / "plan.safetensors")
+    change(head, tensors)
+    data = save(tensors)
+    head["tensors_sha256"] = hashlib.sha256(data).hexdigest()
+    (folder / "plan.safetensors").write_bytes(data)
+    (folder / "plan.json").write_text(json.dumps(head))
+
+
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_round_trip(attention: str, tmp_path: Path) -> None:
+    plan = saved(tmp_path / "one", attention)
+    again = Plan.load(tmp_path / "one")
+    for name in ("shape", "source", "dense_config", "recipe", "notes"):
+        assert getattr(again, name) == getattr(plan, name)
+    for one, two in zip(plan.layers, again.layers, strict=True):
+        for name in ("expert_neurons", "router_weight", "qk_kept", "value_kept"):
+            assert torch.equal(getattr(one, name), getattr(two, name))
+            assert getattr(one, name).dtype == getattr(two, name).dtype
+        assert one.value_top_k == two.value_top_k
+        assert one.value_router.keys() == two.value_router.keys()
+        assert all(torch.equal(one.value_router[name], two.value_router[name]) for name in one.value_router)
+    again.save(tmp_path / "two")
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == sorted(FILES)
+    for name in FILES:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_a_loaded_plan_folds_to_the_same_model(tmp_path: Path) -> None:
+    plan, dense = saved(tmp_path), make_pico("llama")
+    one, two = (fold(dense, p).state_dict() for p in (plan, Plan.load(tmp_path)))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_plan_holds_no_base_weight(tmp_path: Path) -> None:
+    saved(tmp_path)
+    names = {name.split(".", 2)[2] for name in load_file(tmp_path / "plan.safetensors")}
+    assert {name for name in names if not name.startswith("value_router.")} == {
+        "expert_neurons", "router_weight", "qk_kept", "value_kept",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.99])
+def test_truncated_files(name: str, kept: float, tmp_path: Path) -> None:
+    saved(tmp_path)
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[: int(kept * len(data))])
+    with pytest.raises(UserError):
+        Plan.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_missing_files(name: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(UserError, match="holds no plan"):
+        Plan.load(tmp_path)
+    with pytest.raises(UserError, match="holds no plan"):
+        Plan.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff\xfe\x00", b"[1, 2]", b"3", b"null", b'{"format": "other"}', b"{}", b"not JSON"]
+)
+def test_foreign_heads(data: bytes, tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "plan.json").write_bytes(data)
+    with pytest.raises(UserError, match=r"plan\.json"):
+        Plan.load(tmp_path)
+
+
+def test_foreign_and_flipped_tensors(tmp_path: Path) -> None:
+    saved(tmp_path)
+    data = bytearray((tmp_path / "plan.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "plan.safetensors").write_bytes(bytes(data))
+    with pytest.raises(UserError, match="checksums differ"):
+        Plan.load(tmp_path)
+    foreign = b"no safetensors at all"
+    (tmp_path / "plan.safetensors").write_bytes(foreign)
+    head = json.loads((tmp_path / "plan.json").read_text()) | {"tensors_sha256": hashlib.sha256(foreign).hexdigest()}
+    (tmp_path / "plan.json").write_text(json.dumps(head))
+    with pytest.raises(UserError, match="damaged plan"):
+        Plan.load(tmp_path)
+
+
+def test_plans_of_another_version_are_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    rewrite(tmp_path, lambda head, _: head.update(format="tomoe-plan-9"))
+    with pytest.raises(UserError, match="'tomoe-plan-9'.*'tomoe-plan-1'"):
+        Plan.load(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["shape", "value_top_k", "tensors_sha256", "dense_config", "recipe", "notes", "source"])
+def test_missing_keys(key: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    head = json.loads((tmp_path / "plan.json").read_text())
+    del head[key]
+    (tmp_path / "plan.json").write_text(json.dumps(head))
+    with pytest.raises(UserError):
+        Plan.load(tmp_path)
+
+
+def _set(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
+    return lambda head, tensors: tensors.update({f"layers.1.{name}": value})
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
+    "no router": (lambda head, tensors: tensors.pop("layers.1.router_weight"), "router_weight"),
+    "part of a value router": (lambda head, tensors: tensors.pop("layers.1.value_router.norm.bias"), "value router"),
+    "router of other width": (_set("router_weight", torch.zeros(4, 31)), "router_weight has shape"),
+    "router of other dims": (_set("router_weight", torch.zeros(4)), "router_weight has shape"),
+    "neurons of another model": (_set("expert_neurons", torch.ones(4, 47, dtype=torch.bool)), "expert_neurons has shape"),
+    "another number of experts": (
+        lambda head, tensors: tensors.update({
+            "layers.1.router_weight": torch.zeros(3, 32), "layers.1.expert_neurons": torch.ones(3, 48, dtype=torch.bool)
+        }), "3, 4. experts",
+    ),
+    "unequal widths": (_set("expert_neurons", torch.ones(4, 48).tril().bool()), "unequal widths"),
+    "an empty expert": (_set("expert_neurons", torch.zeros(4, 48, dtype=torch.bool)), "no neuron"),
+    "no experts": (_set("expert_neurons", torch.zeros(0, 48, dtype=torch.bool)), "broken"),
+    "no Q/K dims": (_set("qk_kept", torch.zeros(4, dtype=torch.bool)), "no Q/K dim"),
+    "other Q/K choices": (_set("qk_kept", torch.ones(8, dtype=torch.bool)), "qk_kept has shape"),
+    "dropped V/O dims with a value router": (_set("value_kept", torch.arange(8) < 7), "among all V/O dims"),
+    "router NaN": (_set("router_weight", torch.full((4, 32), torch.nan)), "not finite"),
+    "value router infinity": (_set("value_router.norm.bias", torch.full((16,), torch.inf)), "not finite"),
+    "value router of another model": (_set("value_router.project_in.weight", torch.zeros(16, 31)), "value router holds"),
+    "K of no tokens": (lambda head, _: head.update(value_top_k=[1, 0]), "K = 0"),
+    "K beyond the head": (lambda head, _: head.update(value_top_k=[1, 9]), "K = 9"),
+    "K of one layer": (lambda head, _: head.update(value_top_k=[1]), "holds 1 layers"),
+    "K that is no number": (lambda head, _: head.update(value_top_k=["a", 1]), "damaged"),
+    "K that is no list": (lambda head, _: head.update(value_top_k=None), "damaged"),
+    "shape that is no dict": (lambda head, _: head.update(shape=[1, 2]), "damaged"),
+    "shape without a size": (lambda head, _: head["shape"].pop("head_dim"), "damaged"),
+    "shape with words": (lambda head, _: head["shape"].update(mlp_size="many"), "expert_neurons has shape"),
+    "shape with more layers": (lambda head, _: head["shape"].update(num_layers=3), "model has 3"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("name", DAMAGES)
+def test_plans_that_contradict_themselves(name: str, tmp_path: Path) -> None:
+    """Files that are whole, with a right checksum, but of something that is no plan."""
+    change, words = DAMAGES[name]
+    saved(tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(UserError, match=words) as caught:
+        Plan.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_choice_of_values_needs_a_router_and_the_other_way_round() -> None:
+    plan = make_plan(make_pico("llama"), "dynamic")
+    layer = plan.layers[0]
+    for broken in (
+        dataclasses.replace(layer, value_router={}),
+        dataclasses.replace(layer, value_top_k=plan.shape.head_dim),
+    ):
+        with pytest.raises(UserError, match="value router"):
+            Plan(plan.shape, (broken, *plan.layers[1:]))
+    with pytest.raises(UserError, match="1 layers, but its model has 2"):
+        Plan(plan.shape, plan.layers[:1])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"intermediate_size": 64}, {"hidden_size": 64}, {"num_hidden_layers": 3}, {"num_key_value_heads": 2}]
+)
+def test_a_plan_of_another_model_is_not_folded(changes: dict[str, int]) -> None:
+    plan = make_plan(make_pico("llama"), "none")
+    with pytest.raises(UserError, match="the plan was made for .* but this model has .*; give the right one") as caught:
+        fold(make_pico("llama", **changes), plan)
+    made_for, has = str(caught.value).split("but this model has")
+    assert made_for.removeprefix("the plan was made for ").rstrip(", ") != has.split(";")[0].strip()
+
+
+def test_describe_counts_what_widths_say(dense: PreTrainedModel) -> None:
+    plan = make_plan(dense, "dynamic")
+    rows = plan.describe()
+    assert [(row["width"], row["qk_dims"], row["value_dims"]) for row in rows] == plan.widths()
+    assert sum(row["active"] for row in rows) / len(rows) == pytest.approx(plan.active_fraction())
+    assert all(0 < row["width_share"] <= row["union_share"] <= 1 for row in rows)
+
+
+def test_experts_are_few_runs_of_rows() -> None:
+    """Gray-code order: sorting by membership keeps neighbours alike, so an expert is few ranges of the shared rows."""
+    generator = torch.Generator().manual_seed(0)
+    neurons = torch.rand(8, 4096, generator=generator) < 0.5
+    order = neuron_order(neurons)
+    assert torch.equal(order.sort().values, neurons.any(0).nonzero().squeeze(1))
+    sorted_rows = neurons[:, order].int()
+    runs = [int((row.diff() == 1).sum() + row[0]) for row in sorted_rows]
+    assert sum(runs) <= 128  # a 0/1 column of an 8-bit Gray code has at most 64 runs of ones, all columns 128
+    assert sum(runs) < sum(int((row.int().diff() == 1).sum()) for row in neurons) / 50
+
+
+def test_order_does_not_depend_on_the_machine() -> None:
+    neurons = torch.tensor([[1, 1, 0, 0, 1, 0], [0, 1, 1, 0, 1, 0]]).bool()
+    assert neuron_order(neurons).tolist() == [2, 1, 4, 0]
+    layer = LayerPlan(neurons, torch.zeros(2, 1), torch.ones(1).bool(), torch.ones(1).bool(), 1)
+    assert (layer.width, layer.union) == (3, 4)
+
+
+def test_shapes_differ_where_a_size_does() -> None:
+    shape = shape_of(make_pico("llama"))
+    assert shape == shape_of(make_pico("llama"))
+    assert shape != dataclasses.replace(shape, rotary_size=4)
