@@ -1,6 +1,6 @@
 """Peak memory of the distillation loss at a large vocabulary, each variant in a process of its own.
 
-    python benchmarks/kl_memory.py [--tokens 2048] [--vocab 150000] [--hidden 1024]
+python benchmarks/kl_memory.py [--tokens 2048] [--vocab 150000] [--hidden 1024]
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def one(variant: str, tokens: int, vocab: int, hidden: int) -> None:
         loss = F.kl_div(log_q, log_p, log_target=True, reduction="sum") / tokens
     loss.backward()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"variant": variant, "loss": loss.item(), "before_mb": round(before), "added_mb": round(peak - before)}))
+    print(
+        json.dumps(
+            {"variant": variant, "loss": loss.item(), "before_mb": round(before), "added_mb": round(peak - before)}
+        )
+    )
 
 
 def main() -> None:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from conftest import make_pico
 from pico_tokenizer import make_tokenizer
-
 from tomoe.cli import main
 
-WORDS = "the sea and a boat under stars went over old hills while rain fell on every quiet town near us".split()
+WORDS = list(
+    "the sea and a boat under stars went over old hills while rain fell on every quiet town near us".split(" ")
+)
 
 # a conversion of a second: short blocks, few tokens, few and narrow parts
 SMALL = {

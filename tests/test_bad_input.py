@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from pico_files import CommandLine, Outcome, contents, small, write_pico, write_text
 from transformers import GPT2Config, GPT2LMHeadModel
+
+from pico_files import CommandLine, Outcome, contents, small, write_pico, write_text
 
 
 @pytest.fixture
@@ -42,7 +43,9 @@ def test_a_model_that_is_nowhere(tomoe: CommandLine, tmp_path: Path, text: Path)
 def test_a_family_that_does_not_fit(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     config = GPT2Config(vocab_size=64, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    refused(tomoe("convert", tmp_path / "gpt2", "-o", tmp_path / "out", "--data", text, *small()), "gpt2", "cannot convert")
+    refused(
+        tomoe("convert", tmp_path / "gpt2", "-o", tmp_path / "out", "--data", text, *small()), "gpt2", "cannot convert"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -54,7 +57,9 @@ def test_active_outside_its_range(tomoe: CommandLine, tmp_path: Path, model: Pat
 
 def test_active_below_what_the_blocks_can_reach(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     refused(
-        tomoe("convert", model, "--active", "0.01", "-o", tmp_path / "out", "--data", text, *small()), "0.01", "at the least"
+        tomoe("convert", model, "--active", "0.01", "-o", tmp_path / "out", "--data", text, *small()),
+        "0.01",
+        "at the least",
     )
     assert not (tmp_path / "out").exists()
 
@@ -112,7 +117,11 @@ def test_force_loses_nothing_when_the_new_input_is_bad(
 
 @pytest.mark.parametrize(
     ("wrong", "right"),
-    [("train.step=4", "train.steps"), ("data.blocksize=4", "data.block_size"), ("learning_rate=1", "train.learning_rate")],
+    [
+        ("train.step=4", "train.steps"),
+        ("data.blocksize=4", "data.block_size"),
+        ("learning_rate=1", "train.learning_rate"),
+    ],
 )
 def test_a_wrong_recipe_key_names_the_nearest(
     tomoe: CommandLine, tmp_path: Path, model: Path, wrong: str, right: str

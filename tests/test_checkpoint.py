@@ -40,7 +40,8 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "moe"
     save_moe(moe, plan, None, out)
     assert {path.name for path in out.iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "modeling_tomoe.py", "plan.json", "plan.safetensors",
+        "config.json", "generation_config.json", "model.safetensors", "modeling_tomoe.py",
+        "plan.json", "plan.safetensors",
     }  # fmt: skip
     assert list(out.parent.iterdir()) == [out]
     assert (out / "modeling_tomoe.py").read_bytes() == Path(modeling_tomoe.__file__).read_bytes()
@@ -187,7 +188,7 @@ def test_a_model_is_not_overwritten_unasked(tmp_path: Path) -> None:
     out = tmp_path / "moe"
     save_moe(first, plan, None, out)
     second, other = converted("llama", active=0.8)
-    with pytest.raises(UserError, match="already holds a model.*--force"):
+    with pytest.raises(UserError, match=r"already holds a model.*--force"):
         save_moe(second, other, None, out)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(first))
     save_moe(second, other, None, out, force=True)
@@ -227,7 +228,7 @@ def test_a_full_disk_loses_nothing(error: Exception, tmp_path: Path, monkeypatch
         monkeypatch.setattr(Plan, "save", fail)
     else:
         monkeypatch.setattr(ToMoEForCausalLM, "save_pretrained", fail)
-    with pytest.raises(UserError, match="cannot write the model to .*moe: No space left on device"):
+    with pytest.raises(UserError, match=r"cannot write the model to .*moe: No space left on device"):
         save_moe(second, other, None, out, force=True)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(first))
     assert list(tmp_path.iterdir()) == [out]
@@ -252,9 +253,10 @@ def test_a_kill_while_files_move_leaves_the_run_and_no_half_model(
                 raise KeyboardInterrupt
         return replace(path, target)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
-        save_moe(second, other, None, out, force=True)
+        with pytest.raises(KeyboardInterrupt):
+            save_moe(second, other, None, out, force=True)
     assert not (out / "config.json").exists()
     assert (out / "run" / "state.json").exists()
     save_moe(second, other, None, out)  # no force needed: it holds no model

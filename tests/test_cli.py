@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pico_files import CommandLine, contents, small, write_pico, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tomoe as package
+from pico_files import CommandLine, contents, small, write_pico, write_text
 from tomoe.plan import Plan
 
 
@@ -38,13 +38,11 @@ def test_version_and_help(tomoe: CommandLine) -> None:
     assert tomoe("--version").out == f"tomoe {package.__version__}\n"
     shown = tomoe("--help")
     assert shown.code == 0
-    for verb in "convert carve train plan fold evaluate generate inspect fetch".split():
+    for verb in ["convert", "carve", "train", "plan", "fold", "evaluate", "generate", "inspect", "fetch"]:
         assert verb in shown.out
 
 
-def test_convert_writes_all_and_says_what_came_out(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
-) -> None:
+def test_convert_writes_all_and_says_what_came_out(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     out = tmp_path / "moe"
     done = tomoe("convert", model, "--active", "0.6", "-o", out, "--data", text, "--seed", "3", *small())
     assert done.code == 0, done.err
@@ -72,12 +70,12 @@ def test_the_stages_make_what_convert_makes(tomoe: CommandLine, tmp_path: Path, 
     assert tomoe("plan", tmp_path / "run", "-o", tmp_path / "plan").code == 0
     assert tomoe("fold", tmp_path / "plan", "-o", tmp_path / "folded").code == 0
     ids = torch.arange(3, 30)[None]
-    logits = [
-        AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits for name in ("whole", "folded")
-    ]
+    logits = [AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits for name in ("whole", "folded")]
     assert torch.equal(*logits)
     assert contents(tmp_path / "plan") == {
-        name: digest for name, digest in contents(tmp_path / "whole").items() if name in ("plan.json", "plan.safetensors")
+        name: digest
+        for name, digest in contents(tmp_path / "whole").items()
+        if name in ("plan.json", "plan.safetensors")
     }
     assert tomoe("plan", tmp_path / "run", "-o", tmp_path / "narrow", "--active", "0.5").code == 0
     assert Plan.load(tmp_path / "narrow").active_fraction() == pytest.approx(0.5, abs=0.002)
@@ -152,7 +150,10 @@ def test_a_signal_ends_in_one_sentence_and_the_run_goes_on(
     run = tmp_path / "run"
     options = [str(o) for o in ("train", model, "-o", run, "--data", text, *small(train_steps="100000"))]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tomoe", *options], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, "-m", "tomoe", *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     while not (run / "masks" / "step-000002").exists() and process.poll() is None:
         time.sleep(0.05)

@@ -145,8 +145,8 @@ def widened(attention: str, change: str) -> tuple[Plan, Plan]:
 
 @pytest.mark.parametrize(
     ("attention", "change", "place"),
-    [("none", "neurons", 0), ("dynamic", "neurons", 0), ("static", "qk", 1), ("dynamic", "qk", 1), ("static", "values", 2),
-     ("dynamic", "values", 2)],
+    [("none", "neurons", 0), ("dynamic", "neurons", 0), ("static", "qk", 1), ("dynamic", "qk", 1),
+     ("static", "values", 2), ("dynamic", "values", 2)],
 )  # fmt: skip
 def test_higher_logits_make_a_wider_layer(attention: str, change: str, place: int) -> None:
     """... and, as the budget stays, the others no wider."""
@@ -160,7 +160,7 @@ def test_higher_logits_make_a_wider_layer(attention: str, change: str, place: in
 def test_budgets_out_of_reach(attention: str) -> None:
     net = network(attention)
     least = least_active(net.shape, MULTIPLE, attention)
-    with pytest.raises(UserError, match="needs at least .* but the budget allows .*; ask for more"):
+    with pytest.raises(UserError, match=r"needs at least .* but the budget allows .*; ask for more"):
         extract_plan(net, model(), 0.98 * least, CALIBRATION)
     plan = extract_plan(net, model(), least, CALIBRATION)
     assert plan.active_fraction() == pytest.approx(least)

@@ -129,7 +129,7 @@ def test_foreign_and_flipped_tensors(tmp_path: Path) -> None:
 def test_plans_of_another_version_are_named(tmp_path: Path) -> None:
     saved(tmp_path)
     rewrite(tmp_path, lambda head, _: head.update(format="tomoe-plan-9"))
-    with pytest.raises(UserError, match="'tomoe-plan-9'.*'tomoe-plan-1'"):
+    with pytest.raises(UserError, match=r"'tomoe-plan-9'.*'tomoe-plan-1'"):
         Plan.load(tmp_path)
 
 
@@ -152,7 +152,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str
     "part of a value router": (lambda head, tensors: tensors.pop("layers.1.value_router.norm.bias"), "value router"),
     "router of other width": (_set("router_weight", torch.zeros(4, 31)), "router_weight has shape"),
     "router of other dims": (_set("router_weight", torch.zeros(4)), "router_weight has shape"),
-    "neurons of another model": (_set("expert_neurons", torch.ones(4, 47, dtype=torch.bool)), "expert_neurons has shape"),
+    "neurons of another model": (_set("expert_neurons", torch.ones(4, 47).bool()), "expert_neurons has shape"),
     "another number of experts": (
         lambda head, tensors: tensors.update({
             "layers.1.router_weight": torch.zeros(3, 32), "layers.1.expert_neurons": torch.ones(3, 48, dtype=torch.bool)
@@ -166,7 +166,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str
     "dropped V/O dims with a value router": (_set("value_kept", torch.arange(8) < 7), "among all V/O dims"),
     "router NaN": (_set("router_weight", torch.full((4, 32), torch.nan)), "not finite"),
     "value router infinity": (_set("value_router.norm.bias", torch.full((16,), torch.inf)), "not finite"),
-    "value router of another model": (_set("value_router.project_in.weight", torch.zeros(16, 31)), "value router holds"),
+    "value router of another width": (_set("value_router.project_in.weight", torch.zeros(16, 31)), "router holds"),
     "K of no tokens": (lambda head, _: head.update(value_top_k=[1, 0]), "K = 0"),
     "K beyond the head": (lambda head, _: head.update(value_top_k=[1, 9]), "K = 9"),
     "K of one layer": (lambda head, _: head.update(value_top_k=[1]), "holds 1 layers"),
@@ -209,7 +209,9 @@ def test_a_choice_of_values_needs_a_router_and_the_other_way_round() -> None:
 )
 def test_a_plan_of_another_model_is_not_folded(changes: dict[str, int]) -> None:
     plan = make_plan(make_pico("llama"), "none")
-    with pytest.raises(UserError, match="the plan was made for .* but this model has .*; give the right one") as caught:
+    with pytest.raises(
+        UserError, match=r"the plan was made for .* but this model has .*; give the right one"
+    ) as caught:
         fold(make_pico("llama", **changes), plan)
     made_for, has = str(caught.value).split("but this model has")
     assert made_for.removeprefix("the plan was made for ").rstrip(", ") != has.split(";")[0].strip()

@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+
 from pico_files import SMALL, CommandLine, write_pico, write_text
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +39,9 @@ def test_the_python_example_runs(
 def test_every_command_of_the_readme_exists(capsys: pytest.CaptureFixture[str]) -> None:
     tomoe = CommandLine(capsys)
     text = (ROOT / "README.md").read_text()
-    verbs = set(re.findall(r"\btomoe (\w+) ", "\n".join(code_blocks("")) + "\n")) | set(re.findall(r"`tomoe (\w+)", text))
+    verbs = set(re.findall(r"\btomoe (\w+) ", "\n".join(code_blocks("")) + "\n")) | set(
+        re.findall(r"`tomoe (\w+)", text)
+    )
     assert {"convert", "evaluate", "generate", "inspect"} <= verbs
     for verb in sorted(verbs):
         assert tomoe(verb, "--help").code == 0, verb

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from pico_files import CommandLine, contents, small, write_pico, write_text
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pico_files import CommandLine, contents, small, write_pico, write_text
 from tomoe.pruning import training
 
 # One process that has imported everything forks a fresh `tomoe train` again and again and kills it (-9): every second time

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pico_files import CommandLine, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pico_files import CommandLine, write_text
 from tomoe.errors import UserError
 from tomoe.fetch import fetch
 from tomoe.loading import load_dense
@@ -43,8 +43,13 @@ def test_a_real_model_from_start_to_end(tmp_path: Path, capsys: pytest.CaptureFi
     plan = Plan.load(out)
     assert plan.active_fraction() == pytest.approx(0.7, abs=0.002)
     # both in float32, but with the bfloat16 weights that were folded
-    dense, moe = load_dense(NAME, torch.bfloat16).float(), AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(out)("The boat went over the old hills, and every town", return_tensors="pt").input_ids
+    dense, moe = (
+        load_dense(NAME, torch.bfloat16).float(),
+        AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32),
+    )
+    ids = AutoTokenizer.from_pretrained(out)(
+        "The boat went over the old hills, and every town", return_tensors="pt"
+    ).input_ids
     with torch.no_grad():
         with masked(dense, planned_masks(plan)):
             wanted = dense(ids).logits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,13 +52,12 @@ def generate(
     greedy = temperature == 0
     with torch.inference_mode(), torch.random.fork_rng():  # generate knows the global generator only
         torch.manual_seed(seed)
-        written = model.generate(
+        written = cast(Any, model).generate(
             **given, max_new_tokens=max_new_tokens, do_sample=not greedy,
             temperature=None if greedy else temperature, top_p=None, top_k=None if greedy else 0,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )  # fmt: skip
-    text: str = tokenizer.decode(written[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
-    return text
+    return str(tokenizer.decode(written[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,9 @@ def held_out_text(names: Sequence[str]) -> EvaluationText:
             corpus = Corpus.load(kept)
             sources = ", ".join(Path(source).name for source in corpus.sources)
             return EvaluationText(corpus.evaluation, f"{sources}, held out", corpus.seed)
-    raise UserError("none of these folders keeps held-out text (run/corpus.safetensors); name a text file or source with --text")
+    raise UserError(
+        "none of these folders keeps held-out text (run/corpus.safetensors); name a text file or source with --text"
+    )
 
 
 def read_text(source: str, tokenizer: PreTrainedTokenizerBase, context: int, tokens: int | None) -> EvaluationText:
@@ -107,9 +108,13 @@ def evaluate(
         given = held_out_text(names)
         size = given.blocks.input_ids.shape[1]
         if context not in (None, size):
-            raise UserError(f"the held-out text is in blocks of {size} tokens, not {context}; name a text with --text for other contexts")
+            raise UserError(
+                f"the held-out text is in blocks of {size} tokens, not {context}; name a text with --text for other contexts"
+            )
         if tokens is not None:
-            given = EvaluationText(given.blocks.pick(torch.arange(min(len(given.blocks), -(-tokens // size)))), given.name, given.seed)
+            given = EvaluationText(
+                given.blocks.pick(torch.arange(min(len(given.blocks), -(-tokens // size)))), given.name, given.seed
+            )
     else:
         given = read_text(text, load_tokenizer(names[0]), context or CONTEXT, tokens)
 
@@ -157,7 +162,9 @@ def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
         (f"tomoe evaluate {recipe.model} {out} --text FILE", "measure both on text of your own"),
     ]
     if recipe.train.steps == 0:
-        found.append((f"tomoe convert {recipe.model} --active {recipe.active} -o OUT", "learn as well: takes longer, loses less"))
+        found.append(
+            (f"tomoe convert {recipe.model} --active {recipe.active} -o OUT", "learn as well: takes longer, loses less")
+        )
     else:
         found.append((f"tomoe convert {recipe.model} --active {recipe.active} --steps {4 * recipe.train.steps} -o OUT",
                       "learn longer: loses less"))  # fmt: skip

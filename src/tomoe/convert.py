@@ -1,6 +1,6 @@
 """The stages of a conversion, each reading and writing files: train -> plan -> fold, and all of them in one go.
 
-    recipe -> RUN (recipe, corpus, metrics, masks/step-N) -> PLAN (plan.json, plan.safetensors) -> OUT (a Hugging Face folder)
+recipe -> RUN (recipe, corpus, metrics, masks/step-N) -> PLAN (plan.json, plan.safetensors) -> OUT (a Hugging Face folder)
 """
 
 from __future__ import annotations
@@ -51,14 +51,18 @@ def pick_device(name: str) -> str:
 def open_dense(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The frozen base and its tokenizer. Raises UserError where the model or the budget cannot be served."""
     if not recipe.model:
-        raise UserError("the recipe names no model; give a hub id, a folder, a .gguf file or a name that `tomoe fetch` knows")
+        raise UserError(
+            "the recipe names no model; give a hub id, a folder, a .gguf file or a name that `tomoe fetch` knows"
+        )
     model = load_dense(recipe.model, getattr(torch, recipe.train.dtype), pick_device(recipe.device))
     shape = shape_of(model)
     check_output(model)
     least = least_active(shape, recipe.experts.width_multiple, recipe.experts.attention)
     if recipe.active < least:
         whole = " with attention kept whole (experts.attention = none)" if recipe.experts.attention == "none" else ""
-        raise UserError(f"active is {recipe.active}, but this model{whole} can reach {least:.3f} of its blocks at the least; ask for more")
+        raise UserError(
+            f"active is {recipe.active}, but this model{whole} can reach {least:.3f} of its blocks at the least; ask for more"
+        )
     return model, load_tokenizer(recipe.model)
 
 
@@ -121,7 +125,9 @@ def plan(run_path: Path, out: Path, active: float | None = None, listen: Listene
     corpus = open_corpus(recipe, model, tokenizer, run, listen)
     net = make_network(recipe.model_copy(update={"start": "random"}), model, corpus.calibration)
     run.restore(checkpoint, net, None)
-    made = finish_plan(net, model, recipe if active is None else recipe.model_copy(update={"active": active}), corpus, checkpoint.step)
+    made = finish_plan(
+        net, model, recipe if active is None else recipe.model_copy(update={"active": active}), corpus, checkpoint.step
+    )
     made.save(out)
     return made
 
@@ -141,7 +147,9 @@ def finish_plan(net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus
     return Plan(bare.shape, bare.layers, fingerprint(model), config, recipe.model_dump(mode="json"), notes)
 
 
-def fold_plan(plan_path: Path, model_name: str | None, out: Path, dtype: str | None = None, force: bool = False) -> Plan:
+def fold_plan(
+    plan_path: Path, model_name: str | None, out: Path, dtype: str | None = None, force: bool = False
+) -> Plan:
     """Fold a plan into a model and save the Hugging Face folder. Raises UserError for a plan of another model."""
     made = Plan.load(plan_path)
     recipe = Recipe(**made.recipe) if made.recipe else Recipe()

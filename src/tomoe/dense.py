@@ -64,15 +64,15 @@ class LayerParts:
     """The modules of one decoder layer that ToMoE masks or replaces."""
 
     mlp: nn.Module
-    gate: nn.Module | None
-    up: nn.Module
-    down: nn.Module
+    gate: nn.Linear | None
+    up: nn.Linear
+    down: nn.Linear
     activation: nn.Module
     attention: nn.Module
-    q: nn.Module
-    k: nn.Module
-    v: nn.Module
-    o: nn.Module
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+    o: nn.Linear
 
 
 def _refuse(model: nn.Module, why: str) -> UserError:
@@ -82,7 +82,7 @@ def _refuse(model: nn.Module, why: str) -> UserError:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Raises UserError where the model is not a causal LM with `model.layers` and `lm_head`."""
-    inner = getattr(model, "model", None)
+    inner: Any = getattr(model, "model", None)
     layers = getattr(inner, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0 or not hasattr(model, "lm_head"):
         raise _refuse(
@@ -109,7 +109,9 @@ def _parts_of(model: nn.Module, layer: nn.Module) -> LayerParts:
         raise _refuse(model, "it fuses Q, K and V in one matrix; a version with separate q_proj, k_proj, v_proj fits")
     output = next((n for n in OUTPUT_NAMES if hasattr(attention, n)), None)
     if output is None or any(not hasattr(attention, n) for n in ("q_proj", "k_proj", "v_proj")):
-        raise _refuse(model, f"its attention has no q_proj, k_proj, v_proj and output projection, but {_children(attention)}")
+        raise _refuse(
+            model, f"its attention has no q_proj, k_proj, v_proj and output projection, but {_children(attention)}"
+        )
     if hasattr(mlp, "experts") or hasattr(mlp, "router"):
         raise _refuse(model, "its MLP is already a Mixture-of-Experts; ToMoE starts from a dense model")
     if hasattr(mlp, "gate_up_proj"):
@@ -117,6 +119,9 @@ def _parts_of(model: nn.Module, layer: nn.Module) -> LayerParts:
     layout = next((names for names in MLP_LAYOUTS if all(n is None or hasattr(mlp, n) for n in names)), None)
     if layout is None:
         raise _refuse(model, f"its MLP has no up and down projections that we know, but {_children(mlp)}")
+    gate: Any
+    up: Any
+    down: Any
     gate, up, down = (getattr(mlp, n) if n else None for n in layout)
     activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None) or getattr(mlp, "act", None)
     if activation is None:
@@ -133,12 +138,15 @@ def _children(module: nn.Module) -> str:
 
 def shape_of(model: nn.Module) -> ModelShape:
     """Sizes read from the config and the weights. Raises UserError where the structure does not fit."""
-    parts, c = layer_parts(model), model.config
+    c: Any = model.config
+    parts = layer_parts(model)
     head_dim = int(getattr(parts[0].attention, "head_dim", 0) or c.hidden_size // c.num_attention_heads)
     _check_norms(model, parts[0].attention, head_dim)
     sizes = {(p.up.weight.shape[0], p.q.weight.shape[0], p.k.weight.shape[0]) for p in parts}
     if len(sizes) > 1 and not getattr(model, "is_quantized", False):
-        raise _refuse(model, f"its layers differ in size ({sorted(sizes)[:3]} ...); ToMoE needs equal ones to start from")
+        raise _refuse(
+            model, f"its layers differ in size ({sorted(sizes)[:3]} ...); ToMoE needs equal ones to start from"
+        )
     return ModelShape(
         num_layers=len(parts), hidden_size=c.hidden_size, mlp_size=parts[0].down.in_features,
         num_heads=c.num_attention_heads, num_kv_heads=getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
@@ -146,9 +154,11 @@ def shape_of(model: nn.Module) -> ModelShape:
     )  # fmt: skip
 
 
-def _check_norms(model: nn.Module, attention: nn.Module, head_dim: int) -> None:
+def _check_norms(model: nn.Module, attention: Any, head_dim: int) -> None:
     if getattr(attention, "q_layernorm", None) is not None:
-        raise _refuse(model, "it normalises Q and K by LayerNorm (qk_layernorm), which does not commute with pruning them")
+        raise _refuse(
+            model, "it normalises Q and K by LayerNorm (qk_layernorm), which does not commute with pruning them"
+        )
     norm = getattr(attention, "q_norm", None)
     if norm is None:
         return
@@ -168,7 +178,7 @@ def _probe_rotary(model: nn.Module, head_dim: int) -> int:
     Position embeddings with cos 0 and sin 1 rotate by a right angle: dim j of a half-split layout of size R takes
     -x[j + R/2] for j < R/2, else x[j - R/2]. Anything else (interleaved pairs) is refused.
     """
-    inner = model.model
+    inner: Any = model.model
     module = sys.modules[type(decoder_layers(model)[0].self_attn).__module__]
     apply = getattr(module, "apply_rotary_pos_emb", None)
     inv_freq = getattr(inner.rotary_emb, "inv_freq", None)
@@ -178,7 +188,9 @@ def _probe_rotary(model: nn.Module, head_dim: int) -> int:
     x = torch.arange(1.0, size + 1).view(1, 1, 1, size)
     turned, _ = apply(x, x, torch.zeros(1, 1, size), torch.ones(1, 1, size))
     if not torch.equal(turned, torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)) or size > head_dim:
-        raise _refuse(model, "its rotary embedding pairs neighbouring dims (interleaved); only half-split pairs are supported")
+        raise _refuse(
+            model, "its rotary embedding pairs neighbouring dims (interleaved); only half-split pairs are supported"
+        )
     return size
 
 
@@ -191,8 +203,10 @@ def check_output(model: PreTrainedModel) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"):  # may not show on small activations
         if getattr(model.config, name, None) is not None:
             raise _refuse(model, f"its config sets {name}, and the MoE computes plain logits and plain attention")
-    parts, seen = layer_parts(model), {}
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    parts = layer_parts(model)
+    seen: dict[Any, Any] = {}
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = embeddings.weight.shape[0]
     ids = torch.linspace(vocabulary // 4, vocabulary - 1, PROBE_TOKENS, device=model.device).long()[None]
 
     def listen(key: tuple[int, str]) -> Any:
@@ -241,7 +255,9 @@ def _attention(
     given |= given.get("kwargs", {})
     scale, head_dim = getattr(parts.attention, "scaling", None), getattr(parts.attention, "head_dim", None)
     if given.get("position_embeddings") is None or scale is None or head_dim is None:
-        raise _refuse(model, "its attention is not handed cos and sin of RoPE in every layer, or keeps no scaling and head_dim")
+        raise _refuse(
+            model, "its attention is not handed cos and sin of RoPE in every layer, or keeps no scaling and head_dim"
+        )
     x, (cos, sin), mask = given["hidden_states"], given["position_embeddings"], given.get("attention_mask")
     size = cos.shape[-1]
 

@@ -23,14 +23,14 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def gumbel_noise(shape: tuple[int, ...], seed: int, device: torch.device) -> Float[Tensor, "..."]:
+def gumbel_noise(shape: tuple[int, ...], seed: int, device: torch.device) -> Float[Tensor, ...]:
     """Gumbel(0, 1) in float32, the same values for the same seed on one kind of device."""
     generator = torch.Generator(device).manual_seed(seed)
     uniform = torch.rand(shape, generator=generator, device=device)
     return -torch.log(-torch.log(uniform.clamp_(1e-20, 1 - 6e-8)))
 
 
-def mask_noise(shape: tuple[int, ...], seed: int, device: torch.device, noise: Noise) -> Float[Tensor, "..."]:
+def mask_noise(shape: tuple[int, ...], seed: int, device: torch.device, noise: Noise) -> Float[Tensor, ...]:
     """`gumbel` is the paper's; `logistic` is the difference of two Gumbels, whose mean is zero."""
     if noise == "gumbel":
         return gumbel_noise(shape, seed, device)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Bool, Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -94,9 +93,11 @@ class Plan:
     def save(self, folder: Path) -> None:
         """Write both files under temporary names, then rename; the same plan gives the same bytes."""
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for i, layer in enumerate(self.layers):
-            parts = {name: getattr(layer, name) for name in ("expert_neurons", "router_weight", "qk_kept", "value_kept")}
+            parts = {
+                name: getattr(layer, name) for name in ("expert_neurons", "router_weight", "qk_kept", "value_kept")
+            }
             parts |= {f"value_router.{k}": v for k, v in layer.value_router.items()}
             tensors |= {f"layers.{i}.{name}": t.contiguous().cpu() for name, t in parts.items()}
         data = save(tensors, metadata={"format": FORMAT})
@@ -122,7 +123,9 @@ class Plan:
             raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
         head = _read_head(head_path)
         if hashlib.sha256(tensor_path.read_bytes()).hexdigest() != head.get("tensors_sha256"):
-            raise UserError(f"{tensor_path} is not the file that {head_path.name} speaks of (checksums differ); copy both again")
+            raise UserError(
+                f"{tensor_path} is not the file that {head_path.name} speaks of (checksums differ); copy both again"
+            )
         try:
             shape = ModelShape(**head["shape"])
             top_k = [int(k) for k in head["value_top_k"]]
@@ -189,7 +192,9 @@ def _read_head(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not JSON ({error}); it is damaged or no plan") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         found = head.get("format") if isinstance(head, dict) else type(head).__name__
-        raise UserError(f"{path} has format {found!r}, this version reads {FORMAT!r}; make the plan again or update tomoe")
+        raise UserError(
+            f"{path} has format {found!r}, this version reads {FORMAT!r}; make the plan again or update tomoe"
+        )
     return head
 
 

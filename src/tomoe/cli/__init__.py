@@ -58,7 +58,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except UserError as error:
         _fail(2, str(error))
     except torch.OutOfMemoryError as error:
-        _fail(2, f"the device ran out of memory ({error}); try train.gradient_checkpointing=true or a smaller data.block_size")
+        _fail(
+            2,
+            f"the device ran out of memory ({error}); try train.gradient_checkpointing=true or a smaller data.block_size",
+        )
     except OSError as error:
         place = f" {error.filename}" if error.filename else ""
         _fail(2, f"cannot read or write{place}: {error.strerror or error}")

@@ -14,10 +14,14 @@ from tomoe.report.files import write_whole
 
 
 def evaluate(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="The dense model first, then converted ones.")],
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="The dense model first, then converted ones.")
+    ],
     text: Annotated[
         str | None,
-        typer.Option("--text", help="File or source; without it, what a converted folder held out.", metavar="FILE_OR_SOURCE"),
+        typer.Option(
+            "--text", help="File or source; without it, what a converted folder held out.", metavar="FILE_OR_SOURCE"
+        ),
     ] = None,
     context: Annotated[int | None, typer.Option("--context", min=8, help="Tokens of a block (default: 1024).")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Measure on no more than these.")] = None,
@@ -27,7 +31,9 @@ def evaluate(
 ) -> None:
     """Measure models side by side; the first is the reference."""
     with Screen() as screen:
-        rows = api.evaluate(models, text, context=context, tokens=tokens, dtype=dtype, device=device, listen=screen.listen)
+        rows = api.evaluate(
+            models, text, context=context, tokens=tokens, dtype=dtype, device=device, listen=screen.listen
+        )
     results().print(to_rich(rows))
     if json_file is not None:
         write_whole(json_file, to_json(rows))

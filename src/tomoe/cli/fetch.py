@@ -10,7 +10,9 @@ from tomoe import fetch as fetching
 
 
 def fetch(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="What to fetch; without it, what there is.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="What to fetch; without it, what there is.")
+    ] = None,
 ) -> None:
     """Fetch a model that needs no hub, and print its path."""
     if name is None:

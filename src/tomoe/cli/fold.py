@@ -16,7 +16,8 @@ def fold(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan folder, as `tomoe plan` writes it.")],
     out: OutOption,
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="The dense model, where it is not found as the plan names it.")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="The dense model, where it is not found as the plan names it."),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, typer.Option("--dtype", help="Default: the recipe's.")
@@ -25,4 +26,6 @@ def fold(
 ) -> None:
     """Fold a plan into its dense model; writes a Hugging Face folder."""
     made = stages.fold_plan(plan, model, out, dtype, force)
-    Screen().say(f"The MoE is in {out}: {made.active_fraction():.4f} of the blocks active. Next: tomoe evaluate MODEL {out}")
+    Screen().say(
+        f"The MoE is in {out}: {made.active_fraction():.4f} of the blocks active. Next: tomoe evaluate MODEL {out}"
+    )

@@ -14,7 +14,9 @@ def generate(
     model: ModelArgument,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on from.")],
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draws at a temperature above 0.")] = 0,
 ) -> None:
     """Print the prompt and how the model goes on."""

@@ -31,7 +31,9 @@ def inspect(
     elif (folder / "run" / "masks").is_dir():
         _show_run(folder / "run", as_json)
     else:
-        raise UserError(f"{folder} holds no plan, converted model or run; give a folder that `tomoe convert`, plan or train wrote")
+        raise UserError(
+            f"{folder} holds no plan, converted model or run; give a folder that `tomoe convert`, plan or train wrote"
+        )
 
 
 def _show_plan(plan: Plan, as_json: bool) -> None:

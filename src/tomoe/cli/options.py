@@ -13,7 +13,9 @@ from tomoe.config import Recipe
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Hub id, folder, .gguf file, or a name that `tomoe fetch` knows.")
 ]
-ActiveOption = Annotated[float | None, typer.Option("--active", help="Share of the block parameters that work on a token.")]
+ActiveOption = Annotated[
+    float | None, typer.Option("--active", help="Share of the block parameters that work on a token.")
+]
 OutOption = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.", metavar="OUT")]
 RecipeOption = Annotated[
     str | None, typer.Option("--recipe", help="Recipe file (.toml, .json) or preset.", metavar="FILE_OR_PRESET")

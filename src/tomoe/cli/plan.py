@@ -20,4 +20,6 @@ def plan(
     """Turn the newest checkpoint of a run into a plan."""
     with Screen() as screen:
         made = stages.plan(run, out, active, screen.listen)
-    screen.say(f"The plan is in {out}: {made.active_fraction():.4f} of the blocks active. Next: tomoe fold {out} -o MODEL")
+    screen.say(
+        f"The plan is in {out}: {made.active_fraction():.4f} of the blocks active. Next: tomoe fold {out} -o MODEL"
+    )

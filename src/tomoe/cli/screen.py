@@ -19,7 +19,13 @@ from tomoe.cli.stopping import check
 
 PLAIN_SECONDS = 10.0  # between two lines of progress where there is no terminal
 STAGES = {"text": "preparing text", "carve": "carving", "train": "learning"}
-TERMS = {"fidelity": "fidelity", "budget": "budget", "coverage": "coverage", "balance": "balance", "active_fraction": "active"}
+TERMS = {
+    "fidelity": "fidelity",
+    "budget": "budget",
+    "coverage": "coverage",
+    "balance": "balance",
+    "active_fraction": "active",
+}
 
 
 def quiet_libraries() -> None:
@@ -78,7 +84,9 @@ class Screen:
             self.live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.live:
             self.detail.plain = ""
             self.live.stop()

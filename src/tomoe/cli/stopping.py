@@ -52,5 +52,7 @@ def resumable(run: Path) -> Iterator[None]:
         yield
     except Stopped as stopped:
         if (run / "recipe.json").is_file():
-            stopped.advice = "; nothing before the last checkpoint is lost, give the same command with --resume to go on"
+            stopped.advice = (
+                "; nothing before the last checkpoint is lost, give the same command with --resume to go on"
+            )
         raise

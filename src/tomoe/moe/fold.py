@@ -98,7 +98,9 @@ def fold(dense: PreTrainedModel, plan: Plan, version: str = "") -> ToMoEForCausa
     """
     shape = shape_of(dense)
     if shape != plan.shape:
-        raise UserError(f"the plan was made for {_sizes(plan.shape)}, but this model has {_sizes(shape)}; give the right one")
+        raise UserError(
+            f"the plan was made for {_sizes(plan.shape)}, but this model has {_sizes(shape)}; give the right one"
+        )
     check_output(dense)
     config = moe_config(dense, plan, version)
     config._attn_implementation = dense.config._attn_implementation

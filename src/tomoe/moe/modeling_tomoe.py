@@ -38,10 +38,10 @@ class ToMoEConfig(PreTrainedConfig):
 
     def __init__(self, **kwargs: Any):
         own = {name: kwargs.pop(name, None) for name in OWN_KEYS}
+        own["expert_backend"] = own["expert_backend"] or "auto"
         super().__init__(**kwargs)
         for name, value in own.items():
             setattr(self, name, value)
-        self.expert_backend = self.expert_backend or "auto"
 
     def dense_config(self) -> PreTrainedConfig:
         """The config of the family that this model came from."""
@@ -87,9 +87,22 @@ EXPERT_BACKENDS: dict[str, Callable[[ToMoEMLP, Tensor, Tensor], Tensor]] = {
 class ToMoEMLP(nn.Module):
     """N experts with top-1 routing that share neurons. Each neuron is stored once, one row of every matrix."""
 
-    def __init__(self, dense: nn.Module, config: ToMoEConfig, layer: int):
+    num_experts: int
+    activation: Callable[[Tensor], Tensor]
+    gate_proj: nn.Parameter | None
+    gate_bias: nn.Parameter | None
+    up_proj: nn.Parameter
+    up_bias: nn.Parameter | None
+    down_proj: nn.Parameter
+    down_bias: nn.Parameter | None
+    expert_neurons: Tensor
+
+    def __init__(self, dense: Any, config: ToMoEConfig, layer: int):
         super().__init__()
         self.config, self.num_experts = config, config.num_experts
+        gate: Any
+        up: Any
+        down: Any
         gate, up, down = (getattr(dense, n, None) for n in ("gate_proj", "up_proj", "down_proj"))
         up, down = (dense.fc1, dense.fc2) if up is None else (up, down)
         self.activation = getattr(dense, "act_fn", None) or getattr(dense, "activation_fn", None) or dense.act
@@ -115,7 +128,11 @@ class ToMoEMLP(nn.Module):
             return F.linear(x, weight[neurons], None if bias is None else bias[neurons])
 
         up = project(self.up_proj, self.up_bias)
-        return self.activation(up) if self.gate_proj is None else self.activation(project(self.gate_proj, self.gate_bias)) * up
+        return (
+            self.activation(up)
+            if self.gate_proj is None
+            else self.activation(project(self.gate_proj, self.gate_bias)) * up
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.flatten(0, -2)
@@ -150,7 +167,14 @@ class ValueRouter(nn.Module):
 class ToMoEAttention(nn.Module):
     """Q and K on the kept rotary pairs; V and O on the kept dims, or on K dims of each token's choice."""
 
-    def __init__(self, dense: nn.Module, config: ToMoEConfig, layer: int, text_config: PreTrainedConfig):
+    num_key_value_groups: int
+    head_dim: int
+    norm_eps: float
+    q_norm: nn.Parameter | None
+    k_norm: nn.Parameter | None
+    rotary_ids: Tensor
+
+    def __init__(self, dense: Any, config: ToMoEConfig, layer: int, text_config: PreTrainedConfig):
         super().__init__()
         self.config, self.layer_idx, self.is_causal = text_config, dense.layer_idx, True
         self.head_dim = dense.head_dim
@@ -173,7 +197,7 @@ class ToMoEAttention(nn.Module):
         self.v_proj = linear(dense.v_proj, hidden, kv_heads * self.value_size)
         self.o_proj = linear(output, heads * self.value_size, hidden)
         norm = getattr(dense, "q_norm", None)
-        self.norm_eps = getattr(norm, "variance_epsilon", None)
+        self.norm_eps = getattr(norm, "variance_epsilon", 0.0)
         for name in ("q_norm", "k_norm"):
             weight = None if norm is None else nn.Parameter(torch.ones(self.qk_size, dtype=norm.weight.dtype))
             self.register_parameter(name, weight)
@@ -233,7 +257,7 @@ class ToMoEAttention(nn.Module):
 
 
 def eager_attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, dropout: float = 0.0, **_: Any
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, dropout: float = 0.0, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention written out; grouped key/value heads are repeated."""
     k, v = (t.repeat_interleave(module.num_key_value_groups, 1) for t in (k, v))
@@ -257,7 +281,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["router", "value_router"]
 
 
-def replace_layers_(inner: nn.Module, config: ToMoEConfig, text_config: PreTrainedConfig) -> None:
+def replace_layers_(inner: Any, config: ToMoEConfig, text_config: PreTrainedConfig) -> None:
     """Put ToMoE's MLP and attention into every decoder layer of a family's own model, sized by the config."""
     for i, layer in enumerate(inner.layers):
         layer.mlp = ToMoEMLP(layer.mlp, config, i)
@@ -297,6 +321,7 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = outputs.last_hidden_state
+        assert hidden is not None
         logits = self.lm_head(hidden[:, kept, :])
         loss = None
         if labels is not None:

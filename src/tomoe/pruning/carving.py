@@ -91,13 +91,13 @@ def carve_mlp(
 ) -> Ranking:  # fmt: skip
     """Rank the neurons of every expert. `weight` is 1 / |residual|^2 of a token, so losses of layers compare."""
     down_gram = down.T @ down
-    ranks, total = [], 0.0
+    ranks, total = [], torch.zeros(len(units), dtype=torch.float64)
     for n in range(num_experts):
         own = h[expert_ids == n] * weight[expert_ids == n].sqrt()[:, None]
         expert_ranks, loss = backward_elimination((own.T @ own) * down_gram / len(h))
         ranks.append(expert_ranks)
-        total = total + loss[list(units)].double()
-    return Ranking(torch.stack(ranks), torch.as_tensor(total).tolist(), params)
+        total = total + loss[list(units)].double().cpu()
+    return Ranking(torch.stack(ranks), total.tolist(), params)
 
 
 def allocate(sites: Sequence[Ranking], budget: float) -> list[int]:
@@ -122,9 +122,7 @@ def allocate(sites: Sequence[Ranking], budget: float) -> list[int]:
     return units
 
 
-def start_logits(
-    ranks: Int[Tensor, "*n size"], width: float, keep_bias: float, noise: Any
-) -> Float[Tensor, "*n size"]:
+def start_logits(ranks: Int[Tensor, "*n size"], width: float, keep_bias: float, noise: Any) -> Float[Tensor, "*n size"]:
     """Mask logits: LOGIT_SCALE x normal score of the rank, shifted so that sampling keeps `width` dims on average."""
     size = ranks.shape[-1]
     quantile = 1 - (torch.arange(size, dtype=torch.float64) + 0.5) / size
@@ -151,7 +149,7 @@ class _Carving:
         self.attention: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
-    def run(self, model: nn.Module, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> None:
+    def run(self, model: Any, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> None:
         handles: list[RemovableHandle] = []
         for i in range(self.shape.num_layers):
             handles += self._hooks(i, mask)
@@ -162,7 +160,8 @@ class _Carving:
                 handle.remove()
 
     def _hooks(self, i: int, mask: Bool[Tensor, "B S"]) -> list[RemovableHandle]:
-        parts, seen, real = self.parts[i], {}, mask.flatten()
+        parts, real = self.parts[i], mask.flatten()
+        seen: dict[str, Tensor] = {}
 
         def look(name: str) -> Callable[..., None]:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -206,7 +205,11 @@ class _Carving:
 
 
 def attention_importance(
-    q: Float[Tensor, "t HC"], k: Float[Tensor, "t GC"], o: Float[Tensor, "t HC"], weight: Float[Tensor, "D HC"], s: ModelShape
+    q: Float[Tensor, "t HC"],
+    k: Float[Tensor, "t GC"],
+    o: Float[Tensor, "t HC"],
+    weight: Float[Tensor, "D HC"],
+    s: ModelShape,
 ) -> tuple[Float[Tensor, " Q"], Float[Tensor, " C"]]:
     """Importance of Q/K choices and of V/O dims, from q and k projections and the input of the output projection.
 
@@ -227,7 +230,7 @@ def attention_importance(
 
 @torch.no_grad()
 def carve_(
-    net: MaskNetwork, model: nn.Module, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], active: float, seed: int,
+    net: MaskNetwork, model: Any, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], active: float, seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:  # fmt: skip
     """Give `net` a carved start: its noise-free plan meets `active`, and so does sampling on average."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ def solve_budget(sites: Sequence[Site], target: int) -> list[int]:
     """
     least = sum(site.params(1) for site in sites)
     if least > target:
-        raise UserError(f"the plan needs at least {least:,} active block parameters, but the budget allows {target:,}; ask for more")
+        raise UserError(
+            f"the plan needs at least {least:,} active block parameters, but the budget allows {target:,}; ask for more"
+        )
     low, high = -60.0, 60.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -76,16 +79,24 @@ def solve_budget(sites: Sequence[Site], target: int) -> list[int]:
 class Extraction:
     """The noise-free logits of one mask network, and the plan they make."""
 
-    def __init__(self, net: MaskNetwork, model: nn.Module):
+    def __init__(self, net: MaskNetwork, model: Any):
         self.net, self.model, self.shape = net, model, net.shape
         embeddings = net.hypernetwork()
         self.embeddings = net.attention_embeddings(embeddings)
         self.neuron_logits = [net.neurons[i](embeddings[2 * i + 1]) for i in range(self.shape.num_layers)]
         self.dim_logits = [net.dims[i](self.embeddings[i]) for i in range(self.shape.num_layers)]
 
-    def _expected(self, logits: Float[Tensor, "*n size"], offset: float) -> Float[Tensor, "*n"]:
+    def _wanted(self, logits: Float[Tensor, "*n size"], offset: float) -> float:
+        """Dims that sampling would keep with `offset` added to every logit, mean over experts or tokens."""
         s = self.net.sampling
-        return keep_probability(logits + offset, s.keep_bias, s.noise).sum(-1)
+        return float(keep_probability(logits + offset, s.keep_bias, s.noise).sum(-1).mean())
+
+    def _mlp_params(self, units: int) -> int:
+        width = min(units * self.net.experts.width_multiple, self.shape.mlp_size)
+        return int(mlp_params(self.shape, width))
+
+    def _qk_params(self, order: Int[Tensor, " Q"], count: int) -> int:
+        return int(attention_params(self.shape, len(self.shape.qk_dims(_chosen(order, count))), 0))
 
     def value_logits(self, ids: Int[Tensor, "B S"], valid: Valid, plan: Plan | None) -> list[Float[Tensor, "t C"]]:
         """V/O logits of calibration tokens, on the dense model's activations or on those of a plan's masked model."""
@@ -114,29 +125,13 @@ class Extraction:
         multiple, c = experts.width_multiple, s.head_dim
         sites = []
         for i in range(s.num_layers):
-            neurons = self.neuron_logits[i]
-            layer = [
-                Site(
-                    lambda o, logits=neurons: float(self._expected(logits, o).mean()) / multiple,
-                    lambda n: mlp_params(s, min(n * multiple, s.mlp_size)),
-                    -(-s.mlp_size // multiple),
-                )
-            ]
+            wanted = partial(self._wanted, self.neuron_logits[i])
+            layer = [Site(lambda o, f=wanted: f(o) / multiple, self._mlp_params, -(-s.mlp_size // multiple))]  # type: ignore[misc]
             if experts.attention != "none":
                 qk, values = self.dim_logits[i][c:], self.dim_logits[i][:c] if value_logits is None else value_logits[i]
                 order = qk.argsort(descending=True, stable=True)
-                layer += [
-                    Site(
-                        lambda o, logits=qk: float(self._expected(logits, o)),
-                        lambda n, order=order: attention_params(s, len(s.qk_dims(_chosen(order, n))), 0),
-                        s.num_qk_choices,
-                    ),
-                    Site(
-                        lambda o, logits=values: float(self._expected(logits, o).mean()),
-                        lambda n: attention_params(s, 0, n),
-                        c,
-                    ),
-                ]
+                layer.append(Site(partial(self._wanted, qk), partial(self._qk_params, order), s.num_qk_choices))
+                layer.append(Site(partial(self._wanted, values), partial(attention_params, s, 0), c))
             sites.append(layer)
         return sites
 
@@ -176,7 +171,11 @@ def _chosen(order: Int[Tensor, " n"], count: int) -> Bool[Tensor, " n"]:
 
 @torch.no_grad()
 def extract_plan(
-    net: MaskNetwork, model: nn.Module, active: float, calibration: tuple[Int[Tensor, "B S"], Valid], tolerance: float = BUDGET_TOLERANCE
+    net: MaskNetwork,
+    model: Any,
+    active: float,
+    calibration: tuple[Int[Tensor, "B S"], Valid],
+    tolerance: float = BUDGET_TOLERANCE,
 ) -> Plan:
     """The noise-free plan at `active` of the block parameters.
 

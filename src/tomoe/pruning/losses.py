@@ -32,7 +32,9 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Head, token_loss: Callable[..., tuple[Tensor, Tensor]], *given: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Head, token_loss: Callable[..., tuple[Tensor, Tensor]], *given: Tensor
+    ) -> Tensor:
         total, grads = hidden.new_zeros((), dtype=torch.float32), []
         for chunk in zip(hidden.split(CHUNK), *(g.split(CHUNK) for g in given), strict=True):
             with torch.enable_grad():
@@ -123,13 +125,18 @@ def balance_penalty(masks: Sequence[SampledLayerMasks]) -> Float[Tensor, ""]:
     """R_L (eq. lb) without its factor N: sum_i F_i P_i, at least 1/N; mean over layers."""
     terms = []
     for m in masks:
-        assert m.assignment is not None and m.route_probs is not None
+        assert m.assignment is not None, "the masks have seen no tokens yet"
+        assert m.route_probs is not None
         terms.append((m.assignment.detach().mean(0) * m.route_probs.mean(0)).sum())
     return torch.stack(terms).mean()
 
 
 def objective(
-    fidelity: Float[Tensor, ""], masks: Sequence[SampledLayerMasks], shape: ModelShape, target: float, weights: LossSection
+    fidelity: Float[Tensor, ""],
+    masks: Sequence[SampledLayerMasks],
+    shape: ModelShape,
+    target: float,
+    weights: LossSection,
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
     """The weighted sum (eq. all) and its parts, unweighted, with the sampled active fraction beside them."""
     fraction = active_fraction(masks, shape)
@@ -148,7 +155,9 @@ def objective(
     return loss, {"fidelity": fidelity, **terms, "active_fraction": fraction}
 
 
-def shift_targets(input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> tuple[Int[Tensor, " T"], Bool[Tensor, " T"]]:
+def shift_targets(
+    input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
+) -> tuple[Int[Tensor, " T"], Bool[Tensor, " T"]]:
     """Next-token targets, flattened, and which of them exist (the last token and padding have none)."""
     targets = F.pad(input_ids[:, 1:], (0, 1))
     valid = mask & F.pad(mask[:, 1:], (0, 1))

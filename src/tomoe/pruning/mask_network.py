@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -33,8 +36,18 @@ class Projection(nn.Module):
         return self.linear(F.gelu(self.norm(embedding))) + self.start
 
 
+def _per_layer(num_layers: int, make: Callable[[], nn.Module]) -> Any:
+    return nn.ModuleList(make() for _ in range(num_layers))
+
+
 class MaskNetwork(nn.Module):
     """Routers, projections and hypernetwork of all layers, in float32."""
+
+    # nn.ModuleLists, said to be what they hold
+    routers: Sequence[ExpertRouter]
+    neurons: Sequence[Projection]
+    token_embeddings: Sequence[nn.Linear]
+    dims: Sequence[Projection]
 
     def __init__(self, shape: ModelShape, experts: ExpertsSection, sampling: SamplingSection, seed: int):
         super().__init__()
@@ -43,18 +56,15 @@ class MaskNetwork(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "mask network"))
             self.hypernetwork = HyperNetwork(2 * num_layers, n, size, seed)
-            self.routers = nn.ModuleList(ExpertRouter(shape.hidden_size, n) for _ in range(num_layers))
-            self.neurons = nn.ModuleList(Projection(size, torch.zeros(n, shape.mlp_size)) for _ in range(num_layers))
-            self.token_embeddings = nn.ModuleList(
-                nn.Linear(shape.hidden_size, size, bias=False) for _ in range(num_layers)
-            )
+            self.routers = _per_layer(num_layers, lambda: ExpertRouter(shape.hidden_size, n))
+            self.neurons = _per_layer(num_layers, lambda: Projection(size, torch.zeros(n, shape.mlp_size)))
+            self.token_embeddings = _per_layer(num_layers, lambda: nn.Linear(shape.hidden_size, size, bias=False))
             # the first C logits are V/O dims, the rest Q/K choices
             dims = shape.head_dim + shape.num_qk_choices
-            self.dims = nn.ModuleList(Projection(size, torch.zeros(dims)) for _ in range(num_layers))
-        if experts.attention == "none":
-            self.dims.requires_grad_(False)
-        if experts.attention != "dynamic":
-            self.token_embeddings.requires_grad_(False)
+            self.dims = _per_layer(num_layers, lambda: Projection(size, torch.zeros(dims)))
+        for projection, embedding in zip(self.dims, self.token_embeddings, strict=True):
+            projection.requires_grad_(experts.attention != "none")
+            embedding.requires_grad_(experts.attention == "dynamic")
 
     def attention_embeddings(self, embeddings: Float[Tensor, "sites N E"]) -> Float[Tensor, "L E"]:
         """The mean expert embedding of every attention site; zeros for the `local` ablation."""
@@ -90,7 +100,9 @@ class MaskNetwork(nn.Module):
         attention = self.attention_embeddings(embeddings)
         token_seed = seed if token_seed is None else token_seed
         return [
-            SampledLayerMasks(self, i, attention[i], embeddings[2 * i + 1], derive_seed(seed, i), derive_seed(token_seed, i))
+            SampledLayerMasks(
+                self, i, attention[i], embeddings[2 * i + 1], derive_seed(seed, i), derive_seed(token_seed, i)
+            )
             for i in range(self.shape.num_layers)
         ]
 
@@ -98,7 +110,9 @@ class MaskNetwork(nn.Module):
 class SampledLayerMasks:
     """One layer's draw for one step. The forward pass fills in what depended on tokens; the losses read it."""
 
-    def __init__(self, net: MaskNetwork, index: int, embedding: Tensor, expert_embeddings: Tensor, seed: int, token_seed: int):
+    def __init__(
+        self, net: MaskNetwork, index: int, embedding: Tensor, expert_embeddings: Tensor, seed: int, token_seed: int
+    ):
         self.net, self.index, self.embedding, self.seed, self.token_seed = net, index, embedding, seed, token_seed
         self.neuron_masks: Float[Tensor, "N F"] = self._sample(net.neurons[index](expert_embeddings), "neurons")
         self.attention = net.experts.attention
@@ -123,7 +137,9 @@ class SampledLayerMasks:
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         s = self.net.sampling
-        assignment, probs = self.net.routers[self.index].sample(x, s.temperature, derive_seed(self.token_seed, "router"))
+        assignment, probs = self.net.routers[self.index].sample(
+            x, s.temperature, derive_seed(self.token_seed, "router")
+        )
         self.assignment, self.route_probs = self._real(assignment), self._real(probs)
         return assignment @ self.neuron_masks
 

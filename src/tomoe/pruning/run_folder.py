@@ -1,9 +1,9 @@
 """The folder of a training run: recipe, metrics, checkpoints. Everything in it survives a kill at any moment.
 
-    RUN/recipe.json            what was asked
-    RUN/corpus.safetensors     the text, as token blocks
-    RUN/metrics.jsonl          one line per logged step
-    RUN/masks/step-000100/     masks.safetensors, optimizer.safetensors, state.json
+RUN/recipe.json            what was asked
+RUN/corpus.safetensors     the text, as token blocks
+RUN/metrics.jsonl          one line per logged step
+RUN/masks/step-000100/     masks.safetensors, optimizer.safetensors, state.json
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Checkpoint:
 
 def optimizer_tensors(optimizer: Optimizer, net: nn.Module) -> dict[str, Tensor]:
     """AdamW's moments and step counts by parameter name, so that safetensors can hold them."""
-    names = {p: name for name, p in net.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in net.named_parameters()}
     return {f"{names[p]}.{key}": value for p, slots in optimizer.state.items() for key, value in slots.items()}
 
 
@@ -65,10 +65,14 @@ class RunFolder:
         known = self.path / "recipe.json"
         if known.exists():
             if not resume:
-                raise UserError(f"{self.path} already holds a run; give --resume to go on with it, or --force to begin anew")
+                raise UserError(
+                    f"{self.path} already holds a run; give --resume to go on with it, or --force to begin anew"
+                )
             changed = Recipe.load(known).differences(recipe)
             if changed:
-                raise UserError(f"{self.path} was begun with another recipe ({'; '.join(changed)}); resume with the same one")
+                raise UserError(
+                    f"{self.path} was begun with another recipe ({'; '.join(changed)}); resume with the same one"
+                )
         try:
             self.masks.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -85,7 +89,9 @@ class RunFolder:
             save_file(net.state_dict(), part / "masks.safetensors")
             save_file(optimizer_tensors(optimizer, net), part / "optimizer.safetensors")
             sums = {name: _sha256(part / name) for name in ("masks.safetensors", "optimizer.safetensors")}
-            (part / "state.json").write_text(json.dumps(state | {"step": step, "sha256": sums}, indent=2, sort_keys=True))
+            (part / "state.json").write_text(
+                json.dumps(state | {"step": step, "sha256": sums}, indent=2, sort_keys=True)
+            )
             for file in part.iterdir():
                 with file.open("rb") as f:
                     os.fsync(f.fileno())
@@ -93,7 +99,9 @@ class RunFolder:
             part.rename(final)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(part, ignore_errors=True)
-            raise UserError(f"cannot write the checkpoint of step {step} to {self.masks} ({error}); earlier ones are kept") from error
+            raise UserError(
+                f"cannot write the checkpoint of step {step} to {self.masks} ({error}); earlier ones are kept"
+            ) from error
         for old in sorted(self.masks.glob("step-*"))[:-KEEP]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -108,7 +116,9 @@ class RunFolder:
             if found:
                 return found
         if folders:
-            raise UserError(f"no checkpoint in {self.masks} is whole (files truncated or foreign); begin anew with --force")
+            raise UserError(
+                f"no checkpoint in {self.masks} is whole (files truncated or foreign); begin anew with --force"
+            )
         return None
 
     def _read(self, folder: Path) -> Checkpoint | None:
@@ -125,7 +135,9 @@ class RunFolder:
         try:
             net.load_state_dict(load_file(checkpoint.folder / "masks.safetensors", device=str(device)))
         except (RuntimeError, SafetensorError) as error:
-            raise UserError(f"{checkpoint.folder} does not fit this model and recipe; begin anew with --force") from error
+            raise UserError(
+                f"{checkpoint.folder} does not fit this model and recipe; begin anew with --force"
+            ) from error
         if optimizer is not None:
             restore_optimizer(optimizer, net, load_file(checkpoint.folder / "optimizer.safetensors"))
 
@@ -134,7 +146,9 @@ class RunFolder:
             with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
-            raise UserError(f"cannot write metrics to {self.path}: {error.strerror or error}; the last checkpoint is kept") from error
+            raise UserError(
+                f"cannot write metrics to {self.path}: {error.strerror or error}; the last checkpoint is kept"
+            ) from error
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop lines of steps that a resumed run will make again (and a last line cut by a kill)."""
@@ -152,4 +166,3 @@ class RunFolder:
         temporary = path.with_suffix(".part")
         temporary.write_text("".join(line + "\n" for line in rows), encoding="utf-8")
         temporary.replace(path)
-

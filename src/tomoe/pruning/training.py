@@ -49,9 +49,7 @@ def make_optimizer(net: MaskNetwork, train: TrainSection) -> torch.optim.AdamW:
     return torch.optim.AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay)
 
 
-def hidden_states(
-    model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
-) -> Float[Tensor, "T D"]:
+def hidden_states(model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, "T D"]:
     """Final hidden states, flattened over tokens. Without padding no mask is passed, which lets attention run faster."""
     attention_mask = None if bool(mask.all()) else mask.long()
     states: Tensor = model.model(input_ids=ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
@@ -171,10 +169,9 @@ class _checkpointing:
 
     def __enter__(self) -> None:
         for module in self.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
+            for name in ("p", "attention_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.train()
 
