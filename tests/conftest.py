@@ -104,11 +104,20 @@ def make_network(model: PreTrainedModel, attention: str, spread: float = 1.0, **
     return net
 
 
+_plans: dict[tuple[object, ...], Plan] = {}
+
+
 def make_plan(model: PreTrainedModel, attention: str, active: float = 0.6, **experts: object) -> Plan:
-    """A plan that prunes everything which `attention` allows; a pico model is too coarse for the usual tolerance."""
-    ids = tokens()
-    net = make_network(model, attention, **experts)
-    return extract_plan(net, model, active, (ids, torch.ones_like(ids, dtype=torch.bool)), tolerance=0.02)
+    """A plan that prunes everything which `attention` allows; a pico model is too coarse for the usual tolerance.
+
+    Pico models of one config have the same weights, so their plan is made once.
+    """
+    key = (model.config.to_json_string(), attention, active, *experts.items())
+    if key not in _plans:
+        ids = tokens()
+        net = make_network(model, attention, **experts)
+        _plans[key] = extract_plan(net, model, active, (ids, torch.ones_like(ids, dtype=torch.bool)), tolerance=0.02)
+    return _plans[key]
 
 
 @pytest.fixture(params=FAMILIES)

@@ -14,7 +14,7 @@ from conftest import ATTENTION_MODES, make_network, make_pico, tokens
 from tomoe.dense import ModelShape, shape_of
 from tomoe.errors import UserError
 from tomoe.plan import Plan
-from tomoe.pruning.extract import BUDGET_TOLERANCE, Site, extract_plan, least_active, solve_budget
+from tomoe.pruning.extract import BUDGET_TOLERANCE, Extraction, Site, extract_plan, least_active, solve_budget
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import planned_masks
 from tomoe.routing import ValueRouter
@@ -99,11 +99,14 @@ def test_the_plan_decides_as_the_network_does() -> None:
             assert torch.equal(masks.router.weight, net.routers[i].weight.bfloat16().float())
 
 
-def test_k_follows_the_tokens_it_is_calibrated_on() -> None:
-    """Padding is no token: what stands there changes nothing."""
-    net, (ids, valid) = network("dynamic"), CALIBRATION
-    padded, real = torch.nn.functional.pad(ids, (0, 5), value=7), torch.nn.functional.pad(valid, (0, 5))
-    assert extract_plan(net, model(), 0.6, (padded, real)).widths() == plan_of("dynamic").widths()
+def test_calibration_reads_real_tokens_only() -> None:
+    extraction, (ids, valid) = Extraction(network("dynamic"), model()), CALIBRATION
+    padded, real = (torch.nn.functional.pad(t, (0, 9), value=value) for t, value in ((ids, 7), (valid, False)))
+    with torch.no_grad():
+        for plan in (None, plan_of("dynamic")):
+            bare, among_padding = (extraction.value_logits(*text, plan) for text in ((ids, valid), (padded, real)))
+            for one, other in zip(bare, among_padding, strict=True):
+                torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("attention", ATTENTION_MODES)

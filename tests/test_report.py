@@ -122,6 +122,7 @@ def test_padding_counts_nowhere(llama: PreTrainedModel) -> None:
     again = measure(llama, changed, mask)
     assert (again.nll, again.tokens) == (first.nll, first.tokens)
     assert again.data_sha256 != first.data_sha256
+    assert measure(llama, ids, mask & (ids != ids[0, 0])).data_sha256 != first.data_sha256
 
 
 def test_a_block_alone_gives_what_it_gives_among_others(llama: PreTrainedModel) -> None:
@@ -277,7 +278,7 @@ def test_usage_counts_real_tokens_alone(llama: PreTrainedModel) -> None:
 
 
 def test_dead_and_overloaded_experts_are_named() -> None:
-    found = usage.ExpertUsage([[0.4, 0.6, 0.0], [0.0, 0.5, 0.5], [0.2, 0.3, 0.5], [0.0, 0.0, 1.0]], 4096)
+    found = usage.ExpertUsage([[0.4, 0.6, 0.0], [0.0, 0.5, 0.5], [0.001, 0.499, 0.5], [0.0, 0.0, 1.0]], 4096)
     assert found.warnings() == [
         "layer 0: expert 2 got none of the 4,096 tokens",
         "layer 0: expert 1 got 60% of the 4,096 tokens",

@@ -193,6 +193,17 @@ def test_a_full_disk_while_saving_the_model_loses_nothing(
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
 
+def test_a_finished_conversion_that_lost_its_report_writes_it_on_resume(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+) -> None:
+    options, out = ["convert", model, "--data", text, "-o", tmp_path / "out", *small()], tmp_path / "out"
+    assert tomoe(*options).code == 0
+    before = contents(out, but=("cost.json", "README.md", "evaluation.json"))
+    (out / "report.html").unlink()
+    assert tomoe(*options, "--resume").code == 0
+    assert contents(out, but=("cost.json", "README.md", "evaluation.json")) == before
+
+
 def poison(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
     """The loss of these steps (counted from 0) is NaN."""
     real, calls = training.distillation_loss, iter(range(10**6))

@@ -141,8 +141,8 @@ def write_reports(out: Path, listen: Listener | None = None) -> list[Row]:
     Raises UserError where `out` holds no conversion or cannot be written.
     """
     plan, recipe = Plan.load(out), Recipe.load(out / "recipe.json")
-    dense, tokenizer = load(recipe.model, recipe.train.dtype, recipe.device)
-    moe = _load_model(str(out), recipe.train.dtype, recipe.device)
+    dense = _load_model(recipe.model, recipe.train.dtype, recipe.device)
+    moe, tokenizer = load(str(out), recipe.train.dtype, recipe.device)
     rows = _compare([(recipe.model, dense), (str(out), moe)], held_out_text([str(out)]), listen)
     answers = [(row.name, generate(model, tokenizer, PROMPT)) for row, model in zip(rows, (dense, moe), strict=True)]
     write_whole(out / "evaluation.json", to_json(rows))

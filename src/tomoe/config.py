@@ -92,7 +92,7 @@ class TrainSection(_Section):
     """Blocks of one forward pass."""
     gradient_accumulation: int = Field(default=1, ge=1)
     """Forward passes of one step."""
-    learning_rate: float = Field(default=3e-3, gt=0)
+    learning_rate: float = Field(default=1e-2, gt=0)
     schedule: Literal["constant", "cosine"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the learning rate rises linearly from zero."""

@@ -138,8 +138,8 @@ def _children(module: nn.Module) -> str:
 
 def shape_of(model: nn.Module) -> ModelShape:
     """Sizes read from the config and the weights. Raises UserError where the structure does not fit."""
-    c: Any = model.config
     parts = layer_parts(model)
+    c: Any = model.config
     head_dim = int(getattr(parts[0].attention, "head_dim", 0) or c.hidden_size // c.num_attention_heads)
     _check_norms(model, parts[0].attention, head_dim)
     sizes = {(p.up.weight.shape[0], p.q.weight.shape[0], p.k.weight.shape[0]) for p in parts}

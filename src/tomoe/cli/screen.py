@@ -72,7 +72,7 @@ class Screen:
             TimeRemainingColumn(elapsed_when_finished=True),
         )  # fmt: skip
         self.bars = Progress(*columns, console=self.console, speed_estimate_period=120)
-        self.detail = Text("", no_wrap=True, overflow="ellipsis", style="dim")
+        self.detail = Text("loading", no_wrap=True, overflow="ellipsis", style="dim")
         self.live: Live | None = None
         self.tasks: dict[str, TaskID] = {}
         self.begun: dict[str, tuple[float, int]] = {}  # stage -> (seconds, done) when first heard of

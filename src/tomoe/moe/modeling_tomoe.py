@@ -303,6 +303,11 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
         self._no_split_modules = getattr(dense, "_no_split_modules", None)
         self.post_init()
 
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """Older versions of transformers change a config that is not part of ours once and never again."""
+        super().set_attn_implementation(*args, **kwargs)
+        self.model.config._attn_implementation = self.config._attn_implementation
+
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -1,0 +1,101 @@
+"""Progress with and without a terminal, and signals that come at a bad moment."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+
+import pytest
+from rich.console import Console
+
+from tomoe.cli import main, stopping
+from tomoe.cli.screen import Screen, duration
+from tomoe.cli.stopping import Stopped, check, stoppable
+
+ROW = {"fidelity": 1.25, "budget": 0.5, "coverage": 0.25, "balance": 0.125, "active_fraction": 0.7, "tokens_per_second": 50}
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def a_screen(terminal: bool) -> tuple[Screen, io.StringIO]:
+    screen, shown = Screen(), io.StringIO()
+    screen.console = Console(file=shown, force_terminal=terminal, width=120, highlight=False)
+    screen.bars.live.console = screen.console
+    return screen, shown
+
+
+def test_without_a_terminal_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, (screen, shown) = Clock(monkeypatch), a_screen(terminal=False)
+    with screen:
+        for step in range(11, 111):  # a resumed run: ten steps were done before
+            screen.listen("train", step, 110, ROW)
+            clock.now += 1
+    lines = shown.getvalue().splitlines()
+    # 99 steps take 99 seconds; what is left counts the steps of this process alone
+    assert len(lines) == 10
+    assert lines[0].startswith("learning 21/110  1:29 left")
+    assert lines[-1].startswith("learning 110/110  took 1:39")
+    for word in ("fidelity 1.250", "budget 0.500", "coverage 0.250", "balance 0.125", "active 0.700", "50 tokens/s"):
+        assert word in lines[0]
+
+
+def test_on_a_terminal_there_are_bars() -> None:
+    screen, shown = a_screen(terminal=True)
+    with screen:
+        screen.listen("text", 5, 10, {})
+        screen.listen("train", 1, 2, ROW)
+        screen.listen("train", 2, 2, ROW)
+    for word in ("preparing text", "5/10", "learning", "2/2", "fidelity 1.250"):
+        assert word in shown.getvalue()
+
+
+def test_a_skipped_step_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, shown = a_screen(terminal=False)
+    screen.listen("train", 7, 100, {**ROW, "skipped": True})
+    assert shown.getvalue() == "step 7: the loss was not finite, the step was skipped\n"
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03")])
+def test_duration(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_a_signal_that_python_dropped_is_raised_at_the_next_step() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped), stoppable():
+        with pytest.raises(Stopped):  # this one gets lost, as it does inside a destructor
+            os.kill(os.getpid(), signal.SIGTERM)
+        Screen().listen("train", 1, 2, {})
+    assert signal.getsignal(signal.SIGTERM) is before
+    with stoppable():
+        check()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (OSError(28, "No space left on device", "out/file"), 2, "cannot read or write out/file: No space left on device"),
+        (Stopped(signal.SIGINT), 130, "stopped"),
+        (Stopped(signal.SIGTERM), 143, "stopped"),
+    ],
+)
+def test_what_main_says(
+    error: BaseException, code: int, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("tomoe.cli.app", fail)
+    with pytest.raises(SystemExit) as left:
+        main([])
+    assert left.value.code == code
+    assert capsys.readouterr().err == f"tomoe: {sentence}\n"
+    assert not stopping._heard
