@@ -24,7 +24,7 @@ fail() {
 }
 
 pip_install() {
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" ||
+    .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check "$@" ||
         fail "pip could not install $* (its words stand above); is the package index within reach?"
 }
 

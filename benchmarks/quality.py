@@ -24,7 +24,9 @@ from tomoe.convert import convert
 BLOCK = 512
 
 
-def run_cell(args: argparse.Namespace, out: Path, active: str, steps: str, start: str, attention: str) -> dict[str, object]:
+def run_cell(
+    args: argparse.Namespace, out: Path, active: str, steps: str, start: str, attention: str
+) -> dict[str, object]:
     overrides = [
         f"model={args.model}", f"active={active}", f"train.steps={steps}", f"start={start}", f"experts.attention={attention}",
         f"data.sources={args.train}", f"data.tokens={max(int(steps), 1) * BLOCK + 8192 + 8192}", "data.evaluation_tokens=8192",
@@ -57,7 +59,12 @@ def main() -> None:
     parser.add_argument("--train", required=True)
     parser.add_argument("--test", required=True)
     parser.add_argument("--test-tokens", type=int, default=8192)
-    for name, default in (("active", "0.7,0.5"), ("steps", "0,150,1000"), ("start", "carved,random"), ("attention", "none,dynamic")):
+    for name, default in (
+        ("active", "0.7,0.5"),
+        ("steps", "0,150,1000"),
+        ("start", "carved,random"),
+        ("attention", "none,dynamic"),
+    ):
         parser.add_argument(f"--{name}", default=default)
     parser.add_argument("--set", action="append", default=[])
     args = parser.parse_args()

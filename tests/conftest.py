@@ -15,15 +15,13 @@ from jaxtyping import install_import_hook
 
 SOURCE = Path(__file__).parents[1] / "src" / "tomoe"
 
-UNCHECKED = {"tomoe.pruning.training"}  # beartype cannot check a protocol that is not runtime_checkable
-
 
 def _module(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
 
 
 SHAPED = {_module(path) for path in SOURCE.rglob("*.py") if "from jaxtyping import" in path.read_text("utf-8")}
-install_import_hook(sorted(SHAPED - UNCHECKED), "beartype.beartype")
+install_import_hook(sorted(SHAPED), "beartype.beartype")
 
 import pytest
 import torch

@@ -65,8 +65,8 @@ class Screen:
     `listen` is the Listener of `tomoe.convert`.
     """
 
-    def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False)
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
         columns = (
             TextColumn("{task.description:<14}"), BarColumn(24), MofNCompleteColumn(),
             TimeRemainingColumn(elapsed_when_finished=True),

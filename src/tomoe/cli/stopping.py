@@ -36,11 +36,11 @@ def check() -> None:
 @contextmanager
 def stoppable() -> Iterator[None]:
     """Inside the block both signals raise Stopped, at the latest at the next `check`."""
-    _heard.clear()
     before = {signum: signal.signal(signum, _raise) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
+        _heard.clear()
         for signum, handler in before.items():
             signal.signal(signum, handler)
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,6 +24,7 @@ from tomoe.pruning.run_folder import RunFolder
 Row = dict[str, Any]
 
 
+@runtime_checkable
 class Batches(Protocol):
     """Where token blocks come from: the same (step, micro) always gives the same blocks."""
 
@@ -172,9 +173,14 @@ class _checkpointing:
             for name in ("p", "attention_dropout"):
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # newer versions of transformers have another name for it, and warn of the old one
+        enable = (
+            getattr(self.model, "activation_checkpointing_enable", None) or self.model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": False})
         self.model.train()
 
     def __exit__(self, *_: object) -> None:
         self.model.eval()
-        self.model.gradient_checkpointing_disable()
+        disable = getattr(self.model, "activation_checkpointing_disable", None)
+        (disable or self.model.gradient_checkpointing_disable)()
