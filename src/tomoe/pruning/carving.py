@@ -122,7 +122,7 @@ def allocate(sites: Sequence[Ranking], budget: float) -> list[int]:
     return units
 
 
-def start_logits(ranks: Int[Tensor, "*n size"], width: float, keep_bias: float, noise: Any) -> Float[Tensor, "*n size"]:
+def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float, noise: Any) -> Float[Tensor, "*n size"]:
     """Mask logits: LOGIT_SCALE x normal score of the rank, shifted so that sampling keeps `width` dims on average."""
     size = ranks.shape[-1]
     quantile = 1 - (torch.arange(size, dtype=torch.float64) + 0.5) / size
