@@ -86,14 +86,9 @@ def test_masks_learn_which_neurons_matter(tmp_path: Path) -> None:
     model = make_pico("llama")
     for layer in model.model.layers:
         layer.mlp.down_proj.weight[:, 24:] = 0
-    net, _ = train(
-        model,
-        tmp_path / "run",
-        "active=0.75",
-        "train.steps=200",
-        "train.learning_rate=1e-2",
-        "loss.coverage_weight=0.0",
-    )
+    weights = ["loss.coverage_weight=0.0", "loss.budget_weight=2.0", "experts.num_experts=1"]
+    speed = ["train.steps=200", "train.learning_rate=3e-2", "train.gradient_clip=0.0"]
+    net, _ = train(model, tmp_path / "run", "active=0.75", *weights, *speed)
     embeddings = net.hypernetwork()
     for i, projection in enumerate(net.neurons):
         logits = projection(embeddings[2 * i + 1]).detach()
