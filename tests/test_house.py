@@ -12,6 +12,7 @@ from conftest import SOURCE
 
 FLOORS = (
     {"errors", "gumbel"},
+    {"files"},
     {"config", "dense", "routing", "fetch", "sources", "self_text"},
     {"loading", "data"},
     {"budget"},

@@ -14,11 +14,11 @@ from tomoe.config import Recipe
 from tomoe.convert import pick_device
 from tomoe.data import Blocks, Corpus, documents, pack
 from tomoe.errors import UserError
+from tomoe.files import write_whole
 from tomoe.loading import load_dense, load_tokenizer
 from tomoe.plan import Plan
 from tomoe.report.card import write_card
 from tomoe.report.compare import Row, compare, to_json
-from tomoe.report.files import write_whole
 from tomoe.report.page import Generation, PageFacts, read_metrics, write_page
 from tomoe.sources import find
 

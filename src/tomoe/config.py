@@ -5,10 +5,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tomoe.errors import UserError
+from tomoe.files import write_whole
 
 # Where and how often to write or compute changes nothing that is learned: neither digest nor differences see these.
 _BYSTANDERS = frozenset({"device", "train.log_every", "train.save_every"})
@@ -184,15 +183,7 @@ class Recipe(_Section):
 
         Raises UserError when the place cannot be written.
         """
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(json.dumps(self.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
-        except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
-            raise UserError(f"cannot write the recipe to {path}: {error.strerror or error}") from None
+        write_whole(Path(path), json.dumps(self.model_dump(mode="json"), indent=2) + "\n")
 
     def digest(self) -> str:
         """Sha256 (hex) of what decides the outcome: all keys but `device`, `train.log_every`, `train.save_every`."""

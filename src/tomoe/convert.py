@@ -21,6 +21,7 @@ from tomoe.config import Recipe
 from tomoe.data import Blocks, Corpus, prepare
 from tomoe.dense import check_output, shape_of
 from tomoe.errors import UserError
+from tomoe.files import write_whole
 from tomoe.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
@@ -190,5 +191,5 @@ def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False
     made = finish_plan(net, model, recipe, corpus, recipe.train.steps)
     _save(made, model, tokenizer, out, force)
     seconds = {"text": text_ready - began, "learning": learned - text_ready, "folding": time.perf_counter() - learned}
-    (out / "run" / "cost.json").write_text(json.dumps(seconds, indent=2) + "\n")
+    write_whole(out / "run" / "cost.json", json.dumps(seconds, indent=2) + "\n")
     return made

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 from tomoe.budget import active_params, block_total
 from tomoe.dense import ModelShape
 from tomoe.errors import UserError
+from tomoe.files import write_whole
 
 FORMAT = "tomoe-plan-1"
 ATTENTION_MODES = ("dynamic", "static", "none")
@@ -92,7 +92,6 @@ class Plan:
 
     def save(self, folder: Path) -> None:
         """Write both files under temporary names, then rename; the same plan gives the same bytes."""
-        folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
         for i, layer in enumerate(self.layers):
             parts = {
@@ -112,8 +111,8 @@ class Plan:
             "recipe": self.recipe,
             "notes": self.notes,
         }
-        _write(folder / "plan.safetensors", data)
-        _write(folder / "plan.json", (json.dumps(head, indent=2, sort_keys=True) + "\n").encode())
+        write_whole(folder / "plan.safetensors", data)
+        write_whole(folder / "plan.json", json.dumps(head, indent=2, sort_keys=True) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> Plan:
@@ -211,12 +210,3 @@ def _read_layers(path: Path, shape: ModelShape, top_k: list[int]) -> tuple[Layer
     if len(layers) != shape.num_layers:
         raise UserError(f"{path} holds {len(layers)} layers, its model has {shape.num_layers}")
     return tuple(layers)
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -9,8 +9,8 @@ import typer
 
 from tomoe import api
 from tomoe.cli.screen import Screen, results
+from tomoe.files import write_whole
 from tomoe.report.compare import to_json, to_rich
-from tomoe.report.files import write_whole
 
 
 def evaluate(

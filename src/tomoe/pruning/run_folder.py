@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from tomoe.config import Recipe
 from tomoe.errors import UserError
+from tomoe.files import write_whole
 
 KEEP = 2  # checkpoints that stay: the last, and the one before it
 
@@ -163,6 +164,4 @@ class RunFolder:
                 continue
             if row.get("step", 0) <= step:
                 rows.append(line)
-        temporary = path.with_suffix(".part")
-        temporary.write_text("".join(line + "\n" for line in rows), encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, "".join(line + "\n" for line in rows))

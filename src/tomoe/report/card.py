@@ -9,9 +9,9 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from tomoe.files import write_whole
 from tomoe.plan import Plan
 from tomoe.report.compare import Row, to_markdown
-from tomoe.report.files import write_whole
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, shown_name
 
 

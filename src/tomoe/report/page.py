@@ -13,9 +13,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from tomoe.files import write_whole
 from tomoe.plan import Plan
 from tomoe.report.compare import Row, footnote, table
-from tomoe.report.files import write_whole
 from tomoe.report.summary import conversion_summary
 
 PAGE = "report.html"
