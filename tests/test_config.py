@@ -143,8 +143,8 @@ def test_digest_and_differences_see_what_decides_and_nothing_else() -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match="cannot write .*recipe.json"):
+    with pytest.raises(UserError, match=r"cannot write .*recipe\.json"):
         Recipe().save(tmp_path / "file" / "recipe.json")
-    with pytest.raises(UserError, match="cannot write .*folder"):
+    with pytest.raises(UserError, match=r"cannot write .*folder"):
         Recipe().save(tmp_path / "folder")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder"]
