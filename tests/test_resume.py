@@ -108,7 +108,6 @@ def test_killed_at_random_moments_it_ends_in_the_same_bytes(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     kills, while_writing = map(int, done.stdout.split())
-    print("COUNTS", kills, while_writing)
     assert kills >= 3
     assert while_writing >= 1
     last = Path("masks") / "step-000030" / "masks.safetensors"

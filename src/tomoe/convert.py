@@ -6,7 +6,6 @@ recipe -> RUN (recipe, corpus, metrics, masks/step-N) -> PLAN (plan.json, plan.s
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,17 +66,21 @@ def open_dense(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     return model, load_tokenizer(recipe.model)
 
 
-def open_corpus(
-    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, run: RunFolder | None, listen: Listener
-) -> Corpus:
-    """The text of a run: read back where the run has it, else prepared and kept."""
-    kept = run.path / "corpus.safetensors" if run else None
-    if kept is not None and kept.exists():
-        return Corpus.load(kept)
+def begin(
+    recipe: Recipe, run: RunFolder, resume: bool, force: bool, listen: Listener
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Corpus]:
+    """Open model and text, then begin the run or go on with it.
+
+    Nothing is written, and nothing of an older run goes, before model and text turned out to be of use.
+    """
+    run.check(recipe, resume, force)
+    model, tokenizer = open_dense(recipe)
+    if resume and run.corpus.exists():
+        return model, tokenizer, Corpus.load(run.corpus)
     corpus = prepare(recipe.data, tokenizer, recipe.seed, model, lambda done, total: listen("text", done, total, {}))
-    if kept is not None:
-        corpus.save(kept)
-    return corpus
+    run.begin(recipe, resume)
+    corpus.save(run.corpus)
+    return model, tokenizer, corpus
 
 
 def make_network(
@@ -93,12 +96,8 @@ def make_network(
 
 def train(recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = _silent) -> Path:
     """Learn masks and routers; returns the run folder. Raises UserError for whatever the user can mend."""
-    if force and not resume and (out / "recipe.json").exists():
-        shutil.rmtree(out)
     run = RunFolder(out)
-    model, tokenizer = open_dense(recipe)
-    run.begin(recipe, resume)
-    corpus = open_corpus(recipe, model, tokenizer, run, listen)
+    model, _, corpus = begin(recipe, run, resume, force, listen)
     _train(recipe, model, corpus, run, listen)
     return out
 
@@ -114,16 +113,16 @@ def _train(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, run: RunFolde
     return net
 
 
-def plan(run_path: Path, out: Path, active: float | None = None, listen: Listener = _silent) -> Plan:
+def plan(run_path: Path, out: Path, active: float | None = None) -> Plan:
     """Extract the plan of a run's newest checkpoint; `active` other than the trained one is allowed."""
     if not (run_path / "recipe.json").is_file():
         raise UserError(f"{run_path} holds no run (no recipe.json); make one with `tomoe train`")
     run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
-    model, tokenizer = open_dense(recipe)
+    model, _ = open_dense(recipe)
     checkpoint = run.last()
     if checkpoint is None:
         raise UserError(f"{run_path} holds no checkpoint yet; run `tomoe train` first, with --resume if it was cut off")
-    corpus = open_corpus(recipe, model, tokenizer, run, listen)
+    corpus = Corpus.load(run.corpus)
     net = make_network(recipe.model_copy(update={"start": "random"}), model, corpus.calibration)
     run.restore(checkpoint, net, None)
     made = finish_plan(
@@ -176,20 +175,17 @@ def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False
     The run is kept in OUT/run, so that a killed conversion resumes and a finished one can be planned again. Raises
     UserError for whatever the user can mend; what was written before stays.
     """
-    if (out / "config.json").exists() and not force:
-        raise UserError(f"{out} already holds a model; choose another folder or give --force")
     run = RunFolder(out / "run")
-    if force and not resume:
-        shutil.rmtree(run.path, ignore_errors=True)
+    goes_on = resume and run.recipe.exists()
+    if (out / "config.json").exists() and not (force or goes_on):
+        raise UserError(f"{out} already holds a model; choose another folder or give --force")
     began = time.perf_counter()
-    model, tokenizer = open_dense(recipe)
-    run.begin(recipe, resume)
-    corpus = open_corpus(recipe, model, tokenizer, run, listen)
+    model, tokenizer, corpus = begin(recipe, run, resume, force, listen)
     text_ready = time.perf_counter()
     net = _train(recipe, model, corpus, run, listen)
     learned = time.perf_counter()
     made = finish_plan(net, model, recipe, corpus, recipe.train.steps)
-    _save(made, model, tokenizer, out, force)
+    _save(made, model, tokenizer, out, force or goes_on)
     seconds = {"text": text_ready - began, "learning": learned - text_ready, "folding": time.perf_counter() - learned}
     write_whole(out / "run" / "cost.json", json.dumps(seconds, indent=2) + "\n")
     return made

@@ -18,8 +18,7 @@ def plan(
     active: ActiveOption = None,
 ) -> None:
     """Turn the newest checkpoint of a run into a plan."""
-    with Screen() as screen:
-        made = stages.plan(run, out, active, screen.listen)
-    screen.say(
+    made = stages.plan(run, out, active)
+    Screen().say(
         f"The plan is in {out}: {made.active_fraction():.4f} of the blocks active. Next: tomoe fold {out} -o MODEL"
     )

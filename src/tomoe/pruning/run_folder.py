@@ -60,25 +60,39 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path, self.masks = path, path / "masks"
+        self.recipe, self.corpus, self.metrics = (
+            path / "recipe.json",
+            path / "corpus.safetensors",
+            path / "metrics.jsonl",
+        )
 
-    def begin(self, recipe: Recipe, resume: bool) -> None:
-        """Make the folder, or check that it belongs to the same recipe. Raises UserError where it does not."""
-        known = self.path / "recipe.json"
-        if known.exists():
-            if not resume:
-                raise UserError(
-                    f"{self.path} already holds a run; give --resume to go on with it, or --force to begin anew"
-                )
-            changed = Recipe.load(known).differences(recipe)
+    def check(self, recipe: Recipe, resume: bool, force: bool) -> None:
+        """Raises UserError where the run cannot begin, or go on, in this folder. Writes nothing."""
+        if self.recipe.exists() and resume:
+            changed = Recipe.load(self.recipe).differences(recipe)
             if changed:
                 raise UserError(
                     f"{self.path} was begun with another recipe ({'; '.join(changed)}); resume with the same one"
                 )
+        elif self.recipe.exists() and not force:
+            raise UserError(
+                f"{self.path} already holds a run; give --resume to go on with it, or --force to begin anew"
+            )
+        there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise UserError(f"cannot write to {self.path}: {there} is {'read-only' if there.is_dir() else 'no folder'}")
+
+    def begin(self, recipe: Recipe, resume: bool) -> None:
+        """Make the folder; only a resumed run keeps what is in it. Raises UserError where it cannot be written."""
         try:
+            if not resume:
+                for old in (self.recipe, self.corpus, self.metrics):
+                    old.unlink(missing_ok=True)
+                shutil.rmtree(self.masks, ignore_errors=True)
             self.masks.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error.strerror or error}") from error
-        recipe.save(known)
+        recipe.save(self.recipe)
 
     def save(self, step: int, net: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Write `step-N` under a temporary name, then rename; older checkpoints go only after that."""
@@ -144,7 +158,7 @@ class RunFolder:
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         try:
-            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             raise UserError(
@@ -153,15 +167,14 @@ class RunFolder:
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop lines of steps that a resumed run will make again (and a last line cut by a kill)."""
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
+        if not self.metrics.exists():
             return
         rows = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
             try:
                 row = json.loads(line)
             except ValueError:
                 continue
             if row.get("step", 0) <= step:
                 rows.append(line)
-        write_whole(path, "".join(line + "\n" for line in rows))
+        write_whole(self.metrics, "".join(line + "\n" for line in rows))
