@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -157,9 +158,11 @@ class RunFolder:
             restore_optimizer(optimizer, net, load_file(checkpoint.folder / "optimizer.safetensors"))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
+        """One line of JSON, which has no word for what is not finite: null stands there."""
+        said = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         try:
             with self.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(said, allow_nan=False) + "\n")
         except OSError as error:
             raise UserError(
                 f"cannot write metrics to {self.path}: {error.strerror or error}; the last checkpoint is kept"
