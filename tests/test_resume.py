@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pico_files import CommandLine, contents, small, write_pico, write_text
-from tomoe.pruning import training
+from tomoe.pruning import run_folder, training
 
 # One process that has imported everything forks a fresh `tomoe train` again and again and kills it (-9): every second time
 # after a random while, every second time as soon as a checkpoint is being written.
@@ -250,3 +250,27 @@ def test_too_many_in_a_row_stop_the_run_and_the_last_good_checkpoint_stays(
     assert tomoe("train", *options, "--resume").code == 0
     assert steps_of(tmp_path / "run")[-1]["step"] == 12
     assert torch.isfinite(torch.tensor([row["loss"] for row in steps_of(tmp_path / "run")])).all()
+
+
+def test_a_kill_while_a_checkpoint_is_made_again_leaves_a_whole_one(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was cut off at step 0 writes step 0 again; the kill comes in the middle of the first deletion."""
+    options = [model, "--data", text, *small(train_steps="6")]
+    assert tomoe("train", *options, "-o", tmp_path / "run", "--set", "train.steps=0").code == 0
+    run = run_folder.RunFolder(tmp_path / "run")
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    run.save(0, net, optimizer, {"bad_steps": 0})
+
+    def killed(folder: Path, ignore_errors: bool = False) -> None:
+        if folder.exists():
+            (folder / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_folder.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(0, net, optimizer, {"bad_steps": 0})
+    found = run.last()
+    assert found is not None
+    assert found.step == 0

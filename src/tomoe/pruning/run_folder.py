@@ -111,8 +111,12 @@ class RunFolder:
             for file in part.iterdir():
                 with file.open("rb") as f:
                     os.fsync(f.fileno())
-            shutil.rmtree(final, ignore_errors=True)
+            aside = self.masks / f".old-{step:06d}"
+            if final.exists():  # made again after a resume: deleted in place, half of it could be left by a kill
+                shutil.rmtree(aside, ignore_errors=True)
+                final.rename(aside)
             part.rename(final)
+            shutil.rmtree(aside, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(part, ignore_errors=True)
             raise UserError(
