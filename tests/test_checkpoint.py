@@ -56,6 +56,16 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
     assert Plan.load(out).widths() == plan.widths()
 
 
+def test_others_may_read_the_weights_where_they_may_read_the_config(tmp_path: Path) -> None:
+    moe, plan = converted("llama")
+    before = os.umask(0o027)
+    try:
+        save_moe(moe, plan, None, tmp_path / "moe")
+    finally:
+        os.umask(before)
+    assert {oct(file.stat().st_mode & 0o777) for file in (tmp_path / "moe").iterdir()} == {"0o640"}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_neurons_are_stored_once_and_dropped_dims_not_at_all(family: str, tmp_path: Path) -> None:
     moe, plan = converted(family, "static")

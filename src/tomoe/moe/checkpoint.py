@@ -32,6 +32,9 @@ def save_moe(
         plan.save(part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
+        mode = (part / "config.json").stat().st_mode
+        for weights in part.glob("*.safetensors"):  # safetensors lets only the owner read; config.json follows the umask
+            weights.chmod(mode)
         _put_in_place(part, out)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
