@@ -33,7 +33,7 @@ def save_moe(
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         mode = (part / "config.json").stat().st_mode
-        for weights in part.glob("*.safetensors"):  # safetensors lets only the owner read; config.json follows the umask
+        for weights in part.glob("*.safetensors"):  # only the owner could read them; config.json follows the umask
             weights.chmod(mode)
         _put_in_place(part, out)
     except (OSError, SafetensorError) as error:
