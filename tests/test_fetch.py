@@ -250,6 +250,13 @@ def test_the_fingerprint_is_of_the_weights_not_of_their_dtype(folder: Path) -> N
     assert fingerprint(whole) != fingerprint(half)
 
 
+def test_the_fingerprint_tells_shapes_apart(folder: Path) -> None:
+    model = load_dense(str(folder), torch.float32)
+    before, up = fingerprint(model), model.model.layers[0].mlp.up_proj
+    up.weight = torch.nn.Parameter(up.weight.view(up.weight.shape[::-1]), requires_grad=False)  # the same bytes
+    assert fingerprint(model) != before
+
+
 def test_the_fingerprint_takes_pieces_as_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_dense(str(folder), torch.float32)
     whole = fingerprint(model)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as chatter
 
 from tomoe import fetch
@@ -115,7 +116,9 @@ def _arguments(place: Path | str, weights: bool) -> dict[str, Any]:
     """What `from_pretrained` wants for this kind of place."""
     if _is_gguf(place):
         gguf: dict[str, Any] = {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
-        return gguf | ({"quantization_config": GgufConfig(dequantize=True)} if weights else {})
+        # older versions of transformers have no such config: they always dequantize
+        config = getattr(transformers, "GgufConfig", None)
+        return gguf | ({"quantization_config": config(dequantize=True)} if weights and config else {})
     return {"pretrained_model_name_or_path": str(place)} | ({"use_safetensors": True} if weights else {})
 
 
