@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from tomoe.loading import load_dense, load_tokenizer
 from tomoe.plan import Plan
 from tomoe.report.card import write_card
 from tomoe.report.compare import Row, compare, to_json
+from tomoe.report.overlap import shared_share
 from tomoe.report.page import Generation, PageFacts, read_metrics, write_page
 from tomoe.sources import find
 
@@ -126,13 +127,32 @@ def evaluate(
 
 
 def _compare(models: Any, given: EvaluationText, listen: Listener | None) -> list[Row]:
+    """`models` are (name, model) pairs; a name that is a converted folder is compared with the text it was fitted on."""
+    names: list[str] = []
+
+    def noted() -> Iterator[tuple[str, PreTrainedModel]]:
+        for name, model in models:
+            names.append(name)
+            yield name, model
+
     def progress(name: str, done: int, total: int) -> None:
         if listen:
             listen(f"evaluating {name}", done, total, {})
 
-    return compare(
-        models, given.blocks.input_ids, given.blocks.mask, data=given.name, seed=given.seed, progress=progress
-    )
+    blocks = given.blocks
+    rows = compare(noted(), blocks.input_ids, blocks.mask, data=given.name, seed=given.seed, progress=progress)
+    return [
+        replace(row, training_overlap=training_overlap(name, blocks)) for name, row in zip(names, rows, strict=True)
+    ]
+
+
+def training_overlap(name: str, text: Blocks) -> float | None:
+    """Share of the text that a converted folder was fitted on; None where the folder does not keep its text."""
+    kept = Path(name) / "run" / "corpus.safetensors"
+    if not kept.is_file():
+        return None
+    corpus = Corpus.load(kept)
+    return max(shared_share(text, part) for part in (corpus.train, corpus.calibration))
 
 
 def write_reports(out: Path, listen: Listener | None = None) -> list[Row]:

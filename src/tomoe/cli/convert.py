@@ -21,10 +21,11 @@ from tomoe.cli.options import (
     StepsOption,
     make_recipe,
 )
-from tomoe.cli.screen import Screen, results
+from tomoe.cli.screen import Screen, results, show_warnings
 from tomoe.cli.stopping import resumable
 from tomoe.config import Recipe
 from tomoe.report.compare import to_rich
+from tomoe.report.warnings import find_warnings
 
 
 def convert(
@@ -51,10 +52,11 @@ def convert(
 def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool) -> None:
     """Convert, measure, write the reports and show what came out."""
     with Screen() as screen, resumable(out / "run"):
-        stages.convert(recipe, out, resume, force, screen.listen)
+        plan = stages.convert(recipe, out, resume, force, screen.listen)
         rows = api.write_reports(out, screen.listen)
     console = results()
     console.print(to_rich(rows))
+    show_warnings(console, find_warnings(plan, rows))
     console.print(f"\nModel, plan, card and report are in {out}. To try next:")
     for command, purpose in api.next_commands(recipe, out):
         console.print(f"  {command}\n      {purpose}", soft_wrap=True, markup=False)

@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 import typer
 
 from tomoe import api
-from tomoe.cli.screen import Screen, results
+from tomoe.cli.screen import Screen, results, show_warnings
 from tomoe.files import write_whole
+from tomoe.plan import Plan
 from tomoe.report.compare import to_json, to_rich
+from tomoe.report.warnings import find_warnings
 
 
 def evaluate(
@@ -34,6 +36,10 @@ def evaluate(
         rows = api.evaluate(
             models, text, context=context, tokens=tokens, dtype=dtype, device=device, listen=screen.listen
         )
-    results().print(to_rich(rows))
+    console = results()
+    console.print(to_rich(rows))
+    for name, row in zip(models, rows, strict=True):
+        plan = Plan.load(Path(name)) if (Path(name) / "plan.json").is_file() else None
+        show_warnings(console, find_warnings(plan, [row]), row.name)
     if json_file is not None:
         write_whole(json_file, to_json(rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,13 +11,14 @@ import typer
 from rich.table import Table
 
 from tomoe.budget import active_params, block_total
-from tomoe.cli.screen import describe_step, results
+from tomoe.cli.screen import describe_step, results, show_warnings
 from tomoe.config import Recipe
 from tomoe.errors import UserError
 from tomoe.plan import Plan
 from tomoe.pruning.run_folder import RunFolder
 from tomoe.report.page import read_metrics
 from tomoe.report.summary import conversion_summary
+from tomoe.report.warnings import find_warnings
 
 
 def inspect(
@@ -37,9 +39,10 @@ def inspect(
 
 
 def _show_plan(plan: Plan, as_json: bool) -> None:
-    layers, total = plan.describe(), totals(plan)
+    layers, total, found = plan.describe(), totals(plan), find_warnings(plan)
     if as_json:
-        typer.echo(json.dumps({"layers": layers, "totals": total}, indent=2))
+        warnings = [asdict(warning) for warning in found]
+        typer.echo(json.dumps({"layers": layers, "totals": total, "warnings": warnings}, indent=2))
         return
     table = Table()
     for title in ("layer", "expert width", "of neurons", "in any expert", "Q/K dims", "V/O dims", "active"):
@@ -59,6 +62,7 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
         f"the routers add {total['router_params']:,}.",
         soft_wrap=True,
     )
+    show_warnings(console, found)
 
 
 def totals(plan: Plan) -> dict[str, Any]:

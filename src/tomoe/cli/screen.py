@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from tomoe.cli.stopping import check
+from tomoe.report.warnings import Finding
 
 PLAIN_SECONDS = 10.0  # between two lines of progress where there is no terminal
 STAGES = {"text": "preparing text", "carve": "carving", "train": "learning"}
@@ -43,6 +45,15 @@ def quiet_libraries() -> None:
 def results() -> Console:
     """Where tables go. Without a terminal lines are not folded at 80 columns: a file has no width."""
     return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=160)
+
+
+def show_warnings(console: Console, warnings: Sequence[Finding], name: str = "") -> None:
+    """One line for each, after an empty one; nothing where there are none."""
+    if warnings:
+        console.print()
+    for warning in warnings:
+        said = f"Warning: {name}: {warning.text}." if name else f"Warning: {warning.text}."
+        console.print(said, soft_wrap=True, markup=False)
 
 
 def duration(seconds: float) -> str:

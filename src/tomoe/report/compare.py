@@ -19,7 +19,7 @@ from tomoe.report.facts import ModelFacts, model_facts
 from tomoe.report.perplexity import Measurement, measure
 from tomoe.report.usage import ExpertCounter, ExpertUsage
 
-FORMAT = "tomoe-comparison-1"
+FORMAT = "tomoe-comparison-2"
 NONE = "-"
 
 
@@ -30,6 +30,9 @@ class Row:
     measurement: Measurement
     facts: ModelFacts
     usage: ExpertUsage | None = None
+    training_overlap: float | None = (
+        None  # share of the tokens that the text it was fitted on holds too; see overlap.py
+    )
 
     @property
     def name(self) -> str:
@@ -37,13 +40,19 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         usage = None if self.usage is None else self.usage.to_dict()
-        return {"measurement": self.measurement.to_dict(), "facts": dict(self.facts), "usage": usage}
+        return {
+            "measurement": self.measurement.to_dict(),
+            "facts": dict(self.facts),
+            "usage": usage,
+            "training_overlap": self.training_overlap,
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Row:
         usage = values["usage"]
         measurement = Measurement.from_dict(values["measurement"])
-        return cls(measurement, values["facts"], None if usage is None else ExpertUsage.from_dict(usage))
+        routed = None if usage is None else ExpertUsage.from_dict(usage)
+        return cls(measurement, values["facts"], routed, values["training_overlap"])
 
 
 def compare(

@@ -25,6 +25,7 @@ class ModelFacts(TypedDict):
     active_block_params: int
     active_share: float | None  # active blocks against the blocks of the dense model; None where that is unknown
     bytes_on_disk: int | None
+    max_positions: int | None  # tokens that the model is made for
 
 
 def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
@@ -48,6 +49,7 @@ def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
         active_block_params=active,
         active_share=share,
         bytes_on_disk=None if path is None else _bytes_on_disk(path),
+        max_positions=getattr(config, "max_position_embeddings", None),
     )
 
 

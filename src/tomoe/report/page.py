@@ -17,6 +17,7 @@ from tomoe.files import write_whole
 from tomoe.plan import Plan
 from tomoe.report.compare import Row, footnote, table
 from tomoe.report.summary import conversion_summary
+from tomoe.report.warnings import find_warnings
 
 PAGE = "report.html"
 
@@ -38,7 +39,7 @@ class PageFacts:
     rows: Sequence[Row] = ()  # from `compare`, dense first; routing is that of the last row which has it
     generations: Sequence[Generation] = ()
     metrics: Sequence[dict[str, Any]] = ()  # rows of metrics.jsonl: step, fidelity, active_fraction
-    warnings: Sequence[str] = ()  # beside those on routing, which the page finds itself
+    warnings: Sequence[str] = ()  # beside those of `find_warnings`
     commands: Sequence[tuple[str, str]] = ()  # (command, what it does), to try next
 
 
@@ -64,7 +65,7 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         usage=usage,
         highest=max(map(max, usage.shares)) if usage else 1.0,
         generations=facts.generations,
-        warnings=[*facts.warnings, *(usage.warnings() if usage else ())],
+        warnings=[*facts.warnings, *(found.text for found in find_warnings(facts.plan, facts.rows))],
         commands=facts.commands,
     )
     return write_whole(out / PAGE, page)

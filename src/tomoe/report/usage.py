@@ -1,8 +1,7 @@
-"""How an MoE routes a text: the share of tokens of every expert, and what is wrong with it."""
+"""How an MoE routes a text: the share of tokens of every expert."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from tomoe.report.perplexity import evaluating, forward_block, has_inner
 
 ROUTER = ".mlp.router"
-OVERLOADED = 0.5  # share of a layer's tokens
 
 
 @dataclass(frozen=True)
@@ -23,29 +21,12 @@ class ExpertUsage:
     shares: list[list[float]]  # [layer][expert]
     tokens: int
 
-    def warnings(self) -> list[str]:
-        """Sentences on dead experts (no token) and overloaded ones (more than half of the tokens)."""
-        found = []
-        for layer, row in enumerate(self.shares):
-            dead = [n for n, share in enumerate(row) if share == 0]
-            if dead:
-                found.append(f"layer {layer}: {_experts(dead)} got none of the {self.tokens:,} tokens")
-            # one of two experts nearly always has more than half
-            if len(row) > 2 and max(row) > OVERLOADED:
-                busiest = row.index(max(row))
-                found.append(f"layer {layer}: expert {busiest} got {max(row):.0%} of the {self.tokens:,} tokens")
-        return found
-
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ExpertUsage:
         return cls(**values)
-
-
-def _experts(ids: Sequence[int]) -> str:
-    return f"expert {ids[0]}" if len(ids) == 1 else "experts " + ", ".join(map(str, ids))
 
 
 class ExpertCounter:
