@@ -48,6 +48,7 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     assert config["auto_map"] == {
         "AutoConfig": "modeling_tomoe.ToMoEConfig",
+        "AutoModel": "modeling_tomoe.ToMoEModel",
         "AutoModelForCausalLM": "modeling_tomoe.ToMoEForCausalLM",
     }
     assert config["model_type"] == "tomoe"
@@ -140,7 +141,7 @@ import sys, warnings
 sys.modules["tomoe"] = None  # from here on `import tomoe` fails
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 logging.disable_progress_bar()
 torch.set_num_threads(1)
@@ -152,6 +153,9 @@ for folder in sys.argv[3:]:
     with torch.no_grad():
         logits[folder] = model(ids).logits
         logits[folder + "/again"] = logits[folder]
+        bare = AutoModel.from_pretrained(folder, trust_remote_code=True)
+        assert type(bare).__name__ == "ToMoEModel"
+        logits[folder + "/bare"] = model.lm_head(bare(ids).last_hidden_state)
     if folder == sys.argv[3]:
         model.save_pretrained(folder + "-again")
         again = AutoModelForCausalLM.from_pretrained(folder + "-again", trust_remote_code=True)
@@ -191,6 +195,7 @@ def test_folders_load_where_tomoe_is_not(tmp_path: Path) -> None:
     for folder, value in meant.items():
         torch.testing.assert_close(found[folder], value, rtol=0, atol=1e-5)
         torch.testing.assert_close(found[folder + "/again"], value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found[folder + "/bare"], value, rtol=0, atol=1e-5)
 
 
 def test_a_model_is_not_overwritten_unasked(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ FLOORS = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(SOURCE.rglob("*.py"))
 MAX_FILE, MAX_FUNCTION = 350, 60
+LONGER = {"moe/modeling_tomoe.py": 600}  # must stay one file: it is copied beside the weights
 
 
 def name(path: Path) -> str:
@@ -75,7 +76,9 @@ def test_no_lower_floor_needs_the_command_line() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text("utf-8")
-    assert len(text.splitlines()) <= MAX_FILE, f"{name(path)} has {len(text.splitlines())} lines"
+    assert len(text.splitlines()) <= LONGER.get(name(path), MAX_FILE), (
+        f"{name(path)} has {len(text.splitlines())} lines"
+    )
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1

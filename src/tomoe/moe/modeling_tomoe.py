@@ -12,12 +12,12 @@ uses, H query heads, G key/value heads, C head dim, c kept dims of Q and K, P ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -25,6 +25,7 @@ OWN_KEYS = (
     "dense_model_type", "num_experts", "expert_sizes", "union_sizes", "rotary_pairs", "qk_dims", "value_dims",
     "value_top_k", "value_embedding_size", "expert_backend", "plan_source", "tomoe_version",
 )  # fmt: skip
+AUTO_CLASSES = {"AutoConfig": "ToMoEConfig", "AutoModel": "ToMoEModel", "AutoModelForCausalLM": "ToMoEForCausalLM"}
 
 
 class ToMoEConfig(PreTrainedConfig):
@@ -32,16 +33,66 @@ class ToMoEConfig(PreTrainedConfig):
 
     expert_sizes: W, union_sizes: U, rotary_pairs: P, qk_dims: c = 2 P + kept dims that RoPE leaves alone, value_dims: dims of V
     and O, value_top_k: dims of one token (fewer than value_dims where a value router chooses).
+    Raises ValueError, before anything is allocated, where these numbers contradict each other or the dense sizes.
     """
 
     model_type = "tomoe"
+    # Heads are shared out. The experts share rows, which no rule here can slice, so every rank holds the MLPs whole.
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+    }
 
     def __init__(self, **kwargs: Any):
         own = {name: kwargs.pop(name, None) for name in OWN_KEYS}
         own["expert_backend"] = own["expert_backend"] or "auto"
         super().__init__(**kwargs)
+        # transformers writes only the class that was saved, and serving engines ask for AutoModel
+        self.auto_map = {auto: f"modeling_tomoe.{name}" for auto, name in AUTO_CLASSES.items()}
         for name, value in own.items():
             setattr(self, name, value)
+        if self.dense_model_type is not None:  # transformers makes empty configs to compare with
+            self.check()
+
+    def check(self) -> None:
+        """Raises ValueError, in one sentence, for sizes that no conversion of such a dense model can have."""
+        dense = {
+            "num_hidden_layers": 2**16,
+            "hidden_size": 2**24,
+            "intermediate_size": 2**24,
+            "num_attention_heads": 2**16,
+        }
+        for name, most in dense.items():
+            self._between(name, getattr(self, name, None), 1, most)
+        heads = self.num_attention_heads
+        head_dim = getattr(self, "head_dim", None) or self.hidden_size // heads
+        for name, value in (("head_dim", head_dim), ("num_experts", self.num_experts)):
+            self._between(name, value, 1, 2**16)
+        if not isinstance(self.dense_model_type, str) or self.dense_model_type == self.model_type:
+            raise ValueError(f"the config names {self.dense_model_type!r} as the dense family, which is none")
+        layers = self.num_hidden_layers
+        for name in ("expert_sizes", "union_sizes", "rotary_pairs", "qk_dims", "value_dims", "value_top_k"):
+            sizes = getattr(self, name)
+            if not isinstance(sizes, list) or len(sizes) != layers:
+                count = f"{len(sizes)} numbers" if isinstance(sizes, list) else type(sizes).__name__
+                raise ValueError(f"the config has {count} under {name}, but {layers} layers")
+        embedded = self.value_embedding_size
+        for i in range(layers):
+            self._between(f"union_sizes of layer {i}", self.union_sizes[i], 1, self.intermediate_size)
+            self._between(f"expert_sizes of layer {i}", self.expert_sizes[i], 1, self.union_sizes[i])
+            self._between(f"qk_dims of layer {i}", self.qk_dims[i], 1, head_dim)
+            self._between(f"rotary_pairs of layer {i}", self.rotary_pairs[i], 0, self.qk_dims[i] // 2)
+            self._between(f"value_dims of layer {i}", self.value_dims[i], 1, head_dim)
+            self._between(f"value_top_k of layer {i}", self.value_top_k[i], 1, self.value_dims[i])
+            if self.value_top_k[i] < self.value_dims[i]:
+                self._between("value_embedding_size", embedded, 1, 2**16)
+
+    @staticmethod
+    def _between(name: str, value: Any, least: int, most: int) -> None:
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"the config has {str(value)[:40]!r} as {name}, where {least} to {most} can be")
 
     def dense_config(self) -> PreTrainedConfig:
         """The config of the family that this model came from."""
@@ -241,16 +292,17 @@ class ToMoEAttention(nn.Module):
         q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        # FlashAttention crops V where V is wider than Q and K; zeros behind q and k change no product.
+        # FlashAttention wants equal widths in multiples of 8 (and crops a wider V in silence), and serving engines lay out
+        # their caches by the config's head_dim. The dense width suits all of them, and zeros behind change no product.
         implementation = self.config._attn_implementation
-        if implementation not in ("eager", "sdpa") and self.qk_size < self.value_size:
-            q, k = (F.pad(t, (0, self.value_size - self.qk_size)) for t in (q, k))
+        if implementation not in ("eager", "sdpa"):
+            q, k, v = (F.pad(t, (0, self.head_dim - t.shape[-1])) for t in (q, k, v))
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
         if self.sliding_window is not None:
             kwargs["sliding_window"] = self.sliding_window
         out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
-        out = out.reshape(*lead, -1, self.value_size)
+        out = out.reshape(*lead, -1, v.shape[-1])[..., : self.value_size]
         if chosen is not None:
             out = out * chosen
         return self.o_proj(out.flatten(-2)), weights
@@ -280,33 +332,81 @@ class ToMoEPreTrainedModel(PreTrainedModel):
     # Near ties of a router must fall as they fell when it was trained, whatever the dtype of the rest.
     _keep_in_fp32_modules_strict = ["router", "value_router"]
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. Raises ValueError where the file's row or pair numbers point outside the matrices."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded).check_ids()
+        return loaded
 
-def replace_layers_(inner: Any, config: ToMoEConfig, text_config: PreTrainedConfig) -> None:
+    def check_ids(self) -> None:
+        """Raises ValueError unless neurons and pairs are ascending numbers of what is there: duplicates would count twice."""
+        base: Any = self.base_model
+        pairs = base.rotary_emb.inv_freq.numel()
+        for i, layer in enumerate(base.layers):
+            rows = self.config.union_sizes[i]
+            for what, ids, count in (
+                ("neurons of an expert", layer.mlp.expert_neurons, rows),
+                ("rotary pairs", layer.self_attn.rotary_ids[None], pairs),
+            ):
+                edges = F.pad(F.pad(ids.long(), (1, 0), value=-1), (0, 1), value=count)
+                if not bool((edges.diff() > 0).all()):
+                    raise ValueError(f"layer {i} numbers its {what} out of order or outside the {count} that there are")
+
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """The family's code and our attention read the family's config, which transformers does not know of."""
+        super().set_attn_implementation(*args, **kwargs)
+        cast(Any, self.base_model).family.config._attn_implementation = self.config._attn_implementation
+
+
+def replace_layers_(family: Any, config: ToMoEConfig) -> None:
     """Put ToMoE's MLP and attention into every decoder layer of a family's own model, sized by the config."""
-    for i, layer in enumerate(inner.layers):
+    for i, layer in enumerate(family.layers):
         layer.mlp = ToMoEMLP(layer.mlp, config, i)
-        layer.self_attn = ToMoEAttention(layer.self_attn, config, i, text_config)
+        layer.self_attn = ToMoEAttention(layer.self_attn, config, i, family.config)
+
+
+class ToMoEModel(ToMoEPreTrainedModel):
+    """The decoder without its output matrix: the family's own model, with our layers in it.
+
+    The family's model is no child of this one. Both hold the same dict of children, so names read `layers.0.mlp...` as in any
+    decoder, and whatever replaces a part here (an engine, a quantizer) replaces it there.
+    """
+
+    family: Any
+
+    def __init__(self, config: ToMoEConfig, family: Any = None):
+        super().__init__(config)
+        family = AutoModel.from_config(config.dense_config()) if family is None else family
+        family.config._attn_implementation = config._attn_implementation
+        replace_layers_(family, config)
+        self._modules = family._modules
+        object.__setattr__(self, "family", family)
+        self._no_split_modules = getattr(family, "_no_split_modules", None)
+        self.post_init()
+        self._pp_plan = dict(getattr(family, "_pp_plan", None) or {})
+
+    def train(self, mode: bool = True) -> ToMoEModel:
+        self.family.training = mode
+        return super().train(mode)
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        return self.family(*args, **kwargs)
 
 
 class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
     """The converted model, with its output matrix."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config: ToMoEConfig):
         super().__init__(config)
-        dense_config = config.dense_config()
-        dense = AutoModelForCausalLM.from_config(dense_config)
-        dense.config._attn_implementation = config._attn_implementation
-        self.model, self.lm_head = dense.model, dense.lm_head
-        replace_layers_(self.model, config, dense.model.config)
-        self._no_split_modules = getattr(dense, "_no_split_modules", None)
+        dense = AutoModelForCausalLM.from_config(config.dense_config())
+        self.model, self.lm_head = ToMoEModel(config, dense.model), dense.lm_head
+        self._no_split_modules = self.model._no_split_modules
         self.post_init()
-
-    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
-        """Older versions of transformers change a config that is not part of ours once and never again."""
-        super().set_attn_implementation(*args, **kwargs)
-        self.model.config._attn_implementation = self.config._attn_implementation
 
     def forward(
         self,
@@ -338,7 +438,9 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
 
 
 AutoConfig.register("tomoe", ToMoEConfig, exist_ok=True)
+AutoModel.register(ToMoEConfig, ToMoEModel, exist_ok=True)
 AutoModelForCausalLM.register(ToMoEConfig, ToMoEForCausalLM, exist_ok=True)
 # Whoever saves such a model (a fine-tuning script, say) writes auto_map and a copy of this file beside the weights.
 ToMoEConfig.register_for_auto_class()
+ToMoEModel.register_for_auto_class("AutoModel")
 ToMoEForCausalLM.register_for_auto_class("AutoModelForCausalLM")

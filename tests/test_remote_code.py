@@ -1,0 +1,235 @@
+"""The modelling file as transformers and serving engines take it: AutoModel, attention functions, shards, hostile configs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+from conftest import FAMILIES, make_pico, make_plan, tokens
+from tomoe.moe.checkpoint import save_moe
+from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM, ToMoEModel
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def converted(family: str, attention: str = "dynamic") -> ToMoEForCausalLM:
+    dense = make_pico(family)
+    return fold(dense, make_plan(dense, attention))
+
+
+def save(family: str, folder: Path, attention: str = "dynamic") -> ToMoEForCausalLM:
+    dense = make_pico(family)
+    moe = fold(dense, make_plan(dense, attention))
+    save_moe(moe, make_plan(dense, attention), None, folder)
+    return moe
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_base_model_is_the_causal_one_without_its_output_matrix(family: str, tmp_path: Path) -> None:
+    moe = save(family, tmp_path / "moe")
+    base, report = AutoModel.from_pretrained(tmp_path / "moe", output_loading_info=True)
+    assert isinstance(base, ToMoEModel)
+    assert not report["missing_keys"]
+    hidden = base(tokens()).last_hidden_state
+    assert torch.equal(moe.lm_head(hidden), moe(tokens()).logits)
+    assert {f"model.{name}" for name in base.state_dict()} == {
+        n for n in moe.state_dict() if not n.startswith("lm_head")
+    }
+    base.save_pretrained(tmp_path / "base")
+    again = AutoModel.from_pretrained(tmp_path / "base")
+    assert torch.equal(again(tokens()).last_hidden_state, hidden)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "moe").base_model.family.config.model_type == {
+        "llama3": "llama"
+    }.get(family, family)
+
+
+def test_a_part_that_is_replaced_outside_is_replaced_inside() -> None:
+    """Engines put their own embeddings and linear layers in; modes and dtypes reach what has no name of its own."""
+    moe = converted("llama")
+    embeddings = torch.nn.Embedding(64, 32)
+    moe.set_input_embeddings(embeddings)
+    assert moe.model.family.embed_tokens is embeddings
+    assert moe.train().model.family.training
+    assert not moe.eval().model.family.training
+    assert {p.dtype for p in moe.to(torch.float64).model.family.parameters()} == {torch.float64}
+
+
+def narrow(seen: list[tuple[int, int, int]]) -> Callable[..., tuple[Tensor, None]]:
+    """Attention that, as FlashAttention does, gives back as many value dims as the queries have."""
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any) -> Any:
+        seen.append((q.shape[-1], k.shape[-1], v.shape[-1]))
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+        return out[..., : q.shape[-1]].transpose(1, 2).contiguous(), None
+
+    return attend
+
+
+@pytest.mark.parametrize("attention", ["static", "dynamic"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_attention_functions_are_handed_the_dense_width(
+    family: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moe, seen = converted(family, attention), []
+    assert min(moe.config.qk_dims) < moe.model.layers[0].self_attn.head_dim, "nothing to be padded"
+    if attention == "dynamic":
+        assert any(qk < v for qk, v in zip(moe.config.qk_dims, moe.config.value_dims, strict=True)), (
+            "no V to be cropped"
+        )
+    meant = moe(tokens()).logits
+    monkeypatch.setitem(AttentionInterface._global_mapping, "narrow", narrow(seen))
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "narrow", sdpa_mask)
+    for model in (moe, moe.model):  # an engine holds the base model alone
+        model.set_attn_implementation("narrow")
+        torch.testing.assert_close(moe(tokens()).logits, meant, rtol=0, atol=1e-5)
+        head_dim = moe.model.layers[0].self_attn.head_dim
+        assert set(seen) == {(head_dim,) * 3}
+        assert len(seen) == moe.config.num_hidden_layers
+        model.set_attn_implementation("sdpa")
+        seen.clear()
+
+
+def test_each_rule_for_shards_names_a_part_and_none_names_shared_rows() -> None:
+    """Rows that experts share cannot be sliced without renumbering the experts."""
+    from fnmatch import fnmatch
+
+    for family in FAMILIES:
+        moe = converted(family)
+        names = {name.rpartition(".")[0] for name, _ in moe.named_parameters()}
+        rules = [rule for rule in moe.tp_plan if "embed_tokens" not in rule]
+        assert {rule.rpartition(".")[2] for rule in rules} == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
+        for rule in rules:
+            found = {name for name in names if fnmatch(name, rule)}
+            tied = rule == "lm_head" and moe.config.tie_word_embeddings
+            assert found or tied, rule
+            assert not any(".mlp" in name or "router" in name for name in found)
+        for name in moe.pp_plan:
+            moe.get_submodule(name)
+        assert "model.layers" in moe.pp_plan
+
+
+SHARDED = """
+import sys
+sys.modules["tomoe"] = None
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
+logging.disable_progress_bar()
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+for folder in sys.argv[2:]:
+    config = DistributedConfig(tp_size=2, tp_plan="auto")
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, distributed_config=config)
+    q = model.model.layers[0].self_attn.q_proj.weight
+    assert q.to_local().shape[0] * 2 == q.shape[0]
+    with torch.no_grad():
+        logits = model(load_file(sys.argv[1])["ids"]).logits
+    torch.testing.assert_close(logits, load_file(folder + ".safetensors")["logits"], rtol=0, atol=1e-4)
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_share_the_heads_out(tmp_path: Path) -> None:
+    """`tp_plan="auto"`, gloo, two ranks: the same logits on both."""
+    folders = []
+    save_file({"ids": tokens()}, tmp_path / "ids.safetensors")
+    for family in ("qwen3", "phi"):
+        moe = save(family, tmp_path / family)
+        save_file({"logits": moe(tokens()).logits}, tmp_path / f"{family}.safetensors")
+        folders.append(tmp_path / family)
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+         "--rdzv-endpoint", "localhost:0", tmp_path / "sharded.py", tmp_path / "ids.safetensors", *folders],
+        env=environment | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=240, cwd=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "no experts": {"num_experts": 0},
+    "many experts": {"num_experts": 2**40},
+    "half an expert": {"num_experts": 2.5},
+    "experts in words": {"num_experts": "four"},
+    "too few layers": {"expert_sizes": [1]},
+    "a number for a list": {"union_sizes": 7},
+    "negative width": {"expert_sizes": [1, -1]},
+    "wider than the union": {"expert_sizes": [48, 48], "union_sizes": [48, 47]},
+    "union beyond the dense MLP": {"union_sizes": [2**40, 48]},
+    "true as a size": {"union_sizes": [True, 48]},
+    "pairs beyond the head": {"rotary_pairs": [2**40, 1]},
+    "no queries": {"qk_dims": [0, 2]},
+    "queries beyond the head": {"qk_dims": [8, 9]},
+    "values beyond the head": {"value_dims": [9, 8]},
+    "more values than there are": {"value_dims": [8, 7], "value_top_k": [8, 8]},
+    "router without a size": {"value_top_k": [1, 1], "value_embedding_size": 0},
+    "router of a great size": {"value_top_k": [1, 1], "value_embedding_size": 2**40},
+    "a dense model of great sizes": {"hidden_size": 2**40},
+    "no heads": {"num_attention_heads": 0},
+    "endless layers": {"num_hidden_layers": 2**40},
+    "itself as the family": {"dense_model_type": "tomoe"},
+    "no family": {"dense_model_type": ["llama"]},
+    "null sizes": {"value_dims": None},
+    "nested sizes": {"value_dims": [[8], [8]]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_configs_are_refused_before_anything_is_allocated(name: str) -> None:
+    good = {k: v for k, v in converted("llama").config.to_dict().items() if k not in ("model_type", "auto_map")}
+    ToMoEConfig(**good)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"the config (has|names)") as caught:
+        ToMoEConfig(**good | HOSTILE[name])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "\n" not in str(caught.value)
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("mlp.expert_neurons", lambda ids: ids + 1, "neurons of an expert"),
+        ("mlp.expert_neurons", lambda ids: ids - 10**9, "neurons of an expert"),
+        ("mlp.expert_neurons", lambda ids: ids.flip(1), "neurons of an expert"),
+        ("mlp.expert_neurons", lambda ids: ids * 0, "neurons of an expert"),
+        ("self_attn.rotary_ids", lambda ids: ids + 64, "rotary pairs"),
+        ("self_attn.rotary_ids", lambda ids: ids - 1, "rotary pairs"),
+    ],
+)
+def test_numbers_that_point_outside_are_refused(
+    name: str, values: Callable[[Tensor], Tensor], words: str, tmp_path: Path
+) -> None:
+    save("llama", tmp_path / "moe", "none")
+    stored = load_file(tmp_path / "moe" / "model.safetensors")
+    key = f"model.layers.1.{name}"
+    save_file(
+        stored | {key: values(stored[key]).contiguous()}, tmp_path / "moe" / "model.safetensors", {"format": "pt"}
+    )
+    for load in (AutoModelForCausalLM.from_pretrained, AutoModel.from_pretrained):
+        with pytest.raises(ValueError, match=f"layer 1 numbers its {words}"):
+            load(tmp_path / "moe")
