@@ -194,7 +194,7 @@ def test_largest_k_for_all_tokens(dense: PreTrainedModel, monkeypatch: pytest.Mo
     assert difference(dense, plan) > RED
 
 
-@pytest.mark.parametrize("backend", ["reference", "loop"])
+@pytest.mark.parametrize("backend", [b for b in modeling_tomoe.EXPERT_BACKENDS if b != "auto"])
 def test_neurons_of_another_expert(dense: PreTrainedModel, backend: str) -> None:
     def damage(moe: ToMoEForCausalLM) -> None:
         moe.config.expert_backend = backend

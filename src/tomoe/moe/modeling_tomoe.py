@@ -11,6 +11,7 @@ uses, H query heads, G key/value heads, C head dim, c kept dims of Q and K, P ke
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -104,35 +105,103 @@ class ToMoEConfig(PreTrainedConfig):
         return config
 
 
+def members_of(mlp: ToMoEMLP, expert_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, U]: 1 where a neuron belongs to a token's expert."""
+    members = torch.zeros(mlp.num_experts, mlp.up_proj.shape[0], dtype=dtype, device=expert_ids.device)
+    return members.scatter_(1, mlp.expert_neurons.long(), 1)[expert_ids]
+
+
 def run_reference(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
-    """Every neuron for every token, then zeros: slow and exact."""
-    h = mlp.hidden(x, slice(None))
-    members = torch.zeros(mlp.num_experts, h.shape[-1], dtype=h.dtype, device=h.device)
-    members.scatter_(1, mlp.expert_neurons.long(), 1.0)
-    return (h * members[expert_ids]) @ mlp.down_proj
+    """Every neuron for every token in float32, then zeros: slow and exact."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    h = mlp.hidden(x.to(exact), slice(None)) * members_of(mlp, expert_ids, exact)
+    return (h @ mlp.down_proj.to(exact)).to(x.dtype)
 
 
-def run_loop(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
-    """Tokens sorted by expert; one chain of products on the gathered neurons of each expert that got any."""
+def run_masked(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
+    """Every neuron for every token, then zeros, in the model's dtype: costs what the dense MLP costs."""
+    tokens = max(1, MASKED_ELEMENTS // mlp.up_proj.shape[0])
+    pieces = [
+        mlp.hidden(x_, slice(None)) * members_of(mlp, ids, x.dtype) @ mlp.down_proj
+        for x_, ids in zip(x.split(tokens), expert_ids.split(tokens), strict=True)
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def run_runs(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
+    """Expert by expert: its long runs of neurons as slices of the shared rows, the others gathered block by block."""
     out = torch.empty_like(x)
     order = expert_ids.argsort()
     counts = torch.bincount(expert_ids, minlength=mlp.num_experts).tolist()
-    for rows, neurons in zip(order.split(counts), mlp.expert_neurons.long(), strict=True):
-        if len(rows):
-            out[rows] = mlp.hidden(x[rows], neurons) @ mlp.down_proj[neurons]
+    for expert, rows in enumerate(order.split(counts)):
+        if not len(rows):
+            continue
+        mine = x[rows]
+        y = torch.zeros(mine.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        for first, last, start in mlp.blocks()[expert]:
+            shared = slice(start, start + last - first)
+            neurons = mlp.expert_neurons[expert, first:last] if start < 0 else shared
+            y += mlp.hidden(mine, neurons) @ pick(mlp.down_proj, neurons)
+        out[rows] = y.to(x.dtype)
     return out
 
 
+def run_copies(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
+    """Every expert has contiguous weights of its own, N W rows in place of U: only for who asks for it."""
+    gate, up, down = mlp.copies()
+    order = expert_ids.argsort()
+    mine, ends = x[order], F.one_hot(expert_ids, mlp.num_experts).sum(0).cumsum(0).int()
+    # F.grouped_mm wants rows of a multiple of 16 bytes, and knows no float64
+    if x.dtype == torch.float64 or any(size * x.element_size() % 16 for size in up.shape[1:]):
+        starts = [0, *ends.tolist()]
+
+        def product(rows: Tensor, weights: Tensor) -> Tensor:
+            return torch.cat([rows[a:b] @ w for a, b, w in zip(starts, starts[1:], weights, strict=False)])
+    else:
+
+        def product(rows: Tensor, weights: Tensor) -> Tensor:
+            return F.grouped_mm(rows, weights, offs=ends)
+
+    def project(weights: Tensor, bias: Tensor | None) -> Tensor:
+        y = product(mine, weights.transpose(1, 2))
+        return y if bias is None else y + bias[mlp.expert_neurons.long()][expert_ids[order]]
+
+    h = project(up, mlp.up_bias)
+    h = mlp.activation(h) if gate is None else mlp.activation(project(gate, mlp.gate_bias)) * h
+    return torch.empty_like(x).index_copy(0, order, product(h, down))
+
+
+def choose_backend(mlp: ToMoEMLP, x: Tensor) -> str:
+    """The backend that `auto` takes for inputs like `x` [T, D]: device, dtype, shape and gradient count, values do not."""
+    for choose in BACKEND_CHOICES:
+        if name := choose(mlp, x):
+            return name
+    # Asking which experts got tokens breaks a graph and makes a GPU wait; few tokens of many experts read all rows anyway.
+    if torch.compiler.is_compiling() or (len(x) == 1 and x.device.type != "cpu"):
+        return "masked"
+    return "runs" if len(x) == 1 or len(x) >= 64 * mlp.num_experts else "masked"
+
+
 def run_auto(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
-    """Gathering an expert's weights pays once many tokens share the copy; below that, masking costs least."""
-    return (run_loop if len(x) >= 64 * mlp.num_experts else run_reference)(mlp, x, expert_ids)
+    return EXPERT_BACKENDS[choose_backend(mlp, x)](mlp, x, expert_ids)
 
 
+MASKED_ELEMENTS = 2**25  # activations that `masked` holds at once
+LONG_RUN, GATHERED_BLOCK = 128, 512  # neurons from which on a slice beats gathering; neurons gathered at once
 EXPERT_BACKENDS: dict[str, Callable[[ToMoEMLP, Tensor, Tensor], Tensor]] = {
     "reference": run_reference,
-    "loop": run_loop,
+    "masked": run_masked,
+    "runs": run_runs,
+    "copies": run_copies,
     "auto": run_auto,
 }
+# Asked first by `auto`, in turn; None passes the question on. The tomoe package enters its kernels here.
+BACKEND_CHOICES: list[Callable[[ToMoEMLP, Tensor], str | None]] = []
+
+
+def pick(weight: Tensor, neurons: slice | Tensor) -> Tensor:
+    """Rows of some neurons: a view for a slice, a copy for indices."""
+    return weight[neurons] if isinstance(neurons, slice) else weight.index_select(0, neurons)
 
 
 class ToMoEMLP(nn.Module):
@@ -151,6 +220,7 @@ class ToMoEMLP(nn.Module):
     def __init__(self, dense: Any, config: ToMoEConfig, layer: int):
         super().__init__()
         self.config, self.num_experts = config, config.num_experts
+        self._derived: dict[str, Any] = {}
         gate: Any
         up: Any
         down: Any
@@ -176,7 +246,9 @@ class ToMoEMLP(nn.Module):
         """Activations [T, n] of some neurons: act(gate x) * up x, or act(up x) where there is no gate."""
 
         def project(weight: Tensor, bias: Tensor | None) -> Tensor:
-            return F.linear(x, weight[neurons], None if bias is None else bias[neurons])
+            return F.linear(
+                x, pick(weight, neurons).to(x.dtype), None if bias is None else pick(bias, neurons).to(x.dtype)
+            )
 
         up = project(self.up_proj, self.up_bias)
         return (
@@ -184,6 +256,53 @@ class ToMoEMLP(nn.Module):
             if self.gate_proj is None
             else self.activation(project(self.gate_proj, self.gate_bias)) * up
         )
+
+    def derived(self, name: str, make: Callable[[], Any], *sources: Tensor | None) -> Any:
+        """What `make` gives, kept beside the module, outside its state, until one of the tensors it was made from changes."""
+        stamp = [None if t is None else (id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in sources]
+        if self._derived.get(name, (None,))[0] != stamp:
+            self._derived[name] = (stamp, make())
+        return self._derived[name][1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_derived": {}}
+
+    def _apply(self, *args: Any, **kwargs: Any) -> ToMoEMLP:
+        self._derived.clear()
+        return super()._apply(*args, **kwargs)
+
+    def blocks(self) -> list[list[tuple[int, int, int]]]:
+        """For every expert (first, last, start): its neurons first..last are the rows from `start` on; -1 is no run."""
+        return self.derived("blocks", self._find_blocks, self.expert_neurons)
+
+    def _find_blocks(self) -> list[list[tuple[int, int, int]]]:
+        def gathered(first: int, last: int) -> list[tuple[int, int, int]]:
+            return [(i, min(i + GATHERED_BLOCK, last), -1) for i in range(first, last, GATHERED_BLOCK)]
+
+        found = []
+        for rows in self.expert_neurons.tolist():
+            edges = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1), len(rows)]
+            blocks, done = [], 0
+            for first, last in itertools.pairwise(edges):
+                if last - first >= LONG_RUN:
+                    blocks += [*gathered(done, first), (first, last, rows[first])]
+                    done = last
+            found.append(blocks + gathered(done, len(rows)))
+        return found
+
+    def copies(self) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Gate, up and down rows [N, W, D] of every expert; kept unless they are made with a gradient."""
+
+        def make() -> tuple[Tensor | None, Tensor, Tensor]:
+            rows = self.expert_neurons.long()
+            return None if self.gate_proj is None else self.gate_proj[rows], self.up_proj[rows], self.down_proj[rows]
+
+        weights = (self.gate_proj, self.up_proj, self.down_proj)
+        if torch.is_grad_enabled() and self.up_proj.requires_grad:
+            return make()
+        if torch.compiler.is_compiling():
+            return self._derived["copies"][1] if "copies" in self._derived else make()
+        return self.derived("copies", make, self.expert_neurons, *weights)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.flatten(0, -2)

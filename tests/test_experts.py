@@ -1,0 +1,267 @@
+"""Ways to run experts: every backend computes what one float64 product per token and neuron computes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import StaticCache
+from transformers.activations import ACT2FN
+
+from conftest import make_pico, make_plan, tokens
+from tomoe.moe import modeling_tomoe
+from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEMLP, choose_backend
+
+ROUNDOFF = 2.0**-8  # of bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int = 37
+    experts: int = 4
+    width: int = 16
+    union: int = 40
+    hidden: int = 32
+    gated: bool = True
+    bias: bool = False
+    activation: str = "silu"
+    used: tuple[int, ...] = ()  # experts that tokens go to; all if empty
+
+
+CASES = {
+    "plain": Case(),
+    "odd sizes": Case(tokens=5, width=19, union=47, hidden=33),
+    "wide": Case(tokens=9, width=150, union=300, hidden=72),
+    "one token": Case(tokens=1),
+    "no token": Case(tokens=0),
+    "all on one expert": Case(used=(2,)),
+    "empty experts": Case(used=(1, 3)),
+    "width 1": Case(width=1, union=4),
+    "one expert of everything": Case(experts=1, width=40),
+    "more experts than bits": Case(tokens=90, experts=70),
+    "biases": Case(bias=True),
+    "no gate": Case(gated=False, bias=True, activation="gelu_new"),
+    "exact gelu": Case(activation="gelu", hidden=31),
+    "relu without gate": Case(gated=False, activation="relu"),
+    "an activation of its own": Case(activation="mish"),
+    "many tokens": Case(tokens=300),
+}
+ALL = pytest.mark.parametrize("name", CASES)
+BACKENDS = pytest.mark.parametrize("backend", [b for b in EXPERT_BACKENDS if b != "reference"])
+
+
+def make_mlp(case: Case, dtype: torch.dtype = torch.float32) -> ToMoEMLP:
+    """Random weights; expert i has neuron i, the rest of each is drawn, and the same at every call."""
+    dense = nn.Module()
+    dense.act_fn = ACT2FN[case.activation]
+    for name in ("gate_proj", "up_proj") if case.gated else ("up_proj",):
+        dense.register_module(name, nn.Linear(case.hidden, case.union, bias=case.bias, dtype=dtype))
+    dense.down_proj = nn.Linear(case.union, case.hidden, bias=case.bias, dtype=dtype)
+    config = SimpleNamespace(
+        num_experts=case.experts, expert_sizes=[case.width], union_sizes=[case.union], expert_backend="auto"
+    )
+    mlp = ToMoEMLP(dense, config, 0)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in mlp.parameters():
+        parameter.data.normal_(0, 0.3, generator=generator)
+    members = torch.rand(case.experts, case.union, generator=generator).index_put(
+        (torch.arange(case.experts), torch.arange(case.experts) % case.union), torch.tensor(2.0)
+    )
+    mlp.expert_neurons.copy_(members.topk(case.width).indices.sort().values)
+    return mlp.requires_grad_(False)
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(case.tokens, case.hidden, generator=generator).to(dtype)
+    used = torch.tensor(case.used or range(case.experts))
+    return x, used[torch.randint(len(used), (case.tokens,), generator=generator)]
+
+
+def one_by_one(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Token after token in float64, on its expert's neurons alone; and the sum of the sizes of all that was added."""
+    y, sizes = torch.zeros(x.shape, dtype=torch.float64), torch.zeros(x.shape, dtype=torch.float64)
+    for t, (token, expert) in enumerate(zip(x.double(), expert_ids.tolist(), strict=True)):
+        rows = mlp.expert_neurons[expert].tolist()
+
+        def project(weight: Tensor, bias: Tensor | None, token: Tensor = token, rows: list[int] = rows) -> Tensor:
+            return weight[rows].double() @ token + (0 if bias is None else bias[rows].double())
+
+        up, down = project(mlp.up_proj, mlp.up_bias), mlp.down_proj[rows].double()
+        if mlp.gate_proj is None:
+            h, size = mlp.activation(up), up.abs()
+        else:
+            gate = project(mlp.gate_proj, mlp.gate_bias)
+            h, size = mlp.activation(gate) * up, (gate * up).abs()
+        y[t], sizes[t] = h @ down, size @ down.abs()
+    return y, sizes
+
+
+@ALL
+@BACKENDS
+def test_backends_compute_the_experts(name: str, backend: str) -> None:
+    mlp, (x, expert_ids) = make_mlp(CASES[name]), make_inputs(CASES[name])
+    meant, _ = one_by_one(mlp, x, expert_ids)
+    found = EXPERT_BACKENDS[backend](mlp, x, expert_ids)
+    assert (found.shape, found.dtype) == (x.shape, x.dtype)
+    scale = max(1.0, float(meant.abs().max())) if len(x) else 1.0
+    torch.testing.assert_close(found.double(), meant, atol=1e-5 * scale, rtol=0)
+    torch.testing.assert_close(run_reference(mlp, x, expert_ids).double(), meant, atol=1e-5 * scale, rtol=0)
+
+
+def run_reference(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
+    return EXPERT_BACKENDS["reference"](mlp, x, expert_ids)
+
+
+@ALL
+@BACKENDS
+def test_bfloat16_rounds_no_more_often_than_it_must(name: str, backend: str) -> None:
+    """With u the unit roundoff and |act(g)| <= |g|, |act'| <= 1.1: rounding g costs 1.1 u |g v|, act(g), v and their
+    product u |g v| each, a partial sum over a block u |g v d|: 5.1 u in all, 6 u with terms of second order."""
+    mlp, (x, expert_ids) = make_mlp(CASES[name], torch.bfloat16), make_inputs(CASES[name], torch.bfloat16)
+    meant, sizes = one_by_one(mlp, x, expert_ids)
+    found = EXPERT_BACKENDS[backend](mlp, x, expert_ids)
+    assert found.dtype == torch.bfloat16
+    excess = (found.double() - meant).abs() - 6 * ROUNDOFF * sizes - ROUNDOFF * meant.abs()
+    assert not len(x) or excess.max() <= 0
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", ["plain", "odd sizes", "biases", "no gate", "empty experts"])
+def test_gradients_are_those_of_the_reference(name: str, backend: str) -> None:
+    case = CASES[name]
+
+    def gradients(backend: str) -> dict[str, Tensor]:
+        mlp = make_mlp(case).requires_grad_()
+        mlp.config.expert_backend = backend
+        x = make_inputs(case)[0].requires_grad_()
+        (mlp(x) * torch.linspace(-1, 1, x.numel()).view_as(x)).sum().backward()
+        return {"x": x.grad} | {name: p.grad for name, p in mlp.named_parameters()}
+
+    meant, found = gradients("reference"), gradients(backend)
+    assert all(g.abs().max() > 0 for g in meant.values()), "a gradient that is zero tells nothing"
+    for which, gradient in meant.items():
+        torch.testing.assert_close(found[which], gradient, atol=1e-4, rtol=1e-4, msg=lambda m, w=which: f"{w}: {m}")
+
+
+@BACKENDS
+def test_any_batch_shape(backend: str) -> None:
+    mlp = make_mlp(CASES["biases"])
+    mlp.config.expert_backend = backend
+    x = make_inputs(Case(tokens=24))[0]
+    meant = mlp(x)
+    for shape in ((2, 12, 32), (24, 1, 32), (2, 3, 4, 32)):
+        torch.testing.assert_close(mlp(x.view(shape)), meant.view(shape), atol=1e-5, rtol=0)
+    with torch.inference_mode():
+        torch.testing.assert_close(mlp(x), meant, atol=1e-5, rtol=0)
+
+
+def test_masking_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp, (x, expert_ids) = make_mlp(Case()), make_inputs(Case())
+    monkeypatch.setattr(modeling_tomoe, "MASKED_ELEMENTS", 200)  # five tokens at once
+    torch.testing.assert_close(
+        EXPERT_BACKENDS["masked"](mlp, x, expert_ids), run_reference(mlp, x, expert_ids), atol=1e-5, rtol=0
+    )
+
+
+def test_blocks_are_the_long_runs_and_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_tomoe, "LONG_RUN", 3)
+    monkeypatch.setattr(modeling_tomoe, "GATHERED_BLOCK", 4)
+    mlp = make_mlp(Case(experts=2, width=10))
+    rows = [[0, 1, 2, 3, 5, 6, 8, 10, 12, 14], [0, 2, 3, 10, 11, 12, 20, 21, 22, 23]]
+    mlp.expert_neurons.copy_(torch.tensor(rows))
+    assert mlp.blocks() == [
+        [(0, 4, 0), (4, 8, -1), (8, 10, -1)],
+        [(0, 3, -1), (3, 6, 10), (6, 10, 20)],
+    ]
+    x, expert_ids = make_inputs(Case(experts=2))
+    meant, _ = one_by_one(mlp, x, expert_ids)
+    torch.testing.assert_close(EXPERT_BACKENDS["runs"](mlp, x, expert_ids).double(), meant, atol=1e-5, rtol=0)
+
+
+@BACKENDS
+def test_what_is_kept_follows_the_weights(backend: str) -> None:
+    """Derived structures are made anew after a load, a change in place, a move, and are not shared with a copy."""
+    first, (x, expert_ids) = make_mlp(CASES["plain"]), make_inputs(CASES["plain"])
+    run = EXPERT_BACKENDS[backend]
+    before = run(first, x, expert_ids)
+    other = make_mlp(CASES["plain"])
+    other.expert_neurons.copy_((other.expert_neurons + 7) % 40).copy_(other.expert_neurons.sort().values)
+    for parameter in other.parameters():
+        parameter.data.mul_(-1.5)
+    meant = run_reference(other, x, expert_ids)
+    assert (before - meant).abs().max() > 0.1
+
+    twin = copy.deepcopy(first)
+    twin.load_state_dict(other.state_dict())
+    torch.testing.assert_close(run(twin, x, expert_ids), meant, atol=1e-5, rtol=0)
+    torch.testing.assert_close(run(first, x, expert_ids), before)
+    assert set(twin.state_dict()) == set(first.state_dict()) == set(other.state_dict())
+
+    double = run(first.double(), x.double(), expert_ids)
+    torch.testing.assert_close(double.float(), before, atol=1e-5, rtol=0)
+    assert double.dtype == torch.float64
+    with torch.no_grad():
+        first.up_proj.mul_(2)  # as an optimizer changes it
+    changed = run(first, x.double(), expert_ids)
+    torch.testing.assert_close(changed, run_reference(first, x.double(), expert_ids), atol=1e-9, rtol=0)
+    assert (changed - double).abs().max() > 0.1
+
+
+def test_copies_do_not_keep_a_graph() -> None:
+    mlp, (x, expert_ids) = make_mlp(CASES["plain"]).requires_grad_(), make_inputs(CASES["plain"])
+    for _ in range(2):  # a kept graph would be gone at the second backward
+        EXPERT_BACKENDS["copies"](mlp, x, expert_ids).sum().backward()
+    with torch.no_grad():
+        kept = mlp.copies()
+    assert not any(t.requires_grad for t in kept)
+
+
+def test_auto_can_be_asked_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp = make_mlp(Case())
+    monkeypatch.setattr(modeling_tomoe, "BACKEND_CHOICES", [])
+    named = {n: choose_backend(mlp, torch.empty(n, 32)) for n in (1, 8, 64, 1024)}
+    assert named == {1: "runs", 8: "masked", 64: "masked", 1024: "runs"}
+    # a GPU would have to wait for the expert's number, so one token goes without it
+    assert choose_backend(mlp.to("meta"), torch.empty(1, 32, device="meta")) == "masked"
+    taken: list[int] = []
+    monkeypatch.setitem(EXPERT_BACKENDS, "own", lambda mlp, x, ids: taken.append(len(x)) or x)
+    monkeypatch.setattr(
+        modeling_tomoe, "BACKEND_CHOICES", [lambda mlp, x: None, lambda mlp, x: "own" if len(x) < 9 else None]
+    )
+    assert [choose_backend(mlp, torch.empty(n, 32)) for n in (8, 9)] == ["own", "masked"]
+    EXPERT_BACKENDS["auto"](mlp, torch.empty(8, 32), torch.zeros(8, dtype=torch.long))
+    assert taken == [8]
+
+
+@pytest.mark.parametrize("backend", ["auto", "masked", "copies", "reference"])
+def test_experts_compile_without_a_break(backend: str) -> None:
+    case = CASES["plain"]
+    mlp, (x, _) = make_mlp(case, torch.bfloat16), make_inputs(case, torch.bfloat16)
+    mlp.router.float()
+    mlp.config.expert_backend = backend
+    torch.compiler.reset()
+    with torch.no_grad():
+        compiled = torch.compile(mlp, fullgraph=True, backend="eager")
+        for rows in (x, x[:1]):
+            torch.testing.assert_close(compiled(rows), mlp(rows), atol=0.05, rtol=0.02)
+
+
+def test_a_step_with_a_static_cache_compiles_without_a_break() -> None:
+    """Compiled decoding: the whole model is one graph, whatever experts a token goes to."""
+    dense = make_pico("llama")
+    moe = fold(dense, make_plan(dense, "dynamic"))
+    ids = tokens(2, 5)
+    torch.compiler.reset()
+    step = torch.compile(moe, fullgraph=True, backend="eager", dynamic=False)
+    cache = StaticCache(moe.config, max_cache_len=8)
+    with torch.no_grad():
+        meant = moe(ids, use_cache=False).logits
+        moe(ids[:, :4], past_key_values=cache)
+        found = step(ids[:, 4:], past_key_values=cache, position_ids=torch.tensor([[4], [4]])).logits
+    torch.testing.assert_close(found[:, 0], meant[:, 4], atol=1e-5 * float(meant.abs().max()), rtol=0)
