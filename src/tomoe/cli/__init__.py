@@ -13,6 +13,7 @@ import tomoe
 from tomoe.cli.carve import carve
 from tomoe.cli.convert import convert
 from tomoe.cli.evaluate import evaluate
+from tomoe.cli.export import export
 from tomoe.cli.fetch import fetch
 from tomoe.cli.fold import fold
 from tomoe.cli.generate import generate
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (convert, carve, train, plan, fold, evaluate, generate, inspect, fetch):
+for verb in (convert, carve, train, plan, fold, export, evaluate, generate, inspect, fetch):
     app.command()(verb)
 
 

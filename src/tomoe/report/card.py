@@ -23,11 +23,13 @@ def write_card(
     base_model: str = "",
     license: str | None = None,
     command: str | None = None,
+    export: tuple[str, str, str] | None = None,
 ) -> Path:
     """Write OUT/README.md. `rows` are the dense model and the converted ones, dense first, or empty if not measured.
 
     `base_model` (default: the recipe's) is named in the metadata where it is a hub id. Where `license` is not given,
-    the card says that the dense model's applies. Raises UserError where the folder cannot be written.
+    the card says that the dense model's applies. `export` is for a folder of another architecture: its name, its sizes in
+    words and its proof. Raises UserError where the folder cannot be written.
     """
     recipe = recipe_of(plan)
     base = base_model or (recipe.model if recipe else "")
@@ -53,6 +55,7 @@ def write_card(
         comparison=to_markdown(rows) if rows else "",
         limits=limits(plan, rows),
         license_given=license,
+        export=export,
         command=command or f"tomoe convert {shown_name(base) or 'MODEL'} --recipe recipe.json -o {out.resolve().name}",
     )
     return write_whole(out / "README.md", str(card))

@@ -1,0 +1,192 @@
+"""A converted folder becomes an export, and the export is proved: on real text it predicts what the folder predicts.
+
+OUT (a converted folder) -> DIR (weights of another architecture, export.json, a card)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import tomoe
+from tomoe.api import EvaluationText, Listener, held_out_text, read_text
+from tomoe.convert import pick_device
+from tomoe.errors import UserError
+from tomoe.files import write_whole
+from tomoe.loading import load_dense, load_tokenizer
+from tomoe.moe.export import Choice, Options, Sizes, check_place, choose, in_words, write_export
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.plan import Plan
+from tomoe.report.agreement import Agreement, agree, record
+from tomoe.report.card import write_card
+from tomoe.report.compare import Row, from_json
+from tomoe.report.perplexity import blocks_sha256
+from tomoe.report.summary import recipe_of, shown_name
+
+FORMAT = "tomoe-export-1"
+PROOF_TOKENS = 4096
+CONTEXT = 512  # of a text file; held-out text comes in blocks of its own size
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far an export may be off before it counts as broken."""
+
+    difference: float | None  # typical, as a share of the largest logit; None: rounding is too coarse to say
+    kl: float  # nats, mean
+
+
+# A wrong export is off by much more than this everywhere. A near tie of a router may fall the other way in one block.
+BOUNDS = {"float32": Bounds(1e-4, 1e-4), "bfloat16": Bounds(None, 0.05), "float16": Bounds(None, 0.01)}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written and how well it was proved."""
+
+    folder: Path
+    choice: Choice
+    sizes: Sizes
+    agreement: Agreement
+    problem: str | None  # what the proof found; None where it holds
+
+    @property
+    def result(self) -> str:
+        """The proof in one line of numbers."""
+        a = self.agreement
+        return (
+            f"largest logit difference {a.largest_difference:.2g} (largest logit {a.largest_logit:.1f}), KL {a.kl:.2g} nats, "
+            f"same top-1 {a.top1_agreement:.2%}, perplexity {a.perplexity:.4f} (converted folder: "
+            f"{a.reference_perplexity:.4f}), {a.positions:,} positions"
+        )
+
+
+def export(
+    folder: Path, name: str, out: Path, *, text: str | None = None, tokens: int = PROOF_TOKENS, dtype: str = "float32",
+    device: str = "auto", options: Options | None = None, force: bool = False,
+    say: Callable[[str], None] = lambda sentence: None, listen: Listener | None = None,
+) -> Exported:  # fmt: skip
+    """Write the converted `folder` as target `name` to `out`, then prove it in `dtype` on text of at most `tokens` tokens.
+
+    The text is what the conversion held out, or the file `text`. `say` gets what the user should know before anything is
+    written. Raises UserError, before writing, where the target cannot hold the model, `out` is taken or the disk is too
+    full, or no text is there; and after writing, where the proof fails: then all files stay.
+    """
+    options = options or Options()
+    moe = _load(folder, None, device)
+    tokenizer = load_tokenizer(str(folder))
+    given = _proof_text(folder, text, tokens)
+    choice = choose(moe, name)
+    sizes = choice.target.sizes(moe, options)
+    check_place(out, folder, sizes.bytes, force)
+    own = sum(p.nbytes for p in moe.parameters())
+    say(f"{choice.target.name}: {choice.reason}.")
+    say(f"It takes {in_words(sizes.bytes)} ({sizes.words}); the weights of {folder.name} take {in_words(own)}.")
+
+    def heard(stage: str) -> Callable[[int, int], None]:
+        return lambda done, total: listen(stage, done, total, {}) if listen else None
+
+    def written(done: int, total: int) -> None:
+        heard("writing (MB)")(done // 10**6, max(1, total // 10**6))
+
+    write_export(choice, moe, tokenizer, out, options, written)
+    del moe
+    ids, mask = given.blocks.input_ids, given.blocks.mask
+    meant = record(_load(folder, dtype, device), ids, mask, heard("proving, converted"))
+    found = record(
+        load_dense(str(out), getattr(torch, dtype), pick_device(device)), ids, mask, heard("proving, export")
+    )
+    agreement = agree(meant, found, ids, mask)
+    done = Exported(out, choice, sizes, agreement, judge(agreement, BOUNDS[dtype]))
+    _write_papers(done, folder, given, dtype, options)
+    if done.problem:
+        raise UserError(
+            f"the export in {out} is not the same model: {done.problem}; nothing was deleted, see export.json"
+        )
+    return done
+
+
+def judge(a: Agreement, bounds: Bounds) -> str | None:
+    """What is wrong, in words; None where nothing is."""
+    allowed = None if bounds.difference is None else bounds.difference * max(1.0, a.largest_logit)
+    if allowed is not None and not a.typical_difference <= allowed:
+        return f"its logits differ by {a.typical_difference:.2g} in a typical block, {allowed:.2g} were allowed"
+    if not a.kl <= bounds.kl:
+        return f"its predictions differ by a KL of {a.kl:.2g} nats, {bounds.kl:.2g} were allowed"
+    return None
+
+
+def _load(folder: Path, dtype: str | None, device: str) -> ToMoEForCausalLM:
+    """The converted model in `dtype`, or in the one it is stored in. Raises UserError for anything else than one."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        stored, kind = str(config.get("dtype") or "float32"), config.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{folder} holds no converted model (no config.json that can be read); give what `tomoe convert` wrote"
+        ) from error
+    if kind != "tomoe":
+        raise UserError(f"{folder} holds a {kind!r} model, and export starts from a folder that `tomoe convert` wrote")
+    moe = load_dense(str(folder), getattr(torch, dtype or stored), pick_device(device))
+    assert isinstance(moe, ToMoEForCausalLM)
+    return moe
+
+
+def _proof_text(folder: Path, text: str | None, tokens: int) -> EvaluationText:
+    if text is not None:
+        return read_text(text, load_tokenizer(str(folder)), CONTEXT, tokens)
+    given = held_out_text([str(folder)])
+    blocks = max(1, -(-tokens // given.blocks.input_ids.shape[1]))
+    return EvaluationText(given.blocks.pick(torch.arange(min(len(given.blocks), blocks))), given.name, given.seed)
+
+
+def _write_papers(done: Exported, folder: Path, given: EvaluationText, dtype: str, options: Options) -> None:
+    """export.json and the card."""
+    target, a = done.choice.target, done.agreement
+    papers: dict[str, Any] = {
+        "format": FORMAT,
+        "target": target.name,
+        "reason": done.choice.reason,
+        "bytes": done.sizes.bytes,
+        "layout": done.sizes.words,
+        "options": options.__dict__,
+        "proof": {
+            "same": done.problem is None,
+            "problem": done.problem,
+            **a.to_dict(),
+            "dtype": dtype,
+            "text": given.name,
+            "text_sha256": blocks_sha256(given.blocks.input_ids, given.blocks.mask),
+            "context_length": given.blocks.input_ids.shape[1],
+        },
+        "versions": {m.__name__: str(m.__version__) for m in (torch, transformers, tomoe)},
+    }
+    write_whole(done.folder / "export.json", json.dumps(papers, indent=2) + "\n")
+    if (folder / "plan.json").is_file():
+        verdict = (
+            "It predicts the same" if done.problem is None else f"**It does not predict the same: {done.problem}**"
+        )
+        proof = f"{verdict}: {done.result} of {given.name}, {dtype}."
+        plan = Plan.load(folder)
+        recipe = recipe_of(plan)
+        model = shown_name(recipe.model) if recipe else "MODEL"
+        command = (
+            f"tomoe convert {model} --recipe recipe.json -o {folder.name}\n"
+            f"tomoe export {folder.name} --format {target.name} -o {done.folder.name}"
+        )
+        export = (target.name, done.sizes.words, proof)
+        write_card(done.folder, plan, _rows(folder), command=command, export=export)
+
+
+def _rows(folder: Path) -> list[Row]:
+    """What was measured after the conversion; nothing, where that was not done or by another version."""
+    try:
+        return from_json((folder / "evaluation.json").read_text(encoding="utf-8"))
+    except (OSError, UserError):
+        return []
