@@ -75,7 +75,7 @@ def test_allocation_is_the_best_for_convex_losses() -> None:
     for _ in range(3):
         drops = torch.rand(4, generator=generator).sort(descending=True).values
         loss = torch.cat([drops.flip(0).cumsum(0).flip(0), torch.zeros(1)])
-        sites.append(Ranking(torch.zeros(1, 4, dtype=torch.long), loss.tolist(), [0, 10, 20, 30, 40]))
+        sites.append(Ranking(torch.zeros(1, 4, dtype=torch.long), loss, [0, 10, 20, 30, 40]))
     units = allocate(sites, 80.0)
     assert sum(units) == 8
     best = min(

@@ -12,7 +12,7 @@ from conftest import SOURCE
 
 FLOORS = (
     {"errors", "gumbel"},
-    {"files"},
+    {"files", "distributed"},
     {"config", "dense", "routing", "fetch", "sources", "self_text"},
     {"loading", "data"},
     {"budget"},

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -274,3 +275,30 @@ def test_a_kill_while_a_checkpoint_is_made_again_leaves_a_whole_one(
     found = run.last()
     assert found is not None
     assert found.step == 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_keeps_its_last_step(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, signum: int
+) -> None:
+    """A scheduler's warning in the middle of step 4: the three whole steps are kept, and the rest ends in the same bytes."""
+    options = [model, "--data", text, *small(train_steps="6", train_save_every="100")]
+    assert tomoe("train", *options, "-o", tmp_path / "whole").code == 0
+    real, calls = training.distillation_loss, iter(range(10**6))
+
+    def loss(*args: Any) -> Tensor:
+        if next(calls) == 3:
+            signal.raise_signal(signum)
+        return real(*args)
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as only_here:
+        only_here.setattr(training, "distillation_loss", loss)
+        outcome = tomoe("train", *options, "-o", run)
+    assert outcome.code == 128 + signum
+    assert "--resume" in outcome.err.splitlines()[-1]
+    assert sorted(path.name for path in (run / "masks").iterdir()) == ["step-000000", "step-000003"]
+    assert tomoe("train", *options, "-o", run, "--resume").code == 0
+    name = Path("masks") / "step-000006" / "masks.safetensors"
+    assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert steps_of(run) == steps_of(tmp_path / "whole")

@@ -16,6 +16,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import tomoe
+from tomoe import distributed
 from tomoe.config import Recipe
 from tomoe.data import Blocks, Corpus, prepare
 from tomoe.dense import check_output, shape_of
@@ -73,14 +74,20 @@ def begin(
 
     Nothing is written, and nothing of an older run goes, before model and text turned out to be of use.
     """
-    run.check(recipe, resume, force)
+    distributed.first(lambda: run.check(recipe, resume, force))
     model, tokenizer = open_dense(recipe)
-    if resume and run.corpus.exists():
-        return model, tokenizer, Corpus.load(run.corpus)
-    corpus = prepare(recipe.data, tokenizer, recipe.seed, model, lambda done, total: listen("text", done, total, {}))
-    run.begin(recipe, resume)
-    corpus.save(run.corpus)
-    return model, tokenizer, corpus
+
+    def begin_run() -> None:
+        if resume and run.corpus.exists():
+            return
+        corpus = prepare(
+            recipe.data, tokenizer, recipe.seed, model, lambda done, total: listen("text", done, total, {})
+        )
+        run.begin(recipe, resume)
+        corpus.save(run.corpus)
+
+    distributed.first(begin_run)
+    return model, tokenizer, Corpus.load(run.corpus)
 
 
 def make_network(
@@ -109,6 +116,7 @@ def _train(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, run: RunFolde
     net = make_network(start, model, corpus.calibration, listen)
     training = Training(model, net, recipe, corpus, run)
     training.resume()
+    distributed.copy_(net.state_dict().values())
     training.train(lambda row: listen("train", row["step"], recipe.train.steps, row))
     return net
 
@@ -185,7 +193,11 @@ def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False
     net = _train(recipe, model, corpus, run, listen)
     learned = time.perf_counter()
     made = finish_plan(net, model, recipe, corpus, recipe.train.steps)
-    _save(made, model, tokenizer, out, force or goes_on)
+    distributed.first(lambda: _save(made, model, tokenizer, out, force or goes_on))
     seconds = {"text": text_ready - began, "learning": learned - text_ready, "folding": time.perf_counter() - learned}
-    write_whole(out / "run" / "cost.json", json.dumps(seconds, indent=2) + "\n")
+    distributed.first(lambda: _write_cost(out, seconds))
     return made
+
+
+def _write_cost(out: Path, seconds: dict[str, float]) -> None:
+    write_whole(out / "run" / "cost.json", json.dumps(seconds, indent=2) + "\n")

@@ -10,6 +10,7 @@ import torch
 import typer
 
 import tomoe
+from tomoe import distributed
 from tomoe.cli.carve import carve
 from tomoe.cli.convert import convert
 from tomoe.cli.evaluate import evaluate
@@ -54,7 +55,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 2 what the user can mend (one line on stderr), 130 or 143 stopped."""
     quiet_libraries()
     try:
-        with stoppable():
+        with stoppable(), distributed.together():
             app(list(sys.argv[1:] if args is None else args), prog_name="tomoe")
     except UserError as error:
         _fail(2, str(error))

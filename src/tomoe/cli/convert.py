@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tomoe import api
+from tomoe import api, distributed
 from tomoe import convert as stages
 from tomoe.cli.options import (
     ActiveOption,
@@ -53,6 +53,8 @@ def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool) -> None
     """Convert, measure, write the reports and show what came out."""
     with Screen() as screen, resumable(out / "run"):
         plan = stages.convert(recipe, out, resume, force, screen.listen)
+        if distributed.rank():
+            return
         rows = api.write_reports(out, screen.listen)
     console = results()
     console.print(to_rich(rows))

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from tomoe import distributed
 from tomoe.cli.stopping import check
 from tomoe.report.warnings import Finding
 
@@ -77,7 +78,7 @@ class Screen:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, highlight=False)
+        self.console = console or Console(stderr=True, highlight=False, quiet=distributed.rank() > 0)
         columns = (
             TextColumn("{task.description:<14}"), BarColumn(24), MofNCompleteColumn(),
             TimeRemainingColumn(elapsed_when_finished=True),

@@ -21,8 +21,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tomoe import distributed
 from tomoe.budget import attention_params, block_total, mlp_params
-from tomoe.dense import LayerParts, ModelShape, decoder_layers, layer_parts
+from tomoe.dense import ModelShape, decoder_layers, layer_parts
 from tomoe.gumbel import derive_seed, keep_logit, keep_probability
 from tomoe.pruning.mask_network import MaskNetwork, Projection
 
@@ -36,7 +37,7 @@ class Ranking:
     """One site: its dims in order of importance and what it costs to keep only the first of them."""
 
     ranks: Int[Tensor, "n size"]  # 0 = dropped last
-    loss: list[float]  # summed relative squared error with 0, 1, .. units kept; units as in `params`
+    loss: Float[Tensor, " n1"]  # float64, summed relative squared error with 0, 1, .. units kept; units as in `params`
     params: list[int]  # parameters with 0, 1, .. units kept
 
 
@@ -97,17 +98,17 @@ def carve_mlp(
         expert_ranks, loss = backward_elimination((own.T @ own) * down_gram / len(h))
         ranks.append(expert_ranks)
         total = total + loss[list(units)].double().cpu()
-    return Ranking(torch.stack(ranks), total.tolist(), params)
+    return Ranking(torch.stack(ranks), total, params)
 
 
 def allocate(sites: Sequence[Ranking], budget: float) -> list[int]:
     """Units per site: the next unit always goes where it saves most error per parameter, until the budget is spent."""
-    units = [1] * len(sites)
+    units, losses = [1] * len(sites), [site.loss.tolist() for site in sites]
     spent = sum(site.params[1] for site in sites)
 
     def gain(i: int) -> float:
-        site, n = sites[i], units[i]
-        return -max(0.0, site.loss[n] - site.loss[n + 1]) / (site.params[n + 1] - site.params[n])
+        n, loss, params = units[i], losses[i], sites[i].params
+        return -max(0.0, loss[n] - loss[n + 1]) / (params[n + 1] - params[n])
 
     heap = [(gain(i), i) for i, site in enumerate(sites) if len(site.params) > 2]
     heapq.heapify(heap)
@@ -158,6 +159,12 @@ class _Carving:
         finally:
             for handle in handles:
                 handle.remove()
+        for i, (router, mlp) in enumerate(zip(self.routers, self.mlps, strict=True)):
+            distributed.copy_((router, mlp.ranks, mlp.loss), self._owner(i))
+
+    def _owner(self, i: int) -> int:
+        """All processes run the text, but each ranks only its share of the layers, which is what takes long."""
+        return i % distributed.size()
 
     def _hooks(self, i: int, mask: Bool[Tensor, "B S"]) -> list[RemovableHandle]:
         parts, real = self.parts[i], mask.flatten()
@@ -176,7 +183,7 @@ class _Carving:
             return hook
 
         def carve(*_: Any) -> None:
-            self._carve_mlp(parts, seen["x"].float(), seen["h"].float(), seen["residual"].float())
+            self._carve_mlp(i, seen["x"].float(), seen["h"].float(), seen["residual"].float())
             self.attention.append(attention_importance(seen["q"], seen["k"], seen["o"], parts.o.weight, self.shape))
             seen.clear()
             self.progress(i + 1, self.shape.num_layers)
@@ -191,17 +198,22 @@ class _Carving:
             self.layers[i].register_forward_hook(carve),
         ]
 
-    def _carve_mlp(self, parts: LayerParts, x: Tensor, h: Tensor, residual: Tensor) -> None:
+    def _carve_mlp(self, i: int, x: Tensor, h: Tensor, residual: Tensor) -> None:
         s, n = self.shape, self.net.experts.num_experts
-        router = spherical_kmeans(x, n, derive_seed(self.seed, "k-means", len(self.mlps)))
-        logits = x @ router.T
-        expert_ids = logits.argmax(-1)
-        weight = 1 / residual.square().sum(-1).clamp_min(1e-6)
         multiple = self.net.experts.width_multiple
         units = [min(u * multiple, s.mlp_size) for u in range(-(-s.mlp_size // multiple) + 1)]
         params = [int(mlp_params(s, width)) for width in units]
+        if self._owner(i) != distributed.rank():  # filled in from its owner
+            self.routers.append(x.new_empty(n, s.hidden_size))
+            ranks = torch.empty(n, s.mlp_size, dtype=torch.long, device=x.device)
+            self.mlps.append(Ranking(ranks, torch.empty(len(units), dtype=torch.float64), params))
+            return
+        router = spherical_kmeans(x, n, derive_seed(self.seed, "k-means", i))
+        logits = x @ router.T
+        weight = 1 / residual.square().sum(-1).clamp_min(1e-6)
         self.routers.append(router * confident_scale(logits))
-        self.mlps.append(carve_mlp(h, expert_ids, weight, parts.down.weight.float(), n, units, params))
+        down = self.parts[i].down.weight.float()
+        self.mlps.append(carve_mlp(h, logits.argmax(-1), weight, down, n, units, params))
 
 
 def attention_importance(

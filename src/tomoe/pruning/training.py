@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tomoe import distributed
 from tomoe.config import Recipe, TrainSection
 from tomoe.errors import UserError
 from tomoe.gumbel import derive_seed
@@ -85,17 +86,20 @@ def _targets(ids: Tensor, mask: Tensor, head: nn.Module) -> tuple[Tensor, nn.Mod
     return targets, head, valid
 
 
-def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
-
-
 class Training:
     """One run: the network, its optimizer and how many steps they have behind them."""
 
     def __init__(self, model: PreTrainedModel, net: MaskNetwork, recipe: Recipe, corpus: Batches, run: RunFolder):
+        passes, processes = recipe.train.gradient_accumulation, distributed.size()
+        if passes % processes:
+            raise UserError(
+                f"a step has {passes} forward passes (train.gradient_accumulation), which {processes} processes cannot share "
+                f"evenly; set it to {processes} or a multiple"
+            )
         self.model, self.net, self.recipe, self.corpus, self.run = model, net, recipe, corpus, run
         self.optimizer = make_optimizer(net, recipe.train)
         self.step, self.bad_steps = 0, 0
+        self.saved, self.updating = -1, False
 
     def resume(self) -> bool:
         """Go to the newest whole checkpoint; False where there is none yet."""
@@ -104,25 +108,32 @@ class Training:
             return False
         self.run.restore(checkpoint, self.net, self.optimizer)
         self.step, self.bad_steps = checkpoint.step, int(checkpoint.state["bad_steps"])
-        self.run.forget_metrics_after(self.step)
+        distributed.first(lambda: self.run.forget_metrics_after(self.step))
         return True
 
     def save(self) -> None:
+        if distributed.rank():
+            return
+        self.saved = self.step
         state = {"bad_steps": self.bad_steps, "recipe_digest": self.recipe.digest()}
         self.run.save(self.step, self.net, self.optimizer, state)
 
     def train(self, on_step: Callable[[Row], None] | None = None) -> None:
-        """Run to the last step of the recipe, saving on the way. Raises UserError after too many bad steps in a row."""
+        """Run to the last step of the recipe, saving on the way; whoever stops it in between loses no step.
+
+        Raises UserError after too many bad steps in a row, and where another process of the run is gone.
+        """
         train = self.recipe.train
         with _checkpointing(self.model) if train.gradient_checkpointing else nullcontext():
             if self.step == 0:
                 self.save()
             while self.step < train.steps:
-                row = self.one_step()
-                if self.step % train.log_every == 0 or self.step == train.steps or row["skipped"]:
-                    self.run.append_metrics(row)
-                if on_step:
-                    on_step(row)
+                with self._saved_if_cut_off():
+                    row = self.one_step()
+                    if self.step % train.log_every == 0 or self.step == train.steps or row["skipped"]:
+                        self._log(row)
+                    if on_step:
+                        on_step(row)
                 if self.bad_steps >= train.max_bad_steps:
                     raise UserError(
                         f"the loss was not finite in {self.bad_steps} steps in a row (up to step {self.step}); the last good "
@@ -132,33 +143,51 @@ class Training:
                 if self.step == train.steps or (self.step % train.save_every == 0 and not row["skipped"]):
                     self.save()
 
+    @contextmanager
+    def _saved_if_cut_off(self) -> Iterator[None]:
+        """A stop, a lost process or a lack of memory may come at any moment: all but the update itself leaves a whole step."""
+        try:
+            yield
+        except BaseException:
+            if not self.updating and not self.bad_steps and self.step > self.saved:
+                self.save()
+            raise
+
+    def _log(self, row: Row) -> None:
+        if distributed.rank() == 0:
+            self.run.append_metrics(row)
+
     def one_step(self) -> Row:
-        """All micro-batches of a step, then one update, unless something in it is not finite."""
+        """All forward passes of a step (this process takes its share), then one update, unless something is not finite."""
         began, train = time.perf_counter(), self.recipe.train
         rate = learning_rate(train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         rows, tokens = [], 0
-        for micro in range(train.gradient_accumulation):
+        for micro in range(distributed.rank(), train.gradient_accumulation, distributed.size()):
             blocks = self.corpus.batch(
                 self.step, micro, train.batch_size, train.gradient_accumulation, self.recipe.seed
             )
             tokens += int(blocks.mask.sum())
             rows.append(micro_step(self.model, self.net, self.recipe, blocks, self.step, micro))
+        distributed.sum_gradients_(self.net)
         norm = nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
-        row: Row = _mean(rows)
+        *terms, all_tokens = distributed.sums([*(sum(row[name] for row in rows) for name in rows[0]), tokens])
+        row: Row = {name: term / train.gradient_accumulation for name, term in zip(rows[0], terms, strict=True)}
         skipped = not (math.isfinite(row["loss"]) and bool(norm.isfinite()))
         self.bad_steps = self.bad_steps + 1 if skipped else 0
+        self.updating = True
         if not skipped:
             if train.gradient_clip:
                 nn.utils.clip_grads_with_norm_(self.net.parameters(), train.gradient_clip, norm)
             self.optimizer.step()
         self.step += 1
+        self.updating = False
         seconds = time.perf_counter() - began
         return {
-            "step": self.step, **row, "learning_rate": rate, "gradient_norm": float(norm), "tokens": tokens,
-            "seconds": seconds, "tokens_per_second": tokens / seconds, "skipped": skipped,
+            "step": self.step, **row, "learning_rate": rate, "gradient_norm": float(norm), "tokens": int(all_tokens),
+            "seconds": seconds, "tokens_per_second": all_tokens / seconds, "skipped": skipped,
         }  # fmt: skip
 
 
