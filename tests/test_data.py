@@ -238,6 +238,20 @@ def test_a_mixture_has_equal_parts_by_tokens_even_when_one_source_is_short(
             assert set("abc") <= set(text(tokenizer, part))
 
 
+def test_each_block_knows_its_source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    corpus = prepare(section(*(lines(tmp_path / f"{c}.jsonl", c) for c in "abc")), tokenizer, seed=0)
+    corpus.save(tmp_path / "tokens.safetensors")
+    for read in (corpus, Corpus.load(tmp_path / "tokens.safetensors")):
+        for part in (read.train, read.calibration, read.evaluation.pick(torch.arange(2))):
+            assert part.source_ids is not None
+            for i, source in enumerate(part.source_ids.tolist()):
+                assert "abc"[source] in text(tokenizer, part.pick(torch.tensor([i])))
+    older = Corpus(*(Blocks(part.input_ids, part.mask) for part in (corpus.train, corpus.calibration, corpus.evaluation)),
+                   corpus.sources, corpus.tokenizer, corpus.seed)  # fmt: skip
+    older.save(tmp_path / "older.safetensors")
+    assert Corpus.load(tmp_path / "older.safetensors").evaluation.source_ids is None
+
+
 def test_documents_are_taken_from_all_of_a_source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     source = lines(tmp_path / "a.jsonl", "a", 1000)  # ten times as many tokens as asked for
     written = [text(tokenizer, prepare(section(source, tokens=700), tokenizer, seed).train) for seed in (0, 1)]

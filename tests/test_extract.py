@@ -14,7 +14,15 @@ from conftest import ATTENTION_MODES, make_network, make_pico, tokens
 from tomoe.dense import ModelShape, shape_of
 from tomoe.errors import UserError
 from tomoe.plan import Plan
-from tomoe.pruning.extract import BUDGET_TOLERANCE, Extraction, Site, extract_plan, least_active, solve_budget
+from tomoe.pruning.extract import (
+    BUDGET_TOLERANCE,
+    Extraction,
+    Site,
+    common_offset,
+    extract_plan,
+    least_active,
+    whole_units,
+)
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import planned_masks
 from tomoe.routing import ValueRouter
@@ -185,6 +193,10 @@ def test_a_multiple_that_does_not_divide_the_layer() -> None:
     )
 
 
+def solve(sites: list[Site], target: int) -> list[int]:
+    return whole_units(sites, common_offset(sites, target), target)
+
+
 def sigmoid_site(most: int, cost: int, shift: float) -> Site:
     return Site(lambda o: most / (1 + 2.718281828 ** -(o + shift)), lambda n: n * cost, most)
 
@@ -196,7 +208,7 @@ def test_equal_costs_come_as_near_as_any_choice_can(seed: int) -> None:
     sites = [sigmoid_site(int(draw(2, 6)), 10, float(draw(-3, 4))) for _ in range(4)]
     least, most = (sum(s.params(n(s)) for s in sites) for n in (lambda s: 1, lambda s: s.most))
     for target in range(least, most + 7, 11):
-        units = solve_budget(sites, target)
+        units = solve(sites, target)
         assert all(1 <= n <= s.most for n, s in zip(units, sites, strict=True))
         error = abs(sum(s.params(n) for n, s in zip(units, sites, strict=True)) - target)
         every = itertools.product(*(range(1, s.most + 1) for s in sites))
@@ -211,20 +223,33 @@ def test_unequal_costs_miss_by_half_a_unit_at_most(seed: int) -> None:
     least, most = sum(s.params(1) for s in sites), sum(s.params(s.most) for s in sites)
     largest = max(s.params(2) - s.params(1) for s in sites)
     for target in range(least, most + 1, max(1, (most - least) // 12)):
-        units = solve_budget(sites, target)
+        units = solve(sites, target)
         assert abs(sum(s.params(n) for n, s in zip(units, sites, strict=True)) - target) <= largest / 2 + 1
     with pytest.raises(UserError, match="ask for more"):
-        solve_budget(sites, least - 1)
+        solve(sites, least - 1)
 
 
 def test_all_sites_move_by_one_offset() -> None:
     """Widths are the expected ones at a common shift of the logits, to a unit."""
     sites = [sigmoid_site(1000, 3, shift) for shift in (-2.0, 0.0, 1.0)]
-    units = solve_budget(sites, 3 * 1400)
+    units = solve(sites, 3 * 1400)
     offsets = [
         torch.logit(torch.tensor(n / 1000)).item() - shift for n, shift in zip(units, (-2.0, 0.0, 1.0), strict=True)
     ]
     assert max(offsets) - min(offsets) < 0.02
+
+
+def test_the_plan_remembers_how_wide_training_left_each_expert() -> None:
+    net = make_network(model(), "none", spread=2.0, width_multiple=MULTIPLE)
+    plan = extract_plan(net, model(), 0.6, CALIBRATION)
+    logits = Extraction(net, model()).neuron_logits
+    for row, layer, own in zip(plan.notes["expert_widths"], plan.layers, map(torch.detach, logits), strict=True):
+        mean = sum(row) / len(row)
+        assert abs(mean - layer.width) <= MULTIPLE / 2 + 1  # one width for all is their mean, but for whole units
+        shifted = [(1 - torch.exp(-torch.exp(own + 3.0 + o / 100))).sum(1) for o in range(-500, 500)]
+        nearest = min(shifted, key=lambda kept: abs(float(kept.mean()) - mean))
+        torch.testing.assert_close(torch.tensor(row).float(), nearest, atol=2.0, rtol=0.0)
+        assert max(row) > min(row)
 
 
 @pytest.mark.parametrize("attention", ATTENTION_MODES)

@@ -6,6 +6,7 @@ recipe -> RUN (recipe, corpus, metrics, masks/step-N) -> PLAN (plan.json, plan.s
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan, least_active
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.run_folder import RunFolder
-from tomoe.pruning.training import Training
+from tomoe.pruning.training import Row, Training
 
 Listener = Callable[[str, int, int, dict[str, Any]], None]
 """Called as (stage, done, total, what is known) whenever a long stage gets on."""
@@ -144,7 +145,7 @@ def finish_plan(net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus
     """The plan with its papers: source hash, dense config, recipe, versions."""
     calibration = corpus.calibration.input_ids.to(model.device), corpus.calibration.mask.to(model.device)
     bare = extract_plan(net, model, recipe.active, calibration)
-    notes = {
+    notes = bare.notes | {
         "steps": steps,
         "block_size": recipe.data.block_size,
         "torch": torch.__version__,
@@ -195,9 +196,36 @@ def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False
     made = finish_plan(net, model, recipe, corpus, recipe.train.steps)
     distributed.first(lambda: _save(made, model, tokenizer, out, force or goes_on))
     seconds = {"text": text_ready - began, "learning": learned - text_ready, "folding": time.perf_counter() - learned}
-    distributed.first(lambda: _write_cost(out, seconds))
+    took = json.dumps(cost(recipe, model, corpus, seconds, goes_on), indent=2) + "\n"
+    distributed.first(lambda: write_whole(out / "run" / "cost.json", took))
     return made
 
 
-def _write_cost(out: Path, seconds: dict[str, float]) -> None:
-    write_whole(out / "run" / "cost.json", json.dumps(seconds, indent=2) + "\n")
+def cost(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, seconds: dict[str, float], resumed: bool) -> Row:
+    """What a conversion took: wall seconds by stage, tokens, peak memory of the first process (bytes), and on what.
+
+    Peak memory is None where the system does not say; seconds are those of the last start alone, where it was resumed.
+    """
+    t, device = recipe.train, model.device.type
+    return {
+        "seconds": seconds,
+        "tokens": {
+            "text": sum(part.tokens for part in (corpus.train, corpus.calibration, corpus.evaluation)),
+            "learning": t.steps * t.batch_size * t.gradient_accumulation * recipe.data.block_size,
+        },
+        "peak_memory_bytes": peak_memory(),
+        "device_peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "threads": torch.get_num_threads(),
+        "resumed": resumed,
+    }
+
+
+def peak_memory() -> int | None:
+    """Most bytes of main memory that this process ever held; None on Windows, which keeps no such count for us."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else held * 1024  # macOS counts bytes, Linux kilobytes

@@ -43,6 +43,7 @@ class Blocks:
 
     input_ids: Int[Tensor, "B S"]
     mask: Bool[Tensor, "B S"]
+    source_ids: Int[Tensor, " B"] | None = None  # of `Corpus.sources`; None where that was not kept
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -54,11 +55,13 @@ class Blocks:
 
     def pick(self, block_ids: Int[Tensor, " n"]) -> Blocks:
         """Those blocks, in that order."""
-        return Blocks(self.input_ids[block_ids], self.mask[block_ids])
+        sources = None if self.source_ids is None else self.source_ids[block_ids]
+        return Blocks(self.input_ids[block_ids], self.mask[block_ids], sources)
 
     def to(self, device: torch.device | str) -> Blocks:
         """The same blocks on a device."""
-        return Blocks(self.input_ids.to(device), self.mask.to(device))
+        sources = None if self.source_ids is None else self.source_ids.to(device)
+        return Blocks(self.input_ids.to(device), self.mask.to(device), sources)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +127,12 @@ class Corpus:
             raise UserError(f"{path} is not a whole file of prepared tokens ({error}); prepare them again") from None
         if about.get("format") != _FORMAT:
             raise UserError(f"{path} holds no tokens prepared by this version (format {_FORMAT}); prepare them again")
-        parts = {part: Blocks(tensors[f"{part}.input_ids"].long(), tensors[f"{part}.mask"]) for part in _PARTS}
+        parts = {
+            part: Blocks(
+                tensors[f"{part}.input_ids"].long(), tensors[f"{part}.mask"], tensors.get(f"{part}.source_ids")
+            )
+            for part in _PARTS
+        }
         corpus = cls(**parts, sources=tuple(about["sources"]), tokenizer=about["tokenizer"], seed=about["seed"])
         if corpus.digest() != about["sha256"]:
             raise UserError(f"the tokens in {path} are not those that were written; prepare them again")
@@ -136,6 +144,8 @@ class Corpus:
             blocks: Blocks = getattr(self, part)
             tensors[f"{part}.input_ids"] = blocks.input_ids.int().contiguous()
             tensors[f"{part}.mask"] = blocks.mask.contiguous()
+            if blocks.source_ids is not None:  # files of older versions have none
+                tensors[f"{part}.source_ids"] = blocks.source_ids.int().contiguous()
         return tensors
 
 
@@ -316,7 +326,9 @@ def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _mixed(own: list[Blocks], generator: torch.Generator) -> Blocks:
     """The blocks of all sources in random order, so that any run of them is a mixture."""
-    joined = Blocks(torch.cat([blocks.input_ids for blocks in own]), torch.cat([blocks.mask for blocks in own]))
+    ids, masks = ([getattr(blocks, name) for blocks in own] for name in ("input_ids", "mask"))
+    sources = [torch.full((len(blocks),), i) for i, blocks in enumerate(own)]
+    joined = Blocks(torch.cat(ids), torch.cat(masks), torch.cat(sources))
     return joined.pick(torch.randperm(len(joined), generator=generator))
 
 

@@ -47,8 +47,8 @@ class Site:
         return self.params(low) + (self.params(high) - self.params(low)) * (units - low)
 
 
-def solve_budget(sites: Sequence[Site], target: int) -> list[int]:
-    """Units of every site such that their parameters sum to `target`, as near as whole units allow.
+def common_offset(sites: Sequence[Site], target: int) -> float:
+    """The logit offset at which all sites together are expected to have `target` parameters.
 
     Raises UserError where even the smallest widths cost more than the target.
     """
@@ -64,7 +64,12 @@ def solve_budget(sites: Sequence[Site], target: int) -> list[int]:
             low = middle
         else:
             high = middle
-    wanted = [site.clipped(high) for site in sites]
+    return high
+
+
+def whole_units(sites: Sequence[Site], offset: float, target: int) -> list[int]:
+    """Units of every site near what it wants at `offset`, their parameters as near to `target` as whole units allow."""
+    wanted = [site.clipped(offset) for site in sites]
     units = [int(w) for w in wanted]
     total = sum(site.params(n) for site, n in zip(sites, units, strict=True))
     # whole units: round up where the remainder is largest, as long as that comes nearer to the target
@@ -140,9 +145,18 @@ class Extraction:
         s, attention = self.shape, self.net.experts.attention
         sites = self._sites(value_logits)
         kept_whole = s.num_layers * attention_params(s, s.head_dim, s.head_dim) if attention == "none" else 0
-        units = solve_budget([site for layer in sites for site in layer], round(active * block_total(s)) - kept_whole)
+        target, every = round(active * block_total(s)) - kept_whole, [site for layer in sites for site in layer]
+        offset = common_offset(every, target)
+        units = whole_units(every, offset, target)
         per_layer = [units[i : i + len(sites[0])] for i in range(0, len(units), len(sites[0]))]
-        return Plan(s, tuple(self._layer(i, *n) for i, n in enumerate(per_layer)))
+        layers = tuple(self._layer(i, *n) for i, n in enumerate(per_layer))
+        return Plan(s, layers, notes={"expert_widths": [self._expert_widths(i, offset) for i in range(s.num_layers)]})
+
+    def _expert_widths(self, i: int, offset: float) -> list[int]:
+        """Neurons that training would keep in each expert of a layer; extraction gives them all one width."""
+        s = self.net.sampling
+        kept = keep_probability(self.neuron_logits[i] + offset, s.keep_bias, s.noise).sum(-1)
+        return [int(n) for n in kept.round().tolist()]
 
     def _layer(self, i: int, mlp_units: int, qk_units: int = 0, value_dims: int = 0) -> LayerPlan:
         s, experts = self.shape, self.net.experts

@@ -87,12 +87,20 @@ def to_svg(picture: Picture, transparent: bool = False) -> str:
     return buffer.getvalue()
 
 
+def _own(tag: str, name: str) -> str:
+    """A tag in ink of the text's colour, its ids apart from other figures'. Images of equal bytes would share an id."""
+    tag = re.sub(r' id="image\w+"', "", tag.replace(INK, "currentColor"))
+    return re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", tag)
+
+
 def inline_svg(picture: Picture) -> Markup:
     """For a page that may be dark: no background, ink in the colour of the text, ids of its own."""
     svg = to_svg(picture, transparent=True)
-    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{picture.name}-", svg)
+    svg = re.sub(
+        r"<[^>]*>", lambda tag: _own(tag[0], picture.name), svg
+    )  # text holds no < and no >, but what it likes else
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
     return Markup(
         svg.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)
