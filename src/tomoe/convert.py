@@ -196,9 +196,13 @@ def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False
     made = finish_plan(net, model, recipe, corpus, recipe.train.steps)
     distributed.first(lambda: _save(made, model, tokenizer, out, force or goes_on))
     seconds = {"text": text_ready - began, "learning": learned - text_ready, "folding": time.perf_counter() - learned}
-    took = json.dumps(cost(recipe, model, corpus, seconds, goes_on), indent=2) + "\n"
-    distributed.first(lambda: write_whole(out / "run" / "cost.json", took))
+    took = cost(recipe, model, corpus, seconds, goes_on)
+    distributed.first(lambda: _write_cost(out, took))
     return made
+
+
+def _write_cost(out: Path, took: Row) -> None:
+    write_whole(out / "run" / "cost.json", json.dumps(took, indent=2) + "\n")
 
 
 def cost(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, seconds: dict[str, float], resumed: bool) -> Row:

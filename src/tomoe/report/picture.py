@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 
 from tomoe.files import write_whole
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 INK = "#1b1f24"
 WIDTH = 5.0  # inches: letters stay readable on a phone
@@ -52,7 +53,6 @@ class Picture:
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
     """Draw in the house's style, whatever matplotlib is set to elsewhere."""
-
     settings = cast(Any, dict(matplotlib.rcParamsDefault) | STYLE)
     settings.pop("backend", None)
 
