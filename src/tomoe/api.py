@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +22,15 @@ from tomoe.report.card import write_card
 from tomoe.report.compare import Row, compare, to_json
 from tomoe.report.overlap import shared_share
 from tomoe.report.page import Generation, PageFacts, read_metrics, write_page
+from tomoe.report.perplexity import sliding
+from tomoe.report.zero_shot import TaskScore, TaskSet
 from tomoe.sources import find
 
 Listener = Callable[[str, int, int, dict[str, Any]], None]
 PROMPT = "The three most important things about the sea are"  # what both models go on from in the report
 CONTEXT = 1024
+# Published perplexities are of one stream: documents (so many at most) with this between them, and no end-of-text tokens.
+PUBLISHED = {"wikitext": ("\n\n", None), "wikitext-103": ("\n\n", None), "ptb": (" ", None), "c4": (" ", 1100)}
 
 
 def load(name: str, dtype: str = "bfloat16", device: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -68,6 +73,7 @@ class EvaluationText:
     blocks: Blocks
     name: str
     seed: int | None = None
+    stride: int | None = None  # tokens from one window to the next; None: the blocks as they are
 
 
 def held_out_text(names: Sequence[str]) -> EvaluationText:
@@ -86,7 +92,11 @@ def held_out_text(names: Sequence[str]) -> EvaluationText:
 def read_text(source: str, tokenizer: PreTrainedTokenizerBase, context: int, tokens: int | None) -> EvaluationText:
     """A file or named source, from its beginning, in blocks of `context` tokens. Raises UserError where there is no text."""
     split = find(source).held_out or "train"
-    blocks = pack(tokenizer, documents(source, split), context, tokens)
+    texts: Iterable[str] = documents(source, split)
+    if source in PUBLISHED:
+        separator, most = PUBLISHED[source]
+        texts = [separator.join(islice(texts, most))]
+    blocks = pack(tokenizer, texts, context, tokens)
     return EvaluationText(blocks, Path(source).name if Path(source).exists() else f"{source} ({split})")
 
 
@@ -95,38 +105,49 @@ def evaluate(
     text: str | None = None,
     *,
     context: int | None = None,
+    stride: int | None = None,
     tokens: int | None = None,
+    tasks: TaskSet | None = None,
     dtype: str = "bfloat16",
     device: str = "auto",
     listen: Listener | None = None,
 ) -> list[Row]:
     """Every named model on the same text; the first one (the dense one) is the reference of the others.
 
-    Without `text` it is what a converted folder among them held out. `tokens` bounds the text. Raises UserError for a
-    model or text that is not there.
+    Without `text` it is what a converted folder among them held out. `tokens` bounds the text; `stride` makes windows of
+    `context` tokens overlap, so that each token is predicted from at least `context - stride` others; `tasks` are put to
+    every model too. Raises UserError for a model or text that is not there.
     """
     if text is None:
         given = held_out_text(names)
         size = given.blocks.input_ids.shape[1]
-        if context not in (None, size):
+        if context not in (None, size) or stride is not None:
             raise UserError(
-                f"the held-out text is in blocks of {size} tokens, not {context}; name a text with --text for other contexts"
+                f"the held-out text is in separate blocks of {size} tokens; name a text with --text for another context "
+                "or a stride"
             )
         if tokens is not None:
-            given = EvaluationText(
-                given.blocks.pick(torch.arange(min(len(given.blocks), -(-tokens // size)))), given.name, given.seed
-            )
+            first = given.blocks.pick(torch.arange(min(len(given.blocks), -(-tokens // size))))
+            given = replace(given, blocks=first)
     else:
-        given = read_text(text, load_tokenizer(names[0]), context or CONTEXT, tokens)
+        context = context or CONTEXT
+        if stride is not None and not 0 < stride <= context:
+            raise UserError(f"the stride is {stride}, but it should be between 1 and the context ({context})")
+        given = replace(read_text(text, load_tokenizer(names[0]), context, tokens), stride=stride)
 
     def loaded() -> Iterator[tuple[str, PreTrainedModel]]:
         for name in names:
             yield name, _load_model(name, dtype, device)
 
-    return _compare(loaded(), given, listen)
+    return _compare(loaded(), given, listen, tasks)
 
 
-def _compare(models: Any, given: EvaluationText, listen: Listener | None) -> list[Row]:
+def _compare(
+    models: Iterable[tuple[str, PreTrainedModel]],
+    given: EvaluationText,
+    listen: Listener | None,
+    tasks: TaskSet | None = None,
+) -> list[Row]:
     """`models` are (name, model) pairs; a name that is a converted folder is compared with the text it was fitted on."""
     names: list[str] = []
 
@@ -135,12 +156,21 @@ def _compare(models: Any, given: EvaluationText, listen: Listener | None) -> lis
             names.append(name)
             yield name, model
 
-    def progress(name: str, done: int, total: int) -> None:
+    def progress(what: str, done: int, total: int) -> None:
         if listen:
-            listen(f"evaluating {name}", done, total, {})
+            listen(what, done, total, {})
 
-    blocks = given.blocks
-    rows = compare(noted(), blocks.input_ids, blocks.mask, data=given.name, seed=given.seed, progress=progress)
+    def scores(name: str, model: PreTrainedModel) -> tuple[TaskScore, ...]:
+        assert tasks is not None
+        return tasks.run(model, load_tokenizer(name), lambda task, *at: progress(f"{task} of {Path(name).name}", *at))
+
+    text, blocks = (given.blocks.input_ids, given.blocks.mask), given.blocks
+    if given.stride is not None:
+        text = sliding(blocks.input_ids[blocks.mask], blocks.input_ids.shape[1], given.stride)
+    rows = compare(
+        noted(), *text, stride=given.stride, data=given.name, seed=given.seed, tasks=scores if tasks else None,
+        progress=lambda name, *at: progress(f"evaluating {name}", *at),
+    )  # fmt: skip
     return [
         replace(row, training_overlap=training_overlap(name, blocks)) for name, row in zip(names, rows, strict=True)
     ]
@@ -151,8 +181,9 @@ def training_overlap(name: str, text: Blocks) -> float | None:
     kept = Path(name) / "run" / "corpus.safetensors"
     if not kept.is_file():
         return None
-    corpus = Corpus.load(kept)
-    return max(shared_share(text, part) for part in (corpus.train, corpus.calibration))
+    parts = (corpus := Corpus.load(kept)).train, corpus.calibration
+    fitted = Blocks(torch.cat([part.input_ids for part in parts]), torch.cat([part.mask for part in parts]))
+    return shared_share(text, fitted)
 
 
 def write_reports(out: Path, listen: Listener | None = None) -> list[Row]:

@@ -78,7 +78,8 @@ class Screen:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, highlight=False, quiet=distributed.rank() > 0)
+        # this stderr, even where others are silenced
+        self.console = console or Console(file=sys.stderr, highlight=False, quiet=distributed.rank() > 0)
         columns = (
             TextColumn("{task.description:<14}"), BarColumn(24), MofNCompleteColumn(),
             TimeRemainingColumn(elapsed_when_finished=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from tomoe.errors import UserError
 from tomoe.report.facts import ModelFacts, model_facts
-from tomoe.report.perplexity import Measurement, measure
+from tomoe.report.perplexity import Measurement, Predictions, measure, new_tokens
 from tomoe.report.usage import ExpertCounter, ExpertUsage
+from tomoe.report.zero_shot import TaskScore
 
 FORMAT = "tomoe-comparison-2"
 NONE = "-"
@@ -30,9 +32,8 @@ class Row:
     measurement: Measurement
     facts: ModelFacts
     usage: ExpertUsage | None = None
-    training_overlap: float | None = (
-        None  # share of the tokens that the text it was fitted on holds too; see overlap.py
-    )
+    training_overlap: float | None = None  # share of the text that it was fitted on, see overlap.py
+    tasks: tuple[TaskScore, ...] = ()
 
     @property
     def name(self) -> str:
@@ -45,6 +46,7 @@ class Row:
             "facts": dict(self.facts),
             "usage": usage,
             "training_overlap": self.training_overlap,
+            "tasks": [score.to_dict() for score in self.tasks],
         }
 
     @classmethod
@@ -52,7 +54,8 @@ class Row:
         usage = values["usage"]
         measurement = Measurement.from_dict(values["measurement"])
         routed = None if usage is None else ExpertUsage.from_dict(usage)
-        return cls(measurement, values["facts"], routed, values["training_overlap"])
+        tasks = tuple(TaskScore.from_dict(score) for score in values["tasks"])
+        return cls(measurement, values["facts"], routed, values["training_overlap"], tasks)
 
 
 def compare(
@@ -60,15 +63,18 @@ def compare(
     input_ids: Int[Tensor, "B S"],
     mask: Bool[Tensor, "B S"],
     *,
+    stride: int | None = None,
     data: str = "",
     seed: int | None = None,
+    tasks: Callable[[str, Any], Sequence[TaskScore]] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Row]:
     """Measure (name, model) pairs on the same blocks; the first, dense one is the reference of all others.
 
-    `models` may be a generator that loads as it goes: beside the reference, one model is alive at a time. A name that
-    is a path gives the size on disk too, and shows as its last part. `progress` gets (name, blocks done, blocks in
-    all). Raises UserError as `measure` does.
+    `models` may be a generator that loads as it goes: beside the reference, which runs over the text once, one model is
+    alive at a time. A name that is a path gives the size on disk too, and shows as its last part. `tasks` is called with
+    (name as given, model) for the scores of tasks. `progress` gets (name, blocks done, blocks in all). Raises UserError as
+    `measure` does.
     """
     rows: list[Row] = []
     reference = None
@@ -79,15 +85,18 @@ def compare(
         counter = ExpertCounter(model)
 
         def report(done: int, total: int, name: str = name, counter: ExpertCounter = counter) -> None:
-            counter.count(mask[done - 1])
+            counter.count(new_tokens(mask, done - 1, stride))
             if progress:
                 progress(name, done, total)
 
+        own = Predictions(model, keep=reference is None)
         with counter:
-            measured = measure(model, input_ids, mask, reference, report, name=name, data=data, seed=seed)
-        rows.append(Row(measured, model_facts(model, path if path.exists() else None), counter.usage()))
-        reference = model if reference is None else reference
-        del model, counter, report  # before the next one is loaded
+            measured = measure(own, input_ids, mask, reference, report, stride=stride, name=name, data=data, seed=seed)
+        scores = tuple(tasks(given, model)) if tasks else ()
+        facts = model_facts(model, path if path.exists() else None)
+        rows.append(Row(measured, facts, counter.usage(), tasks=scores))
+        reference = reference or own
+        del model, own, counter, report  # before the next one is loaded
     return rows
 
 
@@ -132,7 +141,9 @@ def footnote(rows: Sequence[Row]) -> str:
     parts = [
         f"Text: {first.data or 'not named'} (sha256 {first.data_sha256[:12]})"
         + ("" if first.seed is None else f", seed {first.seed}")
-        + f", {first.blocks} blocks of {first.context_length} tokens (the context), {first.tokens:,} of them predicted",
+        + f", {first.blocks} blocks of {first.context_length} tokens (the context)"
+        + ("" if first.stride is None else f", each {first.stride} tokens further on than the last")
+        + f", {first.tokens:,} of them predicted",
         "± is one standard error, with blocks as independent units",
         "KL and same top-1 are against the first model" if len(rows) > 1 else "",
         "; ".join(dict.fromkeys(f"{row.measurement.dtype} on {row.measurement.device}" for row in rows)),
@@ -143,15 +154,60 @@ def footnote(rows: Sequence[Row]) -> str:
     return ". ".join(part for part in parts if part) + "."
 
 
+def task_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells: a line for each task, a column for each model, their means last. Empty where no task was run."""
+    asked = {(s.task, s.shots, s.metric): None for row in rows for s in row.tasks}
+    by_model = [{(s.task, s.shots, s.metric): s for s in row.tasks} for row in rows]
+    body = [
+        [task, str(shots), metric.replace("_", " "), *(_share(own.get((task, shots, metric))) for own in by_model)]
+        for task, shots, metric in asked
+    ]
+    if len(body) > 1:
+        body.append(["mean", "", "", *(_mean(row.tasks) if len(row.tasks) == len(asked) else NONE for row in rows)])
+    return ["task", "shots", "metric", *(row.name for row in rows)] if body else [], body
+
+
+def _share(score: TaskScore | None) -> str:
+    if score is None:
+        return NONE
+    error = "" if score.standard_error is None else f" ± {100 * score.standard_error:.1f}"
+    return f"{100 * score.value:.1f}{error}"
+
+
+def _mean(scores: Sequence[TaskScore]) -> str:
+    """Tasks are independent, so the squares of their errors add up."""
+    value = sum(s.value for s in scores) / len(scores)
+    error = math.sqrt(sum((s.standard_error or 0.0) ** 2 for s in scores)) / len(scores)
+    return f"{100 * value:.1f} ± {100 * error:.1f}"
+
+
+def task_footnote(rows: Sequence[Row]) -> str:
+    """How the tasks were run; empty where none was."""
+    scores = [score for row in rows for score in row.tasks]
+    if not scores:
+        return ""
+    counts = ", ".join(dict.fromkeys(f"{s.task} {s.examples:,}" for s in scores))
+    cut = sum(s.truncated for s in scores)
+    parts = [
+        f"Per cent, ± one standard error. Questions: {counts}",
+        f"{scores[0].harness}, few-shot examples drawn with seed {scores[0].seed}",
+        f"{cut:,} prompts were longer than the model's context and lost their beginning" if cut else "",
+    ]
+    return ". ".join(part for part in parts if part) + "."
+
+
 def to_markdown(rows: Sequence[Row]) -> str:
-    """A table and its footnote."""
-    titles, body = table(rows)
+    """The table with its footnote; then tasks with theirs."""
 
     def line(values: Sequence[str]) -> str:
         return "| " + " | ".join(value.replace("|", "\\|").replace("\n", " ") for value in values) + " |"
 
-    ruler = "|---|" + "---:|" * (len(titles) - 1)
-    return "\n".join([line(titles), ruler, *map(line, body), "", footnote(rows)]) + "\n"
+    lines = []
+    for (titles, body), note in ((table(rows), footnote(rows)), (task_table(rows), task_footnote(rows))):
+        if titles:
+            ruler = "|---|" + "---:|" * (len(titles) - 1)
+            lines += [line(titles), ruler, *map(line, body), "", note, ""]
+    return "\n".join(lines[:-1]) + "\n"
 
 
 def to_rich(rows: Sequence[Row]) -> Table:
@@ -163,6 +219,19 @@ def to_rich(rows: Sequence[Row]) -> Table:
         shown.add_column(titles[i].replace(" ", "\n", 1), justify="right" if i else "left", overflow="fold")
     for values in body:
         shown.add_row(*(escape(values[i]) for i in kept))
+    return shown
+
+
+def tasks_to_rich(rows: Sequence[Row]) -> Table | None:
+    """The tasks for the terminal; None where none was run."""
+    titles, body = task_table(rows)
+    if not titles:
+        return None
+    shown = Table(caption=escape(task_footnote(rows)), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, title in enumerate(titles):
+        shown.add_column(escape(title), justify="right" if i else "left", overflow="fold")
+    for values in body:
+        shown.add_row(*map(escape, values))
     return shown
 
 

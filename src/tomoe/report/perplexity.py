@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -39,6 +39,7 @@ class Measurement:
     tokens: int  # tokens that were predicted
     blocks: int  # blocks with at least one such token
     context_length: int  # tokens of a block
+    stride: int | None = None  # tokens from one block to the next, where they overlap; None: side by side
     kl: float | None = None  # KL(reference || model), mean over the same tokens, nats
     top1_agreement: float | None = None  # share of tokens for which both hold the same one most likely
     model: str = ""
@@ -61,33 +62,86 @@ class Measurement:
             raise UserError(f"this is no measurement of this version of tomoe ({error}); measure again") from error
 
 
+class Predictions:
+    """What one model predicts for the blocks of one text, in the order of the blocks.
+
+    With `keep` nothing is computed twice: the hidden states of scored positions stay in main memory (D numbers a token),
+    so that many models can be measured against one that ran once. Models whose logits are no plain product with their
+    states would have to keep V numbers a token; these run again.
+    """
+
+    def __init__(self, model: nn.Module, keep: bool = False):
+        self.model, self.keep = model, keep
+        self.chunked: bool | None = None
+        self.kept: dict[int, Tensor] = {}
+
+    def block(
+        self, b: int, ids: Int[Tensor, " S"], real: Bool[Tensor, " S"], scored: Int[Tensor, " T"]
+    ) -> tuple[Float[Tensor, "T _"], nn.Module]:
+        """Of the scored positions: hidden states and the output matrix, or logits and nothing left to do."""
+        if self.chunked is None:
+            self.chunked = _makes_plain_logits(self.model, ids)
+        head = cast(Any, self.model).get_output_embeddings() if self.chunked else nn.Identity()
+        if b in self.kept:
+            return self.kept[b], head
+        out = forward_block(self.model, ids, real, inner=self.chunked)
+        states = out.last_hidden_state if self.chunked else out.logits
+        states = states[0, scored.to(states.device)]
+        if self.keep and self.chunked:
+            self.kept[b] = states.cpu()
+        return states, head
+
+
+def sliding(stream: Int[Tensor, " L"], context: int, stride: int) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
+    """Windows of `context` tokens, each `stride` further on, and their masks; both are views of one stream.
+
+    Of every window but the first only the last `stride` tokens are new, and `measure` scores these alone: every token of
+    the stream but the first is predicted once, from between `context - stride` and `context - 1` tokens before it.
+    """
+    windows = 1 + max(0, -(-(len(stream) - context) // stride))
+    short = context + (windows - 1) * stride - len(stream)
+    real = torch.arange(len(stream) + short) < len(stream)
+    return nn.functional.pad(stream, (0, short)).unfold(0, context, stride), real.unfold(0, context, stride)
+
+
+def new_tokens(mask: Bool[Tensor, "B S"], b: int, stride: int | None) -> Bool[Tensor, " S"]:
+    """Real tokens of a block that were in no block before it."""
+    if stride is None or b == 0:
+        return mask[b]
+    return mask[b] & (torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - stride)
+
+
 def measure(
-    model: nn.Module,
+    model: nn.Module | Predictions,
     input_ids: Int[Tensor, "B S"],
     mask: Bool[Tensor, "B S"],
-    reference: nn.Module | None = None,
+    reference: nn.Module | Predictions | None = None,
     progress: Progress | None = None,
     *,
+    stride: int | None = None,
     name: str | None = None,
     data: str = "",
     seed: int | None = None,
 ) -> Measurement:
     """Score every real token that follows a real token; the first of a block has no prediction and is left out.
 
-    Blocks run one at a time, each on its own. Logits are made CHUNK positions at a time where the model allows it, and
-    every softmax is float32. The standard error takes blocks as the independent unit, see `ratio_error`. `name`, `data`
-    and `seed` are written down, no more. Raises UserError where no token can be scored, where the text, the model and
-    the reference do not have one vocabulary, or where the model's output is no number.
+    Blocks run one at a time, each on its own. With `stride` they are the overlapping windows of `sliding`, and each
+    token counts once. Logits are made CHUNK positions at a time where the model allows it, and every softmax is float32.
+    The standard error takes blocks as the independent unit, see `ratio_error`. `name`, `data` and `seed` are written
+    down, no more. Raises UserError where no token can be scored, where the text, the model and the reference do not have
+    one vocabulary, or where the model's output is no number.
     """
+    own = model if isinstance(model, Predictions) else Predictions(model)
+    taught = Predictions(reference) if isinstance(reference, nn.Module) else reference
+    model, other = own.model, None if taught is None else taught.model
     _check(model, input_ids, mask)
     sums = torch.zeros(len(input_ids), 4, dtype=torch.float64)  # per block: tokens, nll, KL, agreements
-    with torch.no_grad(), evaluating(model), evaluating(reference):
-        chunked = [m is not None and _makes_plain_logits(m, input_ids) for m in (model, reference)]
+    with torch.no_grad(), evaluating(model), evaluating(other):
         for b, (ids, real) in enumerate(zip(input_ids, mask, strict=True)):
-            scored = (real[:-1] & real[1:]).nonzero().squeeze(1)
-            states, head = _states(model, ids, real, scored, chunked[0])
-            taught = None if reference is None else _states(reference, ids, real, scored, chunked[1])
-            sums[b] = _score(states, head, ids[1:][scored.to(ids.device)], taught)
+            scored = (real[:-1] & new_tokens(mask, b, stride)[1:]).nonzero().squeeze(1)
+            states, head = own.block(b, ids, real, scored)
+            known = None if taught is None else taught.block(b, ids, real, scored)
+            sums[b] = _score(states, head, ids[1:][scored.to(ids.device)], known)
             if progress:
                 progress(b + 1, len(input_ids))
     tokens, nll, kl, agreements = sums.sum(0).tolist()
@@ -96,15 +150,16 @@ def measure(
             f"the predictions of {name or model_name(model)} are not finite numbers (mean loss {nll / tokens}, KL "
             f"{kl / tokens}); load it in float32 or bfloat16, and if that does not help, convert it again"
         )
-    perplexity, error = math.exp(nll / tokens), ratio_error(sums[:, 1], sums[:, 0])
+    error = ratio_error(sums[:, 1], sums[:, 0])
     first = next(model.parameters())
     return Measurement(
-        perplexity=perplexity,
-        standard_error=None if error is None else perplexity * error,
+        perplexity=math.exp(nll / tokens),
+        standard_error=None if error is None else math.exp(nll / tokens) * error,
         nll=nll / tokens,
         tokens=int(tokens),
         blocks=int((sums[:, 0] > 0).sum()),
         context_length=input_ids.shape[1],
+        stride=stride,
         kl=None if reference is None else max(0.0, kl / tokens),  # float32 rounding may leave -1e-9
         top1_agreement=None if reference is None else agreements / tokens,
         model=model_name(model) if name is None else name,
@@ -135,8 +190,9 @@ def ratio_error(sums: Float[Tensor, " B"], tokens: Float[Tensor, " B"]) -> float
 def blocks_sha256(input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> str:
     """Sha256 (hex) of shape, token ids (int64) and mask: equal exactly where two models saw the same blocks."""
     digest = hashlib.sha256(str(tuple(input_ids.shape)).encode())
-    digest.update(input_ids.long().cpu().contiguous().numpy().tobytes())
-    digest.update(mask.cpu().contiguous().numpy().tobytes())
+    for part in (input_ids.long(), mask):
+        for row in part.cpu():  # overlapping windows may be views of a stream that is far smaller than all of them
+            digest.update(row.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -187,28 +243,20 @@ def has_inner(model: Any) -> bool:
     return isinstance(getattr(model, "base_model", None), nn.Module) and model.base_model is not model
 
 
-def _makes_plain_logits(model: Any, input_ids: Int[Tensor, "B S"]) -> bool:
+def _makes_plain_logits(model: Any, ids: Int[Tensor, " S"]) -> bool:
     """Whether logits are output matrix times hidden states: then no [S, V] tensor is needed.
 
     Tried on a few tokens, because some families scale or cap their logits and name that as they like.
     """
     if not has_inner(model) or not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         return False
-    ids = input_ids[0, :PROBE]
-    real = torch.ones_like(ids, dtype=torch.bool)
-    states = getattr(forward_block(model, ids, real, inner=True), "last_hidden_state", None)
+    real = torch.ones_like(ids[:PROBE], dtype=torch.bool)
+    states = getattr(forward_block(model, ids[:PROBE], real, inner=True), "last_hidden_state", None)
     if states is None:
         return False
-    return torch.equal(model.get_output_embeddings()(states), forward_block(model, ids, real, inner=False).logits)
-
-
-def _states(
-    model: Any, ids: Int[Tensor, " S"], real: Bool[Tensor, " S"], scored: Int[Tensor, " T"], chunked: bool
-) -> tuple[Float[Tensor, "T _"], nn.Module]:
-    """Of the scored positions: hidden states and the output matrix, or logits and nothing left to do."""
-    out = forward_block(model, ids, real, inner=chunked)
-    states = out.last_hidden_state if chunked else out.logits
-    return states[0, scored.to(states.device)], model.get_output_embeddings() if chunked else nn.Identity()
+    return torch.equal(
+        model.get_output_embeddings()(states), forward_block(model, ids[:PROBE], real, inner=False).logits
+    )
 
 
 def _score(
@@ -226,7 +274,7 @@ def _score(
         sums[1] -= log_q.gather(1, target).double().sum().cpu()
         if taught is None:
             continue
-        log_p = taught[1](taught[0][i : i + CHUNK]).to(log_q.device).float().log_softmax(-1)
+        log_p = taught[1](taught[0][i : i + CHUNK].to(log_q.device)).float().log_softmax(-1)
         if log_p.shape != log_q.shape:
             raise UserError(
                 f"the reference has {log_p.shape[1]} output tokens and the model {log_q.shape[1]}; "
