@@ -144,7 +144,7 @@ def test_a_plan_for_another_model(
     assert tomoe("train", model, "-o", tmp_path / "run", "--data", text, *small()).code == 0
     assert tomoe("plan", tmp_path / "run", "-o", tmp_path / "plan").code == 0
     stranger = write_pico(tmp_path / "stranger", family="qwen2" if "rms_norm_eps" in other else "llama", **other)
-    refused(tomoe("fold", tmp_path / "plan", stranger, "-o", tmp_path / "out"), "plan was made for")
+    refused(tomoe("apply", tmp_path / "plan", stranger, "-o", tmp_path / "out"), "plan was made for")
     assert not (tmp_path / "out").exists()
 
 
@@ -162,7 +162,7 @@ def test_a_damaged_plan(tomoe: CommandLine, tmp_path: Path, model: Path, text: P
         head.write_text(json.dumps({k: v for k, v in json.loads(head.read_text()).items() if k != "shape"}))
     else:
         tensors.unlink()
-    refused(tomoe("fold", tmp_path / "moe", model, "-o", tmp_path / "out"))
+    refused(tomoe("apply", tmp_path / "moe", model, "-o", tmp_path / "out"))
     refused(tomoe("inspect", tmp_path / "moe"))
     assert not (tmp_path / "out").exists()
 
@@ -170,7 +170,7 @@ def test_a_damaged_plan(tomoe: CommandLine, tmp_path: Path, model: Path, text: P
 def test_a_folder_that_holds_nothing(tomoe: CommandLine, tmp_path: Path) -> None:
     refused(tomoe("inspect", tmp_path), "holds no")
     refused(tomoe("plan", tmp_path, "-o", tmp_path / "plan"), "holds no run")
-    refused(tomoe("fold", tmp_path, "-o", tmp_path / "out"), "holds no plan")
+    refused(tomoe("apply", tmp_path, "-o", tmp_path / "out"), "holds no plan")
 
 
 def test_resume_with_another_recipe(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:

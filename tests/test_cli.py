@@ -38,7 +38,7 @@ def test_version_and_help(tomoe: CommandLine) -> None:
     assert tomoe("--version").out == f"tomoe {package.__version__}\n"
     shown = tomoe("--help")
     assert shown.code == 0
-    for verb in ["convert", "carve", "train", "plan", "fold", "evaluate", "generate", "inspect", "fetch"]:
+    for verb in ["convert", "carve", "train", "plan", "apply", "evaluate", "generate", "inspect", "fetch", "push"]:
         assert verb in shown.out
 
 
@@ -68,7 +68,7 @@ def test_the_stages_make_what_convert_makes(tomoe: CommandLine, tmp_path: Path, 
     assert tomoe("convert", model, "-o", tmp_path / "whole", *options).code == 0
     assert tomoe("train", model, "-o", tmp_path / "run", *options).code == 0
     assert tomoe("plan", tmp_path / "run", "-o", tmp_path / "plan").code == 0
-    assert tomoe("fold", tmp_path / "plan", "-o", tmp_path / "folded").code == 0
+    assert tomoe("apply", tmp_path / "plan", "-o", tmp_path / "folded").code == 0
     ids = torch.arange(3, 30)[None]
     logits = [AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits for name in ("whole", "folded")]
     assert torch.equal(*logits)

@@ -13,7 +13,7 @@ from conftest import SOURCE
 FLOORS = (
     {"errors", "gumbel"},
     {"files", "distributed"},
-    {"config", "dense", "routing", "fetch", "sources", "self_text"},
+    {"config", "dense", "routing", "fetch", "hub", "sources", "self_text"},
     {"loading", "data"},
     {"budget"},
     {"plan"},

@@ -11,14 +11,16 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tomoe import fetch
 from tomoe.config import Recipe
-from tomoe.convert import pick_device
+from tomoe.convert import fold_plan, pick_device
 from tomoe.data import Blocks, Corpus, documents, pack
 from tomoe.errors import UserError
 from tomoe.files import write_whole
+from tomoe.hub import HUB_ID, find_plan, push
 from tomoe.loading import load_dense, load_tokenizer
 from tomoe.plan import Plan
-from tomoe.report.card import write_card
+from tomoe.report.card import write_card, write_plan_card
 from tomoe.report.compare import Row, compare, to_json
 from tomoe.report.overlap import shared_share
 from tomoe.report.page import Generation, PageFacts, read_metrics, write_page
@@ -222,3 +224,37 @@ def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
     if "self" in recipe.data.sources:
         found.append((f"tomoe convert {recipe.model} --data FILE.txt -o OUT", "learn on text of your own kind"))
     return found
+
+
+def apply_plan(plan: str, model: str | None, out: Path, dtype: str | None = None, force: bool = False) -> Plan:
+    """Make the MoE from a plan (folder or hub id) and the dense weights it was made for; write the folder and its card.
+
+    `model` may be left out where the plan names it; a plan from the hub may name no folder of this machine. Raises
+    UserError for other weights than the plan's, and for whatever else the user can mend.
+    """
+    folder = find_plan(plan)
+    made = Plan.load(folder)
+    named = str(made.recipe.get("model", ""))
+    if model is None and not Path(plan).is_dir() and not (HUB_ID.fullmatch(named) or named in fetch.names()):
+        raise UserError(
+            f"the plan {plan} does not say where its dense model is to be had; name it: tomoe apply {plan} MODEL"
+        )
+    fold_plan(folder, model, out, dtype, force)
+    write_card(out, made, base_model=model or named, command=f"tomoe apply {plan} {model or named} -o {out.name}")
+    return made
+
+
+def push_folder(folder: Path, repo: str, private: bool = False) -> tuple[str, list[str]]:
+    """Upload a plan or a model (converted or exported), with a card where it has none.
+
+    Returns its address, and the names in its recipe that are paths of this machine. Raises UserError where the folder is
+    neither, or the hub does not take it.
+    """
+    if (folder / "config.json").is_file() and not (folder / "plan.json").exists():  # an exported model
+        return push(folder, repo, private), []
+    plan = Plan.load(folder)
+    if not (folder / "README.md").exists():
+        write_card(folder, plan) if (folder / "config.json").exists() else write_plan_card(folder, plan, repo)
+    recipe = Recipe(**plan.recipe)
+    named = [name for name in (recipe.model, *recipe.data.sources) if "/" in name]
+    return push(folder, repo, private), [n for n in named if Path(n).exists() or not HUB_ID.fullmatch(n)]

@@ -22,8 +22,8 @@ from transformers.utils import logging as chatter
 
 from tomoe import fetch
 from tomoe.errors import UserError
+from tomoe.hub import HUB_ID
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CHUNK = 2**24  # elements of a tensor that are converted at once
 # What transformers raises for files, configs and repositories it cannot use.
 _LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError)
@@ -48,7 +48,7 @@ def resolve(model: str) -> Path | str:
         if path.suffix == ".gguf":
             return path
         raise UserError(f"{model} is a file, but a model is a folder with config.json or a .gguf file")
-    if _HUB_ID.fullmatch(model) and not model.startswith(".") and path.suffix != ".gguf":
+    if HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         return model
     near = difflib.get_close_matches(model, fetch.names(), n=1)
     hint = f"; did you mean {near[0]}?" if near else f", and `tomoe fetch` knows only {', '.join(fetch.names())}"

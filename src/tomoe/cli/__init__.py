@@ -11,15 +11,16 @@ import typer
 
 import tomoe
 from tomoe import distributed
+from tomoe.cli.apply import apply
 from tomoe.cli.carve import carve
 from tomoe.cli.convert import convert
 from tomoe.cli.evaluate import evaluate
 from tomoe.cli.export import export
 from tomoe.cli.fetch import fetch
-from tomoe.cli.fold import fold
 from tomoe.cli.generate import generate
 from tomoe.cli.inspect import inspect
 from tomoe.cli.plan import plan
+from tomoe.cli.push import push
 from tomoe.cli.screen import quiet_libraries
 from tomoe.cli.stopping import Stopped, stoppable
 from tomoe.cli.train import train
@@ -32,8 +33,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (convert, carve, train, plan, fold, export, evaluate, generate, inspect, fetch):
+for verb in (convert, carve, train, plan, apply, export, evaluate, generate, inspect, fetch, push):
     app.command()(verb)
+app.command("fold", hidden=True)(apply)  # the stage's own name
 
 
 def _print_version(asked: bool) -> None:

@@ -20,5 +20,5 @@ def plan(
     """Turn the newest checkpoint of a run into a plan."""
     made = stages.plan(run, out, active)
     Screen().say(
-        f"The plan is in {out}: {made.active_fraction():.4f} of the blocks active. Next: tomoe fold {out} -o MODEL"
+        f"The plan is in {out}: {made.active_fraction():.4f} of the blocks active. Next: tomoe apply {out} -o MODEL"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from tomoe import fetch
 from tomoe.files import write_whole
 from tomoe.plan import Plan
 from tomoe.report.compare import Row, to_markdown
@@ -59,6 +60,27 @@ def write_card(
         command=command or f"tomoe convert {shown_name(base) or 'MODEL'} --recipe recipe.json -o {out.resolve().name}",
     )
     return write_whole(out / "README.md", str(card))
+
+
+def write_plan_card(folder: Path, plan: Plan, plan_name: str = "PLAN") -> Path:
+    """Write FOLDER/README.md for a plan that travels alone. Raises UserError where the folder cannot be written."""
+    recipe = recipe_of(plan)
+    base = recipe.model if recipe else ""
+    data = ModelCardData(base_model=hub_id(base), library_name="tomoe", tags=["moe", "tomoe", "plan"])
+    size = sum((folder / name).stat().st_size for name in ("plan.json", "plan.safetensors"))
+    card = ModelCard.from_template(
+        data,
+        template_str=resources.files("tomoe.report").joinpath("plan_card.md.j2").read_text(encoding="utf-8"),
+        title=plan_name.rpartition("/")[2] if plan_name != "PLAN" else folder.resolve().name,
+        base=shown_name(base) or "a dense model",
+        source=base if hub_id(base) or base in fetch.names() else "MODEL",
+        active=f"{plan.active_fraction():.0%}",
+        size=f"{size / 1e6:.1f} MB",
+        fingerprint=plan.source,
+        plan_name=plan_name,
+        summary=conversion_summary(plan),
+    )
+    return write_whole(folder / "README.md", str(card))
 
 
 def limits(plan: Plan, rows: Sequence[Row]) -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from tomoe.config import Recipe
+from tomoe.hub import HUB_ID
 from tomoe.plan import Plan
 
 ATTENTION = {
@@ -27,7 +27,7 @@ def shown_name(model: str) -> str:
 
 def hub_id(model: str) -> str | None:
     """The name, where it can be a hub id and is no local path."""
-    shaped = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model) and not model.endswith(".gguf")
+    shaped = HUB_ID.fullmatch(model) and not model.endswith(".gguf")
     return model if shaped and not Path(model).exists() else None
 
 
