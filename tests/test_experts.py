@@ -199,7 +199,7 @@ def test_what_is_kept_follows_the_weights(backend: str) -> None:
 
     twin = copy.deepcopy(first)
     twin.load_state_dict(other.state_dict())
-    torch.testing.assert_close(run(twin, x, expert_ids), meant, atol=1e-5, rtol=0)
+    torch.testing.assert_close(run(twin, x, expert_ids), meant, atol=1e-5 * float(meant.abs().max()), rtol=0)
     torch.testing.assert_close(run(first, x, expert_ids), before)
     assert set(twin.state_dict()) == set(first.state_dict()) == set(other.state_dict())
 

@@ -6,6 +6,7 @@ Importing this package registers the converted models with transformers, so that
 
 from tomoe.config import Recipe
 from tomoe.errors import UserError
+from tomoe.moe import kernels  # noqa: F401  # enters its own into the backends
 from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
 from tomoe.plan import Plan
 

@@ -173,12 +173,14 @@ def run_copies(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
 
 def choose_backend(mlp: ToMoEMLP, x: Tensor) -> str:
     """The backend that `auto` takes for inputs like `x` [T, D]: device, dtype, shape and gradient count, values do not."""
+    if torch.compiler.is_compiling():
+        return "masked"  # asking which experts got tokens breaks a graph
     for choose in BACKEND_CHOICES:
         if name := choose(mlp, x):
             return name
-    # Asking which experts got tokens breaks a graph and makes a GPU wait; few tokens of many experts read all rows anyway.
-    if torch.compiler.is_compiling() or (len(x) == 1 and x.device.type != "cpu"):
-        return "masked"
+    if len(x) == 1 and x.device.type != "cpu":
+        return "masked"  # asking for the expert's number makes a GPU wait
+    # Expert after expert, a few tokens read all rows more than once; many tokens are worth it.
     return "runs" if len(x) == 1 or len(x) >= 64 * mlp.num_experts else "masked"
 
 

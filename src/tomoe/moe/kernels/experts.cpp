@@ -1,0 +1,352 @@
+// Top-1 experts on shared neuron rows: y_t = sum over the neurons u of t's expert of act(gate_u x_t) (up_u x_t) down_u.
+//
+// Each row that some token needs is read once for the whole batch. Neurons are grouped by the set of experts, among those
+// that got tokens, which they belong to; a group meets exactly the tokens of these experts. First pass: blocks of 16
+// neurons are shared out over the threads. Second pass: columns of the output are, so no sum is shared between threads
+// and the result does not depend on their number. Sums are float32; activations are rounded to the weights' type.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <vector>
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define HAS_BF16_DOT 1
+#endif
+
+namespace {
+
+constexpr int ROWS = 16;   // neurons of a block
+constexpr int64_t SUMS = 1 << 16;  // floats of the second pass that stay in a core's cache
+constexpr int TILE = 6;    // tokens that meet four of its rows at once
+constexpr int LANES = 16;  // floats of a vector; the compiler splits it where registers are narrower
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+struct bf16 {
+    uint16_t bits;
+};
+
+inline Floats load(const float* p) {
+    Floats v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+inline Floats load(const bf16* p) {
+    Halves h;
+    std::memcpy(&h, p, sizeof h);
+    return (Floats)(__builtin_convertvector(h, Words) << 16);
+}
+inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+inline float wide(float v) { return v; }
+inline float wide(bf16 v) {
+    uint32_t bits = (uint32_t)v.bits << 16;
+    float f;
+    std::memcpy(&f, &bits, sizeof f);
+    return f;
+}
+inline void narrow(float v, float& out) { out = v; }
+inline void narrow(float v, bf16& out) {  // to nearest, ties to even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &v, sizeof bits);
+    out.bits = v != v ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline float sum(Floats v) {
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef float Four __attribute__((vector_size(16)));
+    Eight e[2];
+    std::memcpy(e, &v, sizeof v);
+    e[0] += e[1];
+    Four f[2];
+    std::memcpy(f, e, sizeof f);
+    f[0] += f[1];
+    return (f[0][0] + f[0][2]) + (f[0][1] + f[0][3]);
+}
+
+// out[r][c] = rows[r] . tokens[c]
+template <class W, int R, int C>
+inline void dots(const W* const* rows, const W* const* tokens, int64_t size, float (*out)[ROWS], int r0) {
+    Floats acc[R][C] = {};
+    int64_t d = 0;
+#ifdef HAS_BF16_DOT
+    if constexpr (sizeof(W) == 2) {
+        for (; d + 32 <= size; d += 32) {
+            __m512bh x[C];
+            for (int c = 0; c < C; c++) x[c] = (__m512bh)_mm512_loadu_si512(tokens[c] + d);
+            for (int r = 0; r < R; r++) {
+                __m512bh w = (__m512bh)_mm512_loadu_si512(rows[r] + d);
+                for (int c = 0; c < C; c++) acc[r][c] = (Floats)_mm512_dpbf16_ps((__m512)acc[r][c], w, x[c]);
+            }
+        }
+    }
+#endif
+    for (; d + LANES <= size; d += LANES) {
+        Floats x[C];
+        for (int c = 0; c < C; c++) x[c] = load(tokens[c] + d);
+        for (int r = 0; r < R; r++) {
+            Floats w = load(rows[r] + d);
+            for (int c = 0; c < C; c++) acc[r][c] += w * x[c];
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) {
+            float s = sum(acc[r][c]);
+            for (int64_t i = d; i < size; i++) s += wide(rows[r][i]) * wide(tokens[c][i]);
+            out[c][r0 + r] = s;
+        }
+}
+
+// All 16 rows of a block (rows past its end are repeats of the last one) against up to four tokens.
+template <class W, int C>
+inline void project(const W* const* rows, int count, const W* const* tokens, int64_t size, float (*out)[ROWS]) {
+    for (int r = 0; r < count; r += 4) dots<W, 4, C>(rows + r, tokens, size, out, r);
+}
+template <class W>
+inline void project(const W* const* rows, int count, const W* const* tokens, int n, int64_t size, float (*out)[ROWS]) {
+    switch (n) {
+        case 1: return project<W, 1>(rows, count, tokens, size, out);
+        case 2: return project<W, 2>(rows, count, tokens, size, out);
+        case 3: return project<W, 3>(rows, count, tokens, size, out);
+        case 4: return project<W, 4>(rows, count, tokens, size, out);
+        case 5: return project<W, 5>(rows, count, tokens, size, out);
+        default: return project<W, 6>(rows, count, tokens, size, out);
+    }
+}
+
+inline float exponential(float x) {  // relative error below 3e-7; branch-free, so that loops over it vectorise
+    x = x < -87.3f ? -87.3f : x > 88.3f ? 88.3f : x;
+    float n = std::floor(x * 1.44269504f + 0.5f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.f + r * (1.f + r * (0.5f + r * (0.16666667f + r * (0.041666664f + r * (0.0083333f + r * 0.0013888f)))));
+    int32_t bits;
+    std::memcpy(&bits, &p, sizeof bits);
+    bits += (int32_t)n << 23;
+    std::memcpy(&p, &bits, sizeof p);
+    return p;
+}
+
+enum Activation { SILU, RELU, GELU, GELU_TANH };
+inline void activate(int kind, float* v) {
+    for (int i = 0; i < ROWS; i++) {
+        float x = v[i];
+        if (kind == SILU) v[i] = x / (1.f + exponential(-x));
+        if (kind == RELU) v[i] = x < 0 ? 0.f : x;
+        if (kind == GELU) v[i] = 0.5f * x * (1.f + std::erf(x * 0.70710678f));
+        if (kind == GELU_TANH) v[i] = x / (1.f + exponential(-1.5957691f * (x + 0.044715f * x * x * x)));
+    }
+}
+
+struct Block {
+    int32_t rows[ROWS];
+    int32_t count;
+    int32_t group;
+    int64_t place;  // of its first activations
+};
+
+// Neurons by the set of working experts that they belong to, in order of first appearance, each in blocks of 16.
+struct Groups {
+    std::vector<uint64_t> sets;
+    std::vector<std::vector<int32_t>> rows;
+    Groups(const uint64_t* members, int64_t neurons, uint64_t working) {
+        std::vector<int32_t> slots(1024, -1);
+        int32_t last = -1;
+        for (int64_t u = 0; u < neurons; u++) {
+            uint64_t set = members[u] & working;
+            if (!set) continue;
+            if (last < 0 || sets[last] != set) last = find(set, slots);
+            rows[last].push_back((int32_t)u);
+        }
+    }
+    int32_t find(uint64_t set, std::vector<int32_t>& slots) {
+        if (2 * sets.size() >= slots.size()) {
+            slots.assign(2 * slots.size(), -1);
+            for (size_t g = 0; g < sets.size(); g++) slots[probe(sets[g], slots)] = (int32_t)g;
+        }
+        size_t i = probe(set, slots);
+        if (slots[i] < 0) {
+            slots[i] = (int32_t)sets.size();
+            sets.push_back(set);
+            rows.emplace_back();
+        }
+        return slots[i];
+    }
+    size_t probe(uint64_t set, const std::vector<int32_t>& slots) const {
+        size_t i = (set * 0x9E3779B97F4A7C15ull) >> 40 & (slots.size() - 1);
+        while (slots[i] >= 0 && sets[slots[i]] != set) i = (i + 1) & (slots.size() - 1);
+        return i;
+    }
+};
+
+// y[.., 32 columns] += activations of a block times its down rows. `y` and `h` hold the tokens of the block one after another.
+template <class W, int R>
+inline void accumulate(const W* const* rows, int64_t d, const W* h, const int32_t* tokens, int n, float* y) {
+#ifdef HAS_BF16_DOT
+    if constexpr (sizeof(W) == 2) {
+        // Pairs of rows interleaved: within 32 columns the sums stand as 0-3, 8-11, 16-19, 24-27 and then the others.
+        __m512i low[R / 2], high[R / 2];
+        for (int r = 0; r < R / 2; r++) {
+            __m512i a = _mm512_loadu_si512(rows[2 * r] + d), b = _mm512_loadu_si512(rows[2 * r + 1] + d);
+            low[r] = _mm512_unpacklo_epi16(a, b);
+            high[r] = _mm512_unpackhi_epi16(a, b);
+        }
+        for (int t = 0; t < n; t++) {
+            float* out = y + 32 * (int64_t)tokens[t];
+            __m512 s0 = _mm512_loadu_ps(out), s1 = _mm512_loadu_ps(out + 16);
+            const int32_t* pairs = (const int32_t*)(h + ROWS * t);
+            for (int r = 0; r < R / 2; r++) {
+                __m512bh p = (__m512bh)_mm512_set1_epi32(pairs[r]);
+                s0 = _mm512_dpbf16_ps(s0, (__m512bh)low[r], p);
+                s1 = _mm512_dpbf16_ps(s1, (__m512bh)high[r], p);
+            }
+            _mm512_storeu_ps(out, s0);
+            _mm512_storeu_ps(out + 16, s1);
+        }
+        return;
+    }
+#endif
+    for (int half = 0; half < 2; half++) {
+        Floats w[R];
+        for (int r = 0; r < R; r++) w[r] = load(rows[r] + d + LANES * half);
+        for (int t = 0; t < n; t++) {
+            float* out = y + 32 * (int64_t)tokens[t] + LANES * half;
+            Floats s0 = load(out), s1 = {};
+            for (int r = 0; r < R; r += 2) {
+                s0 += w[r] * wide(h[ROWS * t + r]);
+                s1 += w[r + 1] * wide(h[ROWS * t + r + 1]);
+            }
+            store(out, s0 + s1);
+        }
+    }
+}
+
+template <class W>
+inline void accumulate(const W* const* rows, int count, int64_t d, const W* h, const int32_t* tokens, int n, float* y) {
+    if (count <= 4) return accumulate<W, 4>(rows, d, h, tokens, n, y);
+    if (count <= 8) return accumulate<W, 8>(rows, d, h, tokens, n, y);
+    return accumulate<W, ROWS>(rows, d, h, tokens, n, y);
+}
+
+template <class W>
+inline int column(int i) {
+#ifdef HAS_BF16_DOT
+    if (sizeof(W) == 2) return i < 16 ? (i / 4) * 8 + i % 4 : ((i - 16) / 4) * 8 + 4 + i % 4;
+#endif
+    return i;
+}
+
+template <class W>
+void run(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t size, int64_t neurons, const uint64_t* members,
+         const W* gate, const W* up, const W* down, const W* gate_bias, const W* up_bias, int kind, W* y, int threads) {
+    uint64_t working = 0;
+    for (int64_t t = 0; t < num_tokens; t++) working |= 1ull << expert_ids[t];
+    Groups groups(members, neurons, working);
+    std::vector<std::vector<int32_t>> group_tokens(groups.sets.size());
+    std::vector<Block> blocks;
+    int64_t place = 0;
+    for (size_t g = 0; g < groups.sets.size(); g++) {
+        auto& tokens = group_tokens[g];
+        for (int64_t t = 0; t < num_tokens; t++)
+            if (groups.sets[g] >> expert_ids[t] & 1) tokens.push_back((int32_t)t);
+        auto& rows = groups.rows[g];
+        for (size_t i = 0; i < rows.size(); i += ROWS) {
+            Block b;
+            b.count = (int32_t)std::min<size_t>(ROWS, rows.size() - i);
+            for (int r = 0; r < ROWS; r++) b.rows[r] = rows[i + std::min(r, b.count - 1)];
+            b.group = (int32_t)g;
+            b.place = place;
+            place += ROWS * (int64_t)tokens.size();
+            blocks.push_back(b);
+        }
+    }
+    std::vector<W> hidden(place);
+    const int64_t wide_size = (size + 31) / 32, num_blocks = (int64_t)blocks.size();
+    // Columns are shared out in pieces of at least 128: several for each thread, and with sums that a cache holds.
+    const int64_t fitting = SUMS / (32 * num_tokens), even = wide_size / (2 * threads);
+    const int64_t piece = std::max<int64_t>(4, std::min(fitting, even)), pieces = (wide_size + piece - 1) / piece;
+    std::vector<float> all_sums(wide_size * 32 * num_tokens);
+
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < num_blocks; i++) {
+            const Block& b = blocks[i];
+            const auto& tokens = group_tokens[b.group];
+            const W *gates[ROWS], *ups[ROWS];
+            for (int r = 0; r < ROWS; r++) {
+                gates[r] = gate ? gate + b.rows[r] * size : nullptr;
+                ups[r] = up + b.rows[r] * size;
+            }
+            for (size_t t = 0; t < tokens.size(); t += TILE) {
+                const int n = (int)std::min<size_t>(TILE, tokens.size() - t);
+                const W* xs[TILE];
+                for (int c = 0; c < n; c++) xs[c] = x + tokens[t + c] * size;
+                float g[TILE][ROWS] = {}, u[TILE][ROWS] = {};
+                project(ups, b.count, xs, n, size, u);
+                if (gate) project(gates, b.count, xs, n, size, g);
+                for (int c = 0; c < n; c++) {
+                    if (up_bias)
+                        for (int r = 0; r < ROWS; r++) u[c][r] += wide(up_bias[b.rows[r]]);
+                    if (gate_bias)
+                        for (int r = 0; r < ROWS; r++) g[c][r] += wide(gate_bias[b.rows[r]]);
+                    float* v = gate ? g[c] : u[c];
+                    activate(kind, v);
+                    W* h = hidden.data() + b.place + ROWS * (t + c);
+                    for (int r = 0; r < ROWS; r++) narrow(r < b.count ? (gate ? v[r] * u[c][r] : v[r]) : 0.f, h[r]);
+                }
+            }
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t p = 0; p < pieces; p++) {
+            const int64_t first = p * piece, last = std::min(wide_size, first + piece);
+            float* sums = all_sums.data() + first * 32 * num_tokens;
+            W tail[32 * ROWS] = {};
+            for (const Block& b : blocks) {
+                const auto& tokens = group_tokens[b.group];
+                const W* rows[ROWS];
+                for (int r = 0; r < ROWS; r++) rows[r] = down + b.rows[r] * size;
+                for (int64_t k = first; k < last; k++) {
+                    int64_t d = 32 * k;
+                    const W* edge[ROWS];
+                    if (d + 32 > size) {  // the last columns, padded with zeros
+                        for (int r = 0; r < ROWS; r++) {
+                            std::memcpy(tail + 32 * r, rows[r] + d, (size - d) * sizeof(W));
+                            edge[r] = tail + 32 * r;
+                        }
+                        accumulate(edge, b.count, 0, hidden.data() + b.place, tokens.data(), (int)tokens.size(),
+                                   sums + (k - first) * 32 * num_tokens);
+                    } else {
+                        accumulate(rows, b.count, d, hidden.data() + b.place, tokens.data(), (int)tokens.size(),
+                                   sums + (k - first) * 32 * num_tokens);
+                    }
+                }
+            }
+            for (int64_t t = 0; t < num_tokens; t++)
+                for (int64_t k = first; k < last; k++)
+                    for (int i = 0; i < 32; i++) {
+                        int64_t d = 32 * k + column<W>(i);
+                        if (d < size) narrow(sums[((k - first) * num_tokens + t) * 32 + i], y[t * size + d]);
+                    }
+        }
+    }
+}
+
+}  // namespace
+
+// 0: done; 1: not enough memory.
+extern "C" int tomoe_experts(int is_bf16, const void* x, const int64_t* expert_ids, int64_t num_tokens, int64_t size,
+                             int64_t neurons, const uint64_t* members, const void* gate, const void* up, const void* down,
+                             const void* gate_bias, const void* up_bias, int kind, void* y, int threads) {
+    try {
+        if (is_bf16)
+            run((const bf16*)x, expert_ids, num_tokens, size, neurons, members, (const bf16*)gate, (const bf16*)up,
+                (const bf16*)down, (const bf16*)gate_bias, (const bf16*)up_bias, kind, (bf16*)y, threads);
+        else
+            run((const float*)x, expert_ids, num_tokens, size, neurons, members, (const float*)gate, (const float*)up,
+                (const float*)down, (const float*)gate_bias, (const float*)up_bias, kind, (float*)y, threads);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return 0;
+}

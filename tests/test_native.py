@@ -1,0 +1,179 @@
+"""The compiled kernel: where it comes from, where it steps aside. What it computes is tested with all backends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from test_experts import CASES, Case, make_inputs, make_mlp, one_by_one, run_reference
+from tomoe.moe.kernels import build, native
+from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, choose_backend
+
+PRODUCT = 'extern "C" int product(int a, int b) { return a * b; }\n'
+WORKING = native.kernel() is not None
+compiled = pytest.mark.skipif(not WORKING, reason="this machine has no C++ compiler with OpenMP")
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TOMOE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "product.cpp"
+    path.write_text(PRODUCT)
+    return path
+
+
+def load_anew(source: Path) -> object:
+    return build.load.__wrapped__(source)
+
+
+def libraries(source: Path) -> list[Path]:
+    return sorted((source.parent / "cache" / "kernels").iterdir())
+
+
+@compiled
+def test_compiled_once_and_kept(source: Path) -> None:
+    assert load_anew(source).product(6, 7) == 42
+    (library,) = libraries(source)
+    before = library.stat().st_mtime_ns
+    assert load_anew(source).product(6, 7) == 42
+    assert [(p, p.stat().st_mtime_ns) for p in libraries(source)] == [(library, before)]
+
+
+@compiled
+def test_another_source_or_processor_is_another_library(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_anew(source)
+    source.write_text(PRODUCT.replace("a * b", "a + b"))
+    assert load_anew(source).product(6, 7) == 13
+    monkeypatch.setattr(build, "_processor", lambda: b"another")
+    load_anew(source)
+    assert len(libraries(source)) == 3
+
+
+def test_no_compiler_no_kernel(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert load_anew(source) is None
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(source.parent))
+    assert load_anew(source) is None
+
+
+@compiled
+def test_what_cannot_be_compiled_or_kept_is_no_error(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.write_text("this is no C++")
+    assert load_anew(source) is None
+    assert libraries(source) == []
+    source.write_text(PRODUCT)
+    monkeypatch.setenv("TOMOE_CACHE", str(source))  # a file, not a folder
+    assert load_anew(source) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners of files here")
+@compiled
+def test_a_library_that_others_can_write_is_not_loaded(source: Path) -> None:
+    load_anew(source)
+    libraries(source)[0].chmod(0o666)
+    assert load_anew(source) is None
+
+
+def test_it_can_be_switched_off(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOMOE_NATIVE", "0")
+    assert load_anew(source) is None
+    assert not (source.parent / "cache").exists()
+
+
+@compiled
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = native._typed
+    monkeypatch.setattr(native, "_typed", lambda library: lambda x, *rest: typed(library)(x, *rest) * 1.1)
+    assert native.kernel.__wrapped__() is None
+
+
+@compiled
+def test_auto_takes_it_for_few_tokens_and_only_where_it_fits() -> None:
+    mlp = make_mlp(Case())
+
+    def chosen(tokens: int, dtype: torch.dtype = torch.float32) -> str:
+        return choose_backend(mlp, torch.zeros(tokens, 32, dtype=dtype))
+
+    assert [chosen(n) for n in (1, 8, native.MAX_TOKENS)] == ["native"] * 3
+    assert "native" not in (
+        chosen(native.MAX_TOKENS + 1),
+        chosen(0),
+        chosen(8, torch.bfloat16),
+        chosen(8, torch.float64),
+    )
+    mlp.up_proj.requires_grad_()
+    assert chosen(8) == "masked"
+    with torch.no_grad():
+        assert chosen(8) == "native"
+    assert choose_backend(make_mlp(CASES["more experts than bits"]), torch.zeros(8, 32)) == "masked"
+    assert choose_backend(make_mlp(CASES["an activation of its own"]), torch.zeros(8, 32)) == "masked"
+
+
+@pytest.mark.parametrize(
+    ("activation", "kind"),
+    [("silu", 0), ("relu", 1), ("gelu", 2), ("gelu_new", 3), ("gelu_pytorch_tanh", 3), ("quick_gelu", None), ("relu2", None)],
+)  # fmt: skip
+def test_activations_are_known_by_what_they_compute(activation: str, kind: int | None) -> None:
+    assert native.activation_kind(make_mlp(Case(activation=activation))) == kind
+
+
+def test_a_learned_activation_is_another_one() -> None:
+    mlp = make_mlp(Case())
+    mlp.activation = nn.PReLU(init=0.0)  # a relu today
+    assert native.activation_kind(mlp) is None
+
+
+@compiled
+@pytest.mark.parametrize("activation", ["silu", "relu", "gelu", "gelu_new"])
+def test_activations_far_out(activation: str) -> None:
+    """Where exponentials overflow and where they vanish."""
+    mlp = make_mlp(Case(gated=False, activation=activation, hidden=16))
+    mlp.up_proj.zero_()[:, 0] = torch.linspace(-300, 300, 40)
+    x = torch.zeros(37, 16)
+    x[:, 0] = 1.0
+    expert_ids = torch.arange(37) % 4
+    meant, _ = one_by_one(mlp, x, expert_ids)
+    found = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+    torch.testing.assert_close(found.double(), meant, rtol=1e-5, atol=1e-5 * float(meant.abs().max()))
+
+
+@compiled
+def test_numbers_that_are_none_stay_none() -> None:
+    for dtype in native.DTYPES:
+        mlp, (x, expert_ids) = make_mlp(Case(), dtype), make_inputs(Case(), dtype)
+        x[3, 5] = torch.nan
+        found = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+        assert found[3].isnan().all()
+        assert not found[[0, 1, 2, *range(4, 37)]].isnan().any()
+
+
+@compiled
+def test_any_number_of_threads_gives_the_same_bytes() -> None:
+    mlp, (x, expert_ids) = make_mlp(CASES["wide"]), make_inputs(CASES["wide"])
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(EXPERT_BACKENDS["native"](mlp, x, expert_ids))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    torch.testing.assert_close(found[0], run_reference(mlp, x, expert_ids), atol=1e-4, rtol=1e-5)
+
+
+@compiled
+def test_inputs_need_not_be_contiguous() -> None:
+    mlp, (x, expert_ids) = make_mlp(Case()), make_inputs(Case())
+    strided = torch.stack([x, x], -1)[..., 0]
+    ids = torch.stack([expert_ids, expert_ids], -1)[:, 0]
+    assert not strided.is_contiguous()
+    torch.testing.assert_close(
+        EXPERT_BACKENDS["native"](mlp, strided, ids), EXPERT_BACKENDS["native"](mlp, x, expert_ids), rtol=0, atol=0
+    )
