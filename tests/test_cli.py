@@ -38,7 +38,19 @@ def test_version_and_help(tomoe: CommandLine) -> None:
     assert tomoe("--version").out == f"tomoe {package.__version__}\n"
     shown = tomoe("--help")
     assert shown.code == 0
-    for verb in ["convert", "carve", "train", "plan", "apply", "evaluate", "generate", "inspect", "fetch", "push"]:
+    for verb in [
+        "convert",
+        "carve",
+        "train",
+        "plan",
+        "apply",
+        "evaluate",
+        "generate",
+        "route",
+        "inspect",
+        "fetch",
+        "push",
+    ]:
         assert verb in shown.out
 
 

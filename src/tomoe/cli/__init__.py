@@ -21,6 +21,7 @@ from tomoe.cli.generate import generate
 from tomoe.cli.inspect import inspect
 from tomoe.cli.plan import plan
 from tomoe.cli.push import push
+from tomoe.cli.route import route
 from tomoe.cli.screen import quiet_libraries
 from tomoe.cli.stopping import Stopped, stoppable
 from tomoe.cli.train import train
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (convert, carve, train, plan, apply, export, evaluate, generate, inspect, fetch, push):
+for verb in (convert, carve, train, plan, apply, export, evaluate, generate, route, inspect, fetch, push):
     app.command()(verb)
 app.command("fold", hidden=True)(apply)  # the stage's own name
 

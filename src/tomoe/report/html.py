@@ -1,0 +1,65 @@
+"""Templates to pages: everything inline, everything escaped, and no script but the one whose hash stands in the page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from tomoe.files import write_whole
+from tomoe.report.routing_trace import RoutingTrace
+
+COLOURS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00")
+Texts = Sequence[tuple[str, RoutingTrace]]  # (name, trace), all of one model
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from one of our templates; every value that is not markup is escaped."""
+    environment = Environment(
+        loader=PackageLoader("tomoe", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"shown": shown, "share": share, "numbers": numbers, "experts": experts}
+    script = resources.files("tomoe.report").joinpath("tokens.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template(template).render(
+        **values, script=Markup(script), script_sha256=Markup(digest), colours=COLOURS
+    )
+
+
+def write_route_page(path: Path, title: str, texts: Texts, layer: int = 0) -> Path:
+    """A page of texts in the colours of their experts. Raises UserError where it cannot be written."""
+    return write_whole(path, render("route.html.j2", title=title, texts=texts, layer=layer))
+
+
+def shown(piece: str) -> str:
+    """A token that can be seen: line ends and parts of a character have a mark."""
+    return piece.replace("\n", "↵\n") or "·"
+
+
+def share(texts: Texts, layer: int, expert: int) -> str:
+    """Share of the tokens of all texts that an expert got."""
+    rows = [trace.experts[layer] for _, trace in texts]
+    return f"{100 * sum(row.count(expert) for row in rows) / sum(map(len, rows)):.0f} %"
+
+
+def numbers(trace: RoutingTrace) -> str:
+    """One line a layer: its number, then the expert of each token, one column a token."""
+    width = len(str(trace.num_experts - 1))
+    label = len(f"layer {len(trace.experts) - 1}")
+    lines = (" ".join(f"{expert:{width}}" for expert in row) for row in trace.experts)
+    return "\n".join(f"{f'layer {i}':{label}}  {line}" for i, line in enumerate(lines))
+
+
+def experts(texts: Texts) -> list[list[list[int]]]:
+    """[text][layer][token], for the script of the page."""
+    return [trace.experts for _, trace in texts]
