@@ -144,6 +144,38 @@ def test_a_process_that_dies_ends_the_run_and_any_number_go_on(
     assert_same_run(out, given / "one")
 
 
+def test_a_base_that_is_shared_out_gives_the_same(run: Launcher, given: Path, tmp_path: Path) -> None:
+    """Each process holds half of every layer; text is sampled, carved and learned from with all of them."""
+    own = ["--set", "train.shard=true"]
+    assert run(2, *train(given, tmp_path / "run", *own)) == [0, 0]
+    for name, tensor in masks(tmp_path / "run", 0).items():
+        assert torch.equal(tensor, masks(given / "one", 0)[name]), f"{name} was carved otherwise"
+    assert_same_run(tmp_path / "run", given / "one")
+
+
+def test_a_base_that_is_shared_out_becomes_a_whole_model(run: Launcher, given: Path, tmp_path: Path) -> None:
+    sizes = small(
+        train_steps="2", train_gradient_accumulation="2", train_gradient_checkpointing="true", data_tokens="800"
+    )
+    for count, name in ((2, "two"), (1, "one")):
+        command = [
+            "convert",
+            given / "dense",
+            "--data",
+            "self",
+            "-o",
+            tmp_path / name,
+            *sizes,
+            "--set",
+            "train.shard=true",
+        ]
+        assert run(count, *command) == [0] * count
+    two, one = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
+    assert {n: t.shape for n, t in two.items()} == {n: t.shape for n, t in one.items()}
+    for n, t in one.items():
+        torch.testing.assert_close(two[n], t, rtol=1e-3, atol=1e-5)
+
+
 def test_processes_that_cannot_share_a_step(run: Launcher, given: Path, tmp_path: Path) -> None:
     command = train(given, tmp_path / "run")
     assert run(3, *command) == [2, 2, 2]
@@ -163,6 +195,6 @@ def test_a_whole_conversion_is_written_once(run: Launcher, given: Path, tmp_path
     sizes = small(train_steps="2", train_gradient_accumulation="2")
     command = ["convert", given / "dense", "--data", given / "text.txt", "-o", tmp_path / "moe", *sizes]
     assert run(2, *command) == [0, 0]
-    assert (tmp_path / "moe" / "report.html").exists()
+    assert (tmp_path / "moe" / "report.html").exists(), Path(f"{tmp_path / 'moe'}.0.log").read_text()
     assert Plan.load(tmp_path / "moe").active_fraction() == pytest.approx(0.7, abs=0.002)
     assert Path(f"{tmp_path / 'moe'}.1.log").read_text() == ""

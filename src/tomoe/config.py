@@ -18,7 +18,7 @@ from tomoe.errors import UserError
 from tomoe.files import write_whole
 
 # Where and how often to write or compute changes nothing that is learned: neither digest nor differences see these.
-_BYSTANDERS = frozenset({"device", "train.log_every", "train.save_every"})
+_BYSTANDERS = frozenset({"device", "train.log_every", "train.save_every", "train.shard"})
 
 
 class _Section(BaseModel):
@@ -103,6 +103,8 @@ class TrainSection(_Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of the frozen base; everything trainable is float32."""
     gradient_checkpointing: bool = False
+    shard: bool = False
+    """Under torchrun: each process holds its share of the frozen base, not all of it (FSDP2)."""
     save_every: int = Field(default=100, ge=1)
     log_every: int = Field(default=1, ge=1)
     max_bad_steps: int = Field(default=5, ge=1)
@@ -186,7 +188,7 @@ class Recipe(_Section):
         write_whole(Path(path), json.dumps(self.model_dump(mode="json"), indent=2) + "\n")
 
     def digest(self) -> str:
-        """Sha256 (hex) of what decides the outcome: all keys but `device`, `train.log_every`, `train.save_every`."""
+        """Sha256 (hex) of what decides the outcome: not where it runs, nor how often it writes."""
         deciding = {key: value for key, value in _leaves(self) if key not in _BYSTANDERS}
         return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 

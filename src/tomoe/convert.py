@@ -32,6 +32,7 @@ from tomoe.pruning.extract import extract_plan, least_active
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.run_folder import RunFolder
 from tomoe.pruning.training import Row, Training
+from tomoe.sources import SELF
 
 Listener = Callable[[str, int, int, dict[str, Any]], None]
 """Called as (stage, done, total, what is known) whenever a long stage gets on."""
@@ -50,13 +51,13 @@ def pick_device(name: str) -> str:
     return name
 
 
-def open_dense(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen base and its tokenizer. Raises UserError where the model or the budget cannot be served."""
+def open_dense(recipe: Recipe, shares: int = 1) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The frozen base and its tokenizer, shared out over so many processes. Raises UserError where model or budget do not fit."""
     if not recipe.model:
         raise UserError(
             "the recipe names no model; give a hub id, a folder, a .gguf file or a name that `tomoe fetch` knows"
         )
-    model = load_dense(recipe.model, getattr(torch, recipe.train.dtype), pick_device(recipe.device))
+    model = load_dense(recipe.model, getattr(torch, recipe.train.dtype), pick_device(recipe.device), shares=shares)
     shape = shape_of(model)
     check_output(model)
     least = least_active(shape, recipe.experts.width_multiple, recipe.experts.attention)
@@ -76,19 +77,29 @@ def begin(
     Nothing is written, and nothing of an older run goes, before model and text turned out to be of use.
     """
     distributed.first(lambda: run.check(recipe, resume, force))
-    model, tokenizer = open_dense(recipe)
+    model, tokenizer = open_dense(recipe, shares := _shares(recipe))
+
+    def text() -> Corpus | None:
+        if resume and run.corpus.exists():
+            return None
+        return prepare(recipe.data, tokenizer, recipe.seed, model, lambda done, total: listen("text", done, total, {}))
+
+    # a model that is shared out samples text with all processes or not at all
+    sampled = text() if shares > 1 and SELF in recipe.data.sources else None
 
     def begin_run() -> None:
-        if resume and run.corpus.exists():
-            return
-        corpus = prepare(
-            recipe.data, tokenizer, recipe.seed, model, lambda done, total: listen("text", done, total, {})
-        )
-        run.begin(recipe, resume)
-        corpus.save(run.corpus)
+        corpus = sampled or text()
+        if corpus is not None:
+            run.begin(recipe, resume)
+            corpus.save(run.corpus)
 
     distributed.first(begin_run)
     return model, tokenizer, Corpus.load(run.corpus)
+
+
+def _shares(recipe: Recipe) -> int:
+    """Processes that the base is shared out over."""
+    return distributed.size() if recipe.train.shard else 1
 
 
 def make_network(
@@ -193,16 +204,21 @@ def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False
     text_ready = time.perf_counter()
     net = _train(recipe, model, corpus, run, listen)
     learned = time.perf_counter()
-    made = finish_plan(net, model, recipe, corpus, recipe.train.steps)
-    distributed.first(lambda: _save(made, model, tokenizer, out, force or goes_on))
-    seconds = {"text": text_ready - began, "learning": learned - text_ready, "folding": time.perf_counter() - learned}
-    took = cost(recipe, model, corpus, seconds, goes_on)
-    distributed.first(lambda: _write_cost(out, took))
-    return made
 
+    def finish() -> None:
+        whole = model if _shares(recipe) == 1 else open_dense(recipe)[0]
+        made = finish_plan(net, whole, recipe, corpus, recipe.train.steps)
+        _save(made, whole, tokenizer, out, force or goes_on)
+        seconds = {
+            "text": text_ready - began,
+            "learning": learned - text_ready,
+            "folding": time.perf_counter() - learned,
+        }
+        took = cost(recipe, whole, corpus, seconds, goes_on)
+        write_whole(out / "run" / "cost.json", json.dumps(took, indent=2) + "\n")
 
-def _write_cost(out: Path, took: Row) -> None:
-    write_whole(out / "run" / "cost.json", json.dumps(took, indent=2) + "\n")
+    distributed.first(finish)
+    return Plan.load(out)
 
 
 def cost(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, seconds: dict[str, float], resumed: bool) -> Row:

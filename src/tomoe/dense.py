@@ -203,34 +203,54 @@ def check_output(model: PreTrainedModel) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"):  # may not show on small activations
         if getattr(model.config, name, None) is not None:
             raise _refuse(model, f"its config sets {name}, and the MoE computes plain logits and plain attention")
-    parts = layer_parts(model)
-    seen: dict[Any, Any] = {}
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     ids = torch.linspace(vocabulary // 4, vocabulary - 1, PROBE_TOKENS, device=model.device).long()[None]
 
-    def listen(key: tuple[int, str]) -> Any:
+    # compared as soon as a part has run: where the model is shared out over processes, its weights are here only then
+    def check(i: int, what: str, p: LayerParts) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            seen[key] = (args, kwargs, out)
+            ours = _mlp(p, args[0]) if what == "MLP" else _attention(model, p, args, kwargs)
+            _compare(model, f"the {what} of layer {i}", out if what == "MLP" else out[0], ours)
 
         return hook
 
     handles = [
-        module.register_forward_hook(listen((i, name)), with_kwargs=True)
-        for i, p in enumerate(parts)
-        for name, module in (("MLP", p.mlp), ("attention", p.attention))
+        module.register_forward_hook(check(i, what, p), with_kwargs=True)
+        for i, p in enumerate(layer_parts(model))
+        for what, module in (("MLP", p.mlp), ("attention", p.attention))
     ]
     try:
         with torch.no_grad():
-            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-            logits = model(input_ids=ids, use_cache=False).logits
+            hidden, logits = run_blocks(model, ids, None, every_logit=True)
             _compare(model, "its output", logits, model.lm_head(hidden))
-            for (i, name), (args, kwargs, out) in seen.items():
-                ours = _mlp(parts[i], args[0]) if name == "MLP" else _attention(model, parts[i], args, kwargs)
-                _compare(model, f"the {name} of layer {i}", out if name == "MLP" else out[0], ours)
     finally:
         for handle in handles:
             handle.remove()
+
+
+def run_blocks(
+    model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"] | None, every_logit: bool = False
+) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "B s V"]]:
+    """Final hidden states, and logits: of the last token only, which is nearly nothing, unless `every_logit` is set.
+
+    The whole model runs, not `model.model`: where it is shared out over processes, only that brings its weights together.
+    Without padding no mask is passed, which lets attention run faster.
+    """
+    kept: dict[str, Tensor] = {}
+
+    def keep(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
+        kept["hidden"] = out.last_hidden_state
+
+    handle = model.model.register_forward_hook(keep)
+    try:
+        attention_mask = None if mask is None or bool(mask.all()) else mask.long()
+        out = model(
+            input_ids=ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=0 if every_logit else 1
+        )
+    finally:
+        handle.remove()
+    return kept["hidden"], out.logits
 
 
 def _compare(model: PreTrainedModel, what: str, found: Tensor, ours: Tensor) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 import transformers
@@ -56,9 +56,12 @@ def resolve(model: str) -> Path | str:
 
 
 def load_dense(
-    model: str, dtype: torch.dtype, device: str | torch.device = "cpu", attn_implementation: str | None = None
-) -> PreTrainedModel:
+    model: str, dtype: torch.dtype, device: str | torch.device = "cpu", attn_implementation: str | None = None,
+    shares: int = 1,
+) -> PreTrainedModel:  # fmt: skip
     """The causal language model, frozen and in evaluation mode, with weights of `dtype`.
+
+    With `shares` > 1, so many processes load it together, each its share of every layer (FSDP2).
 
     Only safetensors and GGUF are read (GGUF is dequantized), and no code that comes with a model is run.
     Raises UserError: no such model, hub out of reach, damaged or incomplete weights, unknown architecture.
@@ -73,13 +76,15 @@ def load_dense(
             output_loading_info=True,
             trust_remote_code=False,
             **_arguments(place, weights=True),
+            **_sharing(shares),
         )  # type: ignore[misc]  # a pair, because of output_loading_info
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(f"the weights of {model} lack {len(missing)} tensors of its config, for example {missing[0]}")
     if _is_gguf(place):
         _forget_gguf(loaded, place)
-    return loaded.eval().requires_grad_(False).to(device)
+    loaded.eval().requires_grad_(False)
+    return loaded if shares > 1 else cast(Any, loaded).to(device)
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -120,6 +125,20 @@ def _arguments(place: Path | str, weights: bool) -> dict[str, Any]:
         config = getattr(transformers, "GgufConfig", None)
         return gguf | ({"quantization_config": config(dequantize=True)} if weights and config else {})
     return {"pretrained_model_name_or_path": str(place)} | ({"use_safetensors": True} if weights else {})
+
+
+def _sharing(shares: int) -> dict[str, Any]:
+    if shares == 1:
+        return {}
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    if "fsdp_plan" not in DistributedConfig.__dataclass_fields__:
+        raise UserError(
+            f"transformers {transformers.__version__} cannot be told how to share a model out; train.shard needs a newer one"
+        )
+    # Left to itself it binds the last norm to the output matrix, and the loss uses that matrix without the norm.
+    plan = {"model.norm": "free_full_weight", "lm_head": "keep_full_weight"}
+    return {"distributed_config": DistributedConfig(fsdp_size=shares, fsdp_plan=plan)}
 
 
 def _is_gguf(place: Path | str) -> TypeGuard[Path]:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tomoe import distributed
 from tomoe.budget import attention_params, block_total, mlp_params
-from tomoe.dense import ModelShape, decoder_layers, layer_parts
+from tomoe.dense import ModelShape, decoder_layers, layer_parts, run_blocks
 from tomoe.gumbel import derive_seed, keep_logit, keep_probability
 from tomoe.pruning.mask_network import MaskNetwork, Projection
 
@@ -155,7 +155,7 @@ class _Carving:
         for i in range(self.shape.num_layers):
             handles += self._hooks(i, mask)
         try:
-            model.model(input_ids=ids, attention_mask=None if bool(mask.all()) else mask.long(), use_cache=False)
+            run_blocks(model, ids, mask)
         finally:
             for handle in handles:
                 handle.remove()
@@ -195,7 +195,7 @@ class _Carving:
             parts.q.register_forward_hook(keep("q")),
             parts.k.register_forward_hook(keep("k")),
             parts.o.register_forward_pre_hook(look("o"), with_kwargs=True),
-            self.layers[i].register_forward_hook(carve),
+            parts.mlp.register_forward_hook(carve),  # the last part of a layer; after the layer its weights may be gone
         ]
 
     def _carve_mlp(self, i: int, x: Tensor, h: Tensor, residual: Tensor) -> None:

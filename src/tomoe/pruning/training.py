@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tomoe import distributed
 from tomoe.config import Recipe, TrainSection
+from tomoe.dense import run_blocks
 from tomoe.errors import UserError
 from tomoe.gumbel import derive_seed
 from tomoe.pruning.losses import distillation_loss, language_model_loss, objective, shift_targets
@@ -52,10 +53,8 @@ def make_optimizer(net: MaskNetwork, train: TrainSection) -> torch.optim.AdamW:
 
 
 def hidden_states(model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, "T D"]:
-    """Final hidden states, flattened over tokens. Without padding no mask is passed, which lets attention run faster."""
-    attention_mask = None if bool(mask.all()) else mask.long()
-    states: Tensor = model.model(input_ids=ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-    return states.flatten(0, 1)
+    """Final hidden states, flattened over tokens."""
+    return run_blocks(model, ids, mask)[0].flatten(0, 1)
 
 
 def micro_step(
