@@ -20,7 +20,7 @@ FLOORS = (
     {"pruning", "moe", "report"},  # wings: side by side, never into each other
     {"convert"},
     {"api"},
-    {"export"},
+    {"export", "sweep"},
     {"cli"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -124,7 +124,13 @@ def test_dead_and_overloaded_experts_are_named() -> None:
         ("dead experts", "layer 3: experts 0, 1 got none of the 4,096 tokens"),
         ("overloaded expert", "layer 3: expert 2 got 100% of the 4,096 tokens"),
     ]
-    assert kinds(None, row(usage=ExpertUsage([[1.0], [0.4, 0.6]], 9))) == []
+    assert kinds(None, row(usage=ExpertUsage([[1.0], [0.4, 0.6]], 4096))) == []
+
+
+def test_few_tokens_say_nothing_about_experts() -> None:
+    shares = [[0.4, 0.6, 0.0]]
+    assert kinds(None, row(usage=ExpertUsage(shares, 299))) == []
+    assert kinds(None, row(usage=ExpertUsage(shares, 300))) == ["dead experts", "overloaded expert"]
 
 
 def test_contexts_longer_than_the_model() -> None:

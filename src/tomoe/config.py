@@ -173,12 +173,18 @@ class Recipe(_Section):
             recipe = cls(**values)
         except UserError as error:
             raise UserError(f"{origin}: {error}") from None
-        if not overrides:
-            return recipe
-        values = recipe.model_dump()
+        return recipe.changed(overrides) if overrides else recipe
+
+    def changed(self, overrides: Sequence[str]) -> Self:
+        """The same recipe with `section.key=value` overrides. Raises UserError for a key or value that is not allowed."""
+        values = self.model_dump()
         for override in overrides:
             _apply(values, override)
-        return cls(**values)
+        return type(self)(**values)
+
+    def leaves(self) -> dict[str, Any]:
+        """All keys as `section.key`, with plain JSON values."""
+        return dict(_leaves(self))
 
     def save(self, path: str | Path) -> None:
         """Write JSON that `load` reads back; under a temporary name first, so that no half file is ever seen.

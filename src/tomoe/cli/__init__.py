@@ -24,6 +24,7 @@ from tomoe.cli.push import push
 from tomoe.cli.route import route
 from tomoe.cli.screen import quiet_libraries
 from tomoe.cli.stopping import Stopped, stoppable
+from tomoe.cli.sweep import sweep
 from tomoe.cli.train import train
 from tomoe.errors import UserError
 
@@ -34,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (convert, carve, train, plan, apply, export, evaluate, generate, route, inspect, fetch, push):
+for verb in (convert, carve, train, plan, apply, export, evaluate, sweep, generate, route, inspect, fetch, push):
     app.command()(verb)
 app.command("fold", hidden=True)(apply)  # the stage's own name
 

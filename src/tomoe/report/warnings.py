@@ -15,6 +15,7 @@ Kind = Literal[
     "dead experts", "overloaded expert", "narrow attention", "unused neurons", "budget missed", "training text", "context"
 ]  # fmt: skip
 
+ENOUGH = 100  # tokens for each expert: with fewer, one that got none says nothing
 OVERLOADED = 0.5  # share of a layer's tokens that one of three or more experts gets
 NARROW = 1 / 8  # share of the dims of a head that is left
 UNION = 0.75  # share of a layer's neurons that some expert uses
@@ -86,8 +87,9 @@ def _fitted_context(plan: Plan) -> list[Finding]:
 
 def _routing(usage: ExpertUsage | None) -> list[Finding]:
     found: list[Finding] = []
-    for layer, row in enumerate(usage.shares if usage else ()):
-        assert usage is not None
+    if usage is None or usage.tokens < ENOUGH * max(map(len, usage.shares)):
+        return found
+    for layer, row in enumerate(usage.shares):
         dead = [n for n, share in enumerate(row) if share == 0]
         if dead:
             name = f"expert {dead[0]}" if len(dead) == 1 else "experts " + ", ".join(map(str, dead))

@@ -1,0 +1,163 @@
+"""Sweeps on a pico model: the grid, the tables, going on after a cut, and refusals that come before any work."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pico_files import SMALL, CommandLine, contents, small, write_pico, write_text
+from tomoe.config import Recipe
+from tomoe.errors import UserError
+from tomoe.sweep import LINE, Cell, Text, grid, read_axis, sweep, write_tables
+
+BASE = Recipe.load(None, [f"{key}={value}" for key, value in SMALL.items()])
+
+
+def test_axes_are_read_as_json_or_as_words() -> None:
+    assert read_axis("active=0.7, 0.50") == ("active", [0.7, 0.5])
+    assert read_axis("start=carved,random") == ("start", ["carved", "random"])
+    assert read_axis('data.sources=["a", "b"],["c"]') == ("data.sources", [["a", "b"], ["c"]])
+    assert read_axis("train.gradient_checkpointing=true,false") == ("train.gradient_checkpointing", [True, False])
+    for wrong in ("active", "active=", "=3", ""):
+        with pytest.raises(UserError, match="should read key=value,value"):
+            read_axis(wrong)
+
+
+def test_the_grid_is_every_combination_once() -> None:
+    cells = grid(BASE, ["active=0.7,0.5,0.70", "experts.num_experts=4,8"])
+    assert [cell.name for cell in cells] == [
+        "active=0.7,experts.num_experts=4", "active=0.7,experts.num_experts=8",
+        "active=0.5,experts.num_experts=4", "active=0.5,experts.num_experts=8",
+    ]  # fmt: skip
+    assert (cells[3].recipe.active, cells[3].recipe.experts.num_experts) == (0.5, 8)
+    assert cells[3].recipe.train == BASE.train
+    for wrong, said in (
+        ("actve=0.7", "did you mean active"),
+        ("active=2", "less than or equal to 1"),
+        ("train=1", "section"),
+    ):
+        with pytest.raises(UserError, match=said):
+            grid(BASE, [wrong])
+    for axes in ([], ["active=0.7", "active=0.5"]):
+        with pytest.raises(UserError, match="name each key"):
+            grid(BASE, axes)
+
+
+def test_names_of_folders_stay_short_plain_and_apart() -> None:
+    paths = [f"/some/where/{'deep/' * 40}{name}.txt" for name in ("a", "b")]
+    names = [Cell({"data.sources": [path]}, BASE).name for path in paths]
+    assert names[0] != names[1]
+    for name in names:
+        assert len(name) < 120
+        assert "/" not in name
+        assert not name.startswith(".")
+    assert Cell({"model": "a/b"}, BASE).name != Cell({"model": "a-b"}, BASE).name
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a text, and a finished sweep of two cells."""
+    folder = tmp_path_factory.mktemp("sweep")
+    write_pico(folder / "dense")
+    write_text(folder / "text.txt")
+    sweep(base_of(folder), ["active=0.7,0.6"], folder / "out")
+    return folder
+
+
+def base_of(folder: Path, **changes: str) -> Recipe:
+    own = [f"model={folder / 'dense'}", f"data.sources={folder / 'text.txt'}", "train.steps=1", "data.tokens=700"]
+    return BASE.changed(own + [f"{key.replace('__', '.')}={value}" for key, value in changes.items()])
+
+
+def test_each_cell_is_a_conversion_and_a_line(made: Path) -> None:
+    out = made / "out"
+    lines = [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
+    assert [line["values"] for line in lines] == [{"active": 0.6}, {"active": 0.7}]
+    for line in lines:
+        cell = out / line["cell"]
+        for name in ("model.safetensors", "plan.json", "report.html", "README.md", LINE):
+            assert (cell / name).is_file(), name
+        measured = json.loads((cell / "evaluation.json").read_text())["rows"]
+        assert line["measured"]["perplexity"] == measured[1]["measurement"]["perplexity"]
+        assert line["measured"]["dense_perplexity"] == measured[0]["measurement"]["perplexity"]
+        assert line["measured"]["active_share"] == pytest.approx(line["values"]["active"], abs=0.002)
+    with (out / "sweep.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [float(row["kl"]) for row in table] == [line["measured"]["kl"] for line in lines]
+    assert [row["active"] for row in table] == ["0.6", "0.7"]
+    assert (out / "accuracy.svg").is_file()
+    assert (out / "accuracy.png").is_file()
+
+
+def test_a_finished_sweep_is_passed_over_and_a_cut_cell_goes_on(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "out", out := tmp_path / "out")
+    (out / "active=0.6" / LINE).unlink()  # cut off while it was measured
+    told: list[tuple[str, int, int]] = []
+    stages: set[str] = set()
+
+    def begin(cell: Cell, before: int, to_do: int) -> object:
+        told.append((cell.name, before, to_do))
+        return lambda stage, *_: stages.add(stage)
+
+    lines = sweep(base_of(made), ["active=0.7,0.6"], out, begin=begin)
+    assert told == [("active=0.6", 0, 1)]
+    assert "text" not in stages  # its text and its training were there already
+    assert "train" not in stages
+    before = [json.loads(line) for line in (made / "out" / "sweep.jsonl").read_text().splitlines()]
+    assert lines[1] == before[1]
+    assert [line["measured"]["perplexity"] for line in lines] == [line["measured"]["perplexity"] for line in before]
+    assert contents(out, [LINE]).keys() == contents(made / "out", [LINE]).keys()
+    sweep(base_of(made), ["active=0.7,0.6"], out, begin=begin)
+    assert len(told) == 1
+
+
+def test_another_base_recipe_or_text_is_refused_before_anything_runs(made: Path) -> None:
+    out = made / "out"
+    before = contents(out)
+    with pytest.raises(UserError, match=r"another base recipe \(train.steps: 1 here, 2 there\)"):
+        sweep(base_of(made, train__steps="2"), ["active=0.5"], out)
+    with pytest.raises(UserError, match="another base recipe"):  # the cells of other keys must fit as well
+        sweep(base_of(made, seed="1"), ["experts.num_experts=4"], out)
+    with pytest.raises(UserError, match="was measured on"):
+        sweep(base_of(made), ["active=0.7"], out, Text("other.txt"))
+    assert contents(out) == before
+
+
+def test_one_cell_that_cannot_be_made_does_not_stop_the_others(made: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"1 of 2 cells could not be made; active=0.01: .*can reach"):
+        sweep(base_of(made, train__steps="0"), ["active=0.01,0.8"], tmp_path / "out")
+    assert len((tmp_path / "out" / "sweep.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_damaged_line_is_named(made: Path, tmp_path: Path) -> None:
+    for text in ("{", "[]", '{"cell": "x"}'):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        (tmp_path / "x" / LINE).write_text(text)
+        with pytest.raises(UserError, match="is not the line of a cell; delete it"):
+            write_tables(tmp_path)
+
+
+def test_the_command_measures_on_a_text_of_its_own(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tomoe, out = CommandLine(capsys), tmp_path / "out"
+    text = write_text(tmp_path / "other.txt", 60)
+    options = ["--data", made / "text.txt", "--text", text, "--context", "32", "--tokens", "320"]
+    asked = ["sweep", made / "dense", "--over", "active=0.8", "--over", "seed=0,1", "-o", out, *options]
+    done = tomoe(*asked, *small(train_steps="0"))
+    assert done.code == 0, done.err
+    assert "cell 1 of 2: active=0.8,seed=0" in done.err
+    assert "cell 2 of 2: active=0.8,seed=1, about" in done.err
+    assert "active=0.8,seed=1" in done.out
+    assert str(out / "sweep.csv") in done.out
+    lines = [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
+    assert [(line["measured"]["context_length"], line["measured"]["data"]) for line in lines] == [(32, "other.txt")] * 2
+    assert lines[0]["measured"]["dense_perplexity"] == lines[1]["measured"]["dense_perplexity"]
+    again = tomoe(*asked, *small(train_steps="1"))
+    assert again.code == 2
+    assert "another base recipe" in again.err
+    assert len(again.err.strip().splitlines()) == 1
