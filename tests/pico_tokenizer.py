@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 
 
-def make_tokenizer(opens_with_bos: bool = False) -> PreTrainedTokenizerFast:
-    """Ids: 0 padding, 1 bos, 2 eos, then bytes; 259 in all. With `opens_with_bos` it puts bos before a text."""
+def make_tokenizer(opens_with_bos: bool = False, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
+    """Ids: 0 padding, 1 bos, 2 eos, then bytes; 259 in all, then one for each of `merges`.
+
+    With `opens_with_bos` it puts bos before a text.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bare = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[]))
+    tokens = [*SPECIAL, *alphabet, *("".join(pair) for pair in merges)]
+    bare = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges)))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = decoders.ByteLevel()
     if opens_with_bos:

@@ -49,7 +49,7 @@ def test_an_export_says_what_it_costs_and_proves_itself(
     assert "mixtral: Mixtral holds it exactly" in done.err
     stored = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert targets.in_words(json.loads((tmp_path / "out" / "export.json").read_text())["bytes"]) in done.err
-    assert "The same model: largest logit difference" in done.out
+    assert "The same model: largest difference" in done.out
     assert contents(made) == before
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
@@ -65,7 +65,7 @@ def test_an_export_says_what_it_costs_and_proves_itself(
 
     card = (tmp_path / "out" / "README.md").read_text()
     assert "trust_remote_code" not in card
-    assert "It predicts the same: largest logit difference" in card
+    assert "It predicts the same: largest difference" in card
     assert "tomoe export moe --format mixtral -o out" in card
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(made).chat_template
@@ -92,8 +92,8 @@ def test_text_of_ones_own_and_a_coarser_dtype(made: Path, tmp_path: Path, capsys
     )
     assert done.code == 0, done.err
     papers = json.loads((tmp_path / "out" / "export.json").read_text())
-    assert papers["proof"]["text"] == "text.txt"
-    assert papers["proof"]["dtype"] == "bfloat16"
+    assert papers["text"]["name"] == "text.txt"
+    assert papers["proof"]["how"].startswith("bfloat16")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.intermediate_size % 256 == 0
 
 
@@ -109,12 +109,12 @@ def test_a_failed_proof_says_so_and_deletes_nothing(
     monkeypatch.setattr(stock, "expert_tensors", wrong)
     done = CommandLine(capsys)("export", made, "-o", tmp_path / "out")
     assert done.code == 2
-    assert "is not the same model: its logits differ by" in done.err
+    assert "is not the same model: its predictions differ by" in done.err
     assert (tmp_path / "out" / "model.safetensors").is_file()
     proof = json.loads((tmp_path / "out" / "export.json").read_text())["proof"]
     assert proof["same"] is False
     assert proof["problem"] in " ".join(done.err.split())
-    assert "It does not predict the same" in (tmp_path / "out" / "README.md").read_text()
+    assert "**It does not: its predictions differ" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_disk_without_room_is_left_alone(

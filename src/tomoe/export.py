@@ -7,31 +7,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
 import tomoe
-from tomoe.api import EvaluationText, Listener, held_out_text, read_text
+from tomoe.api import PROMPT, EvaluationText, Listener, generate, held_out_text, read_text
 from tomoe.convert import pick_device
 from tomoe.errors import UserError
 from tomoe.files import write_whole
 from tomoe.loading import load_dense, load_tokenizer
-from tomoe.moe.export import Choice, Options, Sizes, check_place, choose, in_words, write_export
+from tomoe.moe.export import Choice, Options, Sizes, check_place, choose, gguf_file, in_words, write_export
+from tomoe.moe.gguf import context_length
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 from tomoe.report.agreement import Agreement, agree, record
 from tomoe.report.card import write_card
 from tomoe.report.compare import Row, from_json
+from tomoe.report.llama_cpp import LlamaCpp, agree_on_next_tokens, binding
 from tomoe.report.perplexity import blocks_sha256
 from tomoe.report.summary import recipe_of, shown_name
 
 FORMAT = "tomoe-export-1"
 PROOF_TOKENS = 4096
 CONTEXT = 512  # of a text file; held-out text comes in blocks of its own size
+NEXT_TOKENS = 8  # positions of a block at which llama.cpp is asked
+WRITTEN = 24  # tokens that the proof of a GGUF file lets both write
 
 
 @dataclass(frozen=True)
@@ -43,28 +48,42 @@ class Bounds:
 
 
 # A wrong export is off by much more than this everywhere. A near tie of a router may fall the other way in one block.
-BOUNDS = {"float32": Bounds(1e-4, 1e-4), "bfloat16": Bounds(None, 0.05), "float16": Bounds(None, 0.01)}
+BOUNDS = {
+    "float32": Bounds(1e-4, 1e-4), "bfloat16": Bounds(None, 0.05), "float16": Bounds(None, 0.01),
+    "f32": Bounds(1e-4, 1e-4), "f16": Bounds(None, 1e-3), "bf16": Bounds(None, 0.05), "q8_0": Bounds(None, 0.05),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What both models predicted, and what is wrong with that, in words; None where nothing is."""
+
+    agreement: Agreement
+    problem: str | None
+    how: str  # "float32 in transformers"
+    written: dict[str, str] | None = None  # how both go on from one prompt
+
+    @property
+    def result(self) -> str:
+        """One line of numbers."""
+        a = self.agreement
+        return (
+            f"largest difference {a.largest_difference:.2g} (largest logit {a.largest_logit:.1f}), expected difference of a "
+            f"log-prob {a.expected_difference:.2g}, KL {a.kl:.2g} nats, "
+            f"same top-1 {a.top1_agreement:.2%}, perplexity {a.perplexity:.4f} (converted folder: "
+            f"{a.reference_perplexity:.4f}), {a.positions:,} positions, {self.how}"
+        )
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written and how well it was proved."""
+    """What was written, and how well it was proved; `proof` is None where llama.cpp was needed and is not installed."""
 
     folder: Path
     choice: Choice
     sizes: Sizes
-    agreement: Agreement
-    problem: str | None  # what the proof found; None where it holds
-
-    @property
-    def result(self) -> str:
-        """The proof in one line of numbers."""
-        a = self.agreement
-        return (
-            f"largest logit difference {a.largest_difference:.2g} (largest logit {a.largest_logit:.1f}), KL {a.kl:.2g} nats, "
-            f"same top-1 {a.top1_agreement:.2%}, perplexity {a.perplexity:.4f} (converted folder: "
-            f"{a.reference_perplexity:.4f}), {a.positions:,} positions"
-        )
+    proof: Proof | None
+    options: Options
 
 
 def export(
@@ -79,7 +98,7 @@ def export(
     full, or no text is there; and after writing, where the proof fails: then all files stay.
     """
     options = options or Options()
-    moe = _load(folder, None, device)
+    moe = load_moe(folder, None, device)
     tokenizer = load_tokenizer(str(folder))
     given = _proof_text(folder, text, tokens)
     choice = choose(moe, name)
@@ -97,32 +116,73 @@ def export(
 
     write_export(choice, moe, tokenizer, out, options, written)
     del moe
-    ids, mask = given.blocks.input_ids, given.blocks.mask
-    meant = record(_load(folder, dtype, device), ids, mask, heard("proving, converted"))
-    found = record(
-        load_dense(str(out), getattr(torch, dtype), pick_device(device)), ids, mask, heard("proving, export")
-    )
-    agreement = agree(meant, found, ids, mask)
-    done = Exported(out, choice, sizes, agreement, judge(agreement, BOUNDS[dtype]))
-    _write_papers(done, folder, given, dtype, options)
-    if done.problem:
+    if choice.target.name == "gguf":
+        proof = prove_gguf(folder, gguf_file(out, options), given, options.precision, device, tokenizer, heard)
+    else:
+        proof = prove(folder, out, given, dtype, device, heard)
+    done = Exported(out, choice, sizes, proof, options)
+    _write_papers(done, folder, given)
+    if proof is not None and proof.problem:
         raise UserError(
-            f"the export in {out} is not the same model: {done.problem}; nothing was deleted, see export.json"
+            f"the export in {out} is not the same model: {proof.problem}; nothing was deleted, see export.json"
         )
     return done
+
+
+Heard = Callable[[str], Callable[[int, int], None]]
+
+
+def prove(folder: Path, out: Path, given: EvaluationText, dtype: str, device: str, heard: Heard) -> Proof:
+    """One model after the other on the same text, in `dtype`."""
+    ids, mask = given.blocks.input_ids, given.blocks.mask
+    meant = record(load_moe(folder, dtype, device), ids, mask, heard("running the converted"))
+    exported = load_dense(str(out), getattr(torch, dtype), pick_device(device))
+    found = record(exported, ids, mask, heard("running the export"))
+    agreement = agree(meant, found, ids, mask)
+    return Proof(agreement, judge(agreement, BOUNDS[dtype]), f"{dtype} in transformers {transformers.__version__}")
+
+
+def prove_gguf(
+    folder: Path, file: Path, given: EvaluationText, precision: str, device: str, tokenizer: PreTrainedTokenizerBase,
+    heard: Heard,
+) -> Proof | None:  # fmt: skip
+    """The file in llama.cpp against the converted model in float32; None where llama.cpp is not installed."""
+    try:
+        version = binding().__version__
+    except UserError:
+        return None
+    moe = load_moe(folder, "float32", device)
+    context = min(given.blocks.input_ids.shape[1], context_length(moe) - 1)
+    ids, mask = given.blocks.input_ids[:, :context], given.blocks.mask[:, :context]
+    meant = record(moe, ids, mask, heard("running the converted"))
+    letter = tokenizer("a", add_special_tokens=False).input_ids[-1]
+    llama = LlamaCpp(file, moe.config.vocab_size, context + WRITTEN, letter)
+    agreement = agree_on_next_tokens(meant, llama.log_probs, ids, mask, NEXT_TOKENS, heard("running llama.cpp"))
+    problem = judge(agreement, BOUNDS[precision])
+    # read as text and given as tokens it must predict the same, else llama.cpp splits text otherwise than the tokenizer
+    passage = str(tokenizer.decode(ids[0], skip_special_tokens=True))[:context]
+    spoken, split = (llama.log_probs(prompt, fresh=True) for prompt in (passage, tokenizer(passage).input_ids))
+    if problem is None and not torch.allclose(spoken, split, atol=1e-4):
+        problem = "llama.cpp reads text as other tokens than the tokenizer does"
+    written = {
+        "prompt": PROMPT,
+        "converted": generate(moe, tokenizer, PROMPT, WRITTEN),
+        "llama.cpp": llama.write(PROMPT, WRITTEN),
+    }
+    return Proof(agreement, problem, f"log-probs, {precision} in llama.cpp (xllamacpp {version})", written)
 
 
 def judge(a: Agreement, bounds: Bounds) -> str | None:
     """What is wrong, in words; None where nothing is."""
     allowed = None if bounds.difference is None else bounds.difference * max(1.0, a.largest_logit)
     if allowed is not None and not a.typical_difference <= allowed:
-        return f"its logits differ by {a.typical_difference:.2g} in a typical block, {allowed:.2g} were allowed"
+        return f"its predictions differ by {a.typical_difference:.2g} in a typical block, {allowed:.2g} were allowed"
     if not a.kl <= bounds.kl:
         return f"its predictions differ by a KL of {a.kl:.2g} nats, {bounds.kl:.2g} were allowed"
     return None
 
 
-def _load(folder: Path, dtype: str | None, device: str) -> ToMoEForCausalLM:
+def load_moe(folder: Path, dtype: str | None, device: str = "auto") -> ToMoEForCausalLM:
     """The converted model in `dtype`, or in the one it is stored in. Raises UserError for anything else than one."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -146,42 +206,41 @@ def _proof_text(folder: Path, text: str | None, tokens: int) -> EvaluationText:
     return EvaluationText(given.blocks.pick(torch.arange(min(len(given.blocks), blocks))), given.name, given.seed)
 
 
-def _write_papers(done: Exported, folder: Path, given: EvaluationText, dtype: str, options: Options) -> None:
+def _write_papers(done: Exported, folder: Path, given: EvaluationText) -> None:
     """export.json and the card."""
-    target, a = done.choice.target, done.agreement
+    target, proof = done.choice.target, done.proof
+    shown: dict[str, Any] = {"same": None, "problem": "not run: xllamacpp is not installed"}
+    sentence = f"Not proved: {shown['problem']}."
+    if proof is not None:
+        shown = {"same": proof.problem is None, "problem": proof.problem, "how": proof.how, **proof.agreement.to_dict()}
+        shown |= {"written": proof.written} if proof.written else {}
+        verdict = "It predicts the same" if proof.problem is None else f"**It does not: {proof.problem}**"
+        sentence = f"{verdict}: {proof.result}, on {given.name}."
     papers: dict[str, Any] = {
         "format": FORMAT,
         "target": target.name,
         "reason": done.choice.reason,
         "bytes": done.sizes.bytes,
         "layout": done.sizes.words,
-        "options": options.__dict__,
-        "proof": {
-            "same": done.problem is None,
-            "problem": done.problem,
-            **a.to_dict(),
-            "dtype": dtype,
-            "text": given.name,
-            "text_sha256": blocks_sha256(given.blocks.input_ids, given.blocks.mask),
+        "options": asdict(done.options),
+        "proof": shown,
+        "text": {
+            "name": given.name,
+            "sha256": blocks_sha256(given.blocks.input_ids, given.blocks.mask),
             "context_length": given.blocks.input_ids.shape[1],
         },
         "versions": {m.__name__: str(m.__version__) for m in (torch, transformers, tomoe)},
     }
     write_whole(done.folder / "export.json", json.dumps(papers, indent=2) + "\n")
-    if (folder / "plan.json").is_file():
-        verdict = (
-            "It predicts the same" if done.problem is None else f"**It does not predict the same: {done.problem}**"
-        )
-        proof = f"{verdict}: {done.result} of {given.name}, {dtype}."
-        plan = Plan.load(folder)
-        recipe = recipe_of(plan)
-        model = shown_name(recipe.model) if recipe else "MODEL"
-        command = (
-            f"tomoe convert {model} --recipe recipe.json -o {folder.name}\n"
-            f"tomoe export {folder.name} --format {target.name} -o {done.folder.name}"
-        )
-        export = (target.name, done.sizes.words, proof)
-        write_card(done.folder, plan, _rows(folder), command=command, export=export)
+    if not (folder / "plan.json").is_file():
+        return
+    plan = Plan.load(folder)
+    recipe = recipe_of(plan)
+    command = (
+        f"tomoe convert {shown_name(recipe.model) if recipe else 'MODEL'} --recipe recipe.json -o {folder.name}\n"
+        f"tomoe export {folder.name} --format {target.name} -o {done.folder.name}"
+    )
+    write_card(done.folder, plan, _rows(folder), command=command, export=(target.name, done.sizes.words, sentence))
 
 
 def _rows(folder: Path) -> list[Row]:

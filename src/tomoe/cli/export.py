@@ -11,9 +11,10 @@ from tomoe.cli.options import ForceOption, OutOption
 from tomoe.cli.screen import Screen, results
 from tomoe.export import PROOF_TOKENS, Exported
 from tomoe.export import export as run_export
-from tomoe.moe.export import Options
+from tomoe.moe.export import Options, gguf_file
+from tomoe.moe.gguf import Precision
 
-Format = Literal["auto", "mixtral", "qwen2_moe", "qwen3_moe", "hf"]
+Format = Literal["auto", "mixtral", "qwen2_moe", "qwen3_moe", "gguf", "hf"]
 FormatOption = Annotated[Format, typer.Option("--format", help="auto: a stock architecture where one fits, else hf.")]
 
 
@@ -34,13 +35,14 @@ def export(
     width_multiple: Annotated[
         int, typer.Option("--width-multiple", min=1, help="Expert widths are multiples of this; K-quants need 256.")
     ] = Options.width_multiple,
+    weights: Annotated[Precision, typer.Option("--weights", help="Of a GGUF file.")] = Options.precision,
     force: ForceOption = False,
 ) -> None:
     """Write a converted model in another form, and prove on real text that it is the same model."""
     with Screen() as screen:
         done = run_export(
-            folder, format, out, text=text, tokens=tokens, dtype=dtype, device=device, options=Options(width_multiple),
-            force=force, say=screen.say, listen=screen.listen,
+            folder, format, out, text=text, tokens=tokens, dtype=dtype, device=device,
+            options=Options(width_multiple, weights), force=force, say=screen.say, listen=screen.listen,
         )  # fmt: skip
     show(done)
 
@@ -48,5 +50,21 @@ def export(
 def show(done: Exported) -> None:
     """The proof and how to load what was written."""
     console = results()
-    console.print(f"The same model: {done.result}.", soft_wrap=True, markup=False)
-    console.print(f'{done.folder} loads with AutoModelForCausalLM.from_pretrained("{done.folder}")', soft_wrap=True)
+    if done.proof is None:
+        sentence = (
+            "Not proved: llama.cpp is not here. To prove it: pip install xllamacpp, then export again with --force."
+        )
+    else:
+        sentence = f"The same model: {done.proof.result}."
+    console.print(sentence, soft_wrap=True, markup=False)
+    for who, words in ((done.proof.written if done.proof else None) or {}).items():
+        console.print(f"{who}: {words!r}", soft_wrap=True, markup=False)
+    console.print(f"{done.folder} is ready: {how_to_load(done)}", soft_wrap=True, markup=False)
+
+
+def how_to_load(done: Exported) -> str:
+    """One line for a user."""
+    if done.choice.target.name == "gguf":
+        return f"llama-cli -m {gguf_file(done.folder, done.options)}"
+    flag = ", trust_remote_code=True" if done.choice.target.name == "hf" else ""
+    return f'AutoModelForCausalLM.from_pretrained("{done.folder}"{flag})'

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
+from tomoe.moe.gguf import Precision, context_length, gguf_bytes, gguf_misfit, gguf_widths, write_gguf
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.moe.stock import CARRIERS, Carrier, empty_stock, make_layout, misfit, stock_config, stock_tensors
 
@@ -41,6 +42,7 @@ class Options:
     """What the user may choose about the files."""
 
     width_multiple: int = 64
+    precision: Precision = "f16"  # of the weights in a GGUF file
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,23 @@ def _write_own(
         tokenizer.save_pretrained(folder)
 
 
+def gguf_file(folder: Path, options: Options) -> Path:
+    """The GGUF file of an export."""
+    return folder / f"model-{options.precision}.gguf"
+
+
+def _gguf_sizes(moe: ToMoEForCausalLM, options: Options) -> Sizes:
+    layers = f"{moe.config.num_experts} experts of {gguf_widths(moe, options.width_multiple):,} neurons in each layer"
+    words = f"{layers}, {options.precision}, for contexts of up to {context_length(moe):,} tokens"
+    return Sizes(gguf_bytes(moe, options.precision, options.width_multiple), words)
+
+
+def _write_gguf(
+    moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path, options: Options, progress: Progress
+) -> None:
+    write_gguf(moe, tokenizer, gguf_file(folder, options), options.precision, options.width_multiple, progress)
+
+
 def _stock_target(carrier: Carrier) -> Target:
     return Target(
         carrier.name,
@@ -218,5 +237,6 @@ def _stock_target(carrier: Carrier) -> Target:
 
 TARGETS = {
     **{name: _stock_target(carrier) for name, carrier in CARRIERS.items()},
+    "gguf": Target("gguf", "a GGUF file for llama.cpp", gguf_misfit, _gguf_sizes, _write_gguf),
     "hf": Target("hf", "ToMoE with its own modelling code", lambda moe: None, _own_sizes, _write_own),
 }

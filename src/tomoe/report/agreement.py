@@ -29,6 +29,7 @@ class Agreement:
     blocks: int
     largest_difference: float  # over all positions and tokens of the vocabulary
     typical_difference: float  # median over blocks of the largest in a block: a near tie of a router spoils few blocks
+    expected_difference: float  # of log-probs, mean over positions and over next tokens as likely as the reference says
     largest_logit: float  # of the reference, absolute
     kl: float  # KL(reference || model), mean over positions, nats
     top1_agreement: float
@@ -43,7 +44,7 @@ def summarise(blocks: Iterable[Iterable[Positions]]) -> Agreement:
     """Of blocks of chunks of positions, as they come. Raises UserError where there is none or a number is not finite."""
     worst: list[float] = []
     largest_logit = 0.0
-    sums = torch.zeros(5, dtype=torch.float64)  # positions, reference nll, nll, KL, agreements
+    sums = torch.zeros(6, dtype=torch.float64)  # positions, reference nll, nll, KL, agreements, differences
     for block in blocks:
         difference = 0.0
         for reference, found, targets in block:
@@ -54,9 +55,10 @@ def summarise(blocks: Iterable[Iterable[Positions]]) -> Agreement:
             nll, own = (-t.gather(1, targets[:, None]).double().sum() for t in (log_p, log_q))
             kl = (log_p.exp() * (log_p - log_q)).sum(-1).double().sum()
             alike = (log_p.argmax(-1) == log_q.argmax(-1)).sum()
-            sums += torch.stack([torch.tensor(float(len(targets))), nll, own, kl, alike]).double()
+            apart = (log_p.exp() * (log_p - log_q).abs()).sum(-1).double().sum()
+            sums += torch.stack([torch.tensor(float(len(targets))), nll, own, kl, alike, apart]).double()
         worst.append(difference)
-    count, reference_nll, own_nll, kl_sum, agreements = sums.tolist()
+    count, reference_nll, own_nll, kl_sum, agreements, differences = sums.tolist()
     if not count:
         raise UserError("the text holds no token to compare the models on; give more text")
     if not (math.isfinite(own_nll) and math.isfinite(kl_sum)):
@@ -66,6 +68,7 @@ def summarise(blocks: Iterable[Iterable[Positions]]) -> Agreement:
         blocks=len(worst),
         largest_difference=max(worst),
         typical_difference=sorted(worst)[len(worst) // 2],
+        expected_difference=differences / count,
         largest_logit=largest_logit,
         kl=max(0.0, kl_sum / count),
         top1_agreement=agreements / count,

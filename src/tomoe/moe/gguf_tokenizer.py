@@ -1,0 +1,121 @@
+"""A tokenizer as the key-value pairs of a GGUF file.
+
+llama.cpp splits text by rules of its own, chosen by name. So the rules of the tokenizer are recognised, and any others are
+refused: a file with the wrong rule would load, and read text as other tokens than the model was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from gguf import GGUFWriter, TokenType
+from transformers import PreTrainedTokenizerBase
+
+from tomoe.errors import UserError
+
+# Of a text: contractions, words, numbers, other signs, line ends, spaces. Families differ in how they split numbers.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+SPLITS = {_WORDS.format(digits=""): "qwen2", _WORDS.format(digits="{1,3}"): "llama-bpe"}
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Tokens, merges or scores, special tokens and chat template. `vocab_size`: rows of the embedding matrix.
+
+    Raises UserError where llama.cpp would read text otherwise than the tokenizer does.
+    """
+    rules = _rules(tokenizer)
+    model = rules["model"]
+    if model["type"] != "BPE":
+        raise UserError(
+            f"GGUF cannot hold this tokenizer: it is {model['type']}, and only byte-pair encoding is known here"
+        )
+    writer.add_tokenizer_model("llama" if model.get("byte_fallback") else "gpt2")
+    tokens, types = _tokens(tokenizer, rules, vocab_size)
+    if model.get("byte_fallback"):
+        # merges are done in the order of their ids, which is how SentencePiece numbers them
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-float(i) for i in range(len(tokens))])
+        writer.add_add_space_prefix(_starts_with_space(tokenizer))
+    else:
+        writer.add_tokenizer_pre(splitting_rule(rules.get("pre_tokenizer")))
+        writer.add_token_list(tokens)
+        writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
+    writer.add_token_types(types)
+    for name, add in (
+        ("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id),
+        ("unk", writer.add_unk_token_id), ("pad", writer.add_pad_token_id),
+    ):  # fmt: skip
+        token = getattr(tokenizer, f"{name}_token_id", None)
+        if token is not None:
+            add(int(token))
+    ids = tokenizer("a").input_ids
+    writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(bool(ids) and ids[-1] == tokenizer.eos_token_id)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError where `write_tokenizer` would."""
+    write_tokenizer(GGUFWriter(None, "llama"), tokenizer, len(tokenizer))
+
+
+def _rules(tokenizer: Any) -> dict[str, Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError("GGUF cannot hold this tokenizer: it has no tokenizer.json (no fast tokenizer)")
+    rules: dict[str, Any] = json.loads(backend.to_str())
+    return rules
+
+
+def splitting_rule(pre: dict[str, Any] | None) -> str:
+    """llama.cpp's name of what a byte-level tokenizer does before it merges. Raises UserError where there is none."""
+    steps = pre["pretokenizers"] if pre and pre["type"] == "Sequence" else [pre or {"type": "none"}]
+    kinds = [step["type"] for step in steps]
+    if kinds[-1] == "ByteLevel" and not steps[-1].get("add_prefix_space"):
+        if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+            return "gpt-2"
+        if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and steps[1].get("use_regex", True):
+            return "smollm"
+        if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
+            pattern = steps[0]["pattern"].get("Regex")
+            if pattern in SPLITS and steps[0]["behavior"] == "Isolated" and not steps[0]["invert"]:
+                return SPLITS[pattern]
+    raise UserError(
+        f"GGUF cannot hold this tokenizer: llama.cpp is not known to split text as it does ({', '.join(kinds)}); export to a "
+        "stock architecture and convert that with a llama.cpp that knows the tokenizer"
+    )
+
+
+def _tokens(tokenizer: Any, rules: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+    """Text and type of every row of the embedding matrix; rows beyond the vocabulary are marked as unused."""
+    names = {i: token for token, i in tokenizer.get_vocab().items()}
+    added = {entry["id"]: entry for entry in rules.get("added_tokens", ())}
+    spoken = rules["model"].get("byte_fallback")
+    tokens, types = [], []
+    for i in range(vocab_size):
+        token = names.get(i)
+        kind = TokenType.NORMAL
+        if token is None:
+            token, kind = f"[PAD{i}]", TokenType.UNUSED
+        elif i in added:
+            kind = TokenType.CONTROL if added[i]["special"] else TokenType.USER_DEFINED
+            if i == tokenizer.unk_token_id and spoken:
+                kind = TokenType.UNKNOWN
+        elif spoken and BYTE_TOKEN.fullmatch(token):
+            kind = TokenType.BYTE
+        tokens.append(token)
+        types.append(int(kind))
+    return tokens, types
+
+
+def _starts_with_space(tokenizer: Any) -> bool:
+    first = tokenizer.tokenize("a")
+    return bool(first) and first[0].startswith("▁")
