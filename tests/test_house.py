@@ -12,7 +12,7 @@ from conftest import SOURCE
 
 FLOORS = (
     {"errors", "gumbel"},
-    {"files", "distributed"},
+    {"files", "distributed", "tracking"},
     {"config", "dense", "routing", "fetch", "hub", "sources", "self_text"},
     {"loading", "data"},
     {"budget"},

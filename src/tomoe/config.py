@@ -18,7 +18,7 @@ from tomoe.errors import UserError
 from tomoe.files import write_whole
 
 # Where and how often to write or compute changes nothing that is learned: neither digest nor differences see these.
-_BYSTANDERS = frozenset({"device", "train.log_every", "train.save_every", "train.shard"})
+_BYSTANDERS = frozenset({"device", "track", "train.log_every", "train.save_every", "train.shard"})
 
 
 class _Section(BaseModel):
@@ -155,6 +155,8 @@ class Recipe(_Section):
     start: Literal["carved", "random"] = "carved"
     """`carved`: from calibration statistics; `random`: the paper's."""
     device: str = "auto"
+    track: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
+    """Who follows the training beside metrics.jsonl."""
     experts: ExpertsSection = ExpertsSection()
     sampling: SamplingSection = SamplingSection()
     loss: LossSection = LossSection()

@@ -17,7 +17,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import tomoe
-from tomoe import distributed
+from tomoe import distributed, tracking
 from tomoe.config import Recipe
 from tomoe.data import Blocks, Corpus, prepare
 from tomoe.dense import check_output, shape_of
@@ -77,6 +77,7 @@ def begin(
     Nothing is written, and nothing of an older run goes, before model and text turned out to be of use.
     """
     distributed.first(lambda: run.check(recipe, resume, force))
+    tracking.check(recipe.track)
     model, tokenizer = open_dense(recipe, shares := _shares(recipe))
 
     def text() -> Corpus | None:
@@ -129,7 +130,10 @@ def _train(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, run: RunFolde
     training = Training(model, net, recipe, corpus, run)
     training.resume()
     distributed.copy_(net.state_dict().values())
-    training.train(lambda row: listen("train", row["step"], recipe.train.steps, row))
+    kind = recipe.track if distributed.rank() == 0 else tracking.NONE
+    name = run.path.resolve().parent.name if run.path.name == "run" else run.path.resolve().name
+    with tracking.tracked(kind, run.path, recipe.leaves(), run.rows(), name) as run.follow:
+        training.train(lambda row: listen("train", row["step"], recipe.train.steps, row))
     return net
 
 

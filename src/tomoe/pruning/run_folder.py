@@ -13,6 +13,8 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,7 @@ class RunFolder:
             path / "corpus.safetensors",
             path / "metrics.jsonl",
         )
+        self.follow: Callable[[dict[str, Any]], None] = lambda row: None  # hears of every row that is logged
 
     def check(self, recipe: Recipe, resume: bool, force: bool) -> None:
         """Raises UserError where the run cannot begin, or go on, in this folder. Writes nothing."""
@@ -171,17 +174,18 @@ class RunFolder:
             raise UserError(
                 f"cannot write metrics to {self.path}: {error.strerror or error}; the last checkpoint is kept"
             ) from error
+        self.follow(said)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The logged steps so far; a last line that a kill cut short is passed over."""
+        found = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else ():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+        return found
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop lines of steps that a resumed run will make again (and a last line cut by a kill)."""
-        if not self.metrics.exists():
-            return
-        rows = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if row.get("step", 0) <= step:
-                rows.append(line)
-        write_whole(self.metrics, "".join(line + "\n" for line in rows))
+        if self.metrics.exists():
+            kept = [row for row in self.rows() if row.get("step", 0) <= step]
+            write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
