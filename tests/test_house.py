@@ -13,7 +13,7 @@ from conftest import SOURCE
 FLOORS = (
     {"errors", "gumbel"},
     {"files", "distributed", "tracking"},
-    {"config", "dense", "routing", "fetch", "hub", "sources", "self_text"},
+    {"config", "dense", "routing", "fetch", "hub", "sources", "self_text", "vetting"},
     {"loading", "data"},
     {"budget"},
     {"plan"},

@@ -149,7 +149,7 @@ def _set(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Tensor]],
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
     "no router": (lambda head, tensors: tensors.pop("layers.1.router_weight"), "router_weight"),
-    "part of a value router": (lambda head, tensors: tensors.pop("layers.1.value_router.norm.bias"), "value router"),
+    "part of a value router": (lambda head, tensors: tensors.pop("layers.1.value_router.norm.bias"), "lacks .*norm.bias"),
     "router of other width": (_set("router_weight", torch.zeros(4, 31)), "router_weight has shape"),
     "router of other dims": (_set("router_weight", torch.zeros(4)), "router_weight has shape"),
     "neurons of another model": (_set("expert_neurons", torch.ones(4, 47).bool()), "expert_neurons has shape"),
@@ -160,13 +160,13 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str
     ),
     "unequal widths": (_set("expert_neurons", torch.ones(4, 48).tril().bool()), "unequal widths"),
     "an empty expert": (_set("expert_neurons", torch.zeros(4, 48, dtype=torch.bool)), "no neuron"),
-    "no experts": (_set("expert_neurons", torch.zeros(0, 48, dtype=torch.bool)), "broken"),
+    "no experts": (_set("expert_neurons", torch.zeros(0, 48, dtype=torch.bool)), "expert_neurons has shape"),
     "no Q/K dims": (_set("qk_kept", torch.zeros(4, dtype=torch.bool)), "no Q/K dim"),
     "other Q/K choices": (_set("qk_kept", torch.ones(8, dtype=torch.bool)), "qk_kept has shape"),
     "dropped V/O dims with a value router": (_set("value_kept", torch.arange(8) < 7), "among all V/O dims"),
     "router NaN": (_set("router_weight", torch.full((4, 32), torch.nan)), "not finite"),
     "value router infinity": (_set("value_router.norm.bias", torch.full((16,), torch.inf)), "not finite"),
-    "value router of another width": (_set("value_router.project_in.weight", torch.zeros(16, 31)), "router holds"),
+    "value router of another width": (_set("value_router.project_in.weight", torch.zeros(16, 31)), "project_in.weight has shape"),
     "K of no tokens": (lambda head, _: head.update(value_top_k=[1, 0]), "K = 0"),
     "K beyond the head": (lambda head, _: head.update(value_top_k=[1, 9]), "K = 9"),
     "K of one layer": (lambda head, _: head.update(value_top_k=[1]), "holds 1 layers"),
@@ -174,7 +174,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str
     "K that is no list": (lambda head, _: head.update(value_top_k=None), "damaged"),
     "shape that is no dict": (lambda head, _: head.update(shape=[1, 2]), "damaged"),
     "shape without a size": (lambda head, _: head["shape"].pop("head_dim"), "damaged"),
-    "shape with words": (lambda head, _: head["shape"].update(mlp_size="many"), "expert_neurons has shape"),
+    "shape with words": (lambda head, _: head["shape"].update(mlp_size="many"), "'many' as mlp_size"),
     "shape with more layers": (lambda head, _: head["shape"].update(num_layers=3), "model has 3"),
 }  # fmt: skip
 

@@ -64,6 +64,18 @@ class Blocks:
         return Blocks(self.input_ids.to(device), self.mask.to(device), sources)
 
 
+def _blocks(tensors: dict[str, Tensor], part: str) -> Blocks:
+    """One part of a corpus file. Raises KeyError or ValueError where it holds no blocks."""
+    ids, mask, sources = (tensors.get(f"{part}.{name}") for name in ("input_ids", "mask", "source_ids"))
+    if ids is None or mask is None:
+        raise KeyError(part)
+    whole = ids.dim() == 2 and ids.shape == mask.shape and ids.dtype == torch.int32 and mask.dtype == torch.bool
+    known = sources is None or (sources.dtype == torch.int32 and sources.shape == ids.shape[:1])
+    if not whole or not known or bool((ids < 0).any()):
+        raise ValueError(f"{part} is {tuple(ids.shape)} of {ids.dtype}")
+    return Blocks(ids.long(), mask, sources)
+
+
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """The tokens of one conversion. No block is in two parts."""
@@ -123,18 +135,17 @@ class Corpus:
             with safe_open(path, framework="pt") as file:
                 about = json.loads((file.metadata() or {}).get("tomoe_corpus", "{}"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, RecursionError, SafetensorError) as error:
             raise UserError(f"{path} is not a whole file of prepared tokens ({error}); prepare them again") from None
-        if about.get("format") != _FORMAT:
+        if not isinstance(about, dict) or about.get("format") != _FORMAT:
             raise UserError(f"{path} holds no tokens prepared by this version (format {_FORMAT}); prepare them again")
-        parts = {
-            part: Blocks(
-                tensors[f"{part}.input_ids"].long(), tensors[f"{part}.mask"], tensors.get(f"{part}.source_ids")
-            )
-            for part in _PARTS
-        }
-        corpus = cls(**parts, sources=tuple(about["sources"]), tokenizer=about["tokenizer"], seed=about["seed"])
-        if corpus.digest() != about["sha256"]:
+        try:
+            parts = {part: _blocks(tensors, part) for part in _PARTS}
+            corpus = cls(**parts, sources=tuple(about["sources"]), tokenizer=about["tokenizer"], seed=about["seed"])
+            whole = corpus.digest() == about["sha256"]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{path} holds no blocks of tokens ({error}); prepare them again") from None
+        if not whole:
             raise UserError(f"the tokens in {path} are not those that were written; prepare them again")
         return corpus
 

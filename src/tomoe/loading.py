@@ -23,10 +23,13 @@ from transformers.utils import logging as chatter
 from tomoe import fetch
 from tomoe.errors import UserError
 from tomoe.hub import HUB_ID
+from tomoe.vetting import vet
 
 _CHUNK = 2**24  # elements of a tensor that are converted at once
 # What transformers raises for files, configs and repositories it cannot use.
-_LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError, StrictDataclassError)
+_LOADING_ERRORS = (OSError, ValueError, RuntimeError, LookupError, SafetensorError, StrictDataclassError)
+# What falls out of it where a config holds words for numbers, zeros to divide by or endless nests.
+_SENSELESS = (TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError, MemoryError)
 
 
 def resolve(model: str) -> Path | str:
@@ -68,6 +71,8 @@ def load_dense(
     """
     place = resolve(model)
     with _telling(model, place):
+        if isinstance(place, Path) and place.is_dir():
+            vet(place)
         loaded: PreTrainedModel
         info: dict[str, Any]
         loaded, info = AutoModelForCausalLM.from_pretrained(
@@ -162,6 +167,11 @@ def _telling(model: str, place: Path | str, part: str = "model") -> Iterator[Non
     try:
         with _quiet(place):
             yield
+    except UserError:
+        raise
+    except _SENSELESS as error:
+        found = f"{type(error).__name__}: {str(error).strip()[:120]}"
+        raise UserError(f"cannot load the {part} {model}{where}: its config makes no sense ({found})") from None
     except _LOADING_ERRORS as error:
         hint = f"; without a hub there is {', '.join(fetch.names())}" if where and isinstance(error, OSError) else ""
         raise UserError(f"cannot load the {part} {model}{where}: {_reason(error)}{hint}") from None

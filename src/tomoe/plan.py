@@ -20,9 +20,16 @@ from torch import Tensor
 from tomoe.budget import active_params, block_total
 from tomoe.dense import ModelShape
 from tomoe.errors import UserError
-from tomoe.files import write_whole
+from tomoe.files import read_json, write_whole
 
 FORMAT = "tomoe-plan-1"
+_MASKS = ("expert_neurons", "qk_kept", "value_kept")
+_ROUTER = "value_router."
+# No model is larger; a plan that says so is a trap.
+_MOST = {
+    "num_layers": 2**16, "hidden_size": 2**24, "mlp_size": 2**24, "num_heads": 2**16, "num_kv_heads": 2**16,
+    "head_dim": 2**16, "rotary_size": 2**16,
+}  # fmt: skip
 ATTENTION_MODES = ("dynamic", "static", "none")
 
 
@@ -120,20 +127,26 @@ class Plan:
         head_path, tensor_path = folder / "plan.json", folder / "plan.safetensors"
         if not head_path.is_file() or not tensor_path.is_file():
             raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
-        head = _read_head(head_path)
-        if hashlib.sha256(tensor_path.read_bytes()).hexdigest() != head.get("tensors_sha256"):
+        head = read_json(head_path)
+        if head.get("format") != FORMAT:
+            raise UserError(
+                f"{head_path} has format {str(head.get('format'))[:40]!r}, this version reads {FORMAT!r}; "
+                "make the plan again or update tomoe"
+            )
+        with tensor_path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != head.get("tensors_sha256"):
             raise UserError(
                 f"{tensor_path} is not the file that {head_path.name} speaks of (checksums differ); copy both again"
             )
         try:
-            shape = ModelShape(**head["shape"])
-            top_k = [int(k) for k in head["value_top_k"]]
-            layers = _read_layers(tensor_path, shape, top_k)
-            return cls(shape, layers, head["source"], head["dense_config"], head["recipe"], head["notes"])
+            shape, top_k, papers = _read_papers(head)
+            return cls(shape, _read_layers(tensor_path, shape, top_k), **papers)
         except (KeyError, TypeError, ValueError, SafetensorError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{folder} holds a damaged plan ({error}); make it again with `tomoe plan`") from error
+            why = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise UserError(f"{folder} holds a damaged plan ({why}); make it again with `tomoe plan`") from error
 
     def describe(self) -> list[dict[str, Any]]:
         """One row per layer, for a table."""
@@ -153,11 +166,19 @@ class Plan:
         ]
 
 
+def _shapes(s: ModelShape, n: int) -> dict[str, tuple[int, ...]]:
+    return {"expert_neurons": (n, s.mlp_size), "router_weight": (n, s.hidden_size),
+            "qk_kept": (s.num_qk_choices,), "value_kept": (s.head_dim,)}  # fmt: skip
+
+
+def _router_shapes(s: ModelShape, e: int) -> dict[str, tuple[int, ...]]:
+    return {"project_in.weight": (e, s.hidden_size), "project_in.bias": (e,), "norm.weight": (e,), "norm.bias": (e,),
+            "project_out.weight": (s.head_dim, e), "project_out.bias": (s.head_dim,)}  # fmt: skip
+
+
 def _problem(layer: LayerPlan, s: ModelShape) -> str | None:
     n = layer.expert_neurons.shape[0]
-    expected = {"expert_neurons": (n, s.mlp_size), "router_weight": (n, s.hidden_size),
-                "qk_kept": (s.num_qk_choices,), "value_kept": (s.head_dim,)}  # fmt: skip
-    for name, shape in expected.items():
+    for name, shape in _shapes(s, n).items():
         if tuple(getattr(layer, name).shape) != shape:
             return f"{name} has shape {tuple(getattr(layer, name).shape)}, the model asks for {shape}"
     widths = layer.expert_neurons.sum(1)
@@ -170,9 +191,7 @@ def _problem(layer: LayerPlan, s: ModelShape) -> str | None:
     if not layer.value_router and layer.value_top_k != int(layer.value_kept.sum()):
         return "it asks for a choice of value dims per token, but has no value router"
     if layer.value_router:
-        e = len(layer.value_router.get("norm.bias", ()))
-        parts = {"project_in.weight": (e, s.hidden_size), "project_in.bias": (e,), "norm.weight": (e,), "norm.bias": (e,),
-                 "project_out.weight": (s.head_dim, e), "project_out.bias": (s.head_dim,)}  # fmt: skip
+        parts = _router_shapes(s, len(layer.value_router.get("norm.bias", ())))
         found = {name: tuple(t.shape) for name, t in layer.value_router.items()}
         if found != parts:
             return f"its value router holds {found}, the model asks for {parts}"
@@ -184,29 +203,56 @@ def _problem(layer: LayerPlan, s: ModelShape) -> str | None:
     return None
 
 
-def _read_head(path: Path) -> dict[str, Any]:
-    try:
-        head = json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not JSON ({error}); it is damaged or no plan") from error
-    if not isinstance(head, dict) or head.get("format") != FORMAT:
-        found = head.get("format") if isinstance(head, dict) else type(head).__name__
-        raise UserError(
-            f"{path} has format {found!r}, this version reads {FORMAT!r}; make the plan again or update tomoe"
-        )
-    return head
+def _read_papers(head: dict[str, Any]) -> tuple[ModelShape, list[int], dict[str, Any]]:
+    """Sizes, K of each layer, and the rest of plan.json. Raises ValueError, KeyError or TypeError for what cannot be."""
+    shape = ModelShape(**head["shape"])
+    for name, value in shape.to_dict().items():
+        wanted, most = (bool, True) if name == "gated" else (int, _MOST[name])
+        if type(value) is not wanted or (not name == "gated" and not (name != "rotary_size") <= value <= most):
+            raise ValueError(f"its model has {str(value)[:40]!r} as {name}")
+    if shape.num_heads % shape.num_kv_heads or shape.rotary_size % 2 or shape.rotary_size > shape.head_dim:
+        raise ValueError("its heads, key/value heads and rotary dims do not fit each other")
+    top_k, notes = head["value_top_k"], head["notes"]
+    if not isinstance(top_k, list) or any(type(k) is not int for k in top_k):
+        raise TypeError("value_top_k is no list of numbers")
+    if len(top_k) != shape.num_layers:
+        raise ValueError(f"it holds {len(top_k)} layers, its model has {shape.num_layers}")
+    papers = {name: head[name] for name in ("source", "dense_config", "recipe", "notes")}
+    for name, value in papers.items():
+        if not isinstance(value, str if name == "source" else dict):
+            raise TypeError(f"{name} is a {type(value).__name__}")
+    if any(type(notes.get(name, 0)) is not int for name in ("steps", "block_size")):
+        raise TypeError("its notes count in words")
+    return shape, top_k, papers
 
 
 def _read_layers(path: Path, shape: ModelShape, top_k: list[int]) -> tuple[LayerPlan, ...]:
+    """Raises ValueError or KeyError for a tensor that is no plan's before it is read: a file may be of any size."""
     layers = []
     with safe_open(path, "pt") as file:
-        names = set(file.keys())
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
         for i, k in enumerate(top_k):
-            prefix = f"layers.{i}."
-            own = {n.removeprefix(prefix): file.get_tensor(n) for n in sorted(names) if n.startswith(prefix)}
-            routers = {n.removeprefix("value_router."): t for n, t in own.items() if n.startswith("value_router.")}
-            masks = [own[n].bool() for n in ("expert_neurons", "qk_kept", "value_kept")]
+            own = {}
+            for part, wanted in _wanted(found, f"layers.{i}.", shape).items():
+                size, kind = found.pop(f"layers.{i}.{part}")
+                kinds = ("BOOL",) if part in _MASKS else ("F32", "BF16", "F16")
+                if size != wanted or kind not in kinds:
+                    raise ValueError(f"{part} has shape {size} of {kind}, the model asks for {wanted} of {kinds[0]}")
+                own[part] = file.get_tensor(f"layers.{i}.{part}")
+            routers = {part.removeprefix(_ROUTER): t.float() for part, t in own.items() if part.startswith(_ROUTER)}
+            masks = [own[name] for name in _MASKS]
             layers.append(LayerPlan(masks[0], own["router_weight"].float(), masks[1], masks[2], k, routers))
-    if len(layers) != shape.num_layers:
-        raise UserError(f"{path} holds {len(layers)} layers, its model has {shape.num_layers}")
+        if found:
+            raise ValueError(f"it holds {min(found)[:40]!r}, which no plan has")
     return tuple(layers)
+
+
+def _wanted(found: dict[str, Any], prefix: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """What a layer should hold, by its number of experts and, where it has a value router, its embedding size."""
+    (experts, *_), _ = found[f"{prefix}router_weight"]
+    parts = _shapes(shape, experts)
+    if any(name.startswith(prefix + _ROUTER) for name in found):
+        (embedding, *_), _ = found[f"{prefix}{_ROUTER}norm.bias"]
+        parts |= {_ROUTER + name: size for name, size in _router_shapes(shape, embedding).items()}
+    return parts

@@ -26,8 +26,9 @@ from torch.optim import Optimizer
 
 from tomoe.config import Recipe
 from tomoe.errors import UserError
-from tomoe.files import write_whole
+from tomoe.files import read_json, write_whole
 
+_TENSORS = ("masks.safetensors", "optimizer.safetensors")
 KEEP = 2  # checkpoints that stay: the last, and the one before it
 
 
@@ -49,6 +50,8 @@ def optimizer_tensors(optimizer: Optimizer, net: nn.Module) -> dict[str, Tensor]
 def restore_optimizer(optimizer: Optimizer, net: nn.Module, tensors: dict[str, Tensor]) -> None:
     for name, p in net.named_parameters():
         own = {key.removeprefix(name + "."): t for key, t in tensors.items() if key.rpartition(".")[0] == name}
+        if any(t.shape not in (p.shape, ()) for t in own.values()):
+            raise ValueError(f"the moments of {name} are not of its shape")
         if own:
             optimizer.state[p] = {k: t.to(p.device) if k != "step" else t for k, t in own.items()}
 
@@ -107,7 +110,7 @@ class RunFolder:
             part.mkdir(parents=True)
             save_file(net.state_dict(), part / "masks.safetensors")
             save_file(optimizer_tensors(optimizer, net), part / "optimizer.safetensors")
-            sums = {name: _sha256(part / name) for name in ("masks.safetensors", "optimizer.safetensors")}
+            sums = {name: _sha256(part / name) for name in _TENSORS}
             (part / "state.json").write_text(
                 json.dumps(state | {"step": step, "sha256": sums}, indent=2, sort_keys=True)
             )
@@ -146,10 +149,12 @@ class RunFolder:
 
     def _read(self, folder: Path) -> Checkpoint | None:
         try:
-            state = json.loads((folder / "state.json").read_text())
-            whole = all(_sha256(folder / name) == digest for name, digest in state["sha256"].items())
-            return Checkpoint(folder, int(state["step"]), state) if whole else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            state = read_json(folder / "state.json")
+            # our own names, not those that the file has: they could lead anywhere
+            whole = all(_sha256(folder / name) == state["sha256"][name] for name in _TENSORS)
+            named = type(state["step"]) is int and folder.name == f"step-{state['step']:06d}"
+            return Checkpoint(folder, state["step"], state) if whole and named else None
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def restore(self, checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer | None) -> None:
@@ -157,12 +162,12 @@ class RunFolder:
         device = next(net.parameters()).device
         try:
             net.load_state_dict(load_file(checkpoint.folder / "masks.safetensors", device=str(device)))
-        except (RuntimeError, SafetensorError) as error:
+            if optimizer is not None:
+                restore_optimizer(optimizer, net, load_file(checkpoint.folder / "optimizer.safetensors"))
+        except (RuntimeError, ValueError, SafetensorError) as error:
             raise UserError(
                 f"{checkpoint.folder} does not fit this model and recipe; begin anew with --force"
             ) from error
-        if optimizer is not None:
-            restore_optimizer(optimizer, net, load_file(checkpoint.folder / "optimizer.safetensors"))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """One line of JSON, which has no word for what is not finite: null stands there."""
