@@ -19,6 +19,7 @@ from tomoe.files import write_whole
 
 # Where and how often to write or compute changes nothing that is learned: neither digest nor differences see these.
 _BYSTANDERS = frozenset({"device", "track", "train.log_every", "train.save_every", "train.shard"})
+STOCK_MULTIPLE = 64  # of expert widths: grouped kernels and quantised blocks of 32 divide it
 
 
 class _Section(BaseModel):
@@ -157,11 +158,28 @@ class Recipe(_Section):
     device: str = "auto"
     track: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
     """Who follows the training beside metrics.jsonl."""
+    target: Literal["hf", "mixtral", "qwen2_moe", "qwen3_moe", "gguf"] = "hf"
+    """What the plan is to fit without loss. `hf`, ToMoE's own form, holds every plan; the others hold experts of one width
+    in all layers, and no choice of V/O dims for each token."""
     experts: ExpertsSection = ExpertsSection()
     sampling: SamplingSection = SamplingSection()
     loss: LossSection = LossSection()
     train: TrainSection = TrainSection()
     data: DataSection = DataSection()
+
+    @model_validator(mode="after")
+    def _fit_the_target(self) -> Self:
+        if self.target != "hf" and self.experts.attention == "dynamic":
+            raise UserError(
+                f"target {self.target} holds no choice of V/O dims for each token (experts.attention is dynamic); set it to "
+                "static or none, or the target to hf"
+            )
+        return self
+
+    @property
+    def common_multiple(self) -> int:
+        """0 where layers may differ in width; else all have one, a multiple of this as far as the budget allows."""
+        return 0 if self.target == "hf" else max(STOCK_MULTIPLE, self.experts.width_multiple)
 
     @classmethod
     def load(cls, path_or_preset: str | Path | None, overrides: Sequence[str] = ()) -> Self:

@@ -26,6 +26,7 @@ from tomoe.files import write_whole
 from tomoe.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
+from tomoe.moe.stock import dense_misfit
 from tomoe.plan import Plan
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan, least_active
@@ -60,6 +61,8 @@ def open_dense(recipe: Recipe, shares: int = 1) -> tuple[PreTrainedModel, PreTra
     model = load_dense(recipe.model, getattr(torch, recipe.train.dtype), pick_device(recipe.device), shares=shares)
     shape = shape_of(model)
     check_output(model)
+    if recipe.target != "hf" and (problem := dense_misfit(model, recipe.target)):
+        raise UserError(f"target {recipe.target} cannot hold what this model becomes: {problem}; choose another, or hf")
     least = least_active(shape, recipe.experts.width_multiple, recipe.experts.attention)
     if recipe.active < least:
         whole = " with attention kept whole (experts.attention = none)" if recipe.experts.attention == "none" else ""
@@ -110,7 +113,11 @@ def make_network(
     net = MaskNetwork(shape_of(model), recipe.experts, recipe.sampling, recipe.seed).to(model.device)
     if recipe.start == "carved":
         ids, mask = calibration.input_ids.to(model.device), calibration.mask.to(model.device)
-        carve_(net, model, ids, mask, recipe.active, recipe.seed, lambda done, total: listen("carve", done, total, {}))
+
+        def heard(done: int, total: int) -> None:
+            listen("carve", done, total, {})
+
+        carve_(net, model, ids, mask, recipe.active, recipe.seed, heard, one_width=recipe.common_multiple > 0)
     return net
 
 
@@ -159,7 +166,7 @@ def plan(run_path: Path, out: Path, active: float | None = None) -> Plan:
 def finish_plan(net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus: Corpus, steps: int) -> Plan:
     """The plan with its papers: source hash, dense config, recipe, versions."""
     calibration = corpus.calibration.input_ids.to(model.device), corpus.calibration.mask.to(model.device)
-    bare = extract_plan(net, model, recipe.active, calibration)
+    bare = extract_plan(net, model, recipe.active, calibration, common_multiple=recipe.common_multiple)
     notes = bare.notes | {
         "steps": steps,
         "block_size": recipe.data.block_size,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from tomoe import api, distributed
 from tomoe import convert as stages
+from tomoe.cli.export import Format, export
 from tomoe.cli.options import (
     ActiveOption,
     AttentionOption,
@@ -27,6 +31,11 @@ from tomoe.config import Recipe
 from tomoe.report.compare import to_rich
 from tomoe.report.warnings import find_warnings
 
+ConvertFormatOption = Annotated[
+    Format | None,
+    typer.Option("--format", help="Make the plan fit this form, and export to it (OUT/export-FORMAT) when done."),
+]
+
 
 def convert(
     model: ModelArgument,
@@ -39,14 +48,19 @@ def convert(
     data: DataOption = None,
     start: StartOption = None,
     attention: AttentionOption = None,
+    format: ConvertFormatOption = None,
     resume: ResumeOption = False,
     force: ForceOption = False,
 ) -> None:
     """Turn a dense model into a Mixture-of-Experts: learn it, save it, measure it beside the dense one."""
+    target = None if format in (None, "auto") else format
     made = make_recipe(
-        recipe, changes, model=model, active=active, seed=seed, data=data, steps=steps, start=start, attention=attention
-    )
+        recipe, changes, model=model, active=active, seed=seed, data=data, steps=steps, start=start, attention=attention,
+        target=target,
+    )  # fmt: skip
     run_conversion(made, out, resume, force)
+    if format is not None and not distributed.rank():
+        export(out, out / f"export-{format}", format, device=made.device, force=force or resume)
 
 
 def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool) -> None:

@@ -46,11 +46,12 @@ def make_recipe(
     steps: int | None = None,
     start: str | None = None,
     attention: str | None = None,
+    target: str | None = None,
 ) -> Recipe:
     """The recipe `base` with the named options, then `--set` applied. Raises UserError for a wrong key or value."""
     named = {
         "model": model, "active": active, "seed": seed, "data.sources": data or None, "train.steps": steps,
-        "start": start, "experts.attention": attention,
+        "start": start, "experts.attention": attention, "target": target,
     }  # fmt: skip
     overrides = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
     return Recipe.load(base, overrides + (changes or []))

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tomoe.config import STOCK_MULTIPLE
 from tomoe.errors import UserError
 from tomoe.moe.gguf import Precision, context_length, gguf_bytes, gguf_misfit, gguf_widths, write_gguf
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -41,7 +42,7 @@ class Sizes:
 class Options:
     """What the user may choose about the files."""
 
-    width_multiple: int = 64
+    width_multiple: int = STOCK_MULTIPLE
     precision: Precision = "f16"  # of the weights in a GGUF file
 
 

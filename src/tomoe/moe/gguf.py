@@ -8,7 +8,7 @@ router's probability.)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tomoe.moe.gguf_tokenizer import check_tokenizer, write_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.moe.stock import CARRIERS, Carrier, Layout, attention_tensors, expert_tensors, make_layout, misfit
+from tomoe.moe.stock import Carrier, Layout, attention_tensors, expert_tensors, gguf_carrier, make_layout, misfit
 
 Precision = Literal["f32", "f16", "bf16", "q8_0"]
 TYPES = {name: GGMLQuantizationType[name.upper()] for name in ("f32", "f16", "bf16", "q8_0")}
@@ -45,9 +45,7 @@ class Entry:
 
 def _carrier(moe: ToMoEForCausalLM) -> Carrier:
     first: Any = moe.model.layers[0]
-    if first.self_attn.q_norm is not None:
-        return CARRIERS["qwen3_moe"]
-    return replace(CARRIERS["mixtral"], name="gguf", biased=True)
+    return gguf_carrier(first.self_attn.q_norm is not None)
 
 
 def gguf_misfit(moe: ToMoEForCausalLM) -> str | None:

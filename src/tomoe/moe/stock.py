@@ -11,18 +11,26 @@ Letters: N experts, M width of an expert, S width of the shared expert, D hidden
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
+from tomoe.config import STOCK_MULTIPLE
+from tomoe.dense import layer_parts
 from tomoe.errors import UserError
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM, ToMoEMLP
 
-WIDTH_MULTIPLE = 64  # what grouped kernels and 32-wide quantisation blocks divide
 PROBE_TOKENS = 8
 
 
@@ -66,16 +74,12 @@ def misfit(moe: ToMoEForCausalLM, carrier: Carrier) -> str | None:
     first = attentions[0]
     if any(a.value_router is not None for a in attentions):
         return "it chooses V/O dims for each token (attention: dynamic), and stock attention has no such choice"
-    if mlp.gate_proj is None:
-        return "its MLP has no gate projection"
-    if any(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, mlp.down_bias)):
-        return "its MLP has biases"
-    if first.o_proj.bias is not None:
-        return "its attention output has a bias"
-    if first.q_proj.bias is not None and not carrier.biased:
-        return "its Q, K and V projections have biases"
-    if (first.q_norm is not None) != carrier.normed:
-        return "it normalises Q and K" if first.q_norm is not None else "it does not normalise Q and K"
+    biases = any(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, mlp.down_bias))
+    problem = _unplaced(
+        carrier, mlp.gate_proj is not None, biases, first.q_proj, first.o_proj, first.q_norm is not None
+    )
+    if problem:
+        return problem
     if 2 * moe.model.rotary_emb.inv_freq.numel() != first.head_dim:
         return "its rotary embedding turns only a part of each head"
     if abs(first.scaling * first.head_dim**0.5 - 1) > 1e-6:
@@ -84,6 +88,34 @@ def misfit(moe: ToMoEForCausalLM, carrier: Carrier) -> str | None:
     if len(windows) > (2 if carrier.shared and None in windows else 1):
         return "its layers have sliding windows of different sizes"
     return _foreign(moe)
+
+
+def dense_misfit(dense: PreTrainedModel, name: str) -> str | None:
+    """Why no MoE made from this dense model would fit the target `name`, as far as its parts tell; else None."""
+    parts = layer_parts(dense)[0]
+    normed = getattr(parts.attention, "q_norm", None) is not None
+    carrier = gguf_carrier(normed) if name == "gguf" else CARRIERS[name]
+    biases = any(p is not None and p.bias is not None for p in (parts.gate, parts.up, parts.down))
+    return _unplaced(carrier, parts.gate is not None, biases, parts.q, parts.o, normed)
+
+
+def gguf_carrier(normed: bool) -> Carrier:
+    """llama.cpp's `llama` with experts is Mixtral, and takes biases of Q, K and V too; its `qwen3moe` normalises Q and K."""
+    return CARRIERS["qwen3_moe"] if normed else replace(CARRIERS["mixtral"], name="gguf", biased=True)
+
+
+def _unplaced(carrier: Carrier, gated: bool, biases: bool, q: nn.Linear, o: nn.Linear, normed: bool) -> str | None:
+    if not gated:
+        return "its MLP has no gate projection"
+    if biases:
+        return "its MLP has biases"
+    if o.bias is not None:
+        return "its attention output has a bias"
+    if q.bias is not None and not carrier.biased:
+        return "its Q, K and V projections have biases"
+    if normed != carrier.normed:
+        return "it normalises Q and K" if normed else "it does not normalise Q and K"
+    return None
 
 
 @torch.no_grad()
@@ -139,7 +171,7 @@ def common_neurons(mlp: ToMoEMLP) -> Tensor:
     return (uses == mlp.num_experts).nonzero().squeeze(1)
 
 
-def make_layout(moe: ToMoEForCausalLM, carrier: Carrier, multiple: int = WIDTH_MULTIPLE) -> Layout:
+def make_layout(moe: ToMoEForCausalLM, carrier: Carrier, multiple: int = STOCK_MULTIPLE) -> Layout:
     """The widths that take the fewest weights. Of what every expert has, a shared expert needs one copy, not N."""
     mlps: list[ToMoEMLP] = [layer.mlp for layer in moe.model.layers]
     widths = [mlp.expert_neurons.shape[1] for mlp in mlps]

@@ -243,9 +243,12 @@ def attention_importance(
 @torch.no_grad()
 def carve_(
     net: MaskNetwork, model: Any, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], active: float, seed: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None, one_width: bool = False,
 ) -> None:  # fmt: skip
-    """Give `net` a carved start: its noise-free plan meets `active`, and so does sampling on average."""
+    """Give `net` a carved start: its noise-free plan meets `active`, and so does sampling on average.
+
+    `one_width`: all layers are equally wide, else each as wide as it needs.
+    """
     carving = _Carving(net, model, seed, progress)
     carving.run(model, ids, mask)
     s, experts = net.shape, net.experts
@@ -259,9 +262,13 @@ def carve_(
         if experts.attention != "none":
             starts = [start_logits(_ranks(t), n, *_noise(net)) for t, n in ((values, dims), (qk, choices))]
             _begin_at_(net.dims[i], torch.cat(starts))
-    units = allocate(carving.mlps, active * block_total(s) - spent)
+    left = active * block_total(s) - spent
+    if one_width:
+        widths = [max(1, round(left / (s.num_layers * mlp_params(s, 1))))] * s.num_layers
+    else:
+        widths = [units * experts.width_multiple for units in allocate(carving.mlps, left)]
     for i, (router, mlp) in enumerate(zip(carving.routers, carving.mlps, strict=True)):
-        width = min(units[i] * experts.width_multiple, s.mlp_size)
+        width = min(widths[i], s.mlp_size)
         net.routers[i].weight.copy_(router)
         _begin_at_(net.neurons[i], start_logits(mlp.ranks, width, *_noise(net)))
 

@@ -140,15 +140,24 @@ class Extraction:
             sites.append(layer)
         return sites
 
-    def plan(self, active: float, value_logits: Sequence[Tensor] | None) -> Plan:
+    def plan(
+        self, active: float, value_logits: Sequence[Tensor] | None, common_multiple: int, tolerance: float
+    ) -> Plan:
         """The plan whose active fraction is `active`, from logits on this network and V/O logits of tokens."""
         s, attention = self.shape, self.net.experts.attention
         sites = self._sites(value_logits)
         kept_whole = s.num_layers * attention_params(s, s.head_dim, s.head_dim) if attention == "none" else 0
         target, every = round(active * block_total(s)) - kept_whole, [site for layer in sites for site in layer]
         offset = common_offset(every, target)
-        units = whole_units(every, offset, target)
-        per_layer = [units[i : i + len(sites[0])] for i in range(0, len(units), len(sites[0]))]
+        if common_multiple:
+            width, units = self._one_width(sites, offset, target, common_multiple, round(tolerance * block_total(s)))
+            per_layer = [[width, *units[i : i + 2]] for i in range(0, max(len(units), 1), 2)]
+            per_layer = per_layer if units else per_layer * s.num_layers
+        else:
+            units = whole_units(every, offset, target)
+            per_layer = [units[i : i + len(sites[0])] for i in range(0, len(units), len(sites[0]))]
+            multiple = self.net.experts.width_multiple
+            per_layer = [[min(n * multiple, s.mlp_size), *attention] for n, *attention in per_layer]
         layers = tuple(self._layer(i, *n) for i, n in enumerate(per_layer))
         return Plan(s, layers, notes={"expert_widths": [self._expert_widths(i, offset) for i in range(s.num_layers)]})
 
@@ -158,9 +167,36 @@ class Extraction:
         kept = keep_probability(self.neuron_logits[i] + offset, s.keep_bias, s.noise).sum(-1)
         return [int(n) for n in kept.round().tolist()]
 
-    def _layer(self, i: int, mlp_units: int, qk_units: int = 0, value_dims: int = 0) -> LayerPlan:
+    def _one_width(
+        self, sites: Sequence[Sequence[Site]], offset: float, target: int, multiple: int, slack: int
+    ) -> tuple[int, list[int]]:
+        """One width for all layers near their mean at `offset`, and units of the attention sites, which take up the rest.
+
+        The width is a multiple of `multiple`, or of its half, or of a quarter ..: of the most that meets `target` within
+        `slack` parameters.
+        """
+        s = self.shape
+        attention = [site for layer in sites for site in layer[1:]]
+        wanted = sum(layer[0].clipped(offset) for layer in sites) / len(sites) * self.net.experts.width_multiple
+        best = (target, s.mlp_size, [site.most for site in attention])
+        while True:
+            below = int(wanted // multiple) * multiple
+            widths = {min(max(w, 1), s.mlp_size) for w in (below, below + multiple)}
+            for width in sorted(widths, key=lambda w: abs(w - wanted)):
+                left = target - s.num_layers * int(mlp_params(s, width))
+                if attention and left < sum(site.params(1) for site in attention):
+                    continue
+                units = whole_units(attention, common_offset(attention, left), left) if attention else []
+                off = abs(left - sum(site.params(n) for site, n in zip(attention, units, strict=True)))
+                if off <= slack:
+                    return width, units
+                best = min(best, (off, width, units))
+            if multiple == 1:
+                return best[1:]
+            multiple = multiple // 2
+
+    def _layer(self, i: int, width: int, qk_units: int = 0, value_dims: int = 0) -> LayerPlan:
         s, experts = self.shape, self.net.experts
-        width = min(mlp_units * experts.width_multiple, s.mlp_size)
         ranks = self.neuron_logits[i].argsort(dim=-1, descending=True, stable=True)
         neurons = torch.zeros(ranks.shape, dtype=torch.bool).scatter_(1, ranks[:, :width].cpu(), True)
         # bfloat16 values: every carrier of the router can hold them exactly
@@ -190,20 +226,22 @@ def extract_plan(
     active: float,
     calibration: tuple[Int[Tensor, "B S"], Valid],
     tolerance: float = BUDGET_TOLERANCE,
+    common_multiple: int = 0,
 ) -> Plan:
     """The noise-free plan at `active` of the block parameters.
 
     Only per-token V/O choice needs the calibration text: its K follows the logits of real tokens, seen first on dense
     activations and then on those of the plan that these give. Raises UserError where whole units cannot meet the budget
-    within `tolerance` (absolute, as a fraction of the block parameters).
+    within `tolerance` (absolute, as a fraction of the block parameters). `common_multiple` above 0: all layers get experts of
+    one width, a multiple of it as far as the budget allows.
     """
     extraction = Extraction(net, model)
     logits = None
     if net.experts.attention == "dynamic":
         ids, valid = calibration
-        first = extraction.plan(active, extraction.value_logits(ids, valid, None))
+        first = extraction.plan(active, extraction.value_logits(ids, valid, None), common_multiple, tolerance)
         logits = extraction.value_logits(ids, valid, first)
-    plan = extraction.plan(active, logits)
+    plan = extraction.plan(active, logits, common_multiple, tolerance)
     if abs(plan.active_fraction() - active) > tolerance:
         raise UserError(
             f"the nearest plan has {plan.active_fraction():.4f} of the blocks active, asked were {active:.4f}; "

@@ -101,9 +101,15 @@ def active_fraction(masks: Sequence[SampledLayerMasks], shape: ModelShape) -> Fl
     return active_params(shape, [layer_widths(m, shape) for m in masks]) / block_total(shape)
 
 
-def budget_penalty(fraction: Float[Tensor, ""], target: float) -> Float[Tensor, ""]:
-    """R_P (eq. pr)."""
-    return log_ratio(fraction, target)
+def budget_penalty(fractions: Float[Tensor, "*L"], target: float) -> Float[Tensor, ""]:
+    """R_P (eq. pr) of the whole model, or the mean over layers of the same for each layer by itself."""
+    return log_ratio(fractions, target).mean()
+
+
+def layer_fractions(masks: Sequence[SampledLayerMasks], shape: ModelShape) -> Float[Tensor, " L"]:
+    """Active share of each layer by itself: where all layers are to be equally wide, each has to meet the budget."""
+    whole = block_total(shape) / shape.num_layers
+    return torch.stack([active_params(shape, [layer_widths(m, shape)]) / whole for m in masks])
 
 
 def _union(masks: Float[Tensor, "n m"]) -> Float[Tensor, ""]:
@@ -137,11 +143,12 @@ def objective(
     shape: ModelShape,
     target: float,
     weights: LossSection,
+    layers_alike: bool = False,
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
     """The weighted sum (eq. all) and its parts, unweighted, with the sampled active fraction beside them."""
     fraction = active_fraction(masks, shape)
     terms = {
-        "budget": budget_penalty(fraction, target),
+        "budget": budget_penalty(layer_fractions(masks, shape) if layers_alike else fraction, target),
         "coverage": coverage_penalty(masks),
         "balance": balance_penalty(masks),
     }

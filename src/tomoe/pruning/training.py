@@ -75,7 +75,14 @@ def micro_step(
             fidelity = distillation_loss(student, teacher, model.lm_head, mask.flatten())
         else:
             fidelity = language_model_loss(student, *_targets(ids, mask, model.lm_head))
-        loss, terms = objective(fidelity, masks, net.shape, budget_target(recipe, step), recipe.loss)
+        loss, terms = objective(
+            fidelity,
+            masks,
+            net.shape,
+            budget_target(recipe, step),
+            recipe.loss,
+            layers_alike=recipe.common_multiple > 0,
+        )
         (loss / recipe.train.gradient_accumulation).backward()
     return {"loss": loss.item(), **{name: t.item() for name, t in terms.items()}}
 

@@ -1,0 +1,136 @@
+"""`target` in the recipe: the plan fits the architecture that it goes to, from the start to the export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from conftest import make_network, make_pico, tokens
+from pico_files import CommandLine, small, write_pico, write_text
+from tomoe.budget import active_params, block_total
+from tomoe.config import Recipe
+from tomoe.dense import shape_of
+from tomoe.errors import UserError
+from tomoe.moe.stock import dense_misfit
+from tomoe.plan import Plan
+from tomoe.pruning.carving import carve_
+from tomoe.pruning.extract import BUDGET_TOLERANCE, extract_plan
+from tomoe.pruning.losses import budget_penalty, layer_fractions, layer_widths, log_ratio
+
+IDS = tokens(2, 24)
+CALIBRATION = IDS, torch.ones_like(IDS, dtype=torch.bool)
+
+
+def wide(family: str = "llama") -> PreTrainedModel:
+    """Of 512 neurons a layer: widths of 64 are an eighth."""
+    return make_pico(family, intermediate_size=512)
+
+
+def planned(attention: str, active: float, common_multiple: int) -> Plan:
+    model = wide()
+    net = make_network(model, attention, width_multiple=1)
+    with torch.no_grad():
+        net.neurons[0].start += 1.5  # so that layers left alone would differ
+    return extract_plan(net, model, active, CALIBRATION, common_multiple=common_multiple)
+
+
+@pytest.mark.parametrize("active", [0.5, 0.65, 0.8])
+@pytest.mark.parametrize("attention", ["none", "static"])
+def test_all_layers_get_one_width_and_the_budget_is_met(attention: str, active: float) -> None:
+    free, plan = planned(attention, active, 0), planned(attention, active, 64)
+    assert len({w for w, _, _ in free.widths()}) == 2
+    assert len({w for w, _, _ in plan.widths()}) == 1
+    assert abs(plan.active_fraction() - active) <= BUDGET_TOLERANCE
+    width = plan.layers[0].width
+    assert width % (1 if attention == "none" else 4) == 0  # attention takes up what a coarse width leaves over
+    mean = sum(w for w, _, _ in free.widths()) / 2
+    assert abs(width - mean) <= 64
+
+
+def test_a_coarse_width_stays_where_attention_can_take_up_the_rest() -> None:
+    """Attention of a pico model is small beside 512 neurons; here it is as large as in a real model."""
+    model = make_pico("llama", intermediate_size=128, hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
+    net = make_network(model, "static", width_multiple=8)
+    for active in (0.55, 0.6, 0.7):
+        plan = extract_plan(net, model, active, CALIBRATION, tolerance=0.01, common_multiple=32)
+        assert {w % 32 for w, _, _ in plan.widths()} == {0}
+        assert plan.active_fraction() == pytest.approx(active, abs=0.01)
+
+
+def test_a_budget_that_no_width_meets_is_refused() -> None:
+    model = make_pico("llama")
+    net = make_network(model, "none", width_multiple=8)
+    with pytest.raises(UserError, match="the nearest plan has"):
+        extract_plan(net, model, 0.7, CALIBRATION, tolerance=1e-6, common_multiple=64)
+
+
+@pytest.mark.parametrize("attention", ["none", "static"])
+def test_a_carved_start_is_equally_wide_everywhere(attention: str) -> None:
+    model = wide()
+    net = make_network(model, attention, width_multiple=1)
+    carve_(net, model, *CALIBRATION, active=0.7, seed=0, one_width=True)
+    plan = extract_plan(net, model, 0.7, CALIBRATION)  # free to choose, and yet
+    widths = [w for w, _, _ in plan.widths()]
+    assert max(widths) - min(widths) <= 2
+
+
+def test_training_holds_every_layer_to_the_budget() -> None:
+    model = wide()
+    shape, net = shape_of(model), make_network(model, "static")
+    with torch.no_grad():
+        masks = net(0, 1)
+    fractions = layer_fractions(masks, shape)
+    each = [float(active_params(shape, [layer_widths(m, shape)])) for m in masks]
+    for found, params in zip(fractions.tolist(), each, strict=True):
+        assert found == pytest.approx(params * shape.num_layers / block_total(shape), rel=1e-5)
+    meant = sum(float(log_ratio(torch.tensor(f), 0.6)) for f in fractions.tolist()) / shape.num_layers
+    assert float(budget_penalty(fractions, 0.6)) == pytest.approx(meant, rel=1e-5)
+    # one layer too wide and one too narrow: the whole may be right, the layers are not
+    uneven = torch.tensor([0.4, 0.8])
+    assert float(budget_penalty(uneven.mean(), 0.6)) == pytest.approx(0, abs=1e-6)
+    assert float(budget_penalty(uneven, 0.6)) > 0.3
+
+
+def test_a_target_and_its_opposite_are_refused() -> None:
+    with pytest.raises(UserError, match="target mixtral holds no choice of V/O dims"):
+        Recipe.load(None, ["target=mixtral", "experts.attention=dynamic"])
+    assert Recipe.load(None, ["target=gguf"]).common_multiple == 64
+    assert Recipe.load(None, ["target=gguf", "experts.width_multiple=256"]).common_multiple == 256
+    assert Recipe.load(None).common_multiple == 0
+    assert dense_misfit(make_pico("qwen2"), "mixtral") == "its Q, K and V projections have biases"
+    assert dense_misfit(make_pico("phi"), "gguf") == "its MLP has no gate projection"
+    assert dense_misfit(make_pico("llama"), "qwen3_moe") == "it does not normalise Q and K"
+    for family, target in (
+        ("llama", "mixtral"),
+        ("qwen2", "qwen2_moe"),
+        ("qwen3", "qwen3_moe"),
+        ("qwen2", "gguf"),
+        ("qwen3", "gguf"),
+    ):
+        assert dense_misfit(make_pico(family), target) is None
+
+
+def test_convert_makes_a_plan_that_fits_and_exports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense, text, out = write_pico(tmp_path / "dense", "qwen2"), write_text(tmp_path / "text.txt"), tmp_path / "out"
+    run = CommandLine(capsys)
+    refused = run("convert", dense, "--data", text, "-o", out, "--format", "mixtral", *small())
+    assert refused.code == 2
+    assert "target mixtral cannot hold what this model becomes" in refused.err
+    assert not out.exists()
+
+    done = run("convert", dense, "--data", text, "-o", out, "--format", "qwen2_moe", "--attention", "static", *small())
+    assert done.code == 0, done.err
+    plan = Plan.load(out)
+    assert len({w for w, _, _ in plan.widths()}) == 1
+    assert plan.active_fraction() == pytest.approx(0.7, abs=0.002)
+    assert Recipe.load(out / "recipe.json").target == "qwen2_moe"
+    papers = json.loads((out / "export-qwen2_moe" / "export.json").read_text())
+    assert papers["proof"]["same"] is True
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(out / "export-qwen2_moe")(IDS).logits
+        meant = AutoModelForCausalLM.from_pretrained(out)(IDS).logits
+    torch.testing.assert_close(found, meant, rtol=0, atol=1e-5)
