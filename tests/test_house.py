@@ -18,7 +18,7 @@ FLOORS = (
     {"budget"},
     {"plan"},
     {"pruning", "moe", "report"},  # wings: side by side, never into each other
-    {"convert"},
+    {"convert", "serving"},
     {"api"},
     {"export", "sweep"},
     {"cli"},

@@ -233,3 +233,11 @@ def test_numbers_that_point_outside_are_refused(
     for load in (AutoModelForCausalLM.from_pretrained, AutoModel.from_pretrained):
         with pytest.raises(ValueError, match=f"layer 1 numbers its {words}"):
             load(tmp_path / "moe")
+
+
+def test_an_expert_backend_that_is_not_there_is_refused_before_the_first_token() -> None:
+    config = converted("llama").config
+    config.expert_backend = "imagined"
+    for auto in (AutoModel, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match="expert backend 'imagined'"):
+            auto.from_config(config)

@@ -54,6 +54,7 @@ class ToMoEConfig(PreTrainedConfig):
         self.auto_map = {auto: f"modeling_tomoe.{name}" for auto, name in AUTO_CLASSES.items()}
         for name, value in own.items():
             setattr(self, name, value)
+        self.num_experts_per_tok = 1  # engines look for it wherever there is num_experts
         if self.dense_model_type is not None:  # transformers makes empty configs to compare with
             self.check()
 
@@ -98,7 +99,8 @@ class ToMoEConfig(PreTrainedConfig):
     def dense_config(self) -> PreTrainedConfig:
         """The config of the family that this model came from."""
         values = {k: v for k, v in self.to_dict().items() if k not in OWN_KEYS}
-        for key in ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "quantization_config"):
+        ours = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "num_experts_per_tok")
+        for key in (*ours, "quantization_config"):
             values.pop(key, None)
         config = AutoConfig.for_model(self.dense_model_type, **values)
         config._attn_implementation = self._attn_implementation
@@ -465,6 +467,8 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         base: Any = self.base_model
         pairs = base.rotary_emb.inv_freq.numel()
         for i, layer in enumerate(base.layers):
+            if not hasattr(layer, "mlp"):  # engines that share layers out leave none in its place
+                continue
             rows = self.config.union_sizes[i]
             for what, ids, count in (
                 ("neurons of an expert", layer.mlp.expert_neurons, rows),
@@ -498,6 +502,8 @@ class ToMoEModel(ToMoEPreTrainedModel):
 
     def __init__(self, config: ToMoEConfig, family: Any = None):
         super().__init__(config)
+        if config.expert_backend not in EXPERT_BACKENDS:
+            raise ValueError(f"the config asks for the expert backend {config.expert_backend!r}, which is not there")
         family = AutoModel.from_config(config.dense_config()) if family is None else family
         family.config._attn_implementation = config._attn_implementation
         replace_layers_(family, config)
