@@ -25,6 +25,7 @@ class Embedded:
     gguf: str
     gguf_sha256: str
     about: str
+    hub_id: str  # of the same model on the hub
 
 
 MODELS = {
@@ -34,6 +35,7 @@ MODELS = {
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         about="SmolLM2-135M-Instruct, 93 MB, Apache-2.0",
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
 

@@ -26,10 +26,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """A named source: `read(split, text_column)` yields documents; `held_out` is its own split for evaluation."""
+    """A named source: `read(split, text_column)` yields documents; `held_out` is its own split for evaluation.
+
+    `hub_id` is that of its data set, with `:config` where it has several; None for local text.
+    """
 
     read: Callable[[str, str | None], Iterator[str]]
     held_out: str | None = None
+    hub_id: str | None = None
 
 
 def _hub(split: str, text_column: str | None, *, name: str, column: str | None = None, **load: Any) -> Iterator[str]:
@@ -61,12 +65,20 @@ def _ptb(split: str, text_column: str | None) -> Iterator[str]:
 
 
 SOURCES: dict[str, Source] = {
-    "wikitext": Source(partial(_wikitext, config="wikitext-2-raw-v1"), held_out="test"),
-    "wikitext-103": Source(partial(_wikitext, config="wikitext-103-raw-v1"), held_out="test"),
-    "c4": Source(partial(_hub, name="allenai/c4", config="en", streaming=True), held_out="validation"),
-    "ptb": Source(_ptb, held_out="test"),
-    "alpaca": Source(partial(_hub, name="tatsu-lab/alpaca", column="text")),
-    "code-alpaca": Source(partial(_hub, name="sahil2801/CodeAlpaca-20k")),
+    "wikitext": Source(
+        partial(_wikitext, config="wikitext-2-raw-v1"), held_out="test", hub_id="Salesforce/wikitext:wikitext-2-raw-v1"
+    ),
+    "wikitext-103": Source(
+        partial(_wikitext, config="wikitext-103-raw-v1"),
+        held_out="test",
+        hub_id="Salesforce/wikitext:wikitext-103-raw-v1",
+    ),
+    "c4": Source(
+        partial(_hub, name="allenai/c4", config="en", streaming=True), held_out="validation", hub_id="allenai/c4:en"
+    ),
+    "ptb": Source(_ptb, held_out="test", hub_id="ptb-text-only/ptb_text_only"),
+    "alpaca": Source(partial(_hub, name="tatsu-lab/alpaca", column="text"), hub_id="tatsu-lab/alpaca"),
+    "code-alpaca": Source(partial(_hub, name="sahil2801/CodeAlpaca-20k"), hub_id="sahil2801/CodeAlpaca-20k"),
 }
 
 
@@ -84,7 +96,7 @@ def find(source: str) -> Source:
         raise UserError(f"there is no file or folder {source} to read text from")
     if _HUB_ID.fullmatch(source):
         name, _, config = source.partition(":")
-        return Source(partial(_hub, name=name, config=config or None, streaming=True))
+        return Source(partial(_hub, name=name, config=config or None, streaming=True), hub_id=source)
     near = difflib.get_close_matches(source, [*SOURCES, SELF], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(

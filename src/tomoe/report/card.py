@@ -6,14 +6,19 @@ import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from tomoe import fetch
+from tomoe.config import Recipe
 from tomoe.files import write_whole
 from tomoe.plan import Plan
 from tomoe.report.compare import Row, to_markdown
+from tomoe.report.origin import origin_of
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, shown_name
+from tomoe.report.warnings import find_warnings
+from tomoe.sources import SOURCES
 
 
 def write_card(
@@ -28,21 +33,26 @@ def write_card(
 ) -> Path:
     """Write OUT/README.md. `rows` are the dense model and the converted ones, dense first, or empty if not measured.
 
-    `base_model` (default: the recipe's) is named in the metadata where it is a hub id. Where `license` is not given,
-    the card says that the dense model's applies. `export` is for a folder of another architecture: its name, its sizes in
-    words and its proof. Raises UserError where the folder cannot be written.
+    `base_model` (default: the recipe's) is named in the metadata where its hub id is known. Without `license` it is the
+    dense model's, where a file on this disk says it; where none does, the card says that one has to look it up. `export`
+    is for a folder of another architecture: its name, its sizes in words and its proof. Raises UserError where the folder
+    cannot be written.
     """
     recipe = recipe_of(plan)
     base = base_model or (recipe.model if recipe else "")
+    origin = origin_of(base)
+    license = license or origin.license
     data = ModelCardData(
-        base_model=hub_id(base),
+        base_model=origin.hub_id,
+        datasets=_datasets(recipe) or None,
         library_name="transformers",
         license=license or "other",
         license_name=None if license else "same-as-the-dense-model",
         pipeline_tag="text-generation",
         tags=["moe", "tomoe"],
         model_name=out.resolve().name,
-        eval_results=_eval_results(rows) or None,
+        eval_results=(results := _eval_results(rows)) or None,
+        metrics=sorted({result.metric_type for result in results}) or None,
     )
     how = [line for line in conversion_summary(plan, base) if line[0] != "Dense model"]
     card = ModelCard.from_template(
@@ -55,6 +65,7 @@ def write_card(
         summary=how,
         comparison=to_markdown(rows) if rows else "",
         limits=limits(plan, rows),
+        warnings=[warning.text for warning in find_warnings(plan, rows)],
         license_given=license,
         export=export,
         command=command or f"tomoe convert {shown_name(base) or 'MODEL'} --recipe recipe.json -o {out.resolve().name}",
@@ -66,7 +77,7 @@ def write_plan_card(folder: Path, plan: Plan, plan_name: str = "PLAN") -> Path:
     """Write FOLDER/README.md for a plan that travels alone. Raises UserError where the folder cannot be written."""
     recipe = recipe_of(plan)
     base = recipe.model if recipe else ""
-    data = ModelCardData(base_model=hub_id(base), library_name="tomoe", tags=["moe", "tomoe", "plan"])
+    data = ModelCardData(base_model=origin_of(base).hub_id, library_name="tomoe", tags=["moe", "tomoe", "plan"])
     size = sum((folder / name).stat().st_size for name in ("plan.json", "plan.safetensors"))
     card = ModelCard.from_template(
         data,
@@ -104,27 +115,71 @@ def limits(plan: Plan, rows: Sequence[Row]) -> list[str]:
         if "self" in recipe.data.sources:
             found.append("Experts and routers were fitted on text that the dense model wrote, narrower than real text.")
         found.append(f"They were fitted on contexts of {recipe.data.block_size} tokens; longer ones were not tried.")
+    untested = (
+        "No safety or fairness test was run"
+        if measured and rows[-1].tasks
+        else "No task, safety or fairness test was run"
+    )
     found += [
-        "No task, safety or fairness test was run. What the dense model gets wrong, this one may get wrong more often.",
+        f"{untested}. What the dense model gets wrong, this one may get wrong more often.",
         "Fewer parameters work on a token, but speed depends on hardware and on tokens at a time: measure yours.",
     ]
     return found
 
 
+def _datasets(recipe: Recipe | None) -> list[str]:
+    """Hub ids of the data sets that it was fitted on; local text and text of the model itself have none."""
+    named = [s for s in (recipe.data.sources if recipe else ()) if s in SOURCES or hub_id(s.partition(":")[0])]
+    ids = [(SOURCES[s].hub_id if s in SOURCES else s) or "" for s in named]
+    return list(dict.fromkeys(found.partition(":")[0] for found in ids if found))
+
+
 def _eval_results(rows: Sequence[Row]) -> list[EvalResult]:
-    """Of the converted model (the last row), if it was measured beside a dense one."""
+    """Of the converted model (the last row), if it was measured beside a dense one: the text, then each task."""
     if len(rows) < 2:
         return []
     m = rows[-1].measurement
-    numbers = {"perplexity": m.perplexity, "kl_to_dense": m.kl, "top1_agreement": m.top1_agreement}
-    return [
+    numbers = {
+        "perplexity": ("Perplexity", m.perplexity),
+        "kl_to_dense": ("KL divergence from the dense model, nats", m.kl),
+        "top1_agreement": ("Same most likely token as the dense model", m.top1_agreement),
+    }
+    settings = {"context_length": m.context_length, "stride": m.stride, "tokens": m.tokens, "sha256": m.data_sha256}
+    found = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=m.data or "text",
+            task_name="Language modelling",
             dataset_name=f"{m.data or 'text'}, context {m.context_length}, {m.tokens} tokens",
-            metric_type=name,
+            dataset_args={key: value for key, value in settings.items() if value is not None},
+            metric_type=kind,
+            metric_name=name,
             metric_value=round(value, 4),
+            **_dataset(m.data),
         )
-        for name, value in numbers.items()
+        for kind, (name, value) in numbers.items()
         if value is not None
     ]
+    return found + [
+        EvalResult(
+            task_type="text-generation",
+            task_name=f"{score.shots}-shot",
+            dataset_type=score.task,
+            dataset_name=f"{score.task}, {score.shots}-shot, {score.examples} questions, {score.harness}",
+            dataset_args={"num_few_shot": score.shots, "questions": score.examples},
+            metric_type=score.metric,
+            metric_name=score.metric.replace("_", " "),
+            metric_value=round(score.value, 4),
+        )
+        for score in rows[-1].tasks
+    ]
+
+
+def _dataset(data: str) -> dict[str, Any]:
+    """Identifier, config and split of a text that is named like `wikitext (test)`; of any other its name."""
+    named = re.fullmatch(r"(\S+) \((\w+)\)", data)
+    name = named[1] if named else ""
+    place = SOURCES[name].hub_id if name in SOURCES else name if hub_id(name.partition(":")[0]) else None
+    if named is None or not place:
+        return {"dataset_type": data or "text"}
+    identifier, _, config = place.partition(":")
+    return {"dataset_type": identifier, "dataset_split": named[2]} | ({"dataset_config": config} if config else {})
