@@ -25,7 +25,7 @@ class Embedded:
     gguf: str
     gguf_sha256: str
     about: str
-    hub_id: str  # of the same model on the hub
+    hub_id: str | None = None  # of the same model on the hub
 
 
 MODELS = {
