@@ -45,6 +45,7 @@ def test_version_and_help(tomoe: CommandLine) -> None:
         "plan",
         "apply",
         "evaluate",
+        "benchmark",
         "generate",
         "route",
         "inspect",

@@ -19,9 +19,12 @@ from tomoe.errors import UserError
 from tomoe.files import write_whole
 from tomoe.hub import HUB_ID, find_plan, push
 from tomoe.loading import load_dense, load_tokenizer
+from tomoe.moe.modeling_tomoe import choose_backend
 from tomoe.plan import Plan
+from tomoe.report import throughput
 from tomoe.report.card import write_card, write_plan_card
 from tomoe.report.compare import Row, compare, to_json
+from tomoe.report.facts import model_facts
 from tomoe.report.overlap import shared_share
 from tomoe.report.page import Generation, PageFacts, read_metrics, write_page
 from tomoe.report.perplexity import sliding
@@ -186,6 +189,64 @@ def training_overlap(name: str, text: Blocks) -> float | None:
     parts = (corpus := Corpus.load(kept)).train, corpus.calibration
     fitted = Blocks(torch.cat([part.input_ids for part in parts]), torch.cat([part.mask for part in parts]))
     return shared_share(text, fitted)
+
+
+def benchmark(
+    dense: str,
+    moe: str,
+    batches: Sequence[int] = (1, 8, 64),
+    prompts: Sequence[int] = (128, 1024),
+    *,
+    text: str | None = None,
+    pairs: int = 9,
+    seconds: float = 60.0,
+    threads: int | None = None,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    listen: Listener | None = None,
+) -> throughput.Benchmark:
+    """Time both models beside each other on the same text: without `text`, on what the MoE held out.
+
+    Cells that would take longer than `seconds` are left out. Raises UserError for a model or text that is not there.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if text is None:
+        given = held_out_text([moe])
+    else:
+        given = read_text(text, load_tokenizer(dense), 128, max(batches) * (max(prompts) + throughput.STEPS))
+    ids = given.blocks.input_ids[given.blocks.mask]
+    models: dict[str, Any] = {}
+    memory: dict[str, throughput.Memory] = {}
+    for name in (dense, moe):
+        before = throughput.resident_bytes(torch.device(pick_device(device)))
+        model = models[name] = _load_model(name, dtype, device)
+        per_token = throughput.cache_bytes_per_token(model, ids[None, :16].to(model.device))
+        after = throughput.resident_bytes(model.device)
+        grown = None if before is None or after is None else after - before
+        memory[name] = throughput.Memory(throughput.weight_bytes(model), grown, per_token)
+    pair = throughput.Pair(models[dense], models[moe], ids, expert_backends, seconds, pairs)
+
+    def progress(done: int, total: int, _: str) -> None:
+        if listen:
+            listen("benchmark", done, total, {})
+
+    cells, left_out = throughput.run_cells(pair, batches, prompts, progress)
+    return throughput.Benchmark(
+        Path(dense).name, Path(moe).name, given.name, model_facts(models[moe])["active_share"], memory[dense],
+        memory[moe], tuple(cells), tuple(left_out),
+    )  # fmt: skip
+
+
+def expert_backends(model: Any, tokens: int) -> str:
+    """How a converted model runs its experts when it gets so many tokens at once: what its config names, or `auto` takes."""
+    asked = getattr(model.config, "expert_backend", "-")
+    if asked != "auto":
+        return str(asked)
+    with torch.no_grad():
+        x = torch.empty(tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        chosen = [choose_backend(layer.mlp, x) for layer in model.model.layers]
+    return ", ".join(dict.fromkeys(chosen))
 
 
 def write_reports(out: Path, listen: Listener | None = None) -> list[Row]:

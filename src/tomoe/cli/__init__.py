@@ -12,6 +12,7 @@ import typer
 import tomoe
 from tomoe import distributed
 from tomoe.cli.apply import apply
+from tomoe.cli.benchmark import benchmark
 from tomoe.cli.carve import carve
 from tomoe.cli.convert import convert
 from tomoe.cli.evaluate import evaluate
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (convert, carve, train, plan, apply, export, evaluate, sweep, generate, route, inspect, fetch, push):
+for verb in (convert, carve, train, plan, apply, export, evaluate, benchmark, sweep, generate, route, inspect, fetch, push):
     app.command()(verb)
 app.command("fold", hidden=True)(apply)  # the stage's own name
 

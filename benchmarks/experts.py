@@ -1,0 +1,103 @@
+"""One MLP, dense against every way to run its experts, in one process, run after run; ratios are of neighbouring runs.
+
+Experts are random halves of the neurons, in the order that folding gives them. Tokens are routed as real text was
+(`text`: the shares of eight experts, sorted, mean over the layers of SmolLM2-135M at 50 % active on 512 tokens of
+WikiText-2), or evenly (`uniform`).
+
+    python benchmarks/experts.py [--shape 4096x11008] [--dtype float32] [--tokens 1,8,64,1024] [--routing text]
+        [--threads 2] [--rounds 9] [--backends masked,runs,copies,native,auto]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import tomoe  # noqa: F401  # its kernels
+from tomoe.moe.fold import neuron_order
+from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEMLP, choose_backend
+
+SHARES = {"text": [0.29, 0.205, 0.155, 0.135, 0.11, 0.065, 0.03, 0.01], "uniform": [0.125] * 8}
+
+
+def make(hidden: int, size: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[LlamaMLP, ToMoEMLP]:
+    """A dense MLP, and the MoE of eight random halves of its neurons."""
+    torch.set_default_dtype(dtype)
+    dense = LlamaMLP(LlamaConfig(hidden_size=hidden, intermediate_size=size)).requires_grad_(False)
+    members = torch.stack([torch.randperm(size, generator=generator) < size // 2 for _ in range(8)])
+    order = neuron_order(members)
+    config = SimpleNamespace(num_experts=8, expert_sizes=[size // 2], union_sizes=[len(order)], expert_backend="auto")
+    moe = ToMoEMLP(dense, config, 0).requires_grad_(False)
+    torch.set_default_dtype(torch.float32)
+    for name in ("gate_proj", "up_proj"):
+        getattr(moe, name).copy_(getattr(dense, name).weight[order])
+    moe.down_proj.copy_(dense.down_proj.weight.t()[order])
+    moe.expert_neurons.copy_(torch.stack([row.nonzero().squeeze(1) for row in members[:, order]]))
+    return dense, moe
+
+
+def seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def summary(timed: list[tuple[float, float]]) -> dict[str, float]:
+    """Medians in ms; the median ratio of pairs, and between which ones their middle half lies."""
+    ratios = sorted(dense / moe for dense, moe in timed)
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    found = {
+        "dense_ms": 1e3 * statistics.median(dense for dense, _ in timed),
+        "moe_ms": 1e3 * statistics.median(moe for _, moe in timed),
+        "ratio": middle, "ratio_low": low, "ratio_high": high,
+    }  # fmt: skip
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="4096x11008")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tokens", default="1,8,64,1024")
+    parser.add_argument("--routing", default="text", choices=sorted(SHARES))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--backends", default=",".join(b for b in EXPERT_BACKENDS if b != "reference"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    hidden, size = map(int, args.shape.split("x"))
+    dtype = getattr(torch, args.dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        dense, moe = make(hidden, size, dtype, generator)
+        for count in map(int, args.tokens.split(",")):
+            x = torch.randn(count, hidden, generator=generator).to(dtype)
+            expert_ids = torch.multinomial(torch.tensor(SHARES[args.routing]), count, True, generator=generator)
+            ways = {
+                name: (partial(dense, x), partial(EXPERT_BACKENDS[name], moe, x, expert_ids))
+                for name in args.backends.split(",")
+            }
+            timed: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+            for done in range(args.rounds + 1):  # the first is warm-up
+                for name, (before, after) in ways.items():
+                    both = seconds(before), seconds(after)
+                    if done:
+                        timed[name].append(both)
+            for name, both_s in timed.items():
+                row = vars(args) | {
+                    "tokens": count, "backends": name, "chosen": choose_backend(moe, x) if name == "auto" else None
+                }  # fmt: skip
+                print(json.dumps(row | summary(both_s)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
