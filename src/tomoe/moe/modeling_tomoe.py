@@ -123,10 +123,10 @@ def run_reference(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
 def run_masked(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
     """Every neuron for every token, then zeros, in the model's dtype: costs what the dense MLP costs."""
     tokens = max(1, MASKED_ELEMENTS // mlp.up_proj.shape[0])
-    pieces = [
-        mlp.hidden(x_, slice(None)) * members_of(mlp, ids, x.dtype) @ mlp.down_proj
-        for x_, ids in zip(x.split(tokens), expert_ids.split(tokens), strict=True)
-    ]
+    pieces = []
+    for some, ids in zip(x.split(tokens), expert_ids.split(tokens), strict=True):
+        h, members = mlp.hidden(some, slice(None)), members_of(mlp, ids, x.dtype)
+        pieces.append((h * members if torch.is_grad_enabled() else h.mul_(members)) @ mlp.down_proj)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -190,7 +190,7 @@ def run_auto(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
     return EXPERT_BACKENDS[choose_backend(mlp, x)](mlp, x, expert_ids)
 
 
-MASKED_ELEMENTS = 2**25  # activations that `masked` holds at once
+MASKED_ELEMENTS = 2**22  # activations that `masked` holds at once
 LONG_RUN, GATHERED_BLOCK = 128, 512  # neurons from which on a slice beats gathering; neurons gathered at once
 EXPERT_BACKENDS: dict[str, Callable[[ToMoEMLP, Tensor, Tensor], Tensor]] = {
     "reference": run_reference,

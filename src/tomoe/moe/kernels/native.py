@@ -20,14 +20,18 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_EXPERTS = 63  # membership of a neuron is the bits of one signed number
-MAX_TOKENS = 256  # beyond, products are bound by arithmetic, and the libraries' large ones are better at that
+# Up to so many tokens reading weights takes the time, and always where groups of neurons are large: eight halves of 4,096
+# neurons make groups of sixteen, as the kernel wants them.
+FEW_TOKENS, MANY_NEURONS = 128, 4096
+CHUNK = 2048  # tokens whose activations are kept at once
 # In the order of the kernel's own list.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, lambda x: F.gelu(x, approximate="tanh"))
 
 
 def choose_native(mlp: ToMoEMLP, x: Float[Tensor, "T D"]) -> str | None:
-    """For `auto`: native where it can run and tokens are few enough that reading weights is what takes the time."""
-    return "native" if 0 < len(x) <= MAX_TOKENS and fits(mlp, x) else None
+    """For `auto`: native where it can run, and tokens are few or neurons many."""
+    suits = len(x) > 0 and (len(x) <= FEW_TOKENS or len(mlp.up_proj) >= MANY_NEURONS)
+    return "native" if suits and fits(mlp, x) else None
 
 
 def fits(mlp: ToMoEMLP, x: Float[Tensor, "T D"]) -> bool:
@@ -62,7 +66,11 @@ def run_native(mlp: ToMoEMLP, x: Float[Tensor, "T D"], expert_ids: Int[Tensor, "
         return run_masked(mlp, x, expert_ids)
     members = mlp.derived("members", lambda: member_bits(mlp.expert_neurons, len(mlp.up_proj)), mlp.expert_neurons)
     weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
-    return run(x.contiguous(), expert_ids.contiguous(), members, weights, kind)
+    x, expert_ids = x.contiguous(), expert_ids.contiguous()
+    if len(x) <= CHUNK:
+        return run(x, expert_ids, members, weights, kind)
+    chunks = zip(x.split(CHUNK), expert_ids.split(CHUNK), strict=True)
+    return torch.cat([run(some, ids, members, weights, kind) for some, ids in chunks])
 
 
 def member_bits(expert_neurons: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
