@@ -36,7 +36,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (convert, carve, train, plan, apply, export, evaluate, benchmark, sweep, generate, route, inspect, fetch, push):
+for verb in (
+    convert,
+    carve,
+    train,
+    plan,
+    apply,
+    export,
+    evaluate,
+    benchmark,
+    sweep,
+    generate,
+    route,
+    inspect,
+    fetch,
+    push,
+):
     app.command()(verb)
 app.command("fold", hidden=True)(apply)  # the stage's own name
 
