@@ -82,7 +82,8 @@ def test_a_plan_and_the_dense_weights_make_the_same_model(tomoe: CommandLine, ma
     ids = torch.arange(3, 30)[None]
     assert AutoModelForCausalLM.from_pretrained(out)(ids).logits.shape == (1, 27, 259)
     card = (out / "README.md").read_text()
-    assert "tomoe apply" in card
+    assert "tomoe apply plan dense -o applied" in card
+    assert str(made) not in card, "a path of this machine in a card that travels"
     assert "not measured" in card.lower()
     refused(tomoe("apply", made / "plan", made / "dense", "-o", out), "--force")
 
@@ -186,8 +187,10 @@ def test_what_is_no_plan_and_no_model_is_not_uploaded(
     refused(tomoe("push", made / "moe", "sea"), "owner/name")
     refused(tomoe("push", made / "moe", "../../etc"), "owner/name")
     assert not uploads
-    (tmp_path / "config.json").write_text("{}")
-    assert tomoe("push", tmp_path, "ada/sea").code == 0
+    for name in ("config.json", "model.gguf"):  # an export has no plan
+        (tmp_path / name).write_text("{}")
+        assert tomoe("push", tmp_path, "ada/sea").code == 0
+        (tmp_path / name).unlink()
 
 
 class Refusing(BaseHTTPRequestHandler):

@@ -28,6 +28,7 @@ from tomoe.report.facts import model_facts
 from tomoe.report.overlap import shared_share
 from tomoe.report.page import Generation, PageFacts, read_metrics, write_page
 from tomoe.report.perplexity import sliding
+from tomoe.report.summary import shown_name
 from tomoe.report.zero_shot import TaskScore, TaskSet
 from tomoe.sources import find
 
@@ -301,7 +302,8 @@ def apply_plan(plan: str, model: str | None, out: Path, dtype: str | None = None
             f"the plan {plan} does not say where its dense model is to be had; name it: tomoe apply {plan} MODEL"
         )
     fold_plan(folder, model, out, dtype, force)
-    write_card(out, made, base_model=model or named, command=f"tomoe apply {plan} {model or named} -o {out.name}")
+    command = f"tomoe apply {shown_name(plan)} {shown_name(model or named)} -o {out.resolve().name}"
+    write_card(out, made, base_model=model or named, command=command)
     return made
 
 
@@ -311,7 +313,8 @@ def push_folder(folder: Path, repo: str, private: bool = False) -> tuple[str, li
     Returns its address, and the names in its recipe that are paths of this machine. Raises UserError where the folder is
     neither, or the hub does not take it.
     """
-    if (folder / "config.json").is_file() and not (folder / "plan.json").exists():  # an exported model
+    exported = (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
+    if exported and not (folder / "plan.json").exists():
         return push(folder, repo, private), []
     plan = Plan.load(folder)
     if not (folder / "README.md").exists():
