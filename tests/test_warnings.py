@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import make_pico
+from pico_files import CommandLine
 from test_report import some_plan
 from tomoe.config import Recipe
 from tomoe.data import Blocks
 from tomoe.plan import LayerPlan, Plan
-from tomoe.report.compare import Row
+from tomoe.report.compare import Row, to_json
 from tomoe.report.facts import model_facts
 from tomoe.report.overlap import shared_share
 from tomoe.report.perplexity import Measurement
@@ -202,3 +205,14 @@ def test_layer_plans_are_not_changed_by_looking() -> None:
     after = [{name: getattr(layer, name) for name in LayerPlan.__dataclass_fields__} for layer in plan.layers]
     for old, new in zip(before, after, strict=True):
         assert all(old[name] is new[name] for name in old)
+
+
+def test_inspect_tells_what_convert_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tomoe = CommandLine(capsys)
+    asked(sound_plan(), 0.9).save(tmp_path)
+    (tmp_path / "evaluation.json").write_text(to_json([row(overlap=0.5)]))
+    told = json.loads(tomoe("inspect", tmp_path, "--json").out)["warnings"]
+    assert [warning["kind"] for warning in told] == ["budget missed", "training text"]
+    assert f"Warning: {told[1]['text']}.\n" in tomoe("inspect", tmp_path).out
+    (tmp_path / "evaluation.json").write_text("{}")  # of another version
+    assert [w["kind"] for w in json.loads(tomoe("inspect", tmp_path, "--json").out)["warnings"]] == ["budget missed"]

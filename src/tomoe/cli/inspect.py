@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +17,10 @@ from tomoe.config import Recipe
 from tomoe.errors import UserError
 from tomoe.plan import Plan
 from tomoe.pruning.run_folder import RunFolder
+from tomoe.report.compare import Row, from_json
 from tomoe.report.page import read_metrics
 from tomoe.report.summary import conversion_summary
-from tomoe.report.warnings import find_warnings
+from tomoe.report.warnings import Finding, find_warnings
 
 
 def inspect(
@@ -27,7 +29,8 @@ def inspect(
 ) -> None:
     """Show what a plan, a converted model or a run holds."""
     if (folder / "plan.json").is_file():
-        _show_plan(Plan.load(folder), as_json)
+        plan = Plan.load(folder)
+        _show_plan(plan, find_warnings(plan, _measured(folder)), as_json)
     elif (folder / "masks").is_dir() and (folder / "recipe.json").is_file():
         _show_run(folder, as_json)
     elif (folder / "run" / "masks").is_dir():
@@ -38,8 +41,15 @@ def inspect(
         )
 
 
-def _show_plan(plan: Plan, as_json: bool) -> None:
-    layers, total, found = plan.describe(), totals(plan), find_warnings(plan)
+def _measured(folder: Path) -> list[Row]:
+    """What `convert` measured, for its warnings; nothing where there is none, or one of another version."""
+    with suppress(OSError, UserError):
+        return from_json((folder / "evaluation.json").read_text(encoding="utf-8"))
+    return []
+
+
+def _show_plan(plan: Plan, found: list[Finding], as_json: bool) -> None:
+    layers, total = plan.describe(), totals(plan)
     if as_json:
         warnings = [asdict(warning) for warning in found]
         typer.echo(json.dumps({"layers": layers, "totals": total, "warnings": warnings}, indent=2))

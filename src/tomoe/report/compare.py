@@ -11,8 +11,10 @@ from typing import Any
 
 from jaxtyping import Bool, Int
 from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 from tomoe.errors import UserError
@@ -222,17 +224,17 @@ def to_rich(rows: Sequence[Row]) -> Table:
     return shown
 
 
-def tasks_to_rich(rows: Sequence[Row]) -> Table | None:
-    """The tasks for the terminal; None where none was run."""
+def tasks_to_rich(rows: Sequence[Row]) -> Group | None:
+    """The tasks and their footnote for the terminal; None where none was run."""
     titles, body = task_table(rows)
     if not titles:
         return None
-    shown = Table(caption=escape(task_footnote(rows)), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for i, title in enumerate(titles):
         shown.add_column(escape(title), justify="right" if i else "left", overflow="fold")
     for values in body:
         shown.add_row(*map(escape, values))
-    return shown
+    return Group(shown, Text(task_footnote(rows)))  # no caption: that is folded at the width of the table
 
 
 def to_json(rows: Sequence[Row]) -> str:

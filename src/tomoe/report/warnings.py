@@ -20,7 +20,9 @@ OVERLOADED = 0.5  # share of a layer's tokens that one of three or more experts 
 NARROW = 1 / 8  # share of the dims of a head that is left
 UNION = 0.75  # share of a layer's neurons that some expert uses
 BUDGET = 0.002  # of the block parameters, as extraction promises
-OVERLAP = 0.02  # share of the evaluation tokens that stand in the training text too
+OVERLAP = (
+    0.05  # share of the evaluation tokens that stand in the training text too; instructions repeat each other a little
+)
 
 
 @dataclass(frozen=True)
