@@ -47,6 +47,7 @@ def test_version_and_help(tomoe: CommandLine) -> None:
         "evaluate",
         "benchmark",
         "generate",
+        "report",
         "route",
         "inspect",
         "fetch",

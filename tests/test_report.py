@@ -6,7 +6,6 @@ import io
 import json
 import math
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,8 @@ from tomoe.dense import shape_of
 from tomoe.errors import UserError
 from tomoe.moe.fold import fold
 from tomoe.plan import LayerPlan, Plan
-from tomoe.report import card, compare, facts, page, perplexity, summary, usage
+from tomoe.report import card, compare, facts, perplexity, summary, usage
 from tomoe.report.perplexity import Measurement, measure
-from tomoe.report.warnings import find_warnings
 from tomoe.routing import ValueRouter
 
 
@@ -388,123 +386,19 @@ def test_summary_says_how_it_was_learned(llama: PreTrainedModel) -> None:
     assert len(summary.conversion_summary(replace(plan, recipe={}), "x/y")) == 4
 
 
-# -- page
-
-
-class Reader(HTMLParser):
-    """Checks nesting, collects tags, attributes and text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def read_page(path: Path) -> Reader:
-    reader = Reader()
-    reader.feed(path.read_text(encoding="utf-8"))
-    assert not reader.open
-    return reader
-
-
-EVIL = "<script>alert('x')</script> & \"more\""
-
-
-@pytest.fixture
-def whole_page(rows: list[compare.Row], llama: PreTrainedModel) -> page.PageFacts:
-    metrics = [{"step": i, "fidelity": 1.0 / i, "active_fraction": 0.9, "skipped": False} for i in range(1, 9)]
-    return page.PageFacts(
-        title=f"t {EVIL}",
-        plan=some_plan(llama),
-        rows=[replace(row, measurement=replace(row.measurement, model=f"{row.name} {EVIL}")) for row in rows],
-        generations=[page.Generation(f"p {EVIL}", [(f"dense {EVIL}", f"a {EVIL}"), ("moe", "b\n  c")])],
-        metrics=metrics,
-        warnings=[f"w {EVIL}"],
-        commands=[(f"tomoe x {EVIL}", f"does {EVIL}")],
-    )
-
-
-def test_page_escapes_what_it_is_given(whole_page: page.PageFacts, tmp_path: Path) -> None:
-    written = page.write_page(tmp_path / "out", whole_page)
-    assert written == tmp_path / "out" / "report.html"
-    reader = read_page(written)
-    assert "script" not in reader.tags
-    for start in ("t", "p", "dense", "moe", "a", "w", "tomoe x", "does"):
-        assert f"{start} {EVIL}" in reader.text
-    assert list(written.parent.iterdir()) == [written]
-
-
-def test_page_needs_nothing_else_and_every_figure_is_told_in_words(whole_page: page.PageFacts, tmp_path: Path) -> None:
-    reader = read_page(page.write_page(tmp_path, whole_page))
-    assert not {"link", "img", "iframe"} & set(reader.tags)
-    places = [value for _, name, value in reader.attributes if name in ("src", "href", "xlink:href")]
-    assert all(place.startswith("#") for place in places)
-    assert ("meta", "name", "viewport") in reader.attributes
-    assert reader.tags.count("figure") == reader.tags.count("figcaption") == 5
-    roles = [value for _, name, value in reader.attributes if name == "role"]
-    assert (roles.count("img"), roles.count("region")) == (4, 2)  # three bar charts, the curves; two wide tables
-    assert sum(name == "aria-label" and bool(value) for _, name, value in reader.attributes) == 6
-    assert reader.text.count("Look for") == 4
-
-
-def test_page_shows_numbers_and_is_the_same_twice(whole_page: page.PageFacts, tmp_path: Path) -> None:
-    path = page.write_page(tmp_path, whole_page)
-    first, text = path.read_bytes(), read_page(path).text
-    measured = whole_page.rows[1].measurement
-    found = whole_page.rows[1].usage
-    assert found is not None
-    assert f"{measured.perplexity:.2f}" in text
-    assert "24 (50 %)" in text
-    assert "6 (75 %)" in text
-    assert all(f"{100 * share:.1f} %" in text for shares in found.shares for share in shares if share > 0.001)
-    assert all(warning.text in text for warning in find_warnings(whole_page.plan, whole_page.rows))
-    assert page.write_page(tmp_path, whole_page).read_bytes() == first
-
-
-def test_page_tells_rare_experts_from_dead_ones(whole_page: page.PageFacts, tmp_path: Path) -> None:
-    routed = usage.ExpertUsage([[0.0, 0.0001, 0.9999], [0.25, 0.25, 0.5]], 10_000)
-    shown = replace(whole_page, rows=[replace(row, usage=routed) for row in whole_page.rows])
-    reader = read_page(page.write_page(tmp_path, shown))
-    assert [name for _, name, value in reader.attributes if value == "dead"] == ["class"]
-    assert "0< 0.1 %100.0 %" in reader.text.replace("\n", "")
-
-
-def test_page_leaves_out_what_is_not_there(llama: PreTrainedModel, tmp_path: Path) -> None:
-    s = shape_of(llama)
-    first = some_plan(llama).layers[0]  # attention kept whole
-    reader = read_page(page.write_page(tmp_path, page.PageFacts("t", Plan(s, (first, first)))))
-    assert reader.tags.count("figure") == 1
-    assert reader.tags.count("h2") == 2
-
-
-def test_metrics_survive_a_cut_line(tmp_path: Path) -> None:
-    assert page.read_metrics(tmp_path / "metrics.jsonl") == []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
-    assert page.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
-    assert page.training_curves([{"step": 1}, {"step": 2}]) is None
-
-
-def test_a_place_that_cannot_be_written_is_named(llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_card_that_cannot_be_written_is_named(llama: PreTrainedModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
-        page.write_page(tmp_path / "file", page.PageFacts("t", some_plan(llama)))
-    with pytest.raises(UserError, match="cannot write"):
         card.write_card(tmp_path / "file", some_plan(llama))
+
+
+def test_routing_is_counted_by_source(llama: PreTrainedModel) -> None:
+    ids, mask = some_blocks()
+    moe = fold(llama, some_plan(llama))
+    models = [("dense", llama), ("moe", moe)]
+    row = compare.compare(models, ids, mask, sources=["a", "b", "a", "b"])[1]
+    assert row.usage == usage.expert_usage(moe, ids, mask)
+    for source, own in (("a", [0, 2]), ("b", [1, 3])):
+        assert row.usage_by_source[source] == usage.expert_usage(moe, ids[own], mask[own])
+    assert compare.from_json(compare.to_json([row])) == [row]
+    assert compare.compare(models, ids, mask, sources=["a"] * 4)[1].usage_by_source == {}

@@ -206,10 +206,12 @@ def test_a_finished_conversion_that_lost_its_report_writes_it_on_resume(
 ) -> None:
     options, out = ["convert", model, "--data", text, "-o", tmp_path / "out", *small()], tmp_path / "out"
     assert tomoe(*options).code == 0
-    before = contents(out, but=("cost.json", "README.md", "evaluation.json"))
+    timed = ("cost.json", "README.md", "evaluation.json", "report.html", "cost.svg", "cost.png")
+    before = contents(out, but=timed)
     (out / "report.html").unlink()
     assert tomoe(*options, "--resume").code == 0
-    assert contents(out, but=("cost.json", "README.md", "evaluation.json")) == before
+    assert (out / "report.html").is_file()
+    assert contents(out, but=timed) == before
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:

@@ -16,17 +16,15 @@ from tomoe.config import Recipe
 from tomoe.convert import fold_plan, pick_device
 from tomoe.data import Blocks, Corpus, documents, pack
 from tomoe.errors import UserError
-from tomoe.files import write_whole
 from tomoe.hub import HUB_ID, find_plan, push
 from tomoe.loading import load_dense, load_tokenizer
 from tomoe.moe.modeling_tomoe import choose_backend
 from tomoe.plan import Plan
 from tomoe.report import throughput
 from tomoe.report.card import write_card, write_plan_card
-from tomoe.report.compare import Row, compare, to_json
+from tomoe.report.compare import Row, compare
 from tomoe.report.facts import model_facts
 from tomoe.report.overlap import shared_share
-from tomoe.report.page import Generation, PageFacts, read_metrics, write_page
 from tomoe.report.perplexity import sliding
 from tomoe.report.summary import shown_name
 from tomoe.report.zero_shot import TaskScore, TaskSet
@@ -44,10 +42,10 @@ def load(name: str, dtype: str = "bfloat16", device: str = "auto") -> tuple[PreT
 
     Raises UserError where there is no such model.
     """
-    return _load_model(name, dtype, device), load_tokenizer(name)
+    return load_model(name, dtype, device), load_tokenizer(name)
 
 
-def _load_model(name: str, dtype: str, device: str) -> PreTrainedModel:
+def load_model(name: str, dtype: str, device: str) -> PreTrainedModel:
     return load_dense(name, getattr(torch, dtype), pick_device(device))
 
 
@@ -80,6 +78,7 @@ class EvaluationText:
     name: str
     seed: int | None = None
     stride: int | None = None  # tokens from one window to the next; None: the blocks as they are
+    sources: tuple[str, ...] = ()  # that `blocks.source_ids` count
 
 
 def held_out_text(names: Sequence[str]) -> EvaluationText:
@@ -88,8 +87,8 @@ def held_out_text(names: Sequence[str]) -> EvaluationText:
         kept = Path(name) / "run" / "corpus.safetensors"
         if kept.is_file():
             corpus = Corpus.load(kept)
-            sources = ", ".join(Path(source).name for source in corpus.sources)
-            return EvaluationText(corpus.evaluation, f"{sources}, held out", corpus.seed)
+            sources = tuple(Path(source).name for source in corpus.sources)
+            return EvaluationText(corpus.evaluation, f"{', '.join(sources)}, held out", corpus.seed, sources=sources)
     raise UserError(
         "none of these folders keeps held-out text (run/corpus.safetensors); name a text file or source with --text"
     )
@@ -143,12 +142,12 @@ def evaluate(
 
     def loaded() -> Iterator[tuple[str, PreTrainedModel]]:
         for name in names:
-            yield name, _load_model(name, dtype, device)
+            yield name, load_model(name, dtype, device)
 
-    return _compare(loaded(), given, listen, tasks)
+    return compare_on(loaded(), given, listen, tasks)
 
 
-def _compare(
+def compare_on(
     models: Iterable[tuple[str, PreTrainedModel]],
     given: EvaluationText,
     listen: Listener | None,
@@ -173,8 +172,10 @@ def _compare(
     text, blocks = (given.blocks.input_ids, given.blocks.mask), given.blocks
     if given.stride is not None:
         text = sliding(blocks.input_ids[blocks.mask], blocks.input_ids.shape[1], given.stride)
+    own = blocks.source_ids if given.stride is None else None
     rows = compare(
-        noted(), *text, stride=given.stride, data=given.name, seed=given.seed, tasks=scores if tasks else None,
+        noted(), *text, stride=given.stride, data=given.name, seed=given.seed,
+        sources=None if own is None else [given.sources[i] for i in own.tolist()], tasks=scores if tasks else None,
         progress=lambda name, *at: progress(f"evaluating {name}", *at),
     )  # fmt: skip
     return [
@@ -221,7 +222,7 @@ def benchmark(
     memory: dict[str, throughput.Memory] = {}
     for name in (dense, moe):
         before = throughput.resident_bytes(torch.device(pick_device(device)))
-        model = models[name] = _load_model(name, dtype, device)
+        model = models[name] = load_model(name, dtype, device)
         per_token = throughput.cache_bytes_per_token(model, ids[None, :16].to(model.device))
         after = throughput.resident_bytes(model.device)
         grown = None if before is None or after is None else after - before
@@ -248,25 +249,6 @@ def expert_backends(model: Any, tokens: int) -> str:
         x = torch.empty(tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
         chosen = [choose_backend(layer.mlp, x) for layer in model.model.layers]
     return ", ".join(dict.fromkeys(chosen))
-
-
-def write_reports(out: Path, listen: Listener | None = None) -> list[Row]:
-    """Measure a conversion beside its dense model on the text it held out; write evaluation.json, README.md, report.html.
-
-    Raises UserError where `out` holds no conversion or cannot be written.
-    """
-    plan, recipe = Plan.load(out), Recipe.load(out / "recipe.json")
-    dense = _load_model(recipe.model, recipe.train.dtype, recipe.device)
-    moe, tokenizer = load(str(out), recipe.train.dtype, recipe.device)
-    rows = _compare([(recipe.model, dense), (str(out), moe)], held_out_text([str(out)]), listen)
-    answers = [(row.name, generate(model, tokenizer, PROMPT)) for row, model in zip(rows, (dense, moe), strict=True)]
-    write_whole(out / "evaluation.json", to_json(rows))
-    write_card(out, plan, rows)
-    metrics = read_metrics(out / "run" / "metrics.jsonl")
-    shown = [(command, purpose) for command, purpose in next_commands(recipe, out)]
-    title = f"{rows[0].name} as a Mixture-of-Experts, {plan.active_fraction():.0%} active"
-    write_page(out, PageFacts(title, plan, rows, [Generation(PROMPT, answers)], metrics, commands=shown))
-    return rows
 
 
 def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:

@@ -201,7 +201,14 @@ def _save(made: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = _silent) -> Plan:
-    """Dense model in, MoE folder out: text, start, training (none if `train.steps` is 0), plan, fold.
+    """Dense model in, MoE folder out: see `convert_dense`."""
+    return convert_dense(recipe, out, resume, force, listen)[0]
+
+
+def convert_dense(
+    recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = _silent
+) -> tuple[Plan, PreTrainedModel | None]:
+    """Text, start, training (none if `train.steps` is 0), plan, fold; returns the plan, and the dense model where it is whole.
 
     The run is kept in OUT/run, so that a killed conversion resumes and a finished one can be planned again. Raises
     UserError for whatever the user can mend; what was written before stays.
@@ -229,7 +236,7 @@ def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False
         write_whole(out / "run" / "cost.json", json.dumps(took, indent=2) + "\n")
 
     distributed.first(finish)
-    return Plan.load(out)
+    return Plan.load(out), model if _shares(recipe) == 1 else None
 
 
 def cost(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, seconds: dict[str, float], resumed: bool) -> Row:

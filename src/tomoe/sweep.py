@@ -20,12 +20,13 @@ from typing import Any
 
 from tomoe import api
 from tomoe.config import Recipe
-from tomoe.convert import Listener, convert
+from tomoe.convert import Listener, convert_dense
 from tomoe.errors import UserError
 from tomoe.files import write_whole
 from tomoe.report.compare import Row
 from tomoe.report.figures import accuracy_figure
 from tomoe.report.picture import save
+from tomoe.reports import write_reports
 
 Line = dict[str, Any]
 LINE = "cell.json"
@@ -146,8 +147,8 @@ def _point(line: Line) -> dict[str, Any]:
 
 def _run(cell: Cell, folder: Path, text: Text, listen: Listener) -> None:
     begun = (folder / "run" / "recipe.json").is_file()
-    convert(cell.recipe, folder, resume=begun, force=not begun, listen=listen)
-    rows = api.write_reports(folder, listen)
+    _, dense = convert_dense(cell.recipe, folder, resume=begun, force=not begun, listen=listen)
+    rows = write_reports(folder, listen, dense)
     if text.source is not None:
         rows = api.evaluate(
             [cell.recipe.model, str(folder)], text.source, context=text.context, tokens=text.tokens,

@@ -22,6 +22,7 @@ from tomoe.cli.generate import generate
 from tomoe.cli.inspect import inspect
 from tomoe.cli.plan import plan
 from tomoe.cli.push import push
+from tomoe.cli.report import report
 from tomoe.cli.route import route
 from tomoe.cli.screen import quiet_libraries
 from tomoe.cli.stopping import Stopped, stoppable
@@ -47,6 +48,7 @@ for verb in (
     benchmark,
     sweep,
     generate,
+    report,
     route,
     inspect,
     fetch,

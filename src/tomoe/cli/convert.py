@@ -30,6 +30,7 @@ from tomoe.cli.stopping import resumable
 from tomoe.config import Recipe
 from tomoe.report.compare import to_rich
 from tomoe.report.warnings import find_warnings
+from tomoe.reports import write_reports
 
 ConvertFormatOption = Annotated[
     Format | None,
@@ -66,10 +67,10 @@ def convert(
 def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool) -> None:
     """Convert, measure, write the reports and show what came out."""
     with Screen() as screen, resumable(out / "run"):
-        plan = stages.convert(recipe, out, resume, force, screen.listen)
+        plan, dense = stages.convert_dense(recipe, out, resume, force, screen.listen)
         if distributed.rank():
             return
-        rows = api.write_reports(out, screen.listen)
+        rows = write_reports(out, screen.listen, dense)
     console = results()
     console.print(to_rich(rows))
     show_warnings(console, find_warnings(plan, rows))

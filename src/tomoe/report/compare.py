@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Row:
     usage: ExpertUsage | None = None
     training_overlap: float | None = None  # share of the text that it was fitted on, see overlap.py
     tasks: tuple[TaskScore, ...] = ()
+    usage_by_source: dict[str, ExpertUsage] = field(default_factory=dict)  # where the text is of several
 
     @property
     def name(self) -> str:
@@ -49,6 +50,7 @@ class Row:
             "usage": usage,
             "training_overlap": self.training_overlap,
             "tasks": [score.to_dict() for score in self.tasks],
+            "usage_by_source": {source: own.to_dict() for source, own in self.usage_by_source.items()},
         }
 
     @classmethod
@@ -57,7 +59,8 @@ class Row:
         measurement = Measurement.from_dict(values["measurement"])
         routed = None if usage is None else ExpertUsage.from_dict(usage)
         tasks = tuple(TaskScore.from_dict(score) for score in values["tasks"])
-        return cls(measurement, values["facts"], routed, values["training_overlap"], tasks)
+        by_source = {name: ExpertUsage.from_dict(own) for name, own in values.get("usage_by_source", {}).items()}
+        return cls(measurement, values["facts"], routed, values["training_overlap"], tasks, by_source)
 
 
 def compare(
@@ -68,6 +71,7 @@ def compare(
     stride: int | None = None,
     data: str = "",
     seed: int | None = None,
+    sources: Sequence[str] | None = None,
     tasks: Callable[[str, Any], Sequence[TaskScore]] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Row]:
@@ -75,7 +79,8 @@ def compare(
 
     `models` may be a generator that loads as it goes: beside the reference, which runs over the text once, one model is
     alive at a time. A name that is a path gives the size on disk too, and shows as its last part. `tasks` is called with
-    (name as given, model) for the scores of tasks. `progress` gets (name, blocks done, blocks in all). Raises UserError as
+    (name as given, model) for the scores of tasks. `sources` names each block's,
+    for routing by source. `progress` gets (name, blocks done, blocks in all). Raises UserError as
     `measure` does.
     """
     rows: list[Row] = []
@@ -87,7 +92,7 @@ def compare(
         counter = ExpertCounter(model)
 
         def report(done: int, total: int, name: str = name, counter: ExpertCounter = counter) -> None:
-            counter.count(new_tokens(mask, done - 1, stride))
+            counter.count(new_tokens(mask, done - 1, stride), sources[done - 1] if sources else "")
             if progress:
                 progress(name, done, total)
 
@@ -96,7 +101,7 @@ def compare(
             measured = measure(own, input_ids, mask, reference, report, stride=stride, name=name, data=data, seed=seed)
         scores = tuple(tasks(given, model)) if tasks else ()
         facts = model_facts(model, path if path.exists() else None)
-        rows.append(Row(measured, facts, counter.usage(), tasks=scores))
+        rows.append(Row(measured, facts, counter.usage(), None, scores, counter.by_source()))
         reference = reference or own
         del model, own, counter, report  # before the next one is loaded
     return rows

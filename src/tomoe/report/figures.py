@@ -10,16 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, ScalarFormatter
 
 from tomoe.errors import UserError
-from tomoe.plan import Plan
-from tomoe.report.picture import COLOURS, DASHES, HEAT, INK, LIGHT, MARKERS, WIDTH, Picture, canvas, styled
-from tomoe.report.plan_figures import (
-    expert_width_figure,
-    layer_axis,
-    similarity_figure,
-    union_figure,
-    value_figure,
-    width_figure,
-)
+from tomoe.report.picture import COLOURS, DASHES, HEAT, INK, LIGHT, MARKERS, WIDTH, Picture, canvas, short, styled
+from tomoe.report.plan_figures import layer_axis
 
 LABELLED = 16  # points that still have room for their number
 Rows = Sequence[Mapping[str, Any]]
@@ -45,15 +37,15 @@ def accuracy_figure(rows: Rows) -> Picture:
     figure, (axes,) = canvas(3.2)
     for n, (label, points) in enumerate(lines.items()):
         style = {"color": COLOURS[n % 4], "marker": MARKERS[n % 4], "linestyle": DASHES[n % 4], "markersize": 5}
-        axes.plot(*zip(*sorted(points), strict=True), label=label, **style)
+        axes.plot(*zip(*sorted(points), strict=True), label=short(label), **style)
         for x, y in points if len(rows) <= LABELLED else ():
             axes.annotate(f"{y:.3g}", (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     if relative or dense:
         level = 1.0 if relative else max(dense)
         axes.axhline(level, color=INK, linewidth=1, linestyle=":")
         said = "dense" if relative else f"dense {level:.2f}"
-        axes.annotate(said, (1, level), (0, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-                      ha="right", fontsize=8)  # fmt: skip
+        axes.annotate(said, (0, level), (4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
+                      ha="left", fontsize=8)  # fmt: skip
     values = [value for points in lines.values() for _, value in points] + ([1.0] if relative else [*dense])
     if max(values) > 4 * min(values):
         axes.set_yscale("log")
@@ -159,7 +151,7 @@ def usage_figure(shares: Shares, tokens: int, by_source: Mapping[str, tuple[Shar
     for own, (title, rows) in zip(axes, panels.items(), strict=True):
         image = own.imshow([list(column) for column in zip(*rows, strict=True)], cmap=HEAT, vmin=0, vmax=top,
                            interpolation="none", aspect="auto")  # fmt: skip
-        own.set_title(title, loc="left")
+        own.set_title(short(title, 60), loc="left")
         own.set_ylabel("expert")
         own.yaxis.set_major_locator(MaxNLocator(8, integer=True))
         own.grid(False)
@@ -178,7 +170,7 @@ def usage_figure(shares: Shares, tokens: int, by_source: Mapping[str, tuple[Shar
         f"Heat map of {layers} layers by {experts} experts. The busiest is expert {shares[busiest].index(max(shares[busiest]))} "
         f"of layer {busiest} with {max(shares[busiest]):.0%} of {tokens:,} tokens; {unused} experts got none. "
         + (f"Then the same for each of {len(panels) - 1} sources." if len(panels) > 1 else ""),
-        f"Even use would be {1 / experts:.0%} everywhere. Look for columns with one light cell, where routing hardly "
+        f"Even use would be {100 / experts:.3g} % everywhere. Look for columns with one light cell, where routing hardly "
         "chooses, and for crosses: experts that nothing reached. "
         + ("Panels that differ from source to source show experts that took to one kind of text." if len(panels) > 1 else ""),
         figure,
@@ -247,7 +239,9 @@ def throughput_figure(rows: Rows) -> Picture | None:
             own.plot(row["ratio"], y, color=COLOURS[0 if faster else 1], marker="o" if faster else "s", markersize=5)
             own.annotate(f"{row['ratio']:.2f}", (max(row["ratio"], row["ratio_high"]), y), (5, 0),
                          textcoords="offset points", va="center", fontsize=8)  # fmt: skip
-        own.set_yticks(range(len(chosen)), [f"{row['batch']} x {row['prompt']}, {row['dtype']}" for row in chosen])
+        own.set_yticks(
+            range(len(chosen)), [f"{row['batch']} x {row['prompt']}, {short(row['dtype'], 10)}" for row in chosen]
+        )
         own.set_ylim(len(chosen) - 0.5, -0.5)
         own.axvline(1, color=INK, linewidth=1, linestyle=":")
         own.set_title(f"{phase} (sequences x prompt tokens)", loc="left")
@@ -260,32 +254,6 @@ def throughput_figure(rows: Rows) -> Picture | None:
         "Speed beside the dense model",
         f"Dot chart of the dense model's time over the MoE's, above 1 is faster. {told}.",
         "Round blue dots right of the dotted line are faster than the dense model, square orange ones slower; the bar is "
-        "the range of repetitions. Look for the batch sizes you will use: few tokens at a time and many behave differently.",
+        "the middle half of the repetitions. Look for the batch sizes you will use: a few tokens and many behave differently.",
         figure,
     )
-
-
-def every_figure(
-    plan: Plan,
-    metrics: Rows = (),
-    usage: tuple[Shares, int] | None = None,
-    by_source: Mapping[str, tuple[Shares, int]] | None = None,
-    cost: Mapping[str, Any] | None = None,
-    benchmark: Rows = (),
-    accuracy: Rows = (),
-) -> list[Picture]:
-    """All figures of one conversion, without those that nothing is known about."""
-    wanted = plan.recipe.get("active", plan.active_fraction())
-    found = [
-        accuracy_figure(accuracy) if accuracy else None,
-        throughput_figure(benchmark),
-        training_figure(metrics, plan.num_experts, wanted),
-        width_figure(plan),
-        union_figure(plan),
-        expert_width_figure(plan),
-        similarity_figure(plan),
-        value_figure(plan),
-        usage_figure(*usage, by_source) if usage else None,
-        cost_figure(cost or {}),
-    ]
-    return [picture for picture in found if picture is not None]

@@ -7,13 +7,16 @@ import hashlib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from tomoe.files import write_whole
 from tomoe.report.routing_trace import RoutingTrace
+
+if TYPE_CHECKING:
+    from tomoe.report.picture import Picture
 
 COLOURS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00")
 Texts = Sequence[tuple[str, RoutingTrace]]  # (name, trace), all of one model
@@ -28,7 +31,7 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"shown": shown, "share": share, "numbers": numbers, "experts": experts}
+    environment.filters |= {"inline": inline, "shown": shown, "share": share, "numbers": numbers, "experts": experts}
     script = resources.files("tomoe.report").joinpath("tokens.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
@@ -39,6 +42,13 @@ def render(template: str, **values: Any) -> str:
 def write_route_page(path: Path, title: str, texts: Texts, layer: int = 0) -> Path:
     """A page of texts in the colours of their experts. Raises UserError where it cannot be written."""
     return write_whole(path, render("route.html.j2", title=title, texts=texts, layer=layer))
+
+
+def inline(picture: Picture) -> Markup:
+    """The figure as an <svg> element."""
+    from tomoe.report.picture import inline_svg  # with matplotlib, which is slow to import
+
+    return inline_svg(picture)
 
 
 def shown(piece: str) -> str:

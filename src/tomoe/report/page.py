@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import resources
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
+import tomoe
+from tomoe.config import Recipe
+from tomoe.errors import UserError
 from tomoe.files import write_whole
 from tomoe.plan import Plan
-from tomoe.report.compare import Row, footnote, table
-from tomoe.report.summary import conversion_summary
+from tomoe.report.compare import Row, count, footnote, table, task_footnote, task_table
+from tomoe.report.html import Texts, render
+from tomoe.report.summary import conversion_summary, recipe_of, shown_name
 from tomoe.report.warnings import find_warnings
+
+if TYPE_CHECKING:  # matplotlib takes longer to import than all the rest, and most commands draw nothing
+    from tomoe.report.picture import Picture
 
 PAGE = "report.html"
 
@@ -38,37 +40,121 @@ class PageFacts:
     plan: Plan
     rows: Sequence[Row] = ()  # from `compare`, dense first; routing is that of the last row which has it
     generations: Sequence[Generation] = ()
-    metrics: Sequence[dict[str, Any]] = ()  # rows of metrics.jsonl: step, fidelity, active_fraction
+    texts: Texts = ()  # to be coloured
+    pictures: Sequence[Picture] = ()
     warnings: Sequence[str] = ()  # beside those of `find_warnings`
     commands: Sequence[tuple[str, str]] = ()  # (command, what it does), to try next
+    cost: Mapping[str, Any] = field(default_factory=dict)  # the run's cost.json
+    timed: bool = False  # whether speed was measured
 
 
 def write_page(out: Path, facts: PageFacts) -> Path:
     """Write OUT/report.html; the same facts give the same bytes. Raises UserError where it cannot be written."""
-    template = resources.files("tomoe.report").joinpath("page.html.j2").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    usage = next((row.usage for row in reversed(facts.rows) if row.usage is not None), None)
+    warnings = [*facts.warnings, *(found.text for found in find_warnings(facts.plan, facts.rows))]
     titles, body = table(facts.rows)
-    layers = facts.plan.describe()
-    head_dim = facts.plan.shape.head_dim
-    page = environment.from_string(template).render(
-        title=facts.title,
-        summary=conversion_summary(facts.plan),
-        titles=titles,
-        body=body,
-        footnote=footnote(facts.rows),
-        layers=layers,
-        mlp_size=facts.plan.shape.mlp_size,
-        head_dim=head_dim,
-        slim_attention=any(row["qk_dims"] < head_dim or row["value_dims"] < head_dim for row in layers),
-        curves=training_curves(facts.metrics),
-        usage=usage,
-        highest=max(map(max, usage.shares)) if usage else 1.0,
-        generations=facts.generations,
-        warnings=[*facts.warnings, *(found.text for found in find_warnings(facts.plan, facts.rows))],
-        commands=facts.commands,
-    )
+    task_titles, task_body = task_table(facts.rows)
+    layer_titles, layer_body = _layers(facts.plan)
+    usage_titles, usage_body = _usage(facts.rows)
+    page = render(
+        "page.html.j2", title=facts.title, lead=_lead(facts.plan), sections=_sections(facts, warnings),
+        tiles=tiles(facts.rows), warnings=warnings, titles=titles, body=body, footnote=footnote(facts.rows),
+        task_titles=task_titles, task_body=task_body, task_footnote=task_footnote(facts.rows), texts=facts.texts,
+        generations=facts.generations, pictures=facts.pictures, layer_titles=layer_titles, layer_body=layer_body,
+        usage_titles=usage_titles, usage_body=usage_body, summary=_summary(facts.plan), recipe=_recipe(facts.plan),
+        memory=_memory(facts), commands=facts.commands, version=tomoe.__version__,
+    )  # fmt: skip
     return write_whole(out / PAGE, page)
+
+
+def _lead(plan: Plan) -> str:
+    s = plan.shape
+    return (
+        f"{s.num_layers} layers of {plan.num_experts} experts, one for each token; {plan.active_fraction():.1%} of the "
+        "block parameters work on a token. Everything below was measured on this model; the dense model stands beside it."
+    )
+
+
+def _sections(facts: PageFacts, warnings: Sequence[str]) -> list[tuple[str, str]]:
+    """(id, heading) of the parts that the page has."""
+    every = [
+        ("warnings", "Warnings", warnings), ("quality", "Quality", facts.rows), ("tokens", "Tokens by expert", facts.texts),
+        ("writing", "What they write", facts.generations), ("experts", "Experts and layers", True),
+        ("how", "How it was made", True), ("speed", "Speed and memory", True), ("use", "Load, serve, reproduce", facts.commands),
+    ]  # fmt: skip
+    return [(name, heading) for name, heading, there in every if there]
+
+
+def tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """(what, value, what stands beside it): the numbers to see first. Empty unless an MoE was measured beside a dense model."""
+    if len(rows) < 2:
+        return []
+    dense, moe = rows[0].measurement, rows[-1].measurement
+    sizes, whole = rows[-1].facts, rows[0].facts
+    share = sizes["active_share"]
+    found = [
+        ("Active in the blocks", "-" if share is None else f"{share:.1%}", "of the dense model's blocks, for each token"),
+        ("Perplexity", f"{moe.perplexity:.2f}", f"{moe.perplexity / dense.perplexity:.2f} times dense: {dense.perplexity:.2f}"),
+        ("Active weights", count(sizes["active_params"]), f"dense {count(whole['active_params'])}"),
+        ("Stored weights", count(sizes["total_params"]), f"dense {count(whole['total_params'])}"),
+    ]  # fmt: skip
+    if moe.top1_agreement is not None and moe.kl is not None:
+        found.insert(2, ("Same next token", f"{moe.top1_agreement:.1%}", f"as the dense model; KL {moe.kl:.3f} nats"))
+    return found
+
+
+def _summary(plan: Plan) -> list[tuple[str, str]]:
+    hashes = [("Dense weights", f"sha256 {plan.source[:16]}")] if plan.source else []
+    recipe = recipe_of(plan)
+    return [*conversion_summary(plan), *hashes, *([("Recipe", f"sha256 {recipe.digest()[:16]}")] if recipe else [])]
+
+
+def _recipe(plan: Plan) -> str:
+    """Every key, with paths by their last part: a report that travels says nothing about the disk it was made on."""
+    recipe = recipe_of(plan)
+    if recipe is None:
+        return ""
+    values = recipe.model_dump(mode="json")
+    values["model"] = shown_name(recipe.model)
+    values["data"]["sources"] = [shown_name(source) for source in recipe.data.sources]
+    return json.dumps(values, indent=2, ensure_ascii=False)
+
+
+def _layers(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    titles = ["layer", "expert width", "of neurons", "in any expert", "Q/K dims", "V/O dims", "active"]
+    return titles, [
+        [str(row["layer"]), f"{row['width']:,}", f"{row['width_share']:.1%}", f"{row['union_share']:.1%}",
+         str(row["qk_dims"]), str(row["value_dims"]), f"{row['active']:.1%}"]
+        for row in plan.describe()
+    ]  # fmt: skip
+
+
+def _usage(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    usage = next((row.usage for row in reversed(rows) if row.usage is not None), None)
+    if usage is None:
+        return [], []
+    titles = ["layer", *(f"expert {n}" for n in range(len(usage.shares[0])))]
+    return titles, [[str(i), *map(_share, shares)] for i, shares in enumerate(usage.shares)]
+
+
+def _share(share: float) -> str:
+    """A rare expert is not a dead one."""
+    return "0" if share == 0 else "< 0.1 %" if share < 0.0005 else f"{100 * share:.1f} %"
+
+
+def _memory(facts: PageFacts) -> list[str]:
+    """Sentences on speed and memory, as far as they were measured."""
+    said = [] if facts.timed else ["Speed was not measured."]
+    if len(facts.rows) > 1:
+        dense, moe = facts.rows[0].facts, facts.rows[-1].facts
+        on_disk = "" if moe["bytes_on_disk"] is None else f", {moe['bytes_on_disk'] / 1e6:,.0f} MB on disk"
+        said.append(
+            f"The MoE stores {count(moe['total_params'])} weights{on_disk}; the dense model has "
+            f"{count(dense['total_params'])}. Of them {count(moe['active_params'])} work on a token "
+            f"(dense {count(dense['active_params'])}), embeddings and routers included."
+        )
+    if facts.cost.get("peak_memory_bytes"):
+        said.append(f"The conversion held {facts.cost['peak_memory_bytes'] / 1e9:.2f} GB of main memory at the most.")
+    return said
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -84,30 +170,36 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def training_curves(metrics: Sequence[dict[str, Any]]) -> Markup | None:
-    """An inline SVG: fidelity and sampled active fraction by step; None with fewer than two finite rows."""
-    rows = [row for row in metrics if not row.get("skipped") and {"step", "fidelity", "active_fraction"} <= row.keys()]
-    if len(rows) < 2:
-        return None
-    # imported here: it takes longer than all the rest, and most pages of the command line need no figure
-    import matplotlib
-    from matplotlib.figure import Figure
+def read_json(path: Path) -> dict[str, Any]:
+    """What a file holds; empty where there is none. Raises UserError for a file that is no JSON object."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); delete it or make it again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds a {type(values).__name__}, but it should be an object; make it again")
+    return values
 
-    steps = [row["step"] for row in rows]
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "tomoe", "font.family": "sans-serif", "font.size": 9}
-    unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(4.2, 4.0), layout="constrained")
-        upper, lower = figure.subplots(2, 1, sharex=True)
-        upper.plot(steps, [row["fidelity"] for row in rows], color="#1f6f8b", linewidth=1)
-        upper.set_ylabel("fidelity loss (nats)")
-        upper.set_ylim(bottom=0)
-        lower.plot(steps, [row["active_fraction"] for row in rows], color="#b4532a", linewidth=1)
-        lower.set_ylabel("active share, sampled")
-        lower.set_xlabel("step")
-        for axes in (upper, lower):
-            axes.grid(alpha=0.3)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata=unsaid)
-    svg = buffer.getvalue()
-    return Markup(svg[svg.index("<svg") :])  # safe: drawn from numbers alone
+
+def commands(recipe: Recipe, name: str) -> list[tuple[str, str]]:
+    """(command, what for) of a converted folder called `name`: load, generate, serve, measure, make again."""
+    model = shown_name(recipe.model) or "MODEL"
+    load = (
+        "import tomoe  # or trust_remote_code=True below\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+    )
+    return [
+        (load, "Load it in Python"),
+        (f'tomoe generate {name} "Once upon a time"', "Let it write"),
+        (
+            f"tomoe export {name} -o STOCK",
+            "Serve it: write it as an architecture that other programs know, where one fits",
+        ),
+        (f'tomoe route {name} "Any text" --html tokens.html', "Colour any text by expert"),
+        (f"tomoe evaluate {model} {name} --text FILE", "Measure both on text of your own"),
+        (f"tomoe convert {model} --recipe {name}/recipe.json -o AGAIN", "Make it again, from the same recipe"),
+    ]

@@ -64,6 +64,11 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
     return within
 
 
+def short(text: str, most: int = 32) -> str:
+    """A name that leaves room for the rest of the figure."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def canvas(height: float, rows: int = 1, **subplots: Any) -> tuple[Figure, list[Axes]]:
     """A figure of the common width, with its axes from top to bottom."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")

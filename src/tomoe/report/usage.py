@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,8 +39,8 @@ class ExpertCounter:
     def __init__(self, model: nn.Module):
         self.routers = [module for name, module in model.named_modules() if name.endswith(ROUTER)]
         self.chosen: dict[nn.Module, Tensor] = {}  # one-hot [S, N] of the last forward pass
-        self.counts: dict[nn.Module, Tensor] = {}
-        self.tokens = 0
+        self.counts: dict[str, dict[nn.Module, Tensor]] = {}  # by source, "" where none is named
+        self.tokens: dict[str, int] = {}
 
     def __enter__(self) -> ExpertCounter:
         self.hooks = [router.register_forward_hook(self._note) for router in self.routers]
@@ -54,17 +55,30 @@ class ExpertCounter:
         logits = logits.reshape(-1, logits.shape[-1])
         self.chosen[router] = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1])
 
-    def count(self, real: Bool[Tensor, " S"]) -> None:
-        """Add the real tokens of the block that ran last."""
+    def count(self, real: Bool[Tensor, " S"], source: str = "") -> None:
+        """Add the real tokens of the block that ran last, to those of its source."""
+        own = self.counts.setdefault(source, {})
         for router, chosen in self.chosen.items():
-            self.counts[router] = self.counts.get(router, 0) + chosen[real.to(chosen.device)].sum(0).cpu()
-        self.tokens += int(real.sum())
+            own[router] = own.get(router, 0) + chosen[real.to(chosen.device)].sum(0).cpu()
+        self.tokens[source] = self.tokens.get(source, 0) + int(real.sum())
         self.chosen.clear()
 
     def usage(self) -> ExpertUsage | None:
-        """Shares by layer; None where the model has no router."""
-        rows = [(self.counts[router].double() / max(self.tokens, 1)).tolist() for router in self.routers]
-        return ExpertUsage(rows, self.tokens) if rows else None
+        """Shares by layer, all sources together; None where the model has no router."""
+        return self._usage(list(self.counts)) if self.routers and self.counts else None
+
+    def by_source(self) -> dict[str, ExpertUsage]:
+        """Shares by layer of each source; empty unless there are two at least."""
+        return (
+            {source: self._usage([source]) for source in sorted(self.counts)}
+            if self.routers and len(self.counts) > 1
+            else {}
+        )
+
+    def _usage(self, sources: Sequence[str]) -> ExpertUsage:
+        tokens = sum(self.tokens[source] for source in sources)
+        counts = [torch.stack([self.counts[source][router] for source in sources]).sum(0) for router in self.routers]
+        return ExpertUsage([(row.double() / max(tokens, 1)).tolist() for row in counts], tokens)
 
 
 def expert_usage(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> ExpertUsage | None:

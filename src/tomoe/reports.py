@@ -1,0 +1,94 @@
+"""A conversion measured beside its dense model, drawn and written down: evaluation.json, README.md, report.html, figures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from tomoe.api import PROMPT, EvaluationText, Listener, compare_on, generate, held_out_text, load, load_model
+from tomoe.config import Recipe
+from tomoe.files import write_whole
+from tomoe.plan import Plan
+from tomoe.report.card import write_card
+from tomoe.report.compare import Row, from_json, to_json
+from tomoe.report.page import Generation, PageFacts, commands, read_json, read_metrics, write_page
+from tomoe.report.routing_trace import RoutingTrace, trace_ids, trace_text
+
+FORMAT = "tomoe-report-1"
+PASSAGE = 120  # tokens of a source that the page colours
+
+
+def write_reports(
+    out: Path, listen: Listener | None = None, dense: PreTrainedModel | None = None, again: bool = True
+) -> list[Row]:
+    """Measure a conversion beside its dense model on the text it held out; write evaluation.json, README.md, report.html.
+
+    `dense` is the dense model where the caller has it loaded. With `again` false, what was measured of this plan before
+    (evaluation.json, report.json) is shown as it is. Raises UserError where `out` holds no conversion or cannot be written.
+    """
+    from tomoe.report.gallery import draw  # here, because matplotlib takes longer to import than all the rest
+
+    plan, recipe = Plan.load(out), Recipe.load(out / "recipe.json")
+    kept = None if again else _kept(out)
+    if kept is None:
+        dense = dense if dense is not None else load_model(recipe.model, recipe.train.dtype, recipe.device)
+        rows, observed = _observe(out, recipe, dense, listen)
+        write_whole(out / "evaluation.json", to_json(rows))
+        write_whole(out / "report.json", json.dumps(observed, indent=1, ensure_ascii=False) + "\n")
+    else:
+        rows, observed = kept
+    write_card(out, plan, rows)
+    cost, timed = read_json(out / "run" / "cost.json"), read_json(out / "benchmark.json").get("cells", [])
+    pictures = draw(plan, rows, read_metrics(out / "run" / "metrics.jsonl"), cost, timed, out / "figures")
+    title = f"{rows[0].name} as a Mixture-of-Experts, {plan.active_fraction():.0%} active"
+    facts = PageFacts(
+        title, plan, rows, [Generation(own["prompt"], own["answers"]) for own in observed["generations"]],
+        [(name, RoutingTrace(**trace)) for name, trace in observed["texts"]], pictures,
+        commands=commands(recipe, out.resolve().name), cost=cost, timed=bool(timed),
+    )  # fmt: skip
+    write_page(out, facts)
+    return rows
+
+
+def _kept(out: Path) -> tuple[list[Row], dict[str, Any]] | None:
+    """What was measured of the plan in `out` before; None where there is nothing, or it was of another plan or version."""
+    observed = read_json(out / "report.json")
+    if (observed.get("format"), observed.get("plan")) != (FORMAT, _plan_hash(out)):
+        return None
+    evaluation = out / "evaluation.json"
+    return (from_json(evaluation.read_text(encoding="utf-8")), observed) if evaluation.is_file() else None
+
+
+def _plan_hash(out: Path) -> str:
+    return hashlib.sha256((out / "plan.safetensors").read_bytes()).hexdigest()
+
+
+def _observe(
+    out: Path, recipe: Recipe, dense: PreTrainedModel, listen: Listener | None
+) -> tuple[list[Row], dict[str, Any]]:
+    """Numbers of both models, how each goes on from a prompt, and the experts of some tokens of every source."""
+    moe, tokenizer = load(str(out), recipe.train.dtype, recipe.device)
+    text = held_out_text([str(out)])
+    rows = compare_on([(recipe.model, dense), (str(out), moe)], text, listen)
+    answers = [(row.name, generate(model, tokenizer, PROMPT)) for row, model in zip(rows, (dense, moe), strict=True)]
+    passages = [(name, trace_ids(moe, tokenizer, ids).to_dict()) for name, ids in _passages(text)]
+    passages.append(("What the MoE wrote", trace_text(moe, tokenizer, PROMPT + answers[-1][1], PASSAGE).to_dict()))
+    generations = [{"prompt": PROMPT, "answers": answers}]
+    return rows, {"format": FORMAT, "plan": _plan_hash(out), "generations": generations, "texts": passages}
+
+
+def _passages(text: EvaluationText) -> Iterator[tuple[str, list[int]]]:
+    """The beginning of the first block of every source."""
+    ids, own = text.blocks.input_ids, text.blocks.source_ids
+    for i, name in enumerate(text.sources if own is not None else [text.name]):
+        blocks = range(len(ids)) if own is None else (own == i).nonzero()[:, 0].tolist()
+        for block in blocks[:1]:
+            yield (
+                f"{name}, held out" if own is not None else name,
+                ids[block][text.blocks.mask[block]][:PASSAGE].tolist(),
+            )
