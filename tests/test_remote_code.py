@@ -241,3 +241,16 @@ def test_an_expert_backend_that_is_not_there_is_refused_before_the_first_token()
     for auto in (AutoModel, AutoModelForCausalLM):
         with pytest.raises(ValueError, match="expert backend 'imagined'"):
             auto.from_config(config)
+
+
+def test_what_engines_ask_a_model_class() -> None:
+    """They read the source of the file and flags of the class; experts that share rows are no stack of weights to swap."""
+    for model in (ToMoEModel, ToMoEForCausalLM):
+        assert model.is_backend_compatible()
+        assert model._can_set_attn_implementation()
+        assert not model._can_set_experts_implementation()
+    source = Path(sys.modules[ToMoEModel.__module__].__file__ or "").read_text()
+    assert "ALL_ATTENTION_FUNCTIONS.get_interface(" in source
+    config = converted("llama").config
+    assert config.num_experts_per_tok == 1
+    assert config.get_text_config() is config, "nested configs look like multimodal models"
