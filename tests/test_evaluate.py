@@ -244,10 +244,23 @@ def test_tasks_score_what_a_plain_computation_scores(dense_folder: Path, task_di
         assert four.run(model, tokenizer) == (score,)  # padding changes nothing
     assert told[12] == ("seas", 13, 13)
     assert len(told) == 26
-    limited = TaskSet(parse_tasks("seas:2"), task_dir, limit=3)
-    first = limited.run(moe, tokenizer)
+
+
+def test_every_model_is_asked_the_same(dense_folder: Path, task_dir: Path) -> None:
+    model, tokenizer = load_dense(str(dense_folder), torch.float32), load_tokenizer(str(dense_folder))
+    asked: list[list[int]] = []
+    model.model.register_forward_pre_hook(
+        lambda _m, _a, given: asked.append(given["input_ids"].flatten().tolist()), with_kwargs=True
+    )
+    tasks = TaskSet(parse_tasks("seas:2"), task_dir, limit=3, batch_size=1)
+    first = tasks.run(model, tokenizer)
     assert (first[0].examples, first[0].shots) == (3, 2)
-    assert limited.run(moe, tokenizer) == first  # the next model is shown the same examples
+    assert tasks.run(model, tokenizer) == first
+    half = len(asked) // 2
+    assert asked[:half] == asked[half:]
+    shown = {tuple(row["question"] in tokenizer.decode(ids) for row in QUESTIONS) for ids in asked}
+    assert {sum(seen) for seen in shown} == {3}  # the question itself and two examples
+    assert len(shown) > 1  # not the same two for each
 
 
 def test_prompts_that_do_not_fit_are_counted(tmp_path: Path, task_dir: Path) -> None:

@@ -132,8 +132,8 @@ def test_dead_and_overloaded_experts_are_named() -> None:
 
 def test_few_tokens_say_nothing_about_experts() -> None:
     shares = [[0.4, 0.6, 0.0]]
-    assert kinds(None, row(usage=ExpertUsage(shares, 299))) == []
-    assert kinds(None, row(usage=ExpertUsage(shares, 300))) == ["dead experts", "overloaded expert"]
+    assert kinds(None, row(usage=ExpertUsage(shares, 1499))) == []
+    assert kinds(None, row(usage=ExpertUsage(shares, 1500))) == ["dead experts", "overloaded expert"]
 
 
 def test_contexts_longer_than_the_model() -> None:

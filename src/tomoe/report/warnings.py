@@ -15,7 +15,7 @@ Kind = Literal[
     "dead experts", "overloaded expert", "narrow attention", "unused neurons", "budget missed", "training text", "context"
 ]  # fmt: skip
 
-ENOUGH = 100  # tokens for each expert: with fewer, one that got none says nothing
+ENOUGH = 500  # tokens for each expert: in a page or two of one article, one that got none is not dead
 OVERLOADED = 0.5  # share of a layer's tokens that one of three or more experts gets
 NARROW = 1 / 8  # share of the dims of a head that is left
 UNION = 0.75  # share of a layer's neurons that some expert uses
