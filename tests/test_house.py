@@ -19,8 +19,8 @@ FLOORS = (
     {"plan"},
     {"pruning", "moe", "report"},  # wings: side by side, never into each other
     {"convert", "serving"},
-    {"api"},
-    {"export", "reports"},
+    {"api", "trial"},
+    {"export", "reports", "doctor"},
     {"sweep"},
     {"cli"},
 )

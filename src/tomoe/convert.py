@@ -261,9 +261,14 @@ def cost(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, seconds: dict[s
 
 def peak_memory() -> int | None:
     """Most bytes of main memory that this process ever held; None on Windows, which keeps no such count for us."""
+    try:  # Linux. Its `ru_maxrss` would not do: a process inherits the peak of the one that started it.
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        pass
     try:
         import resource
     except ImportError:
         return None
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else held * 1024  # macOS counts bytes, Linux kilobytes
+    return held if sys.platform == "darwin" else held * 1024  # macOS counts bytes, others kilobytes

@@ -17,7 +17,14 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as chatter
 
 from tomoe import fetch
@@ -90,6 +97,16 @@ def load_dense(
         _forget_gguf(loaded, place)
     loaded.eval().requires_grad_(False)
     return loaded if shares > 1 else cast(Any, loaded).to(device)
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """Only the config of a model. Raises UserError as `load_dense` does."""
+    place = resolve(model)
+    with _telling(model, place, part="config"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            trust_remote_code=False, **_arguments(place, weights=False)
+        )
+    return config
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:

@@ -15,6 +15,7 @@ from tomoe.cli.apply import apply
 from tomoe.cli.benchmark import benchmark
 from tomoe.cli.carve import carve
 from tomoe.cli.convert import convert
+from tomoe.cli.doctor import doctor
 from tomoe.cli.evaluate import evaluate
 from tomoe.cli.export import export
 from tomoe.cli.fetch import fetch
@@ -38,6 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
+    doctor,
     convert,
     carve,
     train,

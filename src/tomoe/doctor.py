@@ -1,0 +1,204 @@
+"""Before anything runs: does the model fit the method, does a conversion fit this machine, and how long will it take?
+
+Sizes come from the config alone. Memory and time are measured, not modelled: every stage is tried on two small versions
+of the model, of its true widths, with random weights, and extrapolated to all layers.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from tomoe.budget import block_total
+from tomoe.config import Recipe
+from tomoe.convert import pick_device
+from tomoe.dense import ModelShape, shape_of
+from tomoe.errors import UserError
+from tomoe.loading import load_config
+from tomoe.pruning.extract import least_active
+from tomoe.trial import STAGES, Took, Trial
+
+LAYERS = (3, 7)  # of the two small versions: with fewer, imports and the output matrix hide what a layer adds
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameter counts, from the config alone."""
+
+    shape: ModelShape
+    total: int  # tied weights once
+    blocks: int  # projection weights of attention and MLPs: what `active` is a share of
+    least_active: float  # the smallest share that the recipe's settings can reach
+
+    def of_all(self, active: float) -> float:
+        """The share of all weights that works on a token when `active` of the blocks do."""
+        return 1 - (1 - active) * self.blocks / self.total
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One stage of the whole model."""
+
+    stage: str
+    memory: int  # bytes of main memory
+    device_memory: int  # bytes of GPU memory; 0 on the CPU
+    seconds: float  # of one step, for `train`
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that are free now."""
+
+    memory: int
+    device_memory: int
+
+    def lacks(self, e: Estimate) -> bool:
+        return e.memory > self.memory or e.device_memory > self.device_memory
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that the doctor found. `remedies` are recipe settings with which training would fit; empty where all fits."""
+
+    sizes: Sizes
+    estimates: list[Estimate]
+    room: Room
+    remedies: dict[str, Estimate]
+    train_seconds: float
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model without weights. Raises UserError where no causal language model has such a config."""
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+            return model
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"transformers makes no causal language model of this config ({error})") from error
+
+
+def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
+    """Raises UserError, with the reason, where the structure does not fit ToMoE."""
+    model = skeleton(config)
+    shape = shape_of(model)
+    total = sum(p.numel() for p in model.parameters())
+    least = least_active(shape, recipe.experts.width_multiple, recipe.experts.attention)
+    return Sizes(shape, total, block_total(shape), least)
+
+
+def examine(name: str, recipe: Recipe, progress: Progress = lambda stage, done, total: None) -> Diagnosis:
+    """Try every stage. Raises UserError where the model or the budget does not fit ToMoE, or a trial fails."""
+    config = load_config(name)
+    sizes = sizes_of(config, recipe)
+    if recipe.active < sizes.least_active:
+        raise UserError(
+            f"active is {recipe.active}, but {sizes.least_active:.3f} of the blocks is the least that can be reached"
+        )
+    whole = sizes.shape.num_layers
+    counts = tuple(min(n, whole) for n in LAYERS)
+    with tempfile.TemporaryDirectory(prefix="tomoe-doctor-") as folder:
+        models = [_write_small(config, n, Path(folder) / str(n)) for n in dict.fromkeys(counts)]
+        jobs = [(stage, model) for stage in STAGES for model in models]
+        took: dict[tuple[str, int], Took] = {}
+        for i, (stage, model) in enumerate(jobs):
+            progress("trying on few layers", i, len(jobs))
+            took[stage, int(model.name)] = _try(Trial(stage, str(model), recipe.model_dump(mode="json")))
+        progress("trying on few layers", len(jobs), len(jobs))
+        estimates = [extrapolate(s, counts, [took[s, n] for n in counts], whole) for s in STAGES]
+        estimates[STAGES.index("carve")] = _carving(
+            config, recipe, sizes, counts[-1], took["carve", counts[-1]], estimates[0]
+        )
+        room = free_room(pick_device(recipe.device))
+        training = next(e for e in estimates if e.stage == "train")
+        remedies = _remedies(recipe, models, counts, whole, room) if room.lacks(training) else {}
+    return Diagnosis(sizes, estimates, room, remedies, training.seconds * recipe.train.steps)
+
+
+def extrapolate(stage: str, layers: tuple[int, ...], took: list[Took], whole: int) -> Estimate:
+    """The straight line through two trials, at all layers."""
+    (few, more), (small, large) = layers, took
+
+    def at(a: float, b: float) -> float:
+        slope = (b - a) / (more - few) if more > few else 0.0
+        return b + max(slope, 0.0) * (whole - more)
+
+    memory = at(small.memory, large.memory), at(small.device_memory, large.device_memory)
+    return Estimate(stage, int(memory[0]), int(memory[1]), at(small.seconds, large.seconds))
+
+
+def _carving(
+    config: PreTrainedConfig, recipe: Recipe, sizes: Sizes, layers: int, took: Took, line: Estimate
+) -> Estimate:
+    """Carving holds one layer's activations at a time, and their peaks scatter by more than a few layers weigh.
+
+    So no line is drawn through them: another layer adds its weights, and on the CPU the pages of the file that they come from.
+    """
+    weights = sizes.blocks // sizes.shape.num_layers * (sizes.shape.num_layers - layers)
+    held = weights * getattr(torch, recipe.train.dtype).itemsize
+    read = weights * getattr(torch, str(config.dtype or "float32").removeprefix("torch.")).itemsize
+    on_device = took.device_memory + held if took.device_memory else 0
+    return Estimate("carve", took.memory + read + (0 if on_device else held), on_device, line.seconds)
+
+
+def free_room(device: str) -> Room:
+    on_device = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0
+    return Room(psutil.virtual_memory().available, on_device)
+
+
+def _remedies(
+    recipe: Recipe, models: list[Path], counts: tuple[int, ...], whole: int, room: Room
+) -> dict[str, Estimate]:
+    """Settings, tried one after the other, with which training fits."""
+    found = {}
+    settings = ["train.gradient_checkpointing=true"]
+    if recipe.data.block_size > 256:
+        settings.append(f"data.block_size={recipe.data.block_size // 2}")
+    if recipe.train.batch_size > 1:
+        settings.append("train.batch_size=1")
+    for setting in settings:
+        changed = recipe.model_dump(mode="json")
+        section, _, rest = setting.partition(".")
+        key, _, value = rest.partition("=")
+        changed[section][key] = json.loads(value)
+        took = [_try(Trial("train", str(model), changed)) for model in models]
+        estimate = extrapolate("train", counts, took if len(took) == len(counts) else took * len(counts), whole)
+        if not room.lacks(estimate):
+            found[setting] = estimate
+    return found
+
+
+def _write_small(config: PreTrainedConfig, layers: int, folder: Path) -> Path:
+    """A model of the same widths with few layers and random weights, stored in the dtype of the whole one."""
+    values = config.to_dict() | {"num_hidden_layers": layers}
+    if isinstance(values.get("layer_types"), list):
+        values["layer_types"] = values["layer_types"][:layers]
+    small = type(config)(**values)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small, dtype=getattr(config, "dtype", None) or torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _try(trial: Trial) -> Took:
+    done = subprocess.run(
+        [sys.executable, "-m", "tomoe.trial"], input=json.dumps(asdict(trial)), capture_output=True, text=True
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}, so perhaps out of memory"])[-1]
+        raise UserError(
+            f"the stage {trial.stage} failed on a model of {Path(trial.folder).name} layers already ({last}); "
+            "mend the recipe or take a machine with more memory"
+        )
+    values: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return Took(**values)
