@@ -99,10 +99,12 @@ def test_auto_takes_it_for_few_tokens_and_only_where_it_fits() -> None:
     def chosen(tokens: int, dtype: torch.dtype = torch.float32) -> str:
         return choose_backend(mlp, torch.zeros(tokens, 32, dtype=dtype))
 
-    assert [chosen(n) for n in (1, 8, 128)] == ["native"] * 3
-    others = (chosen(129), chosen(0), chosen(8, torch.bfloat16), chosen(8, torch.float64))
+    assert [chosen(n) for n in (1, 8, 511)] == ["native"] * 3
+    others = (chosen(512), chosen(0), chosen(8, torch.bfloat16), chosen(8, torch.float64))
     assert "native" not in others
     assert choose_backend(make_mlp(Case(union=4096, hidden=8)), torch.zeros(1000, 8)) == "native"
+    half = make_mlp(Case(), torch.bfloat16)
+    assert [choose_backend(half, torch.zeros(n, 32, dtype=torch.bfloat16)) for n in (128, 129)] == ["native", "masked"]
     mlp.up_proj.requires_grad_()
     assert chosen(8) == "masked"
     with torch.no_grad():

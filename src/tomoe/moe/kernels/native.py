@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_EXPERTS = 63  # membership of a neuron is the bits of one signed number
-# Up to so many tokens reading weights takes the time, and always where groups of neurons are large: eight halves of 4,096
+# Up to so many tokens it wins in layers of any size; always where groups of neurons are large: eight halves of 4,096
 # neurons make groups of sixteen, as the kernel wants them.
-FEW_TOKENS, MANY_NEURONS = 128, 4096
+FEW_TOKENS = {torch.float32: 511, torch.bfloat16: 128}
+MANY_NEURONS = 4096
 CHUNK = 2048  # tokens whose activations are kept at once
 # In the order of the kernel's own list.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, lambda x: F.gelu(x, approximate="tanh"))
@@ -30,7 +31,7 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, l
 
 def choose_native(mlp: ToMoEMLP, x: Float[Tensor, "T D"]) -> str | None:
     """For `auto`: native where it can run, and tokens are few or neurons many."""
-    suits = len(x) > 0 and (len(x) <= FEW_TOKENS or len(mlp.up_proj) >= MANY_NEURONS)
+    suits = 0 < len(x) <= FEW_TOKENS.get(x.dtype, 0) or (len(x) > 0 and len(mlp.up_proj) >= MANY_NEURONS)
     return "native" if suits and fits(mlp, x) else None
 
 
