@@ -44,7 +44,7 @@ setup() {
         # shellcheck disable=SC2086
         pip_install ${TOMOE_PIP_ARGS:-} "$torch"
     fi
-    pip_install --editable '.[test]'
+    pip_install --editable '.[test,eval,track]'  # the tests of an extra skip where it is not installed
     printf '%s\n' "$stamp" >.venv/stamp
 }
 

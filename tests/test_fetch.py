@@ -204,7 +204,7 @@ REMOTE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoMod
         (lambda f: os.truncate(f / "model.safetensors", 20_000), "weights are damaged"),
         (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"model\.safetensors"),
-        (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
+        (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
         (lambda f: (f / "config.json").write_text("{}"), "no causal language model"),
         (lambda f: edit(f, model_type="t5"), "no causal language model"),
         (lambda f: edit(f, model_type="own"), "`own`"),
