@@ -141,6 +141,22 @@ def test_tokenizers_that_split_otherwise_are_refused() -> None:
             rule(strange)
 
 
+@pytest.mark.usefixtures("llama")
+def test_a_window_of_a_few_tokens_can_be_proved_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense, text = (
+        write_pico(tmp_path / "dense", "mistral", vocab_size=len(TOKENIZER)),
+        write_text(tmp_path / "text.txt"),
+    )
+    TOKENIZER.save_pretrained(dense)
+    overrides = [f"model={dense}", f"data.sources={text}", *(f"{k}={v}" for k, v in SMALL.items()), "train.steps=0"]
+    convert(Recipe.load(None, overrides), tmp_path / "moe")
+    done = CommandLine(capsys)("export", tmp_path / "moe", "--format", "gguf", "-o", tmp_path / "out", "--tokens", "16")
+    assert done.code == 0, done.err
+    proof = json.loads((tmp_path / "out" / "export.json").read_text())["proof"]
+    assert proof["same"] is True
+    assert proof["positions"] == 4  # contexts of 5 tokens, within the window of 6
+
+
 def test_contexts_end_where_a_sliding_window_would_begin(tmp_path: Path) -> None:
     write_gguf(make_moe("mistral"), TOKENIZER, tmp_path / "model.gguf", "q8_0", 32)
     fields = GGUFReader(tmp_path / "model.gguf").fields

@@ -160,15 +160,14 @@ def prove_gguf(
     agreement = agree_on_next_tokens(meant, llama.log_probs, ids, mask, NEXT_TOKENS, heard("running llama.cpp"))
     problem = judge(agreement, BOUNDS[precision])
     # read as text and given as tokens it must predict the same, else llama.cpp splits text otherwise than the tokenizer
-    passage = str(tokenizer.decode(ids[0], skip_special_tokens=True))[:context]
+    passage = str(tokenizer.decode(ids[0], skip_special_tokens=True))[: max(1, context - 2)]
     spoken, split = (llama.log_probs(prompt, fresh=True) for prompt in (passage, tokenizer(passage).input_ids))
     if problem is None and not torch.allclose(spoken, split, atol=1e-4):
         problem = "llama.cpp reads text as other tokens than the tokenizer does"
-    written = {
-        "prompt": PROMPT,
-        "converted": generate(moe, tokenizer, PROMPT, WRITTEN),
-        "llama.cpp": llama.write(PROMPT, WRITTEN),
-    }
+    written = None
+    if len(tokenizer(PROMPT).input_ids) + WRITTEN < context_length(moe):
+        ours, theirs = generate(moe, tokenizer, PROMPT, WRITTEN), llama.write(PROMPT, WRITTEN)
+        written = {"prompt": PROMPT, "converted": ours, "llama.cpp": theirs}
     return Proof(agreement, problem, f"log-probs, {precision} in llama.cpp (xllamacpp {version})", written)
 
 

@@ -69,6 +69,10 @@ class LlamaCpp:
         """How the model goes on, always by the most likely token."""
         return str(self._complete(prompt, n_predict=tokens)["choices"][0]["text"])
 
+    def run(self, prompt: Sequence[int], tokens: int) -> None:
+        """Write exactly so many tokens, and let no earlier prompt help: for timing."""
+        self._complete(prompt, n_predict=tokens, ignore_eos=True, cache_prompt=False)
+
 
 def agree_on_next_tokens(
     reference: Recorded, log_probs: Callable[[list[int]], Float[Tensor, " V"]], input_ids: Int[Tensor, "B S"],
