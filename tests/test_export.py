@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,8 @@ from pico_files import SMALL, CommandLine, contents, write_pico, write_text
 from tomoe.config import Recipe
 from tomoe.convert import convert
 from tomoe.errors import UserError
-from tomoe.report.agreement import agree, record, summarise
+from tomoe.export import BOUNDS, judge
+from tomoe.report.agreement import Agreement, agree, record, summarise
 from tomoe.report.perplexity import measure
 
 
@@ -206,3 +208,17 @@ def test_numbers_that_are_none_are_no_agreement() -> None:
     with pytest.raises(UserError, match="no token"):
         summarise([])
     assert summarise(one(lambda t: t)).kl == 0
+
+
+def test_what_counts_as_the_same() -> None:
+    """In float32 a typical block has to agree; one block may be spoiled by a near tie of a router; KL bounds the whole."""
+    good = Agreement(
+        positions=100, blocks=4, largest_difference=3.0, typical_difference=2e-3, expected_difference=0.0,
+        largest_logit=40.0, kl=5e-5, top1_agreement=1.0, reference_perplexity=9.0, perplexity=9.0,
+    )  # fmt: skip
+    assert judge(good, BOUNDS["float32"]) is None
+    assert "0.005 in a typical block" in str(judge(replace(good, typical_difference=5e-3), BOUNDS["float32"]))
+    assert judge(replace(good, typical_difference=3.0), BOUNDS["bfloat16"]) is None
+    assert "KL of 0.0002" in str(judge(replace(good, kl=2e-4), BOUNDS["float32"]))
+    assert "KL of 0.06" in str(judge(replace(good, kl=0.06), BOUNDS["bfloat16"]))
+    assert judge(replace(good, kl=float("nan")), BOUNDS["float32"]) is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, TokenType
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -104,6 +104,10 @@ def test_sentencepiece_vocabularies_too(tmp_path: Path) -> None:
     dense = make_pico("llama", vocab_size=300)  # more rows than tokens
     assert len(tokenizer) < 300
     write_gguf(fold(dense, make_plan(dense, "none")), tokenizer, path, "f32", 32)
+    types = GGUFReader(path).fields["tokenizer.ggml.token_type"].contents()
+    assert types[:4] == [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, TokenType.BYTE]
+    assert types[258:260] == [TokenType.BYTE, TokenType.NORMAL]
+    assert types[-1] == TokenType.UNUSED
     model = LlamaCpp(path, 300, 64, tokenizer.convert_tokens_to_ids("a"), threads=1)
     assert torch.equal(model.log_probs(text, fresh=True), model.log_probs(ids, fresh=True))
 

@@ -22,8 +22,8 @@ from tomoe.errors import UserError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PLAN_FILES = ("plan.json", "plan.safetensors")
-# The run (text, masks, optimizer) stays at home, and so does what is hidden or not yet whole.
-STAYS = ("run/*", "*.part/*", "*.tmp", ".*", "*/.*", "__pycache__/*", "*.log")
+# The run (text, masks, optimizer) stays at home, exports go by themselves, and what is hidden or not yet whole goes nowhere.
+STAYS = ("run/*", "export-*/*", "*.part/*", "*.tmp", ".*", "*/.*", "__pycache__/*", "*.log")
 
 
 def find_plan(name: str) -> Path:
