@@ -111,8 +111,13 @@ def export(
     def heard(stage: str) -> Callable[[int, int], None]:
         return lambda done, total: listen(stage, done, total, {}) if listen else None
 
+    shown = -1
+
     def written(done: int, total: int) -> None:
-        heard("writing (MB)")(done // 10**6, max(1, total // 10**6))
+        nonlocal shown
+        if done // 10**6 > shown:  # many tensors are smaller than what is counted
+            shown = done // 10**6
+            heard("writing (MB)")(shown, max(1, total // 10**6))
 
     write_export(choice, moe, tokenizer, out, options, written)
     del moe
