@@ -28,24 +28,28 @@ pip_install() {
         fail "pip could not install $* (its words stand above); is the package index within reach?"
 }
 
+# setup demo | setup test: .venv with what it needs; nothing is installed twice
 setup() {
     local python=${TOMOE_PYTHON:-python3} torch=${TOMOE_TORCH:-torch==2.13.0} site="" stamp
     "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
         fail "$python is not Python 3.11 or newer with venv; name another one in TOMOE_PYTHON"
     stamp=$(cat pyproject.toml; "$python" --version; echo "$torch ${TOMOE_PIP_ARGS:-} $PWD")
-    if [ "$(cat .venv/stamp 2>/dev/null)" = "$stamp" ]; then
-        return
+    if [ "$(cat .venv/stamp 2>/dev/null)" != "$stamp" ]; then
+        [ "$torch" = skip ] && site=--system-site-packages
+        echo "Installing into .venv: ${torch/#skip/the torch that is here}, transformers and a few more. This takes a few minutes the first time."
+        # shellcheck disable=SC2086 # options, not one word
+        "$python" -m venv $site .venv
+        if [ "$torch" != skip ]; then
+            # shellcheck disable=SC2086
+            pip_install ${TOMOE_PIP_ARGS:-} "$torch"
+        fi
+        pip_install --editable .
+        printf '%s\n' "$stamp" >.venv/stamp
     fi
-    [ "$torch" = skip ] && site=--system-site-packages
-    echo "Installing into .venv: ${torch/#skip/the torch that is here}, transformers and a few more. This takes a few minutes the first time."
-    # shellcheck disable=SC2086 # options, not one word
-    "$python" -m venv $site .venv
-    if [ "$torch" != skip ]; then
-        # shellcheck disable=SC2086
-        pip_install ${TOMOE_PIP_ARGS:-} "$torch"
+    if [ "$1" = test ] && [ "$(cat .venv/stamp-test 2>/dev/null)" != "$stamp" ]; then
+        pip_install --editable '.[test,eval,track]' # the tests of an extra skip where it is not installed
+        printf '%s\n' "$stamp" >.venv/stamp-test
     fi
-    pip_install --editable '.[test,eval,track]'  # the tests of an extra skip where it is not installed
-    printf '%s\n' "$stamp" >.venv/stamp
 }
 
 demo() {
@@ -70,11 +74,11 @@ run_tests() {
 
 case "${1:-}" in
 demo)
-    setup
+    setup demo
     demo
     ;;
 test)
-    setup
+    setup test
     run_tests
     ;;
 "" | help | -h | --help)
