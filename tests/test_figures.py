@@ -191,6 +191,14 @@ def test_training_draws_each_term_and_passes_over_what_is_not_a_number() -> None
     assert figures.training_figure(METRICS[:1], 4, 0.7) is None
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_many_panels_are_laid_out_the_same_each_time(seed: int) -> None:
+    draws = torch.rand(4, 5, generator=torch.Generator().manual_seed(seed)).tolist()
+    rows = [{"step": i, **dict(zip(figures.TERMS, draw, strict=True))} for i, draw in enumerate(draws)]
+    drawn = [figures.training_figure(rows, 2, 0.5) for _ in range(3)]
+    assert len({picture.to_svg(one) for one in drawn if one is not None}) == 1
+
+
 def test_cost_says_what_it_knows() -> None:
     known = {
         "seconds": {"text": 10.0, "learning": 120.0}, "tokens": {"text": 5000}, "peak_memory_bytes": 1_500_000_000,
