@@ -83,7 +83,8 @@ def _settle(figure: Figure) -> None:
         for axes in (
             figure.axes
         ):  # the solver's last digits depend on where objects lie in memory, and ids are hashes of places
-            axes.set_position([round(place, 5) for place in axes.get_position(original=True).bounds])
+            x, y, width, height = axes.get_position(original=True).bounds
+            axes.set_position((round(x, 5), round(y, 5), round(width, 5), round(height, 5)))
 
 
 @styled
