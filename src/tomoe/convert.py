@@ -186,16 +186,16 @@ def fold_plan(
     recipe = Recipe(**made.recipe) if made.recipe else Recipe()
     name = model_name or recipe.model
     model = load_dense(name, getattr(torch, dtype or recipe.train.dtype))
+    if made.source and made.source != (found := fingerprint(model)):
+        raise UserError(
+            f"the plan was made for other weights (hash {made.source[:12]}) than these (hash {found[:12]}); "
+            "fold it with the model it was made for"
+        )
     _save(made, model, load_tokenizer(name), out, force)
     return made
 
 
 def _save(made: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, force: bool) -> None:
-    if made.source and made.source != fingerprint(model):
-        raise UserError(
-            f"the plan was made for other weights (hash {made.source[:12]}) than these (hash {fingerprint(model)[:12]}); "
-            "fold it with the model it was made for"
-        )
     save_moe(fold(model, made, tomoe.__version__), made, tokenizer, out, force)
     Recipe(**made.recipe).save(out / "recipe.json")
 
