@@ -6,6 +6,7 @@ of the model, of its true widths, with random weights, and extrapolated to all l
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from tomoe.dense import ModelShape, shape_of
 from tomoe.errors import UserError
 from tomoe.loading import load_config
 from tomoe.pruning.extract import least_active
-from tomoe.trial import STAGES, Took, Trial
+from tomoe.trial import STAGES, Stage, Took, Trial
 
 LAYERS = (3, 7)  # of the two small versions: with fewer, imports and the output matrix hide what a layer adds
 Progress = Callable[[str, int, int], None]
@@ -106,28 +107,39 @@ def examine(name: str, recipe: Recipe, progress: Progress = lambda stage, done, 
             f"active is {recipe.active}, but {sizes.least_active:.3f} of the blocks is the least that can be reached"
         )
     whole = sizes.shape.num_layers
-    counts = tuple(min(n, whole) for n in LAYERS)
     with tempfile.TemporaryDirectory(prefix="tomoe-doctor-") as folder:
-        models = [_write_small(config, n, Path(folder) / str(n)) for n in dict.fromkeys(counts)]
-        jobs = [(stage, model) for stage in STAGES for model in models]
-        took: dict[tuple[str, int], Took] = {}
-        for i, (stage, model) in enumerate(jobs):
-            progress("trying on few layers", i, len(jobs))
-            took[stage, int(model.name)] = _try(Trial(stage, str(model), recipe.model_dump(mode="json")))
-        progress("trying on few layers", len(jobs), len(jobs))
-        estimates = [extrapolate(s, counts, [took[s, n] for n in counts], whole) for s in STAGES]
-        estimates[STAGES.index("carve")] = _carving(
-            config, recipe, sizes, counts[-1], took["carve", counts[-1]], estimates[0]
-        )
+        layers = dict.fromkeys(min(n, whole) for n in LAYERS)
+        models = {n: _write_small(config, n, Path(folder) / str(n)) for n in layers}
+        done, trials = itertools.count(), len(STAGES) * len(models)
+
+        def tick() -> None:
+            progress("trying on few layers", next(done), trials)
+
+        tick()
+        took = {stage: _try_all(stage, models, recipe, tick) for stage in STAGES}
+        estimates = [extrapolate(stage, took[stage], whole) for stage in STAGES]
+        estimates[STAGES.index("carve")] = _carving(config, recipe, sizes, took["carve"], estimates[0])
         room = free_room(pick_device(recipe.device))
         training = next(e for e in estimates if e.stage == "train")
-        remedies = _remedies(recipe, models, counts, whole, room) if room.lacks(training) else {}
+        remedies = _remedies(recipe, models, whole, room) if room.lacks(training) else {}
     return Diagnosis(sizes, estimates, room, remedies, training.seconds * recipe.train.steps)
 
 
-def extrapolate(stage: str, layers: tuple[int, ...], took: list[Took], whole: int) -> Estimate:
-    """The straight line through two trials, at all layers."""
-    (few, more), (small, large) = layers, took
+def _try_all(
+    stage: Stage, models: dict[int, Path], recipe: Recipe, tick: Callable[[], None] = lambda: None
+) -> dict[int, Took]:
+    """What a stage took, by number of layers; `tick` is called after each trial."""
+    took = {}
+    for n, model in models.items():
+        took[n] = _try(Trial(stage, str(model), recipe.model_dump(mode="json")))
+        tick()
+    return took
+
+
+def extrapolate(stage: str, took: dict[int, Took], whole: int) -> Estimate:
+    """The straight line through the smallest and the largest trial, at all layers."""
+    few, more = min(took), max(took)
+    small, large = took[few], took[more]
 
     def at(a: float, b: float) -> float:
         slope = (b - a) / (more - few) if more > few else 0.0
@@ -138,12 +150,14 @@ def extrapolate(stage: str, layers: tuple[int, ...], took: list[Took], whole: in
 
 
 def _carving(
-    config: PreTrainedConfig, recipe: Recipe, sizes: Sizes, layers: int, took: Took, line: Estimate
+    config: PreTrainedConfig, recipe: Recipe, sizes: Sizes, trials: dict[int, Took], line: Estimate
 ) -> Estimate:
     """Carving holds one layer's activations at a time, and their peaks scatter by more than a few layers weigh.
 
     So no line is drawn through them: another layer adds its weights, and on the CPU the pages of the file that they come from.
     """
+    layers = max(trials)
+    took = trials[layers]
     weights = sizes.blocks // sizes.shape.num_layers * (sizes.shape.num_layers - layers)
     held = weights * getattr(torch, recipe.train.dtype).itemsize
     read = weights * getattr(torch, str(config.dtype or "float32").removeprefix("torch.")).itemsize
@@ -156,9 +170,7 @@ def free_room(device: str) -> Room:
     return Room(psutil.virtual_memory().available, on_device)
 
 
-def _remedies(
-    recipe: Recipe, models: list[Path], counts: tuple[int, ...], whole: int, room: Room
-) -> dict[str, Estimate]:
+def _remedies(recipe: Recipe, models: dict[int, Path], whole: int, room: Room) -> dict[str, Estimate]:
     """Settings, tried one after the other, with which training fits."""
     found = {}
     settings = ["train.gradient_checkpointing=true"]
@@ -167,12 +179,7 @@ def _remedies(
     if recipe.train.batch_size > 1:
         settings.append("train.batch_size=1")
     for setting in settings:
-        changed = recipe.model_dump(mode="json")
-        section, _, rest = setting.partition(".")
-        key, _, value = rest.partition("=")
-        changed[section][key] = json.loads(value)
-        took = [_try(Trial("train", str(model), changed)) for model in models]
-        estimate = extrapolate("train", counts, took if len(took) == len(counts) else took * len(counts), whole)
+        estimate = extrapolate("train", _try_all("train", models, recipe.changed([setting])), whole)
         if not room.lacks(estimate):
             found[setting] = estimate
     return found
