@@ -18,7 +18,9 @@ from tomoe.errors import UserError
 from tomoe.files import write_whole
 
 # Where and how often to write or compute changes nothing that is learned: neither digest nor differences see these.
-_BYSTANDERS = frozenset({"device", "track", "train.log_every", "train.save_every", "train.shard"})
+_BYSTANDERS = frozenset(
+    {"device", "track", "train.log_every", "train.save_every", "train.shard", "train.teacher_cache"}
+)
 STOCK_MULTIPLE = 64  # of expert widths: grouped kernels and quantised blocks of 32 divide it
 
 
@@ -106,10 +108,20 @@ class TrainSection(_Section):
     gradient_checkpointing: bool = False
     shard: bool = False
     """Under torchrun: each process holds its share of the frozen base, not all of it (FSDP2)."""
+    teacher_cache: str = ""
+    """Folder that keeps the dense model's final hidden states, for this and other runs on the same text."""
     save_every: int = Field(default=100, ge=1)
     log_every: int = Field(default=1, ge=1)
     max_bad_steps: int = Field(default=5, ge=1)
     """This many steps in a row without a finite loss end the training."""
+
+    @model_validator(mode="after")
+    def _compute_together(self) -> Self:
+        if self.shard and self.teacher_cache:  # one process may find a block that another does not
+            raise UserError(
+                "train.teacher_cache and train.shard exclude each other: a base that is shared out runs in all processes or none"
+            )
+        return self
 
 
 class DataSection(_Section):

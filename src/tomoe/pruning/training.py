@@ -6,22 +6,22 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tomoe import distributed
 from tomoe.config import Recipe, TrainSection
-from tomoe.dense import run_blocks
 from tomoe.errors import UserError
 from tomoe.gumbel import derive_seed
 from tomoe.pruning.losses import distillation_loss, language_model_loss, objective, shift_targets
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked
 from tomoe.pruning.run_folder import RunFolder
+from tomoe.pruning.teacher import KeptTeacher, hidden_states
 
 Row = dict[str, Any]
 
@@ -52,15 +52,19 @@ def make_optimizer(net: MaskNetwork, train: TrainSection) -> torch.optim.AdamW:
     return torch.optim.AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay)
 
 
-def hidden_states(model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, "T D"]:
-    """Final hidden states, flattened over tokens."""
-    return run_blocks(model, ids, mask)[0].flatten(0, 1)
-
-
 def micro_step(
-    model: PreTrainedModel, net: MaskNetwork, recipe: Recipe, blocks: Any, step: int, micro: int
+    model: PreTrainedModel,
+    net: MaskNetwork,
+    recipe: Recipe,
+    blocks: Any,
+    step: int,
+    micro: int,
+    taught: Callable[[PreTrainedModel, Tensor, Tensor], Tensor] = hidden_states,
 ) -> dict[str, float]:
-    """Forward and backward of one batch; leaves gradients (of the mean over micro-batches) in `net`."""
+    """Forward and backward of one batch; leaves gradients (of the mean over micro-batches) in `net`.
+
+    `taught` gives the dense model's final hidden states [T, D] of ids and mask [B, S].
+    """
     ids, mask = blocks.input_ids.to(model.device), blocks.mask.to(model.device)
     masks = net(derive_seed(recipe.seed, "step", step), derive_seed(recipe.seed, "tokens", step, micro))
     for m in masks:
@@ -68,7 +72,7 @@ def micro_step(
     teacher = None
     if recipe.loss.objective == "kl":
         with torch.no_grad():
-            teacher = hidden_states(model, ids, mask)
+            teacher = taught(model, ids, mask)
     with masked(model, masks):  # around the backward pass too: activation checkpointing runs layers again there
         student = hidden_states(model, ids, mask)
         if teacher is not None:
@@ -104,6 +108,8 @@ class Training:
             )
         self.model, self.net, self.recipe, self.corpus, self.run = model, net, recipe, corpus, run
         self.optimizer = make_optimizer(net, recipe.train)
+        kept = recipe.train.teacher_cache
+        self.taught = KeptTeacher(Path(kept), model) if kept else hidden_states
         self.step, self.bad_steps = 0, 0
         self.saved, self.updating = -1, False
 
@@ -176,7 +182,7 @@ class Training:
                 self.step, micro, train.batch_size, train.gradient_accumulation, self.recipe.seed
             )
             tokens += int(blocks.mask.sum())
-            rows.append(micro_step(self.model, self.net, self.recipe, blocks, self.step, micro))
+            rows.append(micro_step(self.model, self.net, self.recipe, blocks, self.step, micro, self.taught))
         distributed.sum_gradients_(self.net)
         norm = nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
         *terms, all_tokens = distributed.sums([*(sum(row[name] for row in rows) for name in rows[0]), tokens])
