@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tomoe.config import DataSection, Recipe, TrainSection, presets
+from tomoe.config import DataSection, Recipe, TrainSection
 from tomoe.errors import UserError
+from tomoe.recipe_files import presets
 
 
 def test_the_default_recipe_says_in_its_comments_what_the_defaults_are() -> None:

@@ -12,7 +12,7 @@ from conftest import SOURCE
 
 FLOORS = (
     {"errors", "gumbel"},
-    {"files", "distributed", "tracking"},
+    {"files", "distributed", "tracking", "recipe_files"},
     {"config", "dense", "routing", "fetch", "hub", "sources", "self_text", "vetting"},
     {"loading", "data"},
     {"budget"},

@@ -5,10 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -16,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from tomoe.errors import UserError
 from tomoe.files import write_whole
+from tomoe.recipe_files import read_recipe
 
 # Where and how often to write or compute changes nothing that is learned: neither digest nor differences see these.
 _BYSTANDERS = frozenset(
@@ -200,7 +198,7 @@ class Recipe(_Section):
         The value of an override is JSON where it parses as such, else a string.
         Raises UserError: no such file or preset, not a recipe, a key or value that is not allowed.
         """
-        values, origin = _read("default" if path_or_preset is None else path_or_preset)
+        values, origin = read_recipe("default" if path_or_preset is None else path_or_preset)
         try:
             recipe = cls(**values)
         except UserError as error:
@@ -240,51 +238,12 @@ class Recipe(_Section):
         ]
 
 
-def presets() -> list[str]:
-    """Names of the recipes that come with the package."""
-    return sorted(
-        entry.name.removesuffix(".toml") for entry in _presets_folder().iterdir() if entry.name.endswith(".toml")
-    )
-
-
-def _presets_folder() -> Traversable:
-    return resources.files("tomoe").joinpath("recipes")
-
-
 def _leaves(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     for name, value in recipe.model_dump(mode="json").items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{key}", leaf) for key, leaf in value.items())
         else:
             yield name, value
-
-
-def _read(path_or_preset: str | Path) -> tuple[dict[str, Any], str]:
-    """The raw values of a recipe file or preset, and the words that name it in an error."""
-    if str(path_or_preset) in presets():
-        name = str(path_or_preset)
-        return tomllib.loads(_presets_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8")), f"preset {name}"
-    path = Path(path_or_preset)
-    if path.suffix not in (".toml", ".json"):
-        near = difflib.get_close_matches(str(path_or_preset), presets(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(
-            f"there is no preset {str(path_or_preset)!r} (presets are {', '.join(presets())}), "
-            f"and a recipe file ends in .toml or .json{hint}"
-        )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"the recipe {path} is not text in UTF-8") from None
-    except OSError as error:
-        raise UserError(f"cannot read the recipe {path}: {error.strerror or error}") from None
-    try:
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"the recipe {path} is not valid {path.suffix[1:].upper()}: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"the recipe {path} holds a {type(values).__name__}, but it should hold sections of keys")
-    return values, f"recipe {path}"
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
