@@ -3,7 +3,7 @@
 The floor is one dense forward plus one dense forward with input-gradient backward on the same tokens and dtype, logits
 and a float32 loss on them included, as a plain distillation step would do them.
 
-    python benchmarks/training_step.py MODEL [--tokens 512] [--dtype bfloat16] [--repeats 7] [--attention none]
+    python benchmarks/training_step.py MODEL [--tokens 512] [--dtype bfloat16] [--repeats 7] [--attention none] [--keep-teacher]
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import argparse
 import json
 import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -22,6 +24,7 @@ from tomoe.config import Recipe
 from tomoe.dense import shape_of
 from tomoe.loading import load_dense
 from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.pruning.teacher import KeptTeacher, hidden_states
 from tomoe.pruning.training import make_optimizer, micro_step
 
 
@@ -40,6 +43,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--attention", default="none", choices=["none", "static", "dynamic"])
+    parser.add_argument(
+        "--keep-teacher", action="store_true", help="the step reads what the dense model said from disk"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     model = load_dense(args.model, getattr(torch, args.dtype), args.device)
@@ -58,9 +64,12 @@ def main() -> None:
         logits = model(inputs_embeds=inputs, use_cache=False).logits
         torch.nn.functional.cross_entropy(logits[0].float(), ids[0]).backward()
 
+    folder = tempfile.TemporaryDirectory()
+    taught = KeptTeacher(Path(folder.name), model) if args.keep_teacher else hidden_states
+
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        micro_step(model, net, recipe, blocks, 0, 0)
+        micro_step(model, net, recipe, blocks, 0, 0, taught)
         optimizer.step()
 
     timed: dict[str, list[float]] = {"forward": [], "forward_backward": [], "step": []}
