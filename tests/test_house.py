@@ -13,6 +13,7 @@ from conftest import SOURCE
 FLOORS = (
     {"errors", "gumbel"},
     {"files", "distributed", "tracking", "recipe_files"},
+    {"sections"},
     {"config", "dense", "routing", "fetch", "hub", "sources", "self_text", "vetting"},
     {"loading", "data"},
     {"budget"},

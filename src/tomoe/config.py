@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tomoe.errors import UserError
-from tomoe.files import write_whole
-from tomoe.recipe_files import read_recipe
+from tomoe.sections import BaseRecipe, Section
 
-# Where and how often to write or compute changes nothing that is learned: neither digest nor differences see these.
+# Where and how often to write or compute changes nothing that is learned.
 _BYSTANDERS = frozenset(
     {"device", "track", "train.log_every", "train.save_every", "train.shard", "train.teacher_cache"}
 )
 STOCK_MULTIPLE = 64  # of expert widths: grouped kernels and quantised blocks of 32 divide it
 
 
-class _Section(BaseModel):
-    """Frozen keys; one that nobody knows is an error, and so are infinities."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
-    section: ClassVar[str] = ""
-    """Its name in the recipe file; empty for the recipe itself."""
-
-    def __init__(self, **values: Any) -> None:
-        """Raises UserError, in one sentence, for a key or value that is not allowed."""
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise UserError(_sentence(error, self.section)) from None
-
-
-class ExpertsSection(_Section):
+class ExpertsSection(Section):
     """What a layer becomes."""
 
     section: ClassVar[str] = "experts"
@@ -57,7 +36,7 @@ class ExpertsSection(_Section):
     1 - attention_share x (1 - active) of its dims; 1 = attention shrinks as much as the whole, 0 = it starts whole."""
 
 
-class SamplingSection(_Section):
+class SamplingSection(Section):
     """The noise of the masks while training; there is none afterwards."""
 
     section: ClassVar[str] = "sampling"
@@ -69,7 +48,7 @@ class SamplingSection(_Section):
     """b: added to every mask logit, so that training starts from a nearly whole model."""
 
 
-class LossSection(_Section):
+class LossSection(Section):
     """The objective: distillation (or language modelling) plus weighted penalties."""
 
     section: ClassVar[str] = "loss"
@@ -83,7 +62,7 @@ class LossSection(_Section):
     """gamma, of R_L: how evenly tokens spread over experts."""
 
 
-class TrainSection(_Section):
+class TrainSection(Section):
     """The loop."""
 
     section: ClassVar[str] = "train"
@@ -122,7 +101,7 @@ class TrainSection(_Section):
         return self
 
 
-class DataSection(_Section):
+class DataSection(Section):
     """The text. `tokens` counts training, calibration and evaluation together."""
 
     section: ClassVar[str] = "data"
@@ -152,12 +131,13 @@ class DataSection(_Section):
         return self
 
 
-class Recipe(_Section):
+class Recipe(BaseRecipe):
     """Everything that decides a conversion.
 
     `Recipe(...)` and `Recipe.load(...)` raise UserError, in one sentence, for a key or value that is not allowed.
     """
 
+    bystanders: ClassVar[frozenset[str]] = _BYSTANDERS
     model: str = ""
     """Hub id, local folder, .gguf file, or a name that `tomoe fetch` knows."""
     active: float = Field(default=0.7, gt=0, le=1)
@@ -190,119 +170,3 @@ class Recipe(_Section):
     def common_multiple(self) -> int:
         """0 where layers may differ in width; else all have one, a multiple of this as far as the budget allows."""
         return 0 if self.target == "hf" else max(STOCK_MULTIPLE, self.experts.width_multiple)
-
-    @classmethod
-    def load(cls, path_or_preset: str | Path | None, overrides: Sequence[str] = ()) -> Self:
-        """Read a .toml or .json file or a preset (None: the default one), then apply `section.key=value` overrides.
-
-        The value of an override is JSON where it parses as such, else a string.
-        Raises UserError: no such file or preset, not a recipe, a key or value that is not allowed.
-        """
-        values, origin = read_recipe("default" if path_or_preset is None else path_or_preset)
-        try:
-            recipe = cls(**values)
-        except UserError as error:
-            raise UserError(f"{origin}: {error}") from None
-        return recipe.changed(overrides) if overrides else recipe
-
-    def changed(self, overrides: Sequence[str]) -> Self:
-        """The same recipe with `section.key=value` overrides. Raises UserError for a key or value that is not allowed."""
-        values = self.model_dump()
-        for override in overrides:
-            _apply(values, override)
-        return type(self)(**values)
-
-    def leaves(self) -> dict[str, Any]:
-        """All keys as `section.key`, with plain JSON values."""
-        return dict(_leaves(self))
-
-    def save(self, path: str | Path) -> None:
-        """Write JSON that `load` reads back; under a temporary name first, so that no half file is ever seen.
-
-        Raises UserError when the place cannot be written.
-        """
-        write_whole(Path(path), json.dumps(self.model_dump(mode="json"), indent=2) + "\n")
-
-    def digest(self) -> str:
-        """Sha256 (hex) of what decides the outcome: not where it runs, nor how often it writes."""
-        deciding = {key: value for key, value in _leaves(self) if key not in _BYSTANDERS}
-        return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
-
-    def differences(self, other: Recipe) -> list[str]:
-        """Sentences such as "train.steps: 500 here, 150 there"; empty exactly when the digests agree."""
-        there = dict(_leaves(other))
-        return [
-            f"{key}: {json.dumps(value)} here, {json.dumps(there[key])} there"
-            for key, value in _leaves(self)
-            if value != there[key] and key not in _BYSTANDERS
-        ]
-
-
-def _leaves(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    for name, value in recipe.model_dump(mode="json").items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}.{key}", leaf) for key, leaf in value.items())
-        else:
-            yield name, value
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    """Write one `section.key=value` into the values of a whole recipe."""
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise UserError(f"the override {override!r} should read section.key=value, for example train.steps=200")
-    if key not in _known():
-        raise UserError(_unknown(key))
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text.strip()
-    section, _, leaf = key.rpartition(".")
-    (values[section] if section else values)[leaf] = value
-
-
-def _known() -> list[str]:
-    return [key for key, _ in _leaves(Recipe())]
-
-
-def _unknown(key: str) -> str:
-    """The sentence for a key that does not exist: names its section and the nearest key that does."""
-    section, _, leaf = key.rpartition(".")
-    known = _known()
-    sections = {name.split(".")[0] for name in known if "." in name}
-    if key in sections:
-        return f"{key} is a section of the recipe; set one of its keys, for example {_keys_of(key)[0]}"
-    place = f"section {section} of the recipe" if section in sections else "the recipe"
-    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    near = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.6) or _nearest_leaf(section, leaf)
-    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(_keys_of(section))}"
-    return f"{place} has no key {leaf if section in sections else key!r}; {hint}"
-
-
-def _nearest_leaf(section: str, leaf: str) -> list[str]:
-    own = [name for name in _keys_of(section) if name.startswith(f"{section}.")] or _known()
-    by_leaf = {name.rpartition(".")[2]: name for name in reversed(own)}
-    return [by_leaf[near] for near in difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.6)]
-
-
-def _keys_of(section: str) -> list[str]:
-    """Keys of a section; for anything else, the top-level keys and section names."""
-    inside = [key for key in _known() if key.startswith(f"{section}.")]
-    return inside or list(Recipe.model_fields)
-
-
-def _sentence(error: ValidationError, section: str) -> str:
-    """The first complaint of pydantic as one sentence: the key, what was found, what is allowed."""
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in (section, *first["loc"]) if part != "")
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
-    if first["type"] == "extra_forbidden":
-        return _unknown(key)
-    if first["type"] == "model_type":
-        return f"{key} is {first['input']!r}, but it should be a section with keys such as {_keys_of(key)[0]}"
-    if first["type"] == "too_short":
-        return f"{key} is empty, but it should hold at least {first['ctx']['min_length']}"
-    allowed = first["msg"].replace("Input", "it", 1)
-    return f"{key} is {first['input']!r}, but {allowed}"
