@@ -228,9 +228,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Any, Any, 
     optimizer = make_optimizer(net, TrainSection())
     sum(p.float().sum() for p in net.parameters()).backward()
     optimizer.step()
-    folder.masks.mkdir(parents=True)
+    folder.checkpoints.mkdir(parents=True)
     folder.save(3, net, optimizer, {"loss": 1.0})
-    shutil.copytree(folder.masks / "step-000003", folder.path / "good")
+    shutil.copytree(folder.checkpoints / "step-000003", folder.path / "good")
     (folder.path.parent / "secret").write_text("secret")
     return folder, net, optimizer, folder.path / "good"
 
@@ -239,7 +239,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Any, Any, 
 @given(data=st.data())
 def test_runs(run: tuple[RunFolder, Any, Any, Path], data: st.DataObject) -> None:
     folder, net, optimizer, good = run
-    place = folder.masks / "step-000003"
+    place = folder.checkpoints / "step-000003"
     state = json.loads((good / "state.json").read_text())
     for name in ("masks.safetensors", "optimizer.safetensors"):
         (place / name).write_bytes((good / name).read_bytes())
@@ -272,7 +272,7 @@ def test_runs(run: tuple[RunFolder, Any, Any, Path], data: st.DataObject) -> Non
 
 def test_a_checkpoint_cannot_ask_for_other_files(run: tuple[RunFolder, Any, Any, Path]) -> None:
     folder, _, _, good = run
-    place = folder.masks / "step-000003"
+    place = folder.checkpoints / "step-000003"
     shutil.rmtree(place)
     shutil.copytree(good, place)
     state = json.loads((good / "state.json").read_text())

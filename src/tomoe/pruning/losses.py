@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -127,7 +127,15 @@ def coverage_penalty(masks: Sequence[SampledLayerMasks]) -> Float[Tensor, ""]:
     return torch.stack(terms).mean()
 
 
-def balance_penalty(masks: Sequence[SampledLayerMasks]) -> Float[Tensor, ""]:
+@runtime_checkable
+class Routed(Protocol):
+    """What a layer's router did with the real tokens of a batch."""
+
+    assignment: Float[Tensor, "T N"] | None
+    route_probs: Float[Tensor, "T N"] | None
+
+
+def balance_penalty(masks: Sequence[Routed]) -> Float[Tensor, ""]:
     """R_L (eq. lb) without its factor N: sum_i F_i P_i, at least 1/N; mean over layers."""
     terms = []
     for m in masks:

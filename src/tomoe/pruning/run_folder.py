@@ -24,11 +24,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tomoe.config import Recipe
 from tomoe.errors import UserError
 from tomoe.files import read_json, write_whole
+from tomoe.sections import BaseRecipe
 
-_TENSORS = ("masks.safetensors", "optimizer.safetensors")
 KEEP = 2  # checkpoints that stay: the last, and the one before it
 
 
@@ -62,10 +61,14 @@ def _sha256(path: Path) -> str:
 
 
 class RunFolder:
-    """Reads and writes one run. Every OSError becomes a UserError that says what was being written."""
+    """Reads and writes one run. Every OSError becomes a UserError that says what was being written.
 
-    def __init__(self, path: Path):
-        self.path, self.masks = path, path / "masks"
+    `learned` names what its checkpoints hold: masks, or the weights of a fine-tuned model.
+    """
+
+    def __init__(self, path: Path, learned: str = "masks"):
+        self.path, self.checkpoints = path, path / learned
+        self.tensors = (f"{learned}.safetensors", "optimizer.safetensors")
         self.recipe, self.corpus, self.metrics = (
             path / "recipe.json",
             path / "corpus.safetensors",
@@ -73,10 +76,10 @@ class RunFolder:
         )
         self.follow: Callable[[dict[str, Any]], None] = lambda row: None  # hears of every row that is logged
 
-    def check(self, recipe: Recipe, resume: bool, force: bool) -> None:
+    def check(self, recipe: BaseRecipe, resume: bool, force: bool) -> None:
         """Raises UserError where the run cannot begin, or go on, in this folder. Writes nothing."""
         if self.recipe.exists() and resume:
-            changed = Recipe.load(self.recipe).differences(recipe)
+            changed = type(recipe).load(self.recipe).differences(recipe)
             if changed:
                 raise UserError(
                     f"{self.path} was begun with another recipe ({'; '.join(changed)}); resume with the same one"
@@ -89,35 +92,35 @@ class RunFolder:
         if not there.is_dir() or not os.access(there, os.W_OK):
             raise UserError(f"cannot write to {self.path}: {there} is {'read-only' if there.is_dir() else 'no folder'}")
 
-    def begin(self, recipe: Recipe, resume: bool) -> None:
+    def begin(self, recipe: BaseRecipe, resume: bool) -> None:
         """Make the folder; only a resumed run keeps what is in it. Raises UserError where it cannot be written."""
         try:
             if not resume:
                 for old in (self.recipe, self.corpus, self.metrics):
                     old.unlink(missing_ok=True)
-                shutil.rmtree(self.masks, ignore_errors=True)
-            self.masks.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(self.checkpoints, ignore_errors=True)
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error.strerror or error}") from error
         recipe.save(self.recipe)
 
     def save(self, step: int, net: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Write `step-N` under a temporary name, then rename; older checkpoints go only after that."""
-        final = self.masks / f"step-{step:06d}"
-        part = self.masks / f".part-{step:06d}"
+        final = self.checkpoints / f"step-{step:06d}"
+        part = self.checkpoints / f".part-{step:06d}"
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-            save_file(net.state_dict(), part / "masks.safetensors")
+            save_file(net.state_dict(), part / self.tensors[0])
             save_file(optimizer_tensors(optimizer, net), part / "optimizer.safetensors")
-            sums = {name: _sha256(part / name) for name in _TENSORS}
+            sums = {name: _sha256(part / name) for name in self.tensors}
             (part / "state.json").write_text(
                 json.dumps(state | {"step": step, "sha256": sums}, indent=2, sort_keys=True)
             )
             for file in part.iterdir():
                 with file.open("rb") as f:
                     os.fsync(f.fileno())
-            aside = self.masks / f".old-{step:06d}"
+            aside = self.checkpoints / f".old-{step:06d}"
             if final.exists():  # made again after a resume: deleted in place, half of it could be left by a kill
                 shutil.rmtree(aside, ignore_errors=True)
                 final.rename(aside)
@@ -126,9 +129,9 @@ class RunFolder:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(part, ignore_errors=True)
             raise UserError(
-                f"cannot write the checkpoint of step {step} to {self.masks} ({error}); earlier ones are kept"
+                f"cannot write the checkpoint of step {step} to {self.checkpoints} ({error}); earlier ones are kept"
             ) from error
-        for old in sorted(self.masks.glob("step-*"))[:-KEEP]:
+        for old in sorted(self.checkpoints.glob("step-*"))[:-KEEP]:
             shutil.rmtree(old, ignore_errors=True)
 
     def last(self) -> Checkpoint | None:
@@ -136,14 +139,14 @@ class RunFolder:
 
         Raises UserError where there are checkpoints, but none is whole.
         """
-        folders = sorted(self.masks.glob("step-*"), reverse=True)
+        folders = sorted(self.checkpoints.glob("step-*"), reverse=True)
         for folder in folders:
             found = self._read(folder)
             if found:
                 return found
         if folders:
             raise UserError(
-                f"no checkpoint in {self.masks} is whole (files truncated or foreign); begin anew with --force"
+                f"no checkpoint in {self.checkpoints} is whole (files truncated or foreign); begin anew with --force"
             )
         return None
 
@@ -151,7 +154,7 @@ class RunFolder:
         try:
             state = read_json(folder / "state.json")
             # our own names, not those that the file has: they could lead anywhere
-            whole = all(_sha256(folder / name) == state["sha256"][name] for name in _TENSORS)
+            whole = all(_sha256(folder / name) == state["sha256"][name] for name in self.tensors)
             named = type(state["step"]) is int and folder.name == f"step-{state['step']:06d}"
             return Checkpoint(folder, state["step"], state) if whole and named else None
         except (OSError, ValueError, KeyError, TypeError):
@@ -161,7 +164,7 @@ class RunFolder:
         """Load weights (and moments) of a checkpoint. Raises UserError where it is for another network."""
         device = next(net.parameters()).device
         try:
-            net.load_state_dict(load_file(checkpoint.folder / "masks.safetensors", device=str(device)))
+            net.load_state_dict(load_file(checkpoint.folder / self.tensors[0], device=str(device)))
             if optimizer is not None:
                 restore_optimizer(optimizer, net, load_file(checkpoint.folder / "optimizer.safetensors"))
         except (RuntimeError, ValueError, SafetensorError) as error:

@@ -33,6 +33,24 @@ class Batches(Protocol):
     def batch(self, step: int, micro: int, batch_size: int, accumulation: int, seed: int) -> Any: ...
 
 
+@runtime_checkable
+class Course(Protocol):
+    """What the loop reads in a recipe, of whatever kind."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def train(self) -> TrainSection: ...
+    def digest(self) -> str: ...
+
+
+@runtime_checkable
+class Lesson(Protocol):
+    """Forward and backward of one batch: leaves gradients (of the mean over a step's batches), tells the terms of the loss."""
+
+    def __call__(self, blocks: Any, step: int, micro: int) -> dict[str, float]: ...
+
+
 def learning_rate(train: TrainSection, step: int) -> float:
     """Of step 0, 1, ...: linear warm-up, then constant or half a cosine down to zero."""
     warm = min(1.0, (step + 1) / train.warmup_steps) if train.warmup_steps else 1.0
@@ -47,7 +65,7 @@ def budget_target(recipe: Recipe, step: int) -> float:
     return 1.0 - (1.0 - recipe.active) * done
 
 
-def make_optimizer(net: MaskNetwork, train: TrainSection) -> torch.optim.AdamW:
+def make_optimizer(net: nn.Module, train: TrainSection) -> torch.optim.AdamW:
     trained = [p for p in net.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay)
 
@@ -96,10 +114,30 @@ def _targets(ids: Tensor, mask: Tensor, head: nn.Module) -> tuple[Tensor, nn.Mod
     return targets, head, valid
 
 
-class Training:
-    """One run: the network, its optimizer and how many steps they have behind them."""
+def mask_lesson(model: PreTrainedModel, net: nn.Module, recipe: Course) -> Lesson:
+    """Learns masks and routers; the teacher is the dense model itself."""
+    assert isinstance(net, MaskNetwork)
+    assert isinstance(recipe, Recipe)
+    kept = recipe.train.teacher_cache
+    taught = KeptTeacher(Path(kept), model) if kept else hidden_states
+    return lambda blocks, step, micro: micro_step(model, net, recipe, blocks, step, micro, taught)
 
-    def __init__(self, model: PreTrainedModel, net: MaskNetwork, recipe: Recipe, corpus: Batches, run: RunFolder):
+
+class Training:
+    """One run: what is trained (`net`), its optimizer and how many steps they have behind them.
+
+    `model` is what runs; without a `lesson`, `net` is a mask network and learns its masks.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        net: nn.Module,
+        recipe: Course,
+        corpus: Batches,
+        run: RunFolder,
+        lesson: Lesson | None = None,
+    ):
         passes, processes = recipe.train.gradient_accumulation, distributed.size()
         if passes % processes:
             raise UserError(
@@ -108,8 +146,7 @@ class Training:
             )
         self.model, self.net, self.recipe, self.corpus, self.run = model, net, recipe, corpus, run
         self.optimizer = make_optimizer(net, recipe.train)
-        kept = recipe.train.teacher_cache
-        self.taught = KeptTeacher(Path(kept), model) if kept else hidden_states
+        self.lesson = lesson or mask_lesson(model, net, recipe)
         self.step, self.bad_steps = 0, 0
         self.saved, self.updating = -1, False
 
@@ -149,7 +186,7 @@ class Training:
                 if self.bad_steps >= train.max_bad_steps:
                     raise UserError(
                         f"the loss was not finite in {self.bad_steps} steps in a row (up to step {self.step}); the last good "
-                        f"checkpoint is kept in {self.run.masks}: resume with a smaller train.learning_rate or float32"
+                        f"checkpoint is kept in {self.run.checkpoints}: resume with a smaller train.learning_rate or float32"
                     )
                 # not after a bad step: the count of bad steps in a row must be zero in every checkpoint but the last
                 if self.step == train.steps or (self.step % train.save_every == 0 and not row["skipped"]):
@@ -182,7 +219,7 @@ class Training:
                 self.step, micro, train.batch_size, train.gradient_accumulation, self.recipe.seed
             )
             tokens += int(blocks.mask.sum())
-            rows.append(micro_step(self.model, self.net, self.recipe, blocks, self.step, micro, self.taught))
+            rows.append(self.lesson(blocks, self.step, micro))
         distributed.sum_gradients_(self.net)
         norm = nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
         *terms, all_tokens = distributed.sums([*(sum(row[name] for row in rows) for name in rows[0]), tokens])
