@@ -10,7 +10,7 @@ from transformers import GPT2Config
 
 from conftest import FAMILIES, make_pico
 from pico_files import CommandLine, small, write_pico
-from tomoe import doctor, trial
+from tomoe import doctor, room, trial
 from tomoe.config import Recipe
 from tomoe.dense import shape_of
 from tomoe.errors import UserError
@@ -25,7 +25,7 @@ def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_counts_from_the_config_are_those_of_the_weights(family: str) -> None:
     model = make_pico(family)
-    found = doctor.sizes_of(model.config, Recipe())
+    found = room.sizes_of(model.config, Recipe())
     assert found.shape == shape_of(model)
     assert found.total == sum(p.numel() for p in model.parameters())
     assert found.of_all(1.0) == 1.0
@@ -34,7 +34,7 @@ def test_counts_from_the_config_are_those_of_the_weights(family: str) -> None:
 
 def test_what_does_not_fit_is_refused_without_weights() -> None:
     with pytest.raises(UserError, match="decoder layers"):
-        doctor.sizes_of(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64), Recipe())
+        room.sizes_of(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64), Recipe())
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -76,7 +76,7 @@ def test_too_little_memory_is_said_with_what_would_help(
     tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch, free: int, remedy: str | None
 ) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
-    monkeypatch.setattr(doctor, "free_room", lambda device: doctor.Room(free * 10**6, 0))
+    monkeypatch.setattr(doctor, "free_room", lambda device: room.Room(free * 10**6, 0))
     outcome = tomoe("doctor", deep)
     assert outcome.code == 2
     assert "too little free memory for " in outcome.err.splitlines()[-1]

@@ -20,7 +20,7 @@ FLOORS = (
     {"plan"},
     {"pruning", "moe", "report"},  # wings: side by side, never into each other
     {"convert", "serving"},
-    {"api", "trial"},
+    {"api", "trial", "room"},
     {"export", "reports", "doctor"},
     {"sweep"},
     {"cli"},

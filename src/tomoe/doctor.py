@@ -16,35 +16,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from tomoe.budget import block_total
 from tomoe.config import Recipe
 from tomoe.convert import pick_device
-from tomoe.dense import ModelShape, shape_of
 from tomoe.errors import UserError
 from tomoe.loading import load_config
-from tomoe.pruning.extract import least_active
+from tomoe.room import Need, Room, Sizes, free_room, least_memory, sizes_of
 from tomoe.trial import STAGES, Stage, Took, Trial
 
 LAYERS = (3, 7)  # of the two small versions: with fewer, imports and the output matrix hide what a layer adds
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Parameter counts, from the config alone."""
-
-    shape: ModelShape
-    total: int  # tied weights once
-    blocks: int  # projection weights of attention and MLPs: what `active` is a share of
-    least_active: float  # the smallest share that the recipe's settings can reach
-
-    def of_all(self, active: float) -> float:
-        """The share of all weights that works on a token when `active` of the blocks do."""
-        return 1 - (1 - active) * self.blocks / self.total
 
 
 @dataclass(frozen=True)
@@ -58,62 +41,41 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Room:
-    """Bytes that are free now."""
-
-    memory: int
-    device_memory: int
-
-    def lacks(self, e: Estimate) -> bool:
-        return e.memory > self.memory or e.device_memory > self.device_memory
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """All that the doctor found. `remedies` are recipe settings with which training would fit; empty where all fits."""
 
     sizes: Sizes
-    estimates: list[Estimate]
+    least: tuple[Need, ...]  # bounds from below, by arithmetic
+    estimates: list[Estimate]  # empty where nothing was tried
     room: Room
     remedies: dict[str, Estimate]
     train_seconds: float
 
 
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model without weights. Raises UserError where no causal language model has such a config."""
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-            return model
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"transformers makes no causal language model of this config ({error})") from error
+def examine(
+    name: str, recipe: Recipe, progress: Progress = lambda stage, done, total: None, trials: bool = True
+) -> Diagnosis:
+    """Count, and try every stage unless `trials` is false; a config is enough for counting.
 
-
-def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
-    """Raises UserError, with the reason, where the structure does not fit ToMoE."""
-    model = skeleton(config)
-    shape = shape_of(model)
-    total = sum(p.numel() for p in model.parameters())
-    least = least_active(shape, recipe.experts.width_multiple, recipe.experts.attention)
-    return Sizes(shape, total, block_total(shape), least)
-
-
-def examine(name: str, recipe: Recipe, progress: Progress = lambda stage, done, total: None) -> Diagnosis:
-    """Try every stage. Raises UserError where the model or the budget does not fit ToMoE, or a trial fails."""
+    Raises UserError where the model or the budget does not fit ToMoE, or a trial fails.
+    """
     config = load_config(name)
     sizes = sizes_of(config, recipe)
     if recipe.active < sizes.least_active:
         raise UserError(
             f"active is {recipe.active}, but {sizes.least_active:.3f} of the blocks is the least that can be reached"
         )
+    least, room = least_memory(sizes, recipe), free_room(pick_device(recipe.device))
+    if not trials:
+        return Diagnosis(sizes, least, [], room, {}, 0.0)
     whole = sizes.shape.num_layers
     with tempfile.TemporaryDirectory(prefix="tomoe-doctor-") as folder:
         layers = dict.fromkeys(min(n, whole) for n in LAYERS)
         models = {n: _write_small(config, n, Path(folder) / str(n)) for n in layers}
-        done, trials = itertools.count(), len(STAGES) * len(models)
+        done, total = itertools.count(), len(STAGES) * len(models)
 
         def tick() -> None:
-            progress("trying on few layers", next(done), trials)
+            progress("trying on few layers", next(done), total)
 
         tick()
         took = {stage: _try_all(stage, models, recipe, tick) for stage in STAGES}
@@ -121,8 +83,8 @@ def examine(name: str, recipe: Recipe, progress: Progress = lambda stage, done, 
         estimates[STAGES.index("carve")] = _carving(config, recipe, sizes, took["carve"], estimates[0])
         room = free_room(pick_device(recipe.device))
         training = next(e for e in estimates if e.stage == "train")
-        remedies = _remedies(recipe, models, whole, room) if room.lacks(training) else {}
-    return Diagnosis(sizes, estimates, room, remedies, training.seconds * recipe.train.steps)
+        remedies = _remedies(recipe, models, whole, room) if lacks(room, training) else {}
+    return Diagnosis(sizes, least, estimates, room, remedies, training.seconds * recipe.train.steps)
 
 
 def _try_all(
@@ -165,9 +127,8 @@ def _carving(
     return Estimate("carve", took.memory + read + (0 if on_device else held), on_device, line.seconds)
 
 
-def free_room(device: str) -> Room:
-    on_device = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0
-    return Room(psutil.virtual_memory().available, on_device)
+def lacks(room: Room, e: Estimate) -> bool:
+    return e.memory > room.memory or e.device_memory > room.device_memory
 
 
 def _remedies(recipe: Recipe, models: dict[int, Path], whole: int, room: Room) -> dict[str, Estimate]:
@@ -180,7 +141,7 @@ def _remedies(recipe: Recipe, models: dict[int, Path], whole: int, room: Room) -
         settings.append("train.batch_size=1")
     for setting in settings:
         estimate = extrapolate("train", _try_all("train", models, recipe.changed([setting])), whole)
-        if not room.lacks(estimate):
+        if not lacks(room, estimate):
             found[setting] = estimate
     return found
 

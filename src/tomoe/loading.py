@@ -99,10 +99,15 @@ def load_dense(
     return loaded if shares > 1 else cast(Any, loaded).to(device)
 
 
-def load_config(model: str) -> PreTrainedConfig:
-    """Only the config of a model. Raises UserError as `load_dense` does."""
+def load_config(model: str, vetted: bool = False) -> PreTrainedConfig:
+    """Only the config of a model; `vetted`: of a folder, held against the headers of its weights.
+
+    Raises UserError as `load_dense` does.
+    """
     place = resolve(model)
-    with _telling(model, place, part="config"):
+    with _telling(model, place, part="model" if vetted else "config"):
+        if vetted and isinstance(place, Path) and place.is_dir():
+            vet(place)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             trust_remote_code=False, **_arguments(place, weights=False)
         )

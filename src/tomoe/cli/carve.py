@@ -14,6 +14,7 @@ from tomoe.cli.options import (
     ResumeOption,
     SeedOption,
     SetOption,
+    TryAnywayOption,
     make_recipe,
 )
 
@@ -29,6 +30,7 @@ def carve(
     attention: AttentionOption = None,
     resume: ResumeOption = False,
     force: ForceOption = False,
+    try_anyway: TryAnywayOption = False,
 ) -> None:
     """Convert without learning: experts and routers from the statistics of a little text."""
     changes = changes or []
@@ -39,4 +41,4 @@ def carve(
         recipe, [f"data.tokens={enough}", *changes, "train.steps=0", "start=carved"],
         model=model, active=active, seed=seed, data=data, attention=attention,
     )  # fmt: skip
-    run_conversion(made, out, resume, force)
+    run_conversion(made, out, resume, force, try_anyway)

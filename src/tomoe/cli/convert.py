@@ -23,6 +23,7 @@ from tomoe.cli.options import (
     SetOption,
     StartOption,
     StepsOption,
+    TryAnywayOption,
     make_recipe,
 )
 from tomoe.cli.screen import Screen, results, show_warnings
@@ -31,6 +32,7 @@ from tomoe.config import Recipe
 from tomoe.report.compare import to_rich
 from tomoe.report.warnings import find_warnings
 from tomoe.reports import write_reports
+from tomoe.room import check_room
 
 ConvertFormatOption = Annotated[
     Format | None,
@@ -52,6 +54,7 @@ def convert(
     format: ConvertFormatOption = None,
     resume: ResumeOption = False,
     force: ForceOption = False,
+    try_anyway: TryAnywayOption = False,
 ) -> None:
     """Turn a dense model into a Mixture-of-Experts: learn it, save it, measure it beside the dense one."""
     target = None if format in (None, "auto") else format
@@ -59,13 +62,15 @@ def convert(
         recipe, changes, model=model, active=active, seed=seed, data=data, steps=steps, start=start, attention=attention,
         target=target,
     )  # fmt: skip
-    run_conversion(made, out, resume, force)
+    run_conversion(made, out, resume, force, try_anyway)
     if format is not None and not distributed.rank():
         export(out, out / f"export-{format}", format, device=made.device, force=force or resume)
 
 
-def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool) -> None:
+def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, try_anyway: bool = False) -> None:
     """Convert, measure, write the reports and show what came out."""
+    if not try_anyway:
+        check_room(recipe, folds=True)
     with Screen() as screen, resumable(out / "run"):
         plan, dense = stages.convert_dense(recipe, out, resume, force, screen.listen)
         if distributed.rank():

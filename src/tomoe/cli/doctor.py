@@ -19,7 +19,7 @@ from tomoe.cli.options import (
     make_recipe,
 )
 from tomoe.cli.screen import Screen, duration, results
-from tomoe.doctor import Diagnosis, examine
+from tomoe.doctor import Diagnosis, examine, lacks
 from tomoe.errors import UserError
 
 
@@ -30,17 +30,20 @@ def doctor(
     changes: SetOption = None,
     steps: StepsOption = None,
     attention: AttentionOption = None,
+    count_only: Annotated[
+        bool, typer.Option("--count-only", help="Try nothing; the model's config.json is enough.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say before a conversion whether it will work: structure, reachable budgets, memory, time."""
     made = make_recipe(recipe, changes, model=model, active=active, steps=steps, attention=attention)
     with Screen() as screen:
-        found = examine(model, made, lambda stage, done, total: screen.listen(stage, done, total, {}))
+        found = examine(model, made, lambda stage, done, total: screen.listen(stage, done, total, {}), not count_only)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:
         _show(found, made.active, made.train.steps)
-    lacking = [e.stage for e in found.estimates if found.room.lacks(e)]
+    lacking = [e.stage for e in found.estimates if lacks(found.room, e)]
     if lacking:
         hint = f"; training would fit with {' or '.join(found.remedies)}" if found.remedies else ""
         raise UserError(f"this machine has too little free memory for {', '.join(lacking)}{hint}")
@@ -55,6 +58,11 @@ def _show(found: Diagnosis, active: float, steps: int) -> None:
         f"{s.least_active:.1%} active; {active:.0%} of the blocks are {s.of_all(active):.0%} of all weights.",
         soft_wrap=True,
     )
+    for need in found.least:
+        parts = ", ".join(f"{_gb(size)} for {name}" for name, size in need.parts.items())
+        console.print(f"For {need.stage}, by arithmetic, at the least {_gb(need.total)}: {parts}.", soft_wrap=True)
+    if not found.estimates:
+        return
     table = Table()
     for title in ("stage", "main memory", "GPU memory", "time"):
         table.add_column(title, justify="left" if title == "stage" else "right")

@@ -33,6 +33,9 @@ StartOption = Annotated[str | None, typer.Option("--start", help="carved or rand
 AttentionOption = Annotated[str | None, typer.Option("--attention", help="dynamic, static or none (stays whole).")]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut off.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace what OUT holds.")]
+TryAnywayOption = Annotated[
+    bool, typer.Option("--try-anyway", help="Begin even where the memory that is free cannot suffice.")
+]
 
 
 def make_recipe(

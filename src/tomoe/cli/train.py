@@ -16,10 +16,12 @@ from tomoe.cli.options import (
     SetOption,
     StartOption,
     StepsOption,
+    TryAnywayOption,
     make_recipe,
 )
 from tomoe.cli.screen import Screen
 from tomoe.cli.stopping import resumable
+from tomoe.room import check_room
 
 
 def train(
@@ -35,11 +37,14 @@ def train(
     attention: AttentionOption = None,
     resume: ResumeOption = False,
     force: ForceOption = False,
+    try_anyway: TryAnywayOption = False,
 ) -> None:
     """Learn masks and routers; writes a run folder."""
     made = make_recipe(
         recipe, changes, model=model, active=active, seed=seed, data=data, steps=steps, start=start, attention=attention
     )
+    if not try_anyway:
+        check_room(made, folds=False)
     with Screen() as screen, resumable(out):
         stages.train(made, out, resume, force, screen.listen)
     screen.say(f"The run is in {out}. Next: tomoe plan {out} -o PLAN")

@@ -1,0 +1,125 @@
+"""What learning needs at the least, on paper, for models that are too large to try everywhere.
+
+    python benchmarks/scale.py [--tokens 2048] [--attention none|static|dynamic]
+
+prints the arithmetic of `tomoe.room` from sizes of configs alone, as Markdown: one table of its terms, one of their sums, with
+the base in bfloat16, 8 and 4 bits, and shared out over processes. Bits count for the projections of the blocks, embeddings and
+norms stay in bfloat16; 8 bits have a float32 scale a row, 4 bits (NF4) one for each 64 weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
+
+from tomoe.config import Recipe
+from tomoe.room import Sizes, kept_bytes, learned_bytes, least_memory, sizes_of, weight_bytes
+
+# as in the config.json of each; hidden size, MLP size, layers, heads, key/value heads, vocabulary
+MODELS: dict[str, PreTrainedConfig] = {
+    "SmolLM2-135M": LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, tie_word_embeddings=True,
+    ),
+    "1B (Llama-3.2-1B)": LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, tie_word_embeddings=True,
+    ),
+    "LLaMA-2-7B": LlamaConfig(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32,
+        vocab_size=32000,
+    ),
+    "LLaMA-3-8B": LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256,
+    ),
+    "Qwen2.5-14B": Qwen2Config(
+        hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8,
+        vocab_size=152064,
+    ),
+    "LLaMA-3-70B": LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        vocab_size=128256,
+    ),
+}  # fmt: skip
+SCALES = {8: 0.0, 4: 32 / 64}  # bits a weight for its scale; one for a row of thousands is nothing
+
+
+@dataclass(frozen=True)
+class Paper:
+    """One model on paper: sizes, and the terms of learning in bytes."""
+
+    name: str
+    sizes: Sizes
+    recipe: Recipe
+    checkpointed: Recipe
+
+    def in_bits(self, bits: int) -> float:
+        """Weights with the projections of the blocks in so many bits."""
+        packed = self.sizes.blocks * (bits + SCALES[bits]) / 8
+        return packed + (self.sizes.total - self.sizes.blocks) * 2
+
+    def beside_weights(self) -> int:
+        """All terms of learning but the base, with activation checkpointing."""
+        learning, _ = least_memory(self.sizes, self.checkpointed)
+        return learning.total - weight_bytes(self.sizes, self.recipe)
+
+
+def on_paper(name: str, tokens: int, attention: str) -> Paper:
+    recipe = Recipe.load(None, [f"data.block_size={tokens}", "data.tokens=1000000", f"experts.attention={attention}"])
+    sizes = sizes_of(MODELS[name], recipe)
+    return Paper(name, sizes, recipe, recipe.changed(["train.gradient_checkpointing=true"]))
+
+
+def gb(size: float) -> str:
+    return f"{size / 1e9:.2f}" if size < 1e10 else f"{size / 1e9:.1f}"
+
+
+def terms(p: Paper, tokens: int) -> list[str]:
+    learning, _ = least_memory(p.sizes, p.recipe)
+    return [
+        p.name, f"{p.sizes.total / 1e9:.3f} B", f"{p.sizes.blocks / p.sizes.total:.0%}", gb(weight_bytes(p.sizes, p.recipe)),
+        gb(learned_bytes(p.sizes, p.recipe)), f"{kept_bytes(p.sizes, p.recipe) / tokens / 1e6:.2f}",
+        f"{kept_bytes(p.sizes, p.checkpointed) / tokens / 1e6:.2f}", gb(learning.parts["logits"]),
+    ]  # fmt: skip
+
+
+def totals(p: Paper) -> list[str]:
+    plain, _ = least_memory(p.sizes, p.recipe)
+    rest = p.beside_weights()
+    shared = [gb(weight_bytes(p.sizes, p.recipe, n) + rest) for n in (4, 8)]
+    _, folding = least_memory(p.sizes, p.recipe)
+    return [
+        p.name, gb(plain.total), gb(weight_bytes(p.sizes, p.recipe) + rest), *(gb(p.in_bits(b) + rest) for b in (8, 4)),
+        *shared, gb(folding.total),
+    ]  # fmt: skip
+
+
+def print_table(titles: list[str], rows: list[list[str]]) -> None:
+    print("| " + " | ".join(titles) + " |")
+    print("|---|" + "---:|" * (len(titles) - 1))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a forward pass")
+    parser.add_argument("--attention", choices=["none", "static", "dynamic"], default="none")
+    asked = parser.parse_args()
+    papers = [on_paper(name, asked.tokens, asked.attention) for name in MODELS]
+    titles = [
+        "model", "weights", "in blocks", "in bf16, GB", "learned, GB", "kept a token, MB", "checkpointed, MB", "logits, GB",
+    ]  # fmt: skip
+    print_table(titles, [terms(p, asked.tokens) for p in papers])
+    titles = [
+        "learning, GB", "bf16", "bf16, checkpointed", "8 bits", "4 bits", "bf16 over 4", "bf16 over 8", "folding",
+    ]  # fmt: skip
+    print_table(titles, [totals(p) for p in papers])
+
+
+if __name__ == "__main__":
+    main()
