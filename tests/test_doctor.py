@@ -110,3 +110,17 @@ def test_what_it_prints_as_json(tomoe: CommandLine, deep: Path, monkeypatch: pyt
     assert found["remedies"] == {}
     assert [e["stage"] for e in found["estimates"]] == list(STAGES)
     assert found["estimates"][1]["memory"] == 700 * 10**6
+
+
+def test_a_model_that_is_read_layer_by_layer(tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Carving takes no more for more layers; nothing is learned."""
+    monkeypatch.setattr(doctor, "_try", linear)
+    values = ["--set", "stream=true", "--set", "train.steps=0", "--set", "data.sources=text.txt"]
+    done = tomoe("doctor", deep, "--json", *values)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert {e["stage"]: e["memory"] for e in found["estimates"]} == {"carve": 310 * 10**6, "fold": 700 * 10**6}
+    monkeypatch.setattr(doctor, "free_room", lambda device: room.Room(650 * 10**6, 0))
+    assert "too little free memory for fold\n" in tomoe("doctor", deep, *values).err
+    monkeypatch.setattr(doctor, "free_room", lambda device: room.Room(300 * 10**6, 0))
+    assert "with stream=true, train.steps=0" in tomoe("doctor", deep).err

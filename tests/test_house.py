@@ -12,9 +12,9 @@ from conftest import SOURCE
 
 FLOORS = (
     {"errors", "gumbel"},
-    {"files", "distributed", "tracking", "recipe_files"},
+    {"files", "distributed", "tracking", "recipe_files", "dense"},
     {"sections"},
-    {"config", "dense", "routing", "fetch", "hub", "sources", "self_text", "vetting"},
+    {"config", "routing", "fetch", "hub", "sources", "self_text", "streaming", "vetting"},
     {"loading", "data"},
     {"budget"},
     {"plan"},

@@ -143,7 +143,9 @@ def make_config(folder: Path) -> object:
     return load_config(str(folder))
 
 
-def test_folding_holds_dense_model_and_experts_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folding_holds_dense_model_and_a_file_of_experts_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = a_recipe(f"model={write_pico(tmp_path / 'dense')}", "train.steps=0", "experts.embedding_size=4")
     carving, folding = room.least_memory(room.sizes_of(make_config(tmp_path / "dense"), recipe), recipe)
     assert carving.stage == "carving"

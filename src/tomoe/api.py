@@ -45,8 +45,8 @@ def load(name: str, dtype: str = "bfloat16", device: str = "auto") -> tuple[PreT
     return load_model(name, dtype, device), load_tokenizer(name)
 
 
-def load_model(name: str, dtype: str, device: str) -> PreTrainedModel:
-    return load_dense(name, getattr(torch, dtype), pick_device(device))
+def load_model(name: str, dtype: str, device: str, stream: bool = False) -> PreTrainedModel:
+    return load_dense(name, getattr(torch, dtype), pick_device(device), stream=stream)
 
 
 def generate(
@@ -115,13 +115,15 @@ def evaluate(
     tasks: TaskSet | None = None,
     dtype: str = "bfloat16",
     device: str = "auto",
+    stream: bool = False,
     listen: Listener | None = None,
 ) -> list[Row]:
     """Every named model on the same text; the first one (the dense one) is the reference of the others.
 
     Without `text` it is what a converted folder among them held out. `tokens` bounds the text; `stride` makes windows of
     `context` tokens overlap, so that each token is predicted from at least `context - stride` others; `tasks` are put to
-    every model too. Raises UserError for a model or text that is not there.
+    every model too. With `stream` their layers stay in their files and are read for every block. Raises UserError for a
+    model or text that is not there.
     """
     if text is None:
         given = held_out_text(names)
@@ -142,7 +144,7 @@ def evaluate(
 
     def loaded() -> Iterator[tuple[str, PreTrainedModel]]:
         for name in names:
-            yield name, load_model(name, dtype, device)
+            yield name, load_model(name, dtype, device, stream)
 
     return compare_on(loaded(), given, listen, tasks)
 

@@ -11,7 +11,7 @@ from tomoe.sections import BaseRecipe, Section
 
 # Where and how often to write or compute changes nothing that is learned.
 _BYSTANDERS = frozenset(
-    {"device", "track", "train.log_every", "train.save_every", "train.shard", "train.teacher_cache"}
+    {"device", "stream", "track", "train.log_every", "train.save_every", "train.shard", "train.teacher_cache"}
 )
 STOCK_MULTIPLE = 64  # of expert widths: grouped kernels and quantised blocks of 32 divide it
 
@@ -146,6 +146,8 @@ class Recipe(BaseRecipe):
     start: Literal["carved", "random"] = "carved"
     """`carved`: from calibration statistics; `random`: the paper's."""
     device: str = "auto"
+    stream: bool = False
+    """Without learning only: the decoder layers stay in their files, and are in memory one at a time."""
     track: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
     """Who follows the training beside metrics.jsonl."""
     target: Literal["hf", "mixtral", "qwen2_moe", "qwen3_moe", "gguf"] = "hf"
@@ -163,6 +165,24 @@ class Recipe(BaseRecipe):
             raise UserError(
                 f"target {self.target} holds no choice of V/O dims for each token (experts.attention is dynamic); set it to "
                 "static or none, or the target to hf"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stream_what_can_be(self) -> Self:
+        if self.stream and self.train.steps:
+            raise UserError(
+                f"stream reads every layer anew for every pass, which learning ({self.train.steps} steps) takes thousands of; "
+                "carve instead (train.steps = 0)"
+            )
+        if self.stream and "self" in self.data.sources:
+            raise UserError(
+                "stream reads every layer anew for every pass, and the source self takes one for each token; name a text "
+                "with data.sources (--data FILE)"
+            )
+        if self.stream and self.train.shard:
+            raise UserError(
+                "stream and train.shard exclude each other: one leaves the layers on disk, one shares them out"
             )
         return self
 

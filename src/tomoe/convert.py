@@ -23,7 +23,7 @@ from tomoe.data import Blocks, Corpus, prepare
 from tomoe.dense import check_output, shape_of
 from tomoe.errors import UserError
 from tomoe.files import write_whole
-from tomoe.loading import fingerprint, load_dense, load_tokenizer
+from tomoe.loading import fingerprint, load_dense, load_tokenizer, streamable
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.stock import dense_misfit
@@ -52,13 +52,19 @@ def pick_device(name: str) -> str:
     return name
 
 
-def open_dense(recipe: Recipe, shares: int = 1) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen base and its tokenizer, shared out over so many processes. Raises UserError where model or budget do not fit."""
+def open_dense(
+    recipe: Recipe, shares: int = 1, stream: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The dense model and its tokenizer, shared out over so many processes, or read layer by layer.
+
+    Raises UserError where model or budget do not fit.
+    """
     if not recipe.model:
         raise UserError(
             "the recipe names no model; give a hub id, a folder, a .gguf file or a name that `tomoe fetch` knows"
         )
-    model = load_dense(recipe.model, getattr(torch, recipe.train.dtype), pick_device(recipe.device), shares=shares)
+    dtype, device = getattr(torch, recipe.train.dtype), pick_device(recipe.device)
+    model = load_dense(recipe.model, dtype, device, shares=shares, stream=stream)
     shape = shape_of(model)
     check_output(model)
     if recipe.target != "hf" and (problem := dense_misfit(model, recipe.target)):
@@ -81,7 +87,7 @@ def begin(
     """
     distributed.first(lambda: run.check(recipe, resume, force))
     tracking.check(recipe.track)
-    model, tokenizer = open_dense(recipe, shares := _shares(recipe))
+    model, tokenizer = open_dense(recipe, shares := _shares(recipe), recipe.stream)
 
     def text() -> Corpus | None:
         if resume and run.corpus.exists():
@@ -149,7 +155,7 @@ def plan(run_path: Path, out: Path, active: float | None = None) -> Plan:
     if not (run_path / "recipe.json").is_file():
         raise UserError(f"{run_path} holds no run (no recipe.json); make one with `tomoe train`")
     run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
-    model, _ = open_dense(recipe)
+    model, _ = open_dense(recipe, stream=streamable(recipe.model))
     checkpoint = run.last()
     if checkpoint is None:
         raise UserError(f"{run_path} holds no checkpoint yet; run `tomoe train` first, with --resume if it was cut off")
@@ -185,7 +191,7 @@ def fold_plan(
     made = Plan.load(plan_path)
     recipe = Recipe(**made.recipe) if made.recipe else Recipe()
     name = model_name or recipe.model
-    model = load_dense(name, getattr(torch, dtype or recipe.train.dtype))
+    model = load_dense(name, getattr(torch, dtype or recipe.train.dtype), stream=streamable(name))
     if made.source and made.source != (found := fingerprint(model)):
         raise UserError(
             f"the plan was made for other weights (hash {made.source[:12]}) than these (hash {found[:12]}); "
@@ -196,7 +202,7 @@ def fold_plan(
 
 
 def _save(made: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, force: bool) -> None:
-    save_moe(fold(model, made, tomoe.__version__), made, tokenizer, out, force)
+    save_moe(fold(model, made, tomoe.__version__, lazily=True), made, tokenizer, out, force)
     Recipe(**made.recipe).save(out / "recipe.json")
 
 
@@ -224,7 +230,7 @@ def convert_dense(
     learned = time.perf_counter()
 
     def finish() -> None:
-        whole = model if _shares(recipe) == 1 else open_dense(recipe)[0]
+        whole = model if _shares(recipe) == 1 else open_dense(recipe, stream=streamable(recipe.model))[0]
         made = finish_plan(net, whole, recipe, corpus, recipe.train.steps)
         _save(made, whole, tokenizer, out, force or goes_on)
         seconds = {

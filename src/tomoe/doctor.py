@@ -72,19 +72,23 @@ def examine(
     with tempfile.TemporaryDirectory(prefix="tomoe-doctor-") as folder:
         layers = dict.fromkeys(min(n, whole) for n in LAYERS)
         models = {n: _write_small(config, n, Path(folder) / str(n)) for n in layers}
-        done, total = itertools.count(), len(STAGES) * len(models)
+        # a model that is read layer by layer is not learned from
+        stages = tuple(stage for stage in STAGES if stage != "train" or not recipe.stream)
+        done, total = itertools.count(), len(stages) * len(models)
 
         def tick() -> None:
             progress("trying on few layers", next(done), total)
 
         tick()
-        took = {stage: _try_all(stage, models, recipe, tick) for stage in STAGES}
-        estimates = [extrapolate(stage, took[stage], whole) for stage in STAGES]
-        estimates[STAGES.index("carve")] = _carving(config, recipe, sizes, took["carve"], estimates[0])
+        took = {stage: _try_all(stage, models, recipe, tick) for stage in stages}
+        estimates = [extrapolate(stage, took[stage], whole) for stage in stages]
+        estimates[stages.index("carve")] = _carving(config, recipe, sizes, took["carve"], estimates[0])
         room = free_room(pick_device(recipe.device))
-        training = next(e for e in estimates if e.stage == "train")
-        remedies = _remedies(recipe, models, whole, room) if lacks(room, training) else {}
-    return Diagnosis(sizes, least, estimates, room, remedies, training.seconds * recipe.train.steps)
+        training = next((e for e in estimates if e.stage == "train"), None)
+        remedies = _remedies(recipe, models, whole, room) if training and lacks(room, training) else {}
+    return Diagnosis(
+        sizes, least, estimates, room, remedies, training.seconds * recipe.train.steps if training else 0.0
+    )
 
 
 def _try_all(
@@ -116,10 +120,13 @@ def _carving(
 ) -> Estimate:
     """Carving holds one layer's activations at a time, and their peaks scatter by more than a few layers weigh.
 
-    So no line is drawn through them: another layer adds its weights, and on the CPU the pages of the file that they come from.
+    So no line is drawn through them: another layer adds its weights, and on the CPU the pages of the file that they come from;
+    nothing at all where layers are read as they run.
     """
     layers = max(trials)
     took = trials[layers]
+    if recipe.stream:
+        return Estimate("carve", took.memory, took.device_memory, line.seconds)
     weights = sizes.blocks // sizes.shape.num_layers * (sizes.shape.num_layers - layers)
     held = weights * getattr(torch, recipe.train.dtype).itemsize
     read = weights * getattr(torch, str(config.dtype or "float32").removeprefix("torch.")).itemsize

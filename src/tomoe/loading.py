@@ -15,6 +15,7 @@ from typing import Any, TypeGuard, cast
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -30,6 +31,7 @@ from transformers.utils import logging as chatter
 from tomoe import fetch
 from tomoe.errors import UserError
 from tomoe.hub import HUB_ID
+from tomoe.streaming import load_streamed, weights_of
 from tomoe.vetting import vet
 
 _CHUNK = 2**24  # elements of a tensor that are converted at once
@@ -67,11 +69,12 @@ def resolve(model: str) -> Path | str:
 
 def load_dense(
     model: str, dtype: torch.dtype, device: str | torch.device = "cpu", attn_implementation: str | None = None,
-    shares: int = 1,
+    shares: int = 1, stream: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
     """The causal language model, frozen and in evaluation mode, with weights of `dtype`.
 
-    With `shares` > 1, so many processes load it together, each its share of every layer (FSDP2).
+    With `shares` > 1, so many processes load it together, each its share of every layer (FSDP2). With `stream`, its layers
+    stay in their files and are read whenever they run: the same numbers, in the memory of one layer (see streaming.py).
 
     Only safetensors and GGUF are read (GGUF is dequantized), and no code that comes with a model is run.
     Raises UserError: no such model, hub out of reach, damaged or incomplete weights, unknown architecture.
@@ -80,6 +83,8 @@ def load_dense(
     with _telling(model, place):
         if isinstance(place, Path) and place.is_dir():
             vet(place)
+        if stream:
+            return _streamed(model, place, dtype, torch.device(device))
         loaded: PreTrainedModel
         info: dict[str, Any]
         loaded, info = AutoModelForCausalLM.from_pretrained(
@@ -97,6 +102,24 @@ def load_dense(
         _forget_gguf(loaded, place)
     loaded.eval().requires_grad_(False)
     return loaded if shares > 1 else cast(Any, loaded).to(device)
+
+
+def streamable(model: str) -> bool:
+    """Whether `load_dense` can stream it: all but .gguf files, whose numbers have to be unpacked."""
+    return not _is_gguf(resolve(model))
+
+
+def _streamed(model: str, place: Path | str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    if _is_gguf(place):
+        raise UserError(f"{model} is a .gguf file, which cannot be read layer by layer; load it whole")
+    if isinstance(place, str):
+        place = Path(snapshot_download(place, allow_patterns=["*config.json", "model*.safetensors", "*.index.json"]))
+        vet(place)
+    config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    loaded = load_streamed(place, config, dtype, device)
+    if check_ids := getattr(loaded, "check_ids", None):
+        check_ids()
+    return loaded
 
 
 def load_config(model: str, vetted: bool = False) -> PreTrainedConfig:
@@ -127,16 +150,17 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 def fingerprint(model: PreTrainedModel) -> str:
     """Sha256 (hex) over names, shapes and bfloat16 bytes of all weights, tied ones once.
 
-    The same for a model loaded in float32 and in bfloat16. Float16 rounds differently, so a model stored in another
-    dtype and loaded in float16 has a fingerprint of its own. Takes tens of MB of memory, whatever the model.
+    The same for a model loaded in float32 and in bfloat16, whole and streamed. Float16 rounds differently, so a model stored
+    in another dtype and loaded in float16 has a fingerprint of its own. Takes tens of MB of memory, whatever the model.
     """
     sha = hashlib.sha256()
     seen: set[tuple[object, ...]] = set()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor, passing in weights_of(model):
         storage = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-        if storage in seen:
+        if storage in seen and not passing:
             continue
-        seen.add(storage)
+        if not passing:  # the next one may be read to the same place
+            seen.add(storage)
         sha.update(f"{name} {tuple(tensor.shape)}\n".encode())
         for chunk in tensor.detach().reshape(-1).split(_CHUNK):
             canonical = chunk.to(torch.bfloat16) if chunk.is_floating_point() else chunk

@@ -28,6 +28,7 @@ from tomoe.pruning.mask_network import MaskNetwork
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _FLOAT32 = 4  # bytes
+_SHARD = 10**9  # bytes that folding writes at a time
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,21 @@ def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
 def least_memory(sizes: Sizes, recipe: Recipe, shares: int = 1) -> tuple[Need, Need]:
     """What one of `shares` processes that share the base out needs for learning (or carving), and process 0 for folding."""
     learning = {
-        f"weights in {recipe.train.dtype}": weight_bytes(sizes, recipe, shares),
+        f"weights in {recipe.train.dtype}": layer_bytes(sizes, recipe)
+        if recipe.stream
+        else weight_bytes(sizes, recipe, shares),
         "what is learned": learned_bytes(sizes, recipe),
     }
     if recipe.train.steps:
         learning["what the backward pass needs"] = kept_bytes(sizes, recipe)
         learning["logits"] = 4 * CHUNK * sizes.output // sizes.shape.hidden_size * _FLOAT32
-    whole = weight_bytes(sizes, recipe)
-    copied = int(max(recipe.active, sizes.least_active) * sizes.blocks * whole / sizes.total)
-    folding = {f"weights in {recipe.train.dtype}": whole, "those of the experts": copied}
+    a_weight = getattr(torch, recipe.train.dtype).itemsize
+    streamed = recipe.stream or recipe.train.shard
+    folded = int(max(recipe.active, sizes.least_active) * sizes.blocks * a_weight)
+    folding = {
+        f"weights in {recipe.train.dtype}": layer_bytes(sizes, recipe) if streamed else weight_bytes(sizes, recipe),
+        "what is written at a time": min(folded, _SHARD),
+    }
     return Need("learning" if recipe.train.steps else "carving", learning), Need("folding", folding)
 
 
@@ -106,6 +113,12 @@ def weight_bytes(sizes: Sizes, recipe: Recipe, shares: int = 1) -> int:
         return int(sizes.total * a_weight)
     whole = sizes.blocks // sizes.shape.num_layers + sizes.output
     return int((sizes.total + (shares - 1) * whole) // shares * a_weight)
+
+
+def layer_bytes(sizes: Sizes, recipe: Recipe) -> int:
+    """Of a model that is read layer by layer: one layer, and what lies around the layers."""
+    around = sizes.total - sizes.blocks
+    return int((around + sizes.blocks // sizes.shape.num_layers) * getattr(torch, recipe.train.dtype).itemsize)
 
 
 def learned_bytes(sizes: Sizes, recipe: Recipe) -> int:
@@ -199,10 +212,11 @@ def _check(recipe: Recipe, folds: bool) -> None:
     for need, times in ((learning, beside), (folding, 1))[: 2 if folds else 1]:
         if need.total * times > free:
             parts = ", ".join(f"{_gb(size)} for {name}" for name, size in need.parts.items())
+            hint = "" if recipe.stream or recipe.train.steps else "--stream holds one layer at a time, "
             where = ("GPU" if on_gpu else "main") + " memory" + (f" in each of {times} processes" if times > 1 else "")
             raise UserError(
                 f"{need.stage} needs {_gb(need.total)} of {where} at the very least ({parts}), and only {_gb(free)} are "
-                f"free; `tomoe doctor {recipe.model}` says what would help, --try-anyway begins all the same"
+                f"free; {hint}`tomoe doctor {recipe.model}` says what would help, --try-anyway begins all the same"
             )
 
 

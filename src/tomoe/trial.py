@@ -61,7 +61,9 @@ def corpus(recipe: Recipe, vocabulary: int) -> Corpus:
 
 def run(trial: Trial) -> Took:
     recipe, folder = Recipe(**trial.recipe), Path(trial.folder)
-    model = load_dense(trial.folder, getattr(torch, recipe.train.dtype), pick_device(recipe.device))
+    model = load_dense(
+        trial.folder, getattr(torch, recipe.train.dtype), pick_device(recipe.device), stream=recipe.stream
+    )
     tokenizer = load_tokenizer(recipe.model)  # a conversion holds it too
     text = corpus(recipe, model.config.vocab_size)
     # two layers cannot meet a budget in steps of 32 neurons
@@ -77,7 +79,7 @@ def run(trial: Trial) -> Took:
     else:
         if trial.stage == "fold":
             plan = finish_plan(net, model, start, text, 0)
-            save_moe(fold(model, plan), plan, tokenizer, folder / "moe")
+            save_moe(fold(model, plan, lazily=True), plan, tokenizer, folder / "moe")
         seconds = time.perf_counter() - began
     on_device = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else 0
     return Took(peak_memory() or 0, on_device, seconds)

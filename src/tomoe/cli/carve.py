@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from tomoe.cli.convert import run_conversion
 from tomoe.cli.options import (
     ActiveOption,
@@ -18,6 +22,8 @@ from tomoe.cli.options import (
     make_recipe,
 )
 
+_STREAM = "Leave the layers in their files and hold one at a time: for a model that is larger than memory."
+
 
 def carve(
     model: ModelArgument,
@@ -28,17 +34,16 @@ def carve(
     seed: SeedOption = None,
     data: DataOption = None,
     attention: AttentionOption = None,
+    stream: Annotated[bool, typer.Option("--stream", help=_STREAM)] = False,
     resume: ResumeOption = False,
     force: ForceOption = False,
     try_anyway: TryAnywayOption = False,
 ) -> None:
     """Convert without learning: experts and routers from the statistics of a little text."""
-    changes = changes or []
+    changes = [*(changes or []), "train.steps=0", "start=carved", *(["stream=true"] if stream else [])]
     asked = make_recipe(recipe, changes, model=model, active=active, seed=seed, data=data, attention=attention)
     # no text to train on is needed, and sampling or reading it would take longer than all the rest
     enough = asked.data.calibration_tokens + asked.data.evaluation_tokens + asked.data.block_size
-    made = make_recipe(
-        recipe, [f"data.tokens={enough}", *changes, "train.steps=0", "start=carved"],
-        model=model, active=active, seed=seed, data=data, attention=attention,
-    )  # fmt: skip
+    changes = [f"data.tokens={enough}", *changes]
+    made = make_recipe(recipe, changes, model=model, active=active, seed=seed, data=data, attention=attention)
     run_conversion(made, out, resume, force, try_anyway)

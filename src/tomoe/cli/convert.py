@@ -29,6 +29,7 @@ from tomoe.cli.options import (
 from tomoe.cli.screen import Screen, results, show_warnings
 from tomoe.cli.stopping import resumable
 from tomoe.config import Recipe
+from tomoe.report.card import write_card
 from tomoe.report.compare import to_rich
 from tomoe.report.warnings import find_warnings
 from tomoe.reports import write_reports
@@ -74,6 +75,13 @@ def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, try_any
     with Screen() as screen, resumable(out / "run"):
         plan, dense = stages.convert_dense(recipe, out, resume, force, screen.listen)
         if distributed.rank():
+            return
+        if recipe.stream:
+            write_card(out, plan)
+            screen.say(
+                f"The model is in {out}, not measured: every block of text reads all weights anew. Where that is no matter, "
+                f"or on a larger machine: tomoe evaluate {recipe.model} {out} --stream"
+            )
             return
         rows = write_reports(out, screen.listen, dense)
     console = results()

@@ -46,6 +46,8 @@ def doctor(
     lacking = [e.stage for e in found.estimates if lacks(found.room, e)]
     if lacking:
         hint = f"; training would fit with {' or '.join(found.remedies)}" if found.remedies else ""
+        if "carve" in lacking and not made.stream:
+            hint += "; with stream=true, train.steps=0 and a text of your own, carving holds one layer at a time"
         raise UserError(f"this machine has too little free memory for {', '.join(lacking)}{hint}")
 
 

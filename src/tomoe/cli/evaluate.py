@@ -45,6 +45,9 @@ def evaluate(
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Requests of tasks at a time.")] = BATCH,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option("--dtype")] = "bfloat16",
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Leave the layers in their files: slow, but in the memory of one.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here, too.")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables here, too.")] = None,
 ) -> None:
@@ -53,7 +56,7 @@ def evaluate(
     with Screen() as screen:
         rows = api.evaluate(
             models, text, context=context, stride=stride, tokens=tokens, tasks=asked, dtype=dtype, device=device,
-            listen=screen.listen,
+            stream=stream, listen=screen.listen,
         )  # fmt: skip
     if json_file is not None:
         write_whole(json_file, to_json(rows))

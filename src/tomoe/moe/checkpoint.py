@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -11,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from tomoe.errors import UserError
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
+
+SHARD = "1GB"  # of weights that are folded as they are written, a whole shard is in memory at a time, twice
 
 
 def save_moe(
@@ -28,7 +31,9 @@ def save_moe(
         if part.exists():
             shutil.rmtree(part)
         part.mkdir(parents=True)
-        moe.save_pretrained(part)
+        with warnings.catch_warnings():  # transformers warns of the memory that a shard takes, and these are small
+            warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
+            moe.save_pretrained(part, max_shard_size=SHARD)
         plan.save(part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from tomoe.dense import LayerParts, ModelShape, check_output, layer_parts, shape_of
+from tomoe.dense import LayerParts, ModelShape, check_output, decoder_layers, layer_parts, shape_of
 from tomoe.errors import UserError
 from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
 from tomoe.plan import LayerPlan, Plan
+from tomoe.streaming import LAYERS, cast_, present, stream_layers_
 
 
 def neuron_order(expert_neurons: Bool[Tensor, "N F"]) -> Int[Tensor, " U"]:
@@ -89,12 +91,41 @@ def layer_state(parts: LayerParts, layer: LayerPlan, s: ModelShape) -> dict[str,
     return {name: t.detach() for name, t in state.items() if t is not None}
 
 
+class FoldedLayers(Mapping[str, Tensor]):
+    """The tensors of the MoE's layers by name; a layer is folded when asked for, and kept until another one is."""
+
+    def __init__(self, dense: PreTrainedModel, plan: Plan):
+        self.layers, self.parts, self.plan = decoder_layers(dense), layer_parts(dense), plan
+        self.device, self.number, self.state = dense.device, -1, dict[str, Tensor]()
+
+    def layer(self, i: int) -> dict[str, Tensor]:
+        """All tensors of layer i, named as in its modules."""
+        if i != self.number:
+            self.state = {}  # first, so that two layers are never held
+            with torch.no_grad(), present(self.layers[i]):
+                around = {n: t for n, t in self.layers[i].state_dict().items() if not _replaced(f".{n}")}
+                own = layer_state(self.parts[i], self.plan.layers[i], self.plan.shape)
+                self.number, self.state = i, {name: t.to(self.device) for name, t in (around | own).items()}
+        return self.state
+
+    def __getitem__(self, name: str) -> Tensor:
+        number, _, own = name.removeprefix(LAYERS).partition(".")
+        return self.layer(int(number))[own]
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{LAYERS}{i}.{name}" for i in range(len(self.layers)) for name in self.layer(i))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 @torch.no_grad()
-def fold(dense: PreTrainedModel, plan: Plan, version: str = "") -> ToMoEForCausalLM:
+def fold(dense: PreTrainedModel, plan: Plan, version: str = "", lazily: bool = False) -> ToMoEForCausalLM:
     """The MoE that computes what `dense` computes under the plan's masks, in the dense model's dtype and device.
 
-    Weights outside MLP and attention are shared with `dense`, not copied. Raises UserError where the plan was made for a
-    model of other sizes, or where `dense` computes more than the MoE can hold.
+    Weights outside MLP and attention are shared with `dense`, not copied. With `lazily`, a layer is folded anew whenever it
+    is asked for (it runs, or is saved): the same model in the memory of the dense one. Raises UserError where the plan was
+    made for a model of other sizes, or where `dense` computes more than the MoE can hold.
     """
     shape = shape_of(dense)
     if shape != plan.shape:
@@ -106,13 +137,20 @@ def fold(dense: PreTrainedModel, plan: Plan, version: str = "") -> ToMoEForCausa
     config._attn_implementation = dense.config._attn_implementation
     with torch.device("meta"), no_init_weights():
         moe = ToMoEForCausalLM(config)
-    state: dict[str, Any] = {name: t for name, t in dense.state_dict().items() if not _replaced(name)}
-    for i, (parts, layer) in enumerate(zip(layer_parts(dense), plan.layers, strict=True)):
-        own = layer_state(parts, layer, shape)
-        state |= {f"model.layers.{i}.{name}": t.to(dense.device) for name, t in own.items()}
-    moe.load_state_dict(state, assign=True, strict=True)
+    cast_(moe, dense.dtype)
+    folded = FoldedLayers(dense, plan)
+    state: dict[str, Any] = {name: t for name, t in dense.state_dict().items() if not name.startswith(LAYERS)}
+    for i in range(0 if lazily else shape.num_layers):
+        state |= {f"{LAYERS}{i}.{name}": t for name, t in folded.layer(i).items()}
+    missing, unexpected = moe.load_state_dict(state, assign=True, strict=False)
+    assert not unexpected, unexpected
+    assert all(lazily and name.startswith(LAYERS) for name in missing), missing
     _copy_buffers_(moe, dense)
     moe.tie_weights()
+    if lazily:
+        stream_layers_(moe, folded, dense.device, buffers=True)
+    left = [name for name, t in [*moe.named_parameters(), *moe.named_buffers()] if t.is_meta]
+    assert all(lazily and name.startswith(LAYERS) for name in left), f"not filled: {left[:3]}"
     moe.generation_config = dense.generation_config
     return moe.eval().requires_grad_(False)
 
@@ -130,8 +168,6 @@ def _copy_buffers_(moe: nn.Module, dense: nn.Module) -> None:
         owner = moe.get_submodule(parent)
         if getattr(owner, leaf).device.type == "meta":
             setattr(owner, leaf, buffer)
-    left = [name for name, t in [*moe.named_parameters(), *moe.named_buffers()] if t.device.type == "meta"]
-    assert not left, f"not filled: {left[:3]}"
 
 
 def _sizes(s: ModelShape) -> str:
