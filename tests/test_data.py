@@ -434,6 +434,22 @@ def test_self_text_is_repeatable_and_opens_with_an_ordinary_token(tokenizer: Pre
     assert all(EOS not in document[:-1] for document in first)
 
 
+def test_rounds_are_shared_out_and_come_together_to_the_same_text(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, count = make_model(tokenizer), 3
+    alone = sample_documents(model, tokenizer, 500, 7, 8, 16)  # four rounds
+    parts: list[torch.Tensor] = []
+    monkeypatch.setattr(self_text.distributed, "size", lambda: count)
+    monkeypatch.setattr(self_text.distributed, "collect_", lambda t: parts.append(t.clone()))
+    for rank in range(count):
+        monkeypatch.setattr(self_text.distributed, "rank", lambda rank=rank: rank)
+        sample_documents(model, tokenizer, 500, 7, 8, 16)
+    assert [int((part != 0).any((1, 2)).sum()) for part in parts] == [2, 1, 1], "each did its own rounds only"
+    monkeypatch.setattr(self_text.distributed, "collect_", lambda t: t.copy_(torch.stack(parts).sum(0)))
+    assert sample_documents(model, tokenizer, 500, 7, 8, 16) == alone
+
+
 def test_a_document_that_ends_early_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tokenizer(opens_with_bos=True)
     monkeypatch.setattr(self_text, "draw", lambda logits, uniform: torch.full((len(logits),), EOS))

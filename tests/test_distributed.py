@@ -27,7 +27,7 @@ from tomoe.cli import main
 torch.set_num_threads(1)
 for line in sys.stdin:
     count, victim, command = json.loads(line)
-    out = Path(command[command.index("-o") + 1])
+    out = Path(command[command.index("-o" if "-o" in command else "--json") + 1])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -63,7 +63,7 @@ class Launcher:
         )  # fmt: skip
 
     def __call__(self, count: int, *command: str | Path, victim: int = -1) -> list[int]:
-        """Their exit codes. What process R prints is in OUT.R.log."""
+        """Their exit codes. What process R prints is in OUT.R.log, OUT being what follows -o or --json."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps([count, victim, [str(word) for word in command]]) + "\n")
@@ -193,8 +193,50 @@ def test_only_the_first_process_says_what_is_wrong(run: Launcher, given: Path, t
 
 def test_a_whole_conversion_is_written_once(run: Launcher, given: Path, tmp_path: Path) -> None:
     sizes = small(train_steps="2", train_gradient_accumulation="2")
-    command = ["convert", given / "dense", "--data", given / "text.txt", "-o", tmp_path / "moe", *sizes]
+    moe = tmp_path / "moe"
+    command = ["convert", given / "dense", "--data", given / "text.txt", "--data", "self", "-o", moe, *sizes]
     assert run(2, *command) == [0, 0]
-    assert (tmp_path / "moe" / "report.html").exists(), Path(f"{tmp_path / 'moe'}.0.log").read_text()
-    assert Plan.load(tmp_path / "moe").active_fraction() == pytest.approx(0.7, abs=0.002)
-    assert Path(f"{tmp_path / 'moe'}.1.log").read_text() == ""
+    assert (moe / "report.html").exists(), Path(f"{moe}.0.log").read_text()
+    assert Plan.load(moe).active_fraction() == pytest.approx(0.7, abs=0.002)
+    assert Path(f"{moe}.1.log").read_text() == ""
+    # both have measured their half of the text, of two sources; one process finds the same to the bit
+    together = (moe / "evaluation.json").read_text()
+    assert len(json.loads(together)["rows"][1]["usage_by_source"]) == 2
+    for count in (1, 3):
+        shown = tmp_path / f"{count}.json"
+        assert run(count, "evaluate", given / "dense", moe, "--dtype", "float32", "--json", shown) == [0] * count
+        assert json.loads(shown.read_text())["rows"] == json.loads(together)["rows"]
+    assert Path(f"{tmp_path / '3.json'}.2.log").read_text() == ""
+    assert "dense" in Path(f"{tmp_path / '3.json'}.0.log").read_text()
+
+
+def test_overlapping_windows_are_shared_out(run: Launcher, given: Path, tmp_path: Path) -> None:
+    """More processes than windows: the last one measures nothing, and waits."""
+    options = [
+        "--text",
+        given / "text.txt",
+        "--context",
+        "64",
+        "--stride",
+        "16",
+        "--tokens",
+        "80",
+        "--dtype",
+        "float32",
+    ]
+    for count in (1, 3):
+        shown = tmp_path / f"{count}.json"
+        assert run(count, "evaluate", given / "dense", given / "dense", *options, "--json", shown) == [0] * count
+    assert (tmp_path / "1.json").read_text() == (tmp_path / "3.json").read_text()
+    assert json.loads((tmp_path / "3.json").read_text())["rows"][0]["measurement"]["blocks"] == 2
+
+
+def test_a_sweep_is_shared_out(run: Launcher, given: Path, tmp_path: Path) -> None:
+    """And goes on, in all processes, after a cell that cannot be made."""
+    out, sizes = tmp_path / "sweep", small(train_steps="0")
+    cells = ["--over", "active=0.01,0.7", "--data", given / "text.txt", "-o", out]
+    assert run(2, "sweep", given / "dense", *cells, *sizes) == [2, 2]
+    assert "1 of 2 cells could not be made; active=0.01: active is 0.01, but" in Path(f"{out}.0.log").read_text()
+    assert Path(f"{out}.1.log").read_text() == ""
+    (row,) = [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
+    assert row["measured"]["active_share"] == pytest.approx(0.7, abs=0.01)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe import fetch
+from tomoe import distributed, fetch
 from tomoe.config import Recipe
 from tomoe.convert import fold_plan, pick_device
 from tomoe.data import Blocks, Corpus, documents, pack
@@ -122,7 +122,8 @@ def evaluate(
 
     Without `text` it is what a converted folder among them held out. `tokens` bounds the text; `stride` makes windows of
     `context` tokens overlap, so that each token is predicted from at least `context - stride` others; `tasks` are put to
-    every model too. With `stream` their layers stay in their files and are read for every block. Raises UserError for a
+    every model too. With `stream` their layers stay in their files and are read for every block. Several processes share the
+    text out and each gets all numbers; tasks are put by process 0 alone, which alone has their scores. Raises UserError for a
     model or text that is not there.
     """
     if text is None:
@@ -177,7 +178,8 @@ def compare_on(
     own = blocks.source_ids if given.stride is None else None
     rows = compare(
         noted(), *text, stride=given.stride, data=given.name, seed=given.seed,
-        sources=None if own is None else [given.sources[i] for i in own.tolist()], tasks=scores if tasks else None,
+        sources=None if own is None else [given.sources[i] for i in own.tolist()],
+        tasks=scores if tasks and not distributed.rank() else None,
         progress=lambda name, *at: progress(f"evaluating {name}", *at),
     )  # fmt: skip
     return [

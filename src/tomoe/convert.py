@@ -87,15 +87,15 @@ def begin(
     """
     distributed.first(lambda: run.check(recipe, resume, force))
     tracking.check(recipe.track)
-    model, tokenizer = open_dense(recipe, shares := _shares(recipe), recipe.stream)
+    model, tokenizer = open_dense(recipe, _shares(recipe), recipe.stream)
 
     def text() -> Corpus | None:
         if resume and run.corpus.exists():
             return None
         return prepare(recipe.data, tokenizer, recipe.seed, model, lambda done, total: listen("text", done, total, {}))
 
-    # a model that is shared out samples text with all processes or not at all
-    sampled = text() if shares > 1 and SELF in recipe.data.sources else None
+    # sampling is shared out; a model that is shared out samples with all processes or not at all
+    sampled = text() if distributed.size() > 1 and SELF in recipe.data.sources else None
 
     def begin_run() -> None:
         corpus = sampled or text()

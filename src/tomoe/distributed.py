@@ -1,8 +1,10 @@
-"""Several processes that learn one set of masks: those that `torchrun` started, and the few things they tell each other.
+"""Several processes on one piece of work: those that `torchrun` started, and the few things they tell each other.
 
 The forward passes of a step (`train.gradient_accumulation`) are shared out over the processes, so a step is the same step
 however many take part: same text, same draws, same gradient but for the order of its sum. Everything that is trained is
-small and stands whole in every process; process 0 alone writes files.
+small and stands whole in every process. Blocks of text to be measured, and rounds of text to be sampled, are shared out
+too, and come together by sums in which all but one term are zero: to the bit what one process finds. Process 0 alone
+writes files.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tomoe.errors import UserError
 
-PATIENCE = timedelta(hours=12)  # process 0 prepares text and carves while the others wait
+PATIENCE = timedelta(hours=12)  # process 0 prepares text, puts tasks and folds while the others wait
+RESUME, ANEW = "give the same command with --resume", "give the same command again"
 
 
 class Elsewhere(SystemExit):
@@ -54,7 +58,7 @@ def together() -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        part()
 
 
 def first(work: Callable[[], None]) -> None:
@@ -98,15 +102,35 @@ def sums(values: Iterable[float]) -> list[float]:
     return [float(v) for v in t]
 
 
-def _say(talk: Callable[[], object]) -> None:
+def share(count: int) -> range:
+    """Which of `count` pieces of work are this process's."""
+    return range(rank(), count, size())
+
+
+def shares_out(model: nn.Module) -> bool:
+    """Whether every process holds a part of the model only, so that it runs in all of them at once or not at all."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def collect_(t: Tensor, advice: str = ANEW) -> None:
+    """Bring together what every process filled in for its share; elsewhere it has left zeros. Raises UserError as others do."""
+    _say(partial(dist.all_reduce, t), advice)
+
+
+def part() -> None:
+    """From here on every process is by itself, and number 0 of 1."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _say(talk: Callable[[], object], advice: str = RESUME) -> None:
     if size() == 1:
         return
     try:
         talk()
     except RuntimeError as error:
         raise UserError(
-            f"another process of this run ended, so process {rank()} cannot go on ({_first_line(error)}); "
-            "give the same command with --resume"
+            f"another process of this run ended, so process {rank()} cannot go on ({_first_line(error)}); {advice}"
         ) from error
 
 

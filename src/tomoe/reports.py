@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tomoe import distributed
 from tomoe.api import PROMPT, EvaluationText, Listener, compare_on, generate, held_out_text, load, load_model
 from tomoe.config import Recipe
 from tomoe.files import write_whole
@@ -29,19 +30,29 @@ def write_reports(
     """Measure a conversion beside its dense model on the text it held out; write evaluation.json, README.md, report.html.
 
     `dense` is the dense model where the caller has it loaded. With `again` false, what was measured of this plan before
-    (evaluation.json, report.json) is shown as it is. Raises UserError where `out` holds no conversion or cannot be written.
+    (evaluation.json, report.json) is shown as it is. Several processes measure together, and process 0 writes. Raises
+    UserError where `out` holds no conversion or cannot be written.
     """
     from tomoe.report.gallery import draw  # here, because matplotlib takes longer to import than all the rest
 
     plan, recipe = Plan.load(out), Recipe.load(out / "recipe.json")
     kept = None if again else _kept(out)
     if kept is None:
-        dense = dense if dense is not None else load_model(recipe.model, recipe.train.dtype, recipe.device)
-        rows, observed = _observe(out, recipe, dense, listen)
+        # what was shared out was too large for one GPU
+        device = "cpu" if recipe.train.shard else recipe.device
+        dense = dense if dense is not None else load_model(recipe.model, recipe.train.dtype, device)
+        moe, tokenizer = load(str(out), recipe.train.dtype, device)
+        text = held_out_text([str(out)])
+        rows = compare_on([(recipe.model, dense), (str(out), moe)], text, listen)
+        if distributed.rank():
+            return rows
+        observed = _observe(out, rows, (dense, moe), tokenizer, text)
         write_whole(out / "evaluation.json", to_json(rows))
         write_whole(out / "report.json", json.dumps(observed, indent=1, ensure_ascii=False) + "\n")
     else:
         rows, observed = kept
+        if distributed.rank():
+            return rows
     write_card(out, plan, rows)
     cost, timed = read_json(out / "run" / "cost.json"), read_json(out / "benchmark.json").get("cells", [])
     pictures = draw(plan, rows, read_metrics(out / "run" / "metrics.jsonl"), cost, timed, out / "figures")
@@ -69,17 +80,19 @@ def _plan_hash(out: Path) -> str:
 
 
 def _observe(
-    out: Path, recipe: Recipe, dense: PreTrainedModel, listen: Listener | None
-) -> tuple[list[Row], dict[str, Any]]:
-    """Numbers of both models, how each goes on from a prompt, and the experts of some tokens of every source."""
-    moe, tokenizer = load(str(out), recipe.train.dtype, recipe.device)
-    text = held_out_text([str(out)])
-    rows = compare_on([(recipe.model, dense), (str(out), moe)], text, listen)
-    answers = [(row.name, generate(model, tokenizer, PROMPT)) for row, model in zip(rows, (dense, moe), strict=True)]
+    out: Path,
+    rows: list[Row],
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    text: EvaluationText,
+) -> dict[str, Any]:
+    """How the dense model and the MoE go on from a prompt, and the experts of some tokens of every source."""
+    moe = models[1]
+    answers = [(row.name, generate(model, tokenizer, PROMPT)) for row, model in zip(rows, models, strict=True)]
     passages = [(name, trace_ids(moe, tokenizer, ids).to_dict()) for name, ids in _passages(text)]
     passages.append(("What the MoE wrote", trace_text(moe, tokenizer, PROMPT + answers[-1][1], PASSAGE).to_dict()))
     generations = [{"prompt": PROMPT, "answers": answers}]
-    return rows, {"format": FORMAT, "plan": _plan_hash(out), "generations": generations, "texts": passages}
+    return {"format": FORMAT, "plan": _plan_hash(out), "generations": generations, "texts": passages}
 
 
 def _passages(text: EvaluationText) -> Iterator[tuple[str, list[int]]]:

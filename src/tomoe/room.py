@@ -209,7 +209,8 @@ def _check(recipe: Recipe, folds: bool) -> None:
     room = free_room(device)
     free = room.device_memory if on_gpu else room.memory
     beside = 1 if on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    for need, times in ((learning, beside), (folding, 1))[: 2 if folds else 1]:
+    # all processes measure dense model and MoE beside each other, unless the base was shared out
+    for need, times in ((learning, beside), (folding, 1 if recipe.train.shard else beside))[: 2 if folds else 1]:
         if need.total * times > free:
             parts = ", ".join(f"{_gb(size)} for {name}" for name, size in need.parts.items())
             hint = "" if recipe.stream or recipe.train.steps else "--stream holds one layer at a time, "

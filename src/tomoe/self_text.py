@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tomoe import distributed
 from tomoe.errors import UserError
 
 _ATTENTION = "tomoe_one_query"
@@ -37,7 +38,8 @@ def sample_documents(
     A document opens as the tokenizer opens a text (with bos where it adds one) and goes on with one token drawn
     uniformly from the ordinary vocabulary; the model writes the rest. Rows of `length` tokens are decoded side by side;
     where a document ends before its row does, the next one opens in its place, and no step is spent on padding.
-    `progress(done, total)` hears of tokens. Same model, seed and machine: same tokens.
+    `progress(done, total)` hears of tokens. Same model, seed and machine: same tokens, however many processes share the
+    rounds of rows out (a base that is itself shared out runs in all of them at once, so these do all rounds together).
 
     Raises UserError when the model's logits are not finite.
     """
@@ -47,14 +49,20 @@ def sample_documents(
     rows = -(-count // rounds)
     opening, vocabulary = _opening(tokenizer), ordinary_tokens(tokenizer)
     generator = torch.Generator().manual_seed(seed)
-    documents: list[list[int]] = []
+    written = torch.zeros(rounds, rows, length, dtype=torch.long)
+    shared = distributed.size() > 1 and not distributed.shares_out(model)
+    own = distributed.share(rounds) if shared else range(rounds)
     with torch.inference_mode(), _one_query_attention(model):
         for done in range(rounds):
-            report = None if progress is None else _shifted(progress, done * rows * length, rounds * rows * length)
-            written = _write_rows(model, tokenizer, rows, length, opening, vocabulary, generator, report)
-            for row in written.tolist():
-                documents.extend(_split(row, tokenizer.eos_token_id))
-    return documents
+            luck = _Luck(rows, length, vocabulary, generator)  # of every round: the next one's comes after it
+            if done in own:
+                report = None if progress is None else _shifted(progress, done * rows * length, written.numel())
+                _write_rows(model, tokenizer, written[done], opening, luck, report)
+    if shared:
+        distributed.collect_(written)
+        if progress is not None:
+            progress(written.numel(), written.numel())
+    return [document for row in written.flatten(0, 1).tolist() for document in _split(row, tokenizer.eos_token_id)]
 
 
 def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " n"]:
@@ -63,19 +71,29 @@ def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " n"]:
     return torch.tensor([token for token in range(len(tokenizer)) if token not in special])
 
 
+class _Luck:
+    """All that chance decides in one round, drawn before the model has a say: levels [T, B, 1] in [0, 1) for its tokens
+    (the first of a row is none of its), and ordinary tokens [T, B] to open documents with."""
+
+    def __init__(self, rows: int, length: int, vocabulary: Int[Tensor, " n"], generator: torch.Generator):
+        self.levels, self.openers = torch.zeros(length, rows, 1), torch.zeros(length, rows, dtype=torch.long)
+        for step in range(length):
+            if step:
+                self.levels[step] = torch.rand(rows, 1, generator=generator)
+            self.openers[step] = vocabulary[torch.randint(len(vocabulary), (rows,), generator=generator)]
+
+
 def _write_rows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: int,
-    length: int,
+    written: Int[Tensor, "B T"],
     opening: list[int],
-    vocabulary: Int[Tensor, " n"],
-    generator: torch.Generator,
+    luck: _Luck,
     report: Callable[[int], None] | None,
-) -> Int[Tensor, "B T"]:
-    """Decode `rows` rows of `length` tokens, one token of each at a time."""
+) -> None:
+    """Fill the rows with what the model writes, one token of each at a time."""
+    rows, length = written.shape
     cache = Cache(layers=[_FixedLayer(length) for _ in range(model.config.num_hidden_layers)])
-    written = torch.empty(rows, length, dtype=torch.long)
     # Tokens of the current document of each row so far; an opening and a first random token come before the model's.
     position = torch.zeros(rows, dtype=torch.long)
     starts = torch.tensor([*opening, -1])
@@ -86,10 +104,9 @@ def _write_rows(
             logits = model(
                 input_ids=written[:, step - 1 : step].to(model.device), past_key_values=cache, logits_to_keep=1
             ).logits[:, -1, : len(tokenizer)]
-            drawn = draw(logits, torch.rand(rows, 1, generator=generator).to(logits.device)).cpu()
-        first = vocabulary[torch.randint(len(vocabulary), (rows,), generator=generator)]
+            drawn = draw(logits, luck.levels[step].to(logits.device)).cpu()
         forced = starts[position.clamp(max=len(opening))]
-        forced = torch.where(forced < 0, first, forced)
+        forced = torch.where(forced < 0, luck.openers[step], forced)
         written[:, step] = torch.where(position <= len(opening), forced, drawn)
         position += 1
         if tokenizer.eos_token_id is not None:
@@ -97,7 +114,6 @@ def _write_rows(
             position[ended] = 0
         if report is not None:
             report(rows * (step + 1))
-    return written
 
 
 def draw(logits: Float[Tensor, "B V"], uniform: Float[Tensor, "B 1"], rows_at_once: int = 32) -> Int[Tensor, " B"]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tomoe import api
+from tomoe import api, distributed
 from tomoe.config import Recipe
 from tomoe.convert import Listener, convert_dense
 from tomoe.errors import UserError
@@ -101,8 +101,11 @@ def sweep(
     Cells that are finished are passed over, and one that was cut off goes on. `begin` is called as (cell, cells before
     it, cells to do) and gives who listens to that cell. Raises UserError, before anything is run, where OUT holds cells
     of another base recipe or text; and at the end, where a cell could not be made: the others are made all the same.
+    Several processes work on one cell after the other together, and process 0 writes.
     """
     cells = grid(base, axes)
+    if base.train.shard and distributed.size() > 1:
+        raise UserError("a sweep measures whole models in every process, so it cannot share a base out (train.shard)")
     _check(base, cells, out, text)
     to_do = [cell for cell in cells if not (out / cell.name / LINE).is_file()]
     failed = []
@@ -110,10 +113,12 @@ def sweep(
     for number, cell in enumerate(to_do):
         try:
             _run(cell, out / cell.name, text, begin(cell, number, len(to_do)) if begin else _silent)
-        except UserError as error:
+        except (UserError, distributed.Elsewhere) as error:
             failed.append(f"{cell.name}: {error}")
             continue
         lines = write_tables(out)
+    if failed and distributed.rank():
+        raise distributed.Elsewhere(2)
     if failed:
         raise UserError(f"{len(failed)} of {len(cells)} cells could not be made; {'; '.join(failed)}")
     return lines
@@ -122,8 +127,8 @@ def sweep(
 def write_tables(out: Path) -> list[Line]:
     """Read the line of every finished cell; write sweep.jsonl, sweep.csv and the figure, each as a whole."""
     lines = [_read(path) for path in out.glob(f"*/{LINE}")]
-    if not lines:
-        return []
+    if not lines or distributed.rank():
+        return lines
     keys = list(dict.fromkeys(key for line in lines for key in line["values"]))
     lines.sort(key=lambda line: [_order(line["values"].get(key)) for key in keys])
     write_whole(out / "sweep.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
@@ -154,6 +159,8 @@ def _run(cell: Cell, folder: Path, text: Text, listen: Listener) -> None:
             [cell.recipe.model, str(folder)], text.source, context=text.context, tokens=text.tokens,
             dtype=cell.recipe.train.dtype, device=cell.recipe.device, listen=listen,
         )  # fmt: skip
+    if distributed.rank():
+        return
     line = {"cell": cell.name, "values": cell.values, "measured": _measured(rows, folder), "text": _described(text)}
     write_whole(folder / LINE, json.dumps(line, indent=2) + "\n")  # last: it says that the cell is whole
 

@@ -63,8 +63,9 @@ def convert(
         recipe, changes, model=model, active=active, seed=seed, data=data, steps=steps, start=start, attention=attention,
         target=target,
     )  # fmt: skip
+    rank = distributed.rank()
     run_conversion(made, out, resume, force, try_anyway)
-    if format is not None and not distributed.rank():
+    if format is not None and not rank:
         export(out, out / f"export-{format}", format, device=made.device, force=force or resume)
 
 
@@ -74,16 +75,20 @@ def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, try_any
         check_room(recipe, folds=True)
     with Screen() as screen, resumable(out / "run"):
         plan, dense = stages.convert_dense(recipe, out, resume, force, screen.listen)
-        if distributed.rank():
-            return
-        if recipe.stream:
+        other = distributed.rank() > 0
+        if recipe.stream and not other:
             write_card(out, plan)
             screen.say(
                 f"The model is in {out}, not measured: every block of text reads all weights anew. Where that is no matter, "
                 f"or on a larger machine: tomoe evaluate {recipe.model} {out} --stream"
             )
+        if recipe.stream:
             return
-        rows = write_reports(out, screen.listen, dense)
+        if recipe.train.shard:  # not every process has room for whole models
+            distributed.part()
+        rows = [] if other and recipe.train.shard else write_reports(out, screen.listen, dense)
+    if other:
+        return
     console = results()
     console.print(to_rich(rows))
     show_warnings(console, find_warnings(plan, rows))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tomoe import api
+from tomoe import api, distributed
 from tomoe.cli.screen import Screen, results, show_warnings
 from tomoe.errors import UserError
 from tomoe.files import write_whole
@@ -51,13 +51,15 @@ def evaluate(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here, too.")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables here, too.")] = None,
 ) -> None:
-    """Measure models side by side; the first is the reference."""
+    """Measure models side by side; the first is the reference. Under torchrun the blocks of text are shared out."""
     asked = _tasks(suite, tasks, task_dir, limit, batch_size)
     with Screen() as screen:
         rows = api.evaluate(
             models, text, context=context, stride=stride, tokens=tokens, tasks=asked, dtype=dtype, device=device,
             stream=stream, listen=screen.listen,
         )  # fmt: skip
+    if distributed.rank():
+        return
     if json_file is not None:
         write_whole(json_file, to_json(rows))
     if markdown_file is not None:

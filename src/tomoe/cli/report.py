@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tomoe import distributed
 from tomoe.cli.screen import Screen, results
 from tomoe.report.compare import to_rich
 from tomoe.reports import write_reports
@@ -19,6 +20,8 @@ def report(
     """Write report.html, self-contained, and the figures (SVG and PNG). Measures what was not measured yet."""
     with Screen() as screen:
         rows = write_reports(folder, screen.listen, again=again)
+    if distributed.rank():
+        return
     console = results()
     console.print(to_rich(rows))
     console.print(

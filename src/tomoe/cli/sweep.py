@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from tomoe import distributed
 from tomoe import sweep as sweeping
 from tomoe.cli.options import (
     AttentionOption,
@@ -71,6 +72,8 @@ def sweep(
         except Stopped as stopped:
             stopped.advice = "; give the same command again to go on"
             raise
+    if distributed.rank():
+        return
     shown = Table("cell", box=None, padding=(0, 2, 0, 0))
     for title in ("active", "perplexity", "dense", "KL", "same top-1"):
         shown.add_column(title, justify="right")

@@ -139,7 +139,7 @@ class Training:
         lesson: Lesson | None = None,
     ):
         passes, processes = recipe.train.gradient_accumulation, distributed.size()
-        if passes % processes:
+        if recipe.train.steps and passes % processes:
             raise UserError(
                 f"a step has {passes} forward passes (train.gradient_accumulation), which {processes} processes cannot share "
                 f"evenly; set it to {processes} or a multiple"

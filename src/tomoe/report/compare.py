@@ -79,9 +79,8 @@ def compare(
 
     `models` may be a generator that loads as it goes: beside the reference, which runs over the text once, one model is
     alive at a time. A name that is a path gives the size on disk too, and shows as its last part. `tasks` is called with
-    (name as given, model) for the scores of tasks. `sources` names each block's,
-    for routing by source. `progress` gets (name, blocks done, blocks in all). Raises UserError as
-    `measure` does.
+    (name as given, model) for the scores of tasks. `sources` names each block's, for routing by source. Several processes
+    share the blocks out. `progress` gets (name, blocks done, blocks in all). Raises UserError as `measure` does.
     """
     rows: list[Row] = []
     reference = None
@@ -91,19 +90,24 @@ def compare(
 
         counter = ExpertCounter(model)
 
-        def report(done: int, total: int, name: str = name, counter: ExpertCounter = counter) -> None:
-            counter.count(new_tokens(mask, done - 1, stride), sources[done - 1] if sources else "")
+        def report(done: int, total: int, name: str = name) -> None:
             if progress:
                 progress(name, done, total)
 
+        def ran(b: int, counter: ExpertCounter = counter) -> None:
+            counter.count(new_tokens(mask, b, stride), sources[b] if sources else "")
+
         own = Predictions(model, keep=reference is None)
         with counter:
-            measured = measure(own, input_ids, mask, reference, report, stride=stride, name=name, data=data, seed=seed)
+            measured = measure(
+                own, input_ids, mask, reference, report, ran=ran, stride=stride, name=name, data=data, seed=seed
+            )
+        counter.collect(sources or [""])
         scores = tuple(tasks(given, model)) if tasks else ()
         facts = model_facts(model, path if path.exists() else None)
         rows.append(Row(measured, facts, counter.usage(), None, scores, counter.by_source()))
         reference = reference or own
-        del model, own, counter, report  # before the next one is loaded
+        del model, own, counter, ran  # before the next one is loaded
     return rows
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 import tomoe
+from tomoe import distributed
 from tomoe.errors import UserError
 
 CHUNK = 128  # positions whose float32 logits are alive at a time
@@ -26,7 +27,7 @@ HIGHEST_NLL = 700.0  # nats; exp of more does not fit a float
 PROBE = 8  # tokens that show how a model makes its logits
 
 Progress = Callable[[int, int], None]
-"""Called as (blocks done, blocks in all)."""
+"""Called as (blocks done, by all processes, blocks in all)."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,16 @@ class Predictions:
         self.chunked: bool | None = None
         self.kept: dict[int, Tensor] = {}
 
+    def look(self, ids: Int[Tensor, " S"]) -> None:
+        """Find out how the model makes its logits, from the first block, whichever blocks are this process's."""
+        if self.chunked is None:
+            self.chunked = _makes_plain_logits(self.model, ids)
+
     def block(
         self, b: int, ids: Int[Tensor, " S"], real: Bool[Tensor, " S"], scored: Int[Tensor, " T"]
     ) -> tuple[Float[Tensor, "T _"], nn.Module]:
         """Of the scored positions: hidden states and the output matrix, or logits and nothing left to do."""
-        if self.chunked is None:
-            self.chunked = _makes_plain_logits(self.model, ids)
+        assert self.chunked is not None, "look first"
         head = cast(Any, self.model).get_output_embeddings() if self.chunked else nn.Identity()
         if b in self.kept:
             return self.kept[b], head
@@ -118,6 +123,7 @@ def measure(
     reference: nn.Module | Predictions | None = None,
     progress: Progress | None = None,
     *,
+    ran: Callable[[int], None] | None = None,
     stride: int | None = None,
     name: str | None = None,
     data: str = "",
@@ -130,6 +136,8 @@ def measure(
     The standard error takes blocks as the independent unit, see `ratio_error`. `name`, `data` and `seed` are written
     down, no more. Raises UserError where no token can be scored, where the text, the model and the reference do not have
     one vocabulary, or where the model's output is no number.
+
+    Several processes share the blocks out, and each gets the numbers of all. `ran` is called with each block that ran here.
     """
     own = model if isinstance(model, Predictions) else Predictions(model)
     taught = Predictions(reference) if isinstance(reference, nn.Module) else reference
@@ -137,13 +145,19 @@ def measure(
     _check(model, input_ids, mask)
     sums = torch.zeros(len(input_ids), 4, dtype=torch.float64)  # per block: tokens, nll, KL, agreements
     with torch.no_grad(), evaluating(model), evaluating(other):
-        for b, (ids, real) in enumerate(zip(input_ids, mask, strict=True)):
+        for predictions in (own, *([] if taught is None else [taught])):
+            predictions.look(input_ids[0])
+        for b in distributed.share(len(input_ids)):
+            ids, real = input_ids[b], mask[b]
             scored = (real[:-1] & new_tokens(mask, b, stride)[1:]).nonzero().squeeze(1)
             states, head = own.block(b, ids, real, scored)
             known = None if taught is None else taught.block(b, ids, real, scored)
             sums[b] = _score(states, head, ids[1:][scored.to(ids.device)], known)
+            if ran:
+                ran(b)
             if progress:
-                progress(b + 1, len(input_ids))
+                progress(min(b + distributed.size(), len(input_ids)), len(input_ids))
+    distributed.collect_(sums)
     tokens, nll, kl, agreements = sums.sum(0).tolist()
     if not (nll / tokens < HIGHEST_NLL and math.isfinite(kl)):
         raise UserError(

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from tomoe import distributed
 from tomoe.report.perplexity import evaluating, forward_block, has_inner
 
 ROUTER = ".mlp.router"
@@ -39,6 +40,7 @@ class ExpertCounter:
     def __init__(self, model: nn.Module):
         self.routers = [module for name, module in model.named_modules() if name.endswith(ROUTER)]
         self.chosen: dict[nn.Module, Tensor] = {}  # one-hot [S, N] of the last forward pass
+        self.experts: dict[nn.Module, int] = {}
         self.counts: dict[str, dict[nn.Module, Tensor]] = {}  # by source, "" where none is named
         self.tokens: dict[str, int] = {}
 
@@ -53,6 +55,7 @@ class ExpertCounter:
     def _note(self, router: nn.Module, _args: Any, output: Any) -> None:
         logits = output[0] if isinstance(output, tuple) else output
         logits = logits.reshape(-1, logits.shape[-1])
+        self.experts[router] = logits.shape[-1]
         self.chosen[router] = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1])
 
     def count(self, real: Bool[Tensor, " S"], source: str = "") -> None:
@@ -62,6 +65,19 @@ class ExpertCounter:
             own[router] = own.get(router, 0) + chosen[real.to(chosen.device)].sum(0).cpu()
         self.tokens[source] = self.tokens.get(source, 0) + int(real.sum())
         self.chosen.clear()
+
+    def collect(self, sources: Sequence[str]) -> None:
+        """Add up what several processes counted; `sources` are those of all blocks, this process's or not."""
+        if distributed.size() == 1 or not self.routers:
+            return
+        for source in sorted(set(sources)):
+            own = self.counts.setdefault(source, {})
+            for router in self.routers:
+                own.setdefault(router, torch.zeros(self.experts[router], dtype=torch.long))
+                distributed.collect_(own[router])
+            tokens = torch.tensor(self.tokens.get(source, 0))
+            distributed.collect_(tokens)
+            self.tokens[source] = int(tokens)
 
     def usage(self) -> ExpertUsage | None:
         """Shares by layer, all sources together; None where the model has no router."""
