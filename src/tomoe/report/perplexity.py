@@ -143,21 +143,8 @@ def measure(
     taught = Predictions(reference) if isinstance(reference, nn.Module) else reference
     model, other = own.model, None if taught is None else taught.model
     _check(model, input_ids, mask)
-    sums = torch.zeros(len(input_ids), 4, dtype=torch.float64)  # per block: tokens, nll, KL, agreements
     with torch.no_grad(), evaluating(model), evaluating(other):
-        for predictions in (own, *([] if taught is None else [taught])):
-            predictions.look(input_ids[0])
-        for b in distributed.share(len(input_ids)):
-            ids, real = input_ids[b], mask[b]
-            scored = (real[:-1] & new_tokens(mask, b, stride)[1:]).nonzero().squeeze(1)
-            states, head = own.block(b, ids, real, scored)
-            known = None if taught is None else taught.block(b, ids, real, scored)
-            sums[b] = _score(states, head, ids[1:][scored.to(ids.device)], known)
-            if ran:
-                ran(b)
-            if progress:
-                progress(min(b + distributed.size(), len(input_ids)), len(input_ids))
-    distributed.collect_(sums)
+        sums = _sum_blocks(own, taught, input_ids, mask, stride, ran, progress)
     tokens, nll, kl, agreements = sums.sum(0).tolist()
     if not (nll / tokens < HIGHEST_NLL and math.isfinite(kl)):
         raise UserError(
@@ -184,6 +171,33 @@ def measure(
         seed=seed,
         versions={m.__name__: str(m.__version__) for m in (torch, transformers, tomoe)},
     )
+
+
+def _sum_blocks(
+    own: Predictions,
+    taught: Predictions | None,
+    input_ids: Int[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"],
+    stride: int | None,
+    ran: Callable[[int], None] | None,
+    progress: Progress | None,
+) -> Float[Tensor, "B 4"]:
+    """Of every block: tokens, nll, KL, agreements. This process runs its share, and gets the others' from them."""
+    sums = torch.zeros(len(input_ids), 4, dtype=torch.float64)
+    for predictions in (own, *([] if taught is None else [taught])):
+        predictions.look(input_ids[0])
+    for b in distributed.share(len(input_ids)):
+        ids, real = input_ids[b], mask[b]
+        scored = (real[:-1] & new_tokens(mask, b, stride)[1:]).nonzero().squeeze(1)
+        states, head = own.block(b, ids, real, scored)
+        known = None if taught is None else taught.block(b, ids, real, scored)
+        sums[b] = _score(states, head, ids[1:][scored.to(ids.device)], known)
+        if ran:
+            ran(b)
+        if progress:
+            progress(min(b + distributed.size(), len(input_ids)), len(input_ids))
+    distributed.collect_(sums)
+    return sums
 
 
 def ratio_error(sums: Float[Tensor, " B"], tokens: Float[Tensor, " B"]) -> float | None:
