@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
-from test_experts import CASES, Case, make_inputs, make_mlp, one_by_one, run_reference
+import test_experts
+from test_experts import (
+    CASES,
+    Case,
+    make_inputs,
+    make_mlp,
+    one_by_one,
+    run_reference,
+)
+from tomoe.moe.fold import neuron_order
 from tomoe.moe.kernels import build, native
 from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, choose_backend
 
@@ -93,24 +103,88 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
 
 
 @compiled
-def test_auto_takes_it_for_few_tokens_and_only_where_it_fits() -> None:
+def test_auto_takes_it_wherever_it_fits() -> None:
     mlp = make_mlp(Case())
 
     def chosen(tokens: int, dtype: torch.dtype = torch.float32) -> str:
         return choose_backend(mlp, torch.zeros(tokens, 32, dtype=dtype))
 
-    assert [chosen(n) for n in (1, 8, 511)] == ["native"] * 3
-    others = (chosen(512), chosen(0), chosen(8, torch.bfloat16), chosen(8, torch.float64))
-    assert "native" not in others
-    assert choose_backend(make_mlp(Case(union=4096, hidden=8)), torch.zeros(1000, 8)) == "native"
+    assert [chosen(n) for n in (1, 8, 512)] == ["native"] * 3
+    assert "native" not in (chosen(0), chosen(8, torch.bfloat16), chosen(8, torch.float64))
     half = make_mlp(Case(), torch.bfloat16)
-    assert [choose_backend(half, torch.zeros(n, 32, dtype=torch.bfloat16)) for n in (128, 129)] == ["native", "masked"]
+    assert choose_backend(half, torch.zeros(300, 32, dtype=torch.bfloat16)) == "native"
     mlp.up_proj.requires_grad_()
     assert chosen(8) == "masked"
     with torch.no_grad():
         assert chosen(8) == "native"
     assert choose_backend(make_mlp(CASES["more experts than bits"]), torch.zeros(8, 32)) == "masked"
     assert choose_backend(make_mlp(CASES["an activation of its own"]), torch.zeros(8, 32)) == "masked"
+
+
+def in_panels(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr(native, "PANEL_TOKENS", dict.fromkeys(native.PANEL_TOKENS, tokens))
+
+
+@compiled
+@pytest.mark.parametrize("name", CASES)
+def test_panels_compute_the_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of matrices, whatever the number of tokens: in float32 to rounding, in bfloat16 as every backend."""
+    in_panels(monkeypatch, 1)
+    test_experts.test_backends_compute_the_experts(name, "native")
+    test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
+
+
+@compiled
+@pytest.mark.parametrize("dtype", native.DTYPES)
+def test_panels_of_several_experts_and_tiles_of_several_groups(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1,300 neurons in eight experts: groups of five that join in tiles, and more words of down rows than one chunk."""
+    case = Case(tokens=83, experts=8, width=700, union=1300, hidden=45)
+    mlp, (x, expert_ids) = make_mlp(case, dtype), make_inputs(case, dtype)
+    order = torch.zeros(8, 1300, dtype=torch.bool).scatter_(1, mlp.expert_neurons.long(), True)
+    order = neuron_order(order)
+    place = torch.full((1300,), -1).index_put_((order,), torch.arange(len(order)))
+    mlp.expert_neurons.copy_(place[mlp.expert_neurons.long()].sort().values)
+    results = []
+    for tokens in (1, 1000):  # in panels, and row after row
+        in_panels(monkeypatch, tokens)
+        results.append(EXPERT_BACKENDS["native"](mlp, x, expert_ids))
+    meant, sizes = one_by_one(mlp, x, expert_ids)
+    unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
+    for found in results:
+        assert ((found.double() - meant).abs() <= 6 * unit * sizes + unit * meant.abs()).all()
+
+
+@compiled
+@pytest.mark.parametrize("name", ["plain", "no gate", "one token", "an activation of its own"])
+def test_a_graph_holds_it_as_one_operator(name: str) -> None:
+    """Compiled without a break it gives the same bytes; where it does not fit, the graph masks."""
+    mlp, (x, _) = make_mlp(CASES[name], torch.bfloat16), make_inputs(CASES[name], torch.bfloat16)
+    mlp.router.float()
+    called: list[str] = []
+
+    def note(graph: GraphModule, _: list[Tensor]) -> GraphModule:
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        compiled_mlp = torch.compile(mlp, fullgraph=True, backend=note)
+        torch.testing.assert_close(compiled_mlp(x), mlp(x), rtol=0, atol=0)
+        assert ("tomoe.experts.default" in called) == (name != "an activation of its own")
+        # Other experts in place: the graph keeps no neurons of its own.
+        mlp.expert_neurons.copy_(39 - mlp.expert_neurons.flip(1))
+        torch.testing.assert_close(compiled_mlp(x), mlp(x), rtol=0, atol=0)
+
+
+@compiled
+def test_the_operator_is_one_that_pytorch_can_trust() -> None:
+    for case in (Case(), Case(gated=False, bias=True, activation="gelu_new")):
+        mlp, (x, expert_ids) = make_mlp(case), make_inputs(case)
+        weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
+        kind = native.activation_kind(mlp)
+        torch.library.opcheck(native.experts, (x, expert_ids, mlp.expert_neurons, *weights, kind))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +216,9 @@ def test_activations_far_out(activation: str) -> None:
 
 
 @compiled
-def test_numbers_that_are_none_stay_none() -> None:
+@pytest.mark.parametrize("panels_from", [1, 1000])
+def test_numbers_that_are_none_stay_none(panels_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_panels(monkeypatch, panels_from)
     for dtype in native.DTYPES:
         mlp, (x, expert_ids) = make_mlp(Case(), dtype), make_inputs(Case(), dtype)
         x[3, 5] = torch.nan
@@ -152,7 +228,9 @@ def test_numbers_that_are_none_stay_none() -> None:
 
 
 @compiled
-def test_any_number_of_threads_gives_the_same_bytes() -> None:
+@pytest.mark.parametrize("panels_from", [1, 1000])
+def test_any_number_of_threads_gives_the_same_bytes(panels_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_panels(monkeypatch, panels_from)
     mlp, (x, expert_ids) = make_mlp(CASES["wide"]), make_inputs(CASES["wide"])
     before = torch.get_num_threads()
     try:

@@ -175,11 +175,11 @@ def run_copies(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
 
 def choose_backend(mlp: ToMoEMLP, x: Tensor) -> str:
     """The backend that `auto` takes for inputs like `x` [T, D]: device, dtype, shape and gradient count, values do not."""
-    if torch.compiler.is_compiling():
-        return "masked"  # asking which experts got tokens breaks a graph
     for choose in BACKEND_CHOICES:
         if name := choose(mlp, x):
             return name
+    if torch.compiler.is_compiling():
+        return "masked"  # asking which experts got tokens breaks a graph
     if len(x) == 1 and x.device.type != "cpu":
         return "masked"  # asking for the expert's number makes a GPU wait
     # Expert after expert, a few tokens read all rows more than once; many tokens are worth it.
@@ -554,7 +554,8 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = outputs.last_hidden_state
         assert hidden is not None
-        logits = self.lm_head(hidden[:, kept, :])
+        # Of a slice of rows PyTorch makes a product of batches, and for it, on a CPU, a copy of the whole matrix.
+        logits = self.lm_head(hidden[:, kept, :].contiguous())
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

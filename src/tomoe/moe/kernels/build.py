@@ -44,7 +44,7 @@ def _compiled(source: Path) -> Path | None:
     if compiler is None:
         log.info("no native kernel: no C++ compiler (%s)", asked or ", ".join(COMPILERS))
         return None
-    text = source.read_bytes()
+    text = b"\0".join(path.read_bytes() for path in [source, *sorted(source.parent.glob("*.h"))])
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
     key = hashlib.sha256(b"\0".join([text, version, " ".join(FLAGS).encode(), _processor()])).hexdigest()[:20]
     path = cache_folder() / "kernels" / f"{source.stem}-{key}.so"

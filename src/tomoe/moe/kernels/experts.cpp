@@ -5,66 +5,13 @@
 // neurons are shared out over the threads. Second pass: columns of the output are, so no sum is shared between threads
 // and the result does not depend on their number. Sums are float32; activations are rounded to the weights' type.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <new>
-#include <vector>
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#include <immintrin.h>
-#define HAS_BF16_DOT 1
-#endif
+#include "panels.h"
+#include "vectors.h"
 
 namespace {
 
-constexpr int ROWS = 16;   // neurons of a block
 constexpr int64_t SUMS = 1 << 16;  // floats of the second pass that stay in a core's cache
 constexpr int TILE = 6;    // tokens that meet four of its rows at once
-constexpr int LANES = 16;  // floats of a vector; the compiler splits it where registers are narrower
-typedef float Floats __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-struct bf16 {
-    uint16_t bits;
-};
-
-inline Floats load(const float* p) {
-    Floats v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-inline Floats load(const bf16* p) {
-    Halves h;
-    std::memcpy(&h, p, sizeof h);
-    return (Floats)(__builtin_convertvector(h, Words) << 16);
-}
-inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
-inline float wide(float v) { return v; }
-inline float wide(bf16 v) {
-    uint32_t bits = (uint32_t)v.bits << 16;
-    float f;
-    std::memcpy(&f, &bits, sizeof f);
-    return f;
-}
-inline void narrow(float v, float& out) { out = v; }
-inline void narrow(float v, bf16& out) {  // to nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &v, sizeof bits);
-    out.bits = v != v ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-inline float sum(Floats v) {
-    typedef float Eight __attribute__((vector_size(32)));
-    typedef float Four __attribute__((vector_size(16)));
-    Eight e[2];
-    std::memcpy(e, &v, sizeof v);
-    e[0] += e[1];
-    Four f[2];
-    std::memcpy(f, e, sizeof f);
-    f[0] += f[1];
-    return (f[0][0] + f[0][2]) + (f[0][1] + f[0][3]);
-}
-
 // out[r][c] = rows[r] . tokens[c]
 template <class W, int R, int C>
 inline void dots(const W* const* rows, const W* const* tokens, int64_t size, float (*out)[ROWS], int r0) {
@@ -115,68 +62,11 @@ inline void project(const W* const* rows, int count, const W* const* tokens, int
     }
 }
 
-inline float exponential(float x) {  // relative error below 3e-7; branch-free, so that loops over it vectorise
-    x = x < -87.3f ? -87.3f : x > 88.3f ? 88.3f : x;
-    float n = std::floor(x * 1.44269504f + 0.5f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.f + r * (1.f + r * (0.5f + r * (0.16666667f + r * (0.041666664f + r * (0.0083333f + r * 0.0013888f)))));
-    int32_t bits;
-    std::memcpy(&bits, &p, sizeof bits);
-    bits += (int32_t)n << 23;
-    std::memcpy(&p, &bits, sizeof p);
-    return p;
-}
-
-enum Activation { SILU, RELU, GELU, GELU_TANH };
-inline void activate(int kind, float* v) {
-    for (int i = 0; i < ROWS; i++) {
-        float x = v[i];
-        if (kind == SILU) v[i] = x / (1.f + exponential(-x));
-        if (kind == RELU) v[i] = x < 0 ? 0.f : x;
-        if (kind == GELU) v[i] = 0.5f * x * (1.f + std::erf(x * 0.70710678f));
-        if (kind == GELU_TANH) v[i] = x / (1.f + exponential(-1.5957691f * (x + 0.044715f * x * x * x)));
-    }
-}
-
 struct Block {
     int32_t rows[ROWS];
     int32_t count;
     int32_t group;
     int64_t place;  // of its first activations
-};
-
-// Neurons by the set of working experts that they belong to, in order of first appearance, each in blocks of 16.
-struct Groups {
-    std::vector<uint64_t> sets;
-    std::vector<std::vector<int32_t>> rows;
-    Groups(const uint64_t* members, int64_t neurons, uint64_t working) {
-        std::vector<int32_t> slots(1024, -1);
-        int32_t last = -1;
-        for (int64_t u = 0; u < neurons; u++) {
-            uint64_t set = members[u] & working;
-            if (!set) continue;
-            if (last < 0 || sets[last] != set) last = find(set, slots);
-            rows[last].push_back((int32_t)u);
-        }
-    }
-    int32_t find(uint64_t set, std::vector<int32_t>& slots) {
-        if (2 * sets.size() >= slots.size()) {
-            slots.assign(2 * slots.size(), -1);
-            for (size_t g = 0; g < sets.size(); g++) slots[probe(sets[g], slots)] = (int32_t)g;
-        }
-        size_t i = probe(set, slots);
-        if (slots[i] < 0) {
-            slots[i] = (int32_t)sets.size();
-            sets.push_back(set);
-            rows.emplace_back();
-        }
-        return slots[i];
-    }
-    size_t probe(uint64_t set, const std::vector<int32_t>& slots) const {
-        size_t i = (set * 0x9E3779B97F4A7C15ull) >> 40 & (slots.size() - 1);
-        while (slots[i] >= 0 && sets[slots[i]] != set) i = (i + 1) & (slots.size() - 1);
-        return i;
-    }
 };
 
 // y[.., 32 columns] += activations of a block times its down rows. `y` and `h` hold the tokens of the block one after another.
@@ -237,7 +127,7 @@ inline int column(int i) {
 }
 
 template <class W>
-void run(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t size, int64_t neurons, const uint64_t* members,
+void run_rows(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t size, int64_t neurons, const uint64_t* members,
          const W* gate, const W* up, const W* down, const W* gate_bias, const W* up_bias, int kind, W* y, int threads) {
     uint64_t working = 0;
     for (int64_t t = 0; t < num_tokens; t++) working |= 1ull << expert_ids[t];
@@ -290,10 +180,11 @@ void run(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t size
                         for (int r = 0; r < ROWS; r++) u[c][r] += wide(up_bias[b.rows[r]]);
                     if (gate_bias)
                         for (int r = 0; r < ROWS; r++) g[c][r] += wide(gate_bias[b.rows[r]]);
-                    float* v = gate ? g[c] : u[c];
-                    activate(kind, v);
+                    const Floats v = gate ? activate(kind, load(g[c])) * load(u[c]) : activate(kind, load(u[c]));
+                    float made[ROWS];
+                    store(made, v);
                     W* h = hidden.data() + b.place + ROWS * (t + c);
-                    for (int r = 0; r < ROWS; r++) narrow(r < b.count ? (gate ? v[r] * u[c][r] : v[r]) : 0.f, h[r]);
+                    for (int r = 0; r < ROWS; r++) narrow(r < b.count ? made[r] : 0.f, h[r]);
                 }
             }
         }
@@ -332,19 +223,24 @@ void run(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t size
     }
 }
 
+template <class W>
+void run(bool panels, const void* x, const int64_t* expert_ids, int64_t num_tokens, int64_t size, int64_t neurons,
+         const uint64_t* members, const void* gate, const void* up, const void* down, const void* gate_bias,
+         const void* up_bias, int kind, void* y, int threads) {
+    (panels ? run_panels<W> : run_rows<W>)((const W*)x, expert_ids, num_tokens, size, neurons, members, (const W*)gate,
+                                           (const W*)up, (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind,
+                                           (W*)y, threads);
+}
+
 }  // namespace
 
-// 0: done; 1: not enough memory.
-extern "C" int tomoe_experts(int is_bf16, const void* x, const int64_t* expert_ids, int64_t num_tokens, int64_t size,
-                             int64_t neurons, const uint64_t* members, const void* gate, const void* up, const void* down,
-                             const void* gate_bias, const void* up_bias, int kind, void* y, int threads) {
+// `panels`: products of matrices (many tokens), not row by row. 0: done; 1: not enough memory.
+extern "C" int tomoe_experts(int is_bf16, int panels, const void* x, const int64_t* expert_ids, int64_t num_tokens,
+                             int64_t size, int64_t neurons, const uint64_t* members, const void* gate, const void* up,
+                             const void* down, const void* gate_bias, const void* up_bias, int kind, void* y, int threads) {
     try {
-        if (is_bf16)
-            run((const bf16*)x, expert_ids, num_tokens, size, neurons, members, (const bf16*)gate, (const bf16*)up,
-                (const bf16*)down, (const bf16*)gate_bias, (const bf16*)up_bias, kind, (bf16*)y, threads);
-        else
-            run((const float*)x, expert_ids, num_tokens, size, neurons, members, (const float*)gate, (const float*)up,
-                (const float*)down, (const float*)gate_bias, (const float*)up_bias, kind, (float*)y, threads);
+        (is_bf16 ? run<bf16> : run<float>)(panels, x, expert_ids, num_tokens, size, neurons, members, gate, up, down,
+                                           gate_bias, up_bias, kind, y, threads);
     } catch (const std::bad_alloc&) {
         return 1;
     }

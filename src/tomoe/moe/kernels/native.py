@@ -7,11 +7,13 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tomoe.moe.kernels.build import load
 from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked
@@ -20,22 +22,22 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_EXPERTS = 63  # membership of a neuron is the bits of one signed number
-# Up to so many tokens it wins in layers of any size; always where groups of neurons are large: eight halves of 4,096
-# neurons make groups of sixteen, as the kernel wants them.
-FEW_TOKENS = {torch.float32: 511, torch.bfloat16: 128}
+# From so many tokens on the kernel multiplies matrices in panels of tokens; fewer meet one row after another. Eight halves
+# of 4,096 neurons make groups of sixteen, which suit row after row longer.
+PANEL_TOKENS = {"few neurons": 64, "many neurons": 192}
 MANY_NEURONS = 4096
 CHUNK = 2048  # tokens whose activations are kept at once
 # In the order of the kernel's own list.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, lambda x: F.gelu(x, approximate="tanh"))
 
 
-def choose_native(mlp: ToMoEMLP, x: Float[Tensor, "T D"]) -> str | None:
-    """For `auto`: native where it can run, and tokens are few or neurons many."""
-    suits = 0 < len(x) <= FEW_TOKENS.get(x.dtype, 0) or (len(x) > 0 and len(mlp.up_proj) >= MANY_NEURONS)
-    return "native" if suits and fits(mlp, x) else None
+# What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
+def choose_native(mlp: ToMoEMLP, x: Tensor) -> str | None:
+    """For `auto`: native wherever it can run."""
+    return "native" if len(x) and fits(mlp, x) else None
 
 
-def fits(mlp: ToMoEMLP, x: Float[Tensor, "T D"]) -> bool:
+def fits(mlp: ToMoEMLP, x: Tensor) -> bool:
     """Whether the kernel can do this: on the CPU, float32 or bfloat16, without gradients, and there is a compiler."""
     if x.device.type != "cpu" or x.dtype not in DTYPES:
         return False
@@ -43,7 +45,14 @@ def fits(mlp: ToMoEMLP, x: Float[Tensor, "T D"]) -> bool:
         return False
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in mlp.parameters())):
         return False
-    return activation_kind(mlp) is not None and kernel() is not None
+    return working_kind(mlp) is not None
+
+
+# Asked once while compiling, because what it does would break the graph.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def working_kind(mlp: ToMoEMLP) -> int | None:
+    """The number of the MLP's activation, if the kernel knows it and is there."""
+    return None if kernel() is None else activation_kind(mlp)
 
 
 def activation_kind(mlp: ToMoEMLP) -> int | None:
@@ -59,19 +68,71 @@ def activation_kind(mlp: ToMoEMLP) -> int | None:
     return mlp.derived("activation", recognise)
 
 
-def run_native(mlp: ToMoEMLP, x: Float[Tensor, "T D"], expert_ids: Int[Tensor, " T"]) -> Float[Tensor, "T D"]:
-    """All experts in one call of the compiled kernel; where it does not fit, `masked`."""
-    run = kernel() if len(x) and fits(mlp, x) else None
-    kind = None if run is None else activation_kind(mlp)
-    if run is None or kind is None:
+def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
+    """All experts in one call of the compiled kernel; where it does not fit, `masked`.
+
+    Within torch.compile it is the operator `tomoe::experts`, one node of the graph.
+    """
+    kind = working_kind(mlp) if len(x) and fits(mlp, x) else None
+    if kind is None:
         return run_masked(mlp, x, expert_ids)
-    members = mlp.derived("members", lambda: member_bits(mlp.expert_neurons, len(mlp.up_proj)), mlp.expert_neurons)
     weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
+    if torch.compiler.is_compiling():
+        return experts(x, expert_ids, mlp.expert_neurons, *weights, kind)
+    members = mlp.derived("members", lambda: member_bits(mlp.expert_neurons, len(mlp.up_proj)), mlp.expert_neurons)
+    return call(x, expert_ids, members, weights, kind)
+
+
+def call(
+    x: Float[Tensor, "T D"],
+    expert_ids: Int[Tensor, " T"],
+    members: Int[Tensor, " U"],
+    weights: Sequence[Tensor | None],
+    kind: int,
+) -> Float[Tensor, "T D"]:
+    """The kernel, on a bounded number of tokens at a time. Raises RuntimeError where there is none."""
+    run = kernel()
+    if run is None:
+        raise RuntimeError(
+            "the native kernel is not there: no C++ compiler, or TOMOE_NATIVE=0; compile the model again"
+        )
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
-    if len(x) <= CHUNK:
-        return run(x, expert_ids, members, weights, kind)
+    limit = PANEL_TOKENS["few neurons" if len(members) < MANY_NEURONS else "many neurons"]
     chunks = zip(x.split(CHUNK), expert_ids.split(CHUNK), strict=True)
-    return torch.cat([run(some, ids, members, weights, kind) for some, ids in chunks])
+    found = [run(some, ids, members, weights, kind, len(some) >= limit) for some, ids in chunks]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+SCHEMA = (
+    "(Tensor x, Tensor expert_ids, Tensor expert_neurons, Tensor? gate, Tensor up, Tensor down, "
+    "Tensor? gate_bias, Tensor? up_bias, int kind) -> Tensor"
+)
+
+
+@torch.library.custom_op("tomoe::experts", mutates_args=(), schema=SCHEMA)
+def experts(
+    x: Tensor, expert_ids: Tensor, expert_neurons: Tensor, gate: Tensor | None, up: Tensor, down: Tensor,
+    gate_bias: Tensor | None, up_bias: Tensor | None, kind: int,
+) -> Tensor:  # fmt: skip
+    """The kernel as an operator of PyTorch, for graphs."""
+    return call(x, expert_ids, _members_of(expert_neurons, len(up)), (gate, up, down, gate_bias, up_bias), kind)
+
+
+@experts.register_fake
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_members = WeakTensorKeyDictionary()
+
+
+def _members_of(expert_neurons: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
+    """`member_bits`, made once for a tensor until it changes."""
+    stamp = (expert_neurons.data_ptr(), -1 if expert_neurons.is_inference() else expert_neurons._version, union)
+    kept = _members.get(expert_neurons)
+    if kept is None or kept[0] != stamp:
+        kept = _members[expert_neurons] = (stamp, member_bits(expert_neurons, union))
+    return cast(Tensor, kept[1])
 
 
 def member_bits(expert_neurons: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
@@ -82,7 +143,7 @@ def member_bits(expert_neurons: Int[Tensor, "N W"], union: int) -> Int[Tensor, "
     return bits
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int, bool], Tensor]
 
 
 @cache
@@ -92,7 +153,7 @@ def kernel() -> Kernel | None:
     if library is None:
         return None
     run = _typed(library)
-    if not all(_sound(run, dtype) for dtype in DTYPES):
+    if not all(_sound(run, dtype, panels) for dtype in DTYPES for panels in (False, True)):
         log.warning("the native kernel computes something else on this machine; it is not used")
         return None
     return run
@@ -103,14 +164,16 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     compiled = library.tomoe_experts
     compiled.restype = small
     compiled.argtypes = [
-        small, pointer, pointer, number, number, number, pointer,
+        small, small, pointer, pointer, number, number, number, pointer,
         pointer, pointer, pointer, pointer, pointer, small, pointer, small,
     ]  # fmt: skip
 
-    def run(x: Tensor, expert_ids: Tensor, members: Tensor, weights: Sequence[Tensor | None], kind: int) -> Tensor:
+    def run(
+        x: Tensor, expert_ids: Tensor, members: Tensor, weights: Sequence[Tensor | None], kind: int, panels: bool
+    ) -> Tensor:
         y = torch.empty_like(x)
         failed = compiled(
-            x.dtype == torch.bfloat16, x.data_ptr(), expert_ids.data_ptr(), *x.shape, len(members), members.data_ptr(),
+            x.dtype == torch.bfloat16, panels, x.data_ptr(), expert_ids.data_ptr(), *x.shape, len(members), members.data_ptr(),
             *(None if w is None else w.data_ptr() for w in weights), kind, y.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         if failed:
@@ -120,7 +183,7 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     return run
 
 
-def _sound(run: Kernel, dtype: torch.dtype) -> bool:
+def _sound(run: Kernel, dtype: torch.dtype, panels: bool) -> bool:
     """Nine tokens of 70 dims, three experts of 40 neurons: what the compiler made of the source, against PyTorch."""
     tokens, size, union = 9, 70, 40
     x, gate, up, down = (
@@ -128,7 +191,7 @@ def _sound(run: Kernel, dtype: torch.dtype) -> bool:
         for rows, seed in ((tokens, 977), (union, 1009), (union, 1511), (union, 2003))
     )
     expert_ids, members = torch.arange(tokens) % 3, torch.arange(union) % 8
-    found = run(x, expert_ids, members, (gate, up, down, None, None), 0)
+    found = run(x, expert_ids, members, (gate, up, down, None, None), 0, panels)
     h = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t()) * (members >> expert_ids[:, None] & 1)
     meant = h @ down.float()
     return bool((found - meant).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * meant.abs().max())

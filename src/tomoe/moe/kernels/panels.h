@@ -1,0 +1,491 @@
+// Many tokens: products of matrices, in registers. Tokens stand sorted by expert, 16 to a panel, one in each lane.
+//
+// First pass: a tile of up to seven neurons (their gate and up rows, laid out so that one step's numbers are neighbours)
+// meets every panel in which some token needs one of them. Neurons of a tile may belong to different experts; where a
+// token's expert does not have a neuron, its activation is zero. Second pass: 32 columns of the output at a time, tokens
+// of one expert against the tiles that reach it, in chunks whose down rows a core's cache holds.
+// The unit of both is a word: one float32, or two bfloat16 of neighbouring dims (first pass) or neurons (second pass).
+
+#pragma once
+#include "vectors.h"
+
+namespace {
+
+constexpr int PANEL = LANES;  // tokens
+constexpr int MOST = 7;       // neurons of a tile
+constexpr int EIGHT = 8;      // tokens of one expert that meet 32 columns at once
+constexpr int64_t CHUNK = 1024;  // words of a column of down rows that stay in a core's cache
+
+struct alignas(64) Line {
+    uint32_t words[LANES];
+};
+inline Words load(const Line& line) {
+    Words v;
+    std::memcpy(&v, line.words, sizeof v);
+    return v;
+}
+inline void store(Line& line, Words v) { std::memcpy(line.words, &v, sizeof v); }
+
+// Elements in a word: two bfloat16 only where the processor multiplies pairs of them.
+template <class W>
+constexpr int each() {
+#ifdef HAS_BF16_DOT
+    return sizeof(W) == 2 ? 2 : 1;
+#else
+    return 1;
+#endif
+}
+template <class W>
+constexpr int64_t in_words(int64_t elements) {
+    return (elements + each<W>() - 1) / each<W>();
+}
+
+template <class W>
+inline Floats add_product(Floats sums, Words a, uint32_t b) {
+#ifdef HAS_BF16_DOT
+    if constexpr (each<W>() == 2)
+        return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
+#endif
+    float f;
+    std::memcpy(&f, &b, sizeof f);
+    return sums + (Floats)a * f;
+}
+
+inline Words chosen(Words a, Words b, Words lanes) {  // lanes below 16 are of a, the others of b
+#ifdef __clang__
+    Words v;
+    for (int i = 0; i < LANES; i++) v[i] = lanes[i] < LANES ? a[lanes[i]] : b[lanes[i] - LANES];
+    return v;
+#else
+    return __builtin_shuffle(a, b, lanes);
+#endif
+}
+
+template <int S>
+inline void transpose_step(Words* v) {  // blocks of S x S change places across the diagonal
+    Words first, second;
+    for (int l = 0; l < LANES; l++) {
+        first[l] = l & S ? LANES + l - S : l;
+        second[l] = l & S ? LANES + l : l + S;
+    }
+    for (int i = 0; i < LANES; i++) {
+        if (i & S) continue;
+        Words a = v[i], b = v[i | S];
+        v[i] = chosen(a, b, first);
+        v[i | S] = chosen(a, b, second);
+    }
+}
+inline void transpose(Words* v) {
+    transpose_step<1>(v);
+    transpose_step<2>(v);
+    transpose_step<4>(v);
+    transpose_step<8>(v);
+}
+
+template <class W>
+inline Words load_words(const W* p) {
+#ifdef HAS_BF16_DOT
+    if constexpr (each<W>() == 2) {
+        Words v;
+        std::memcpy(&v, p, sizeof v);
+        return v;
+    }
+#endif
+    return (Words)load(p);
+}
+
+// out[k].words[i] = word k of row i; a row that is null is zero.
+template <class W>
+inline void interleave(const W* const* rows, int64_t size, Line* out) {
+    constexpr int64_t STEP = LANES * each<W>();
+    for (int64_t d = 0; d < size; d += STEP) {
+        Words v[LANES];
+        for (int i = 0; i < LANES; i++) {
+            if (!rows[i]) {
+                v[i] = Words{};
+            } else if (d + STEP <= size) {
+                v[i] = load_words(rows[i] + d);
+            } else {
+                W tail[STEP] = {};
+                std::memcpy(tail, rows[i] + d, (size - d) * sizeof(W));
+                v[i] = load_words(tail);
+            }
+        }
+        transpose(v);
+        const int64_t first = d / each<W>(), count = std::min<int64_t>(LANES, in_words<W>(size) - first);
+        for (int64_t k = 0; k < count; k++) store(out[first + k], v[k]);
+    }
+}
+
+// sums[p][r]: row r of `rows` (one word of each row in a line) against the 16 tokens of panel p.
+template <class W, int R, int P>
+inline void multiply(const Line* rows, const Line* const* panels, int64_t depth, Floats (*sums)[2 * MOST]) {
+    Floats acc[P][R] = {};
+    for (int64_t k = 0; k < depth; k++) {
+        Words x[P];
+        for (int p = 0; p < P; p++) x[p] = load(panels[p][k]);
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < P; p++) acc[p][r] = add_product<W>(acc[p][r], x[p], rows[k].words[r]);
+    }
+    for (int p = 0; p < P; p++)
+        for (int r = 0; r < R; r++) sums[p][r] = acc[p][r];
+}
+template <class W, int P>
+inline void multiply(const Line* rows, int count, const Line* const* panels, int64_t depth, Floats (*sums)[2 * MOST]) {
+    switch (count) {
+        case 1: return multiply<W, 1, P>(rows, panels, depth, sums);
+        case 2: return multiply<W, 2, P>(rows, panels, depth, sums);
+        case 3: return multiply<W, 3, P>(rows, panels, depth, sums);
+        case 4: return multiply<W, 4, P>(rows, panels, depth, sums);
+        case 5: return multiply<W, 5, P>(rows, panels, depth, sums);
+        case 6: return multiply<W, 6, P>(rows, panels, depth, sums);
+        case 7: return multiply<W, 7, P>(rows, panels, depth, sums);
+        case 8: return multiply<W, 8, P>(rows, panels, depth, sums);
+        case 10: return multiply<W, 10, P>(rows, panels, depth, sums);
+        case 12: return multiply<W, 12, P>(rows, panels, depth, sums);
+        default: return multiply<W, 14, P>(rows, panels, depth, sums);
+    }
+}
+
+inline Words rounded(Floats v) {  // to bfloat16, in the low half; to nearest, ties to even; NaN stays NaN
+    Words bits = (Words)v;
+    Words r = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return v != v ? Words{} + 0x7fc0 : r;
+}
+template <class W>
+inline Words word_of(Floats low, Floats high) {  // activations of one neuron, or of two
+    if constexpr (sizeof(W) == 4) return (Words)low;
+    if constexpr (each<W>() == 1) return rounded(low) << 16;
+    return rounded(low) | rounded(high) << 16;
+}
+
+struct Tile {
+    int32_t rows[MOST];
+    int32_t count = 0;
+    uint64_t sets[MOST];  // working experts that each neuron belongs to
+    uint64_t reach = 0;   // those of any
+    int64_t slot;         // of its first word among those of all tiles
+};
+
+struct Range {
+    int64_t slot, place, count;  // words of down rows, and of activations within a panel, that belong together
+};
+
+// Tokens of one expert in one panel, at most eight.
+struct Some {
+    int64_t panel, lane, count;
+    int32_t expert;
+    int32_t pair;  // of panel's kind and expert
+};
+
+// Tokens in the order of their experts, in panels; which tiles meet which panels, and where activations stand.
+template <class W>
+struct Layout {
+    std::vector<int32_t> order;        // tokens
+    std::vector<int32_t> experts;      // of the sorted tokens
+    std::vector<uint64_t> reach;       // experts of each panel
+    std::vector<int32_t> kind;         // panels with the same experts are of one kind
+    std::vector<uint64_t> kinds;
+    std::vector<int64_t> popularity;   // panels of a kind
+    std::vector<Some> some;
+    std::vector<size_t> first_of;      // of each panel among `some`, and the end
+    std::vector<std::pair<int32_t, int32_t>> pairs;  // (kind, expert)
+    std::vector<Tile> tiles;
+    std::vector<std::vector<int64_t>> places;  // [kind][tile], -1 where they do not meet
+    std::vector<int64_t> starts;       // of each panel's activations, in lines
+    std::vector<int64_t> chunks;       // tiles at which a chunk begins, and the end
+    std::vector<int32_t> word_rows;    // neurons of each word of down rows; where one is missing, its neighbour again
+    int64_t slots = 0;
+
+    Layout(const int64_t* expert_ids, int64_t num_tokens, int64_t neurons, const uint64_t* members) {
+        order.resize(num_tokens);
+        for (int64_t t = 0; t < num_tokens; t++) order[t] = (int32_t)t;
+        std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return expert_ids[a] < expert_ids[b]; });
+        uint64_t working = 0;
+        for (int64_t i = 0; i < num_tokens; i++) {
+            experts.push_back((int32_t)expert_ids[order[i]]);
+            if (i % PANEL == 0) reach.push_back(0);
+            reach.back() |= 1ull << experts[i];
+            working |= reach.back();
+        }
+        for (uint64_t set : reach) {
+            auto found = std::find(kinds.begin(), kinds.end(), set);
+            kind.push_back((int32_t)(found - kinds.begin()));
+            if (found == kinds.end()) {
+                kinds.push_back(set);
+                popularity.push_back(0);
+            }
+            popularity[kind.back()]++;
+        }
+        segment();
+        cut(Groups(members, neurons, working));
+        place();
+    }
+    void segment() {
+        const int64_t num_tokens = (int64_t)order.size();
+        for (int64_t t = 0; t < num_tokens;) {
+            const int64_t p = t / PANEL, end = std::min(num_tokens, (p + 1) * PANEL);
+            int64_t last = t;
+            while (last < end && experts[last] == experts[t]) last++;
+            if (last - t > EIGHT) last = t + (last - t + 1) / 2;
+            const std::pair<int32_t, int32_t> pair(kind[p], experts[t]);
+            const auto found = std::find(pairs.begin(), pairs.end(), pair);
+            if (t % PANEL == 0) first_of.push_back(some.size());
+            some.push_back({p, t - p * PANEL, last - t, experts[t], (int32_t)(found - pairs.begin())});
+            if (found == pairs.end()) pairs.push_back(pair);
+            t = last;
+        }
+        first_of.push_back(some.size());
+    }
+    // Zeros where a token's expert is not in the set.
+    Floats kept(Floats v, int64_t panel, uint64_t set) const {
+        static const Words bits = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+        uint32_t lanes = 0;
+        for (size_t i = first_of[panel]; i < first_of[panel + 1]; i++)
+            lanes |= (uint32_t)(set >> some[i].expert & 1) * ((1u << some[i].count) - 1) << some[i].lane;
+        return (bits & lanes) != 0 ? v : Floats{};
+    }
+    int64_t met(uint64_t set) const {  // panels
+        int64_t count = 0;
+        for (size_t i = 0; i < kinds.size(); i++)
+            if (kinds[i] & set) count += popularity[i];
+        return count;
+    }
+    static int64_t cost(int64_t panels, int64_t rows) { return panels * std::max<int64_t>(rows, 3); }
+
+    void cut(const Groups& groups) {  // even tiles, but for the last of a group; small groups join the one before
+        for (size_t g = 0; g < groups.sets.size(); g++) {
+            const uint64_t set = groups.sets[g];
+            const auto& rows = groups.rows[g];
+            const int64_t n = (int64_t)rows.size(), parts = n == 1 ? 1 : (n - 1 + MOST - 2) / (MOST - 1);
+            if (!tiles.empty() && tiles.back().count + n <= MOST) {
+                const Tile& last = tiles.back();
+                const int64_t apart = cost(met(last.reach), last.count) + cost(met(set), n);
+                if (cost(met(last.reach | set), last.count + n) <= apart) {
+                    for (int32_t row : rows) add(row, set);
+                    continue;
+                }
+            }
+            int64_t done = 0;
+            for (int64_t i = 0; i < parts; i++) {
+                const int64_t end = i + 1 == parts ? n : (n * (i + 1) / parts) / 2 * 2;
+                tiles.emplace_back();
+                for (; done < end; done++) add(rows[done], set);
+            }
+        }
+    }
+    void add(int32_t row, uint64_t set) {
+        Tile& tile = tiles.back();
+        tile.rows[tile.count] = row;
+        tile.sets[tile.count++] = set;
+        tile.reach |= set;
+    }
+    void place() {
+        for (size_t i = 0; i < tiles.size(); i++) {
+            if (i == 0 || slots + in_words<W>(tiles[i].count) - tiles[chunks.back()].slot > CHUNK) chunks.push_back((int64_t)i);
+            tiles[i].slot = slots;
+            slots += in_words<W>(tiles[i].count);
+            word_rows.insert(word_rows.end(), tiles[i].rows, tiles[i].rows + tiles[i].count);
+            word_rows.resize(slots * each<W>(), word_rows.back());
+        }
+        chunks.push_back((int64_t)tiles.size());
+        std::vector<int64_t> totals;
+        for (uint64_t set : kinds) {
+            int64_t total = 0;
+            places.emplace_back();
+            for (const Tile& tile : tiles) {
+                places.back().push_back(tile.reach & set ? total : -1);
+                if (tile.reach & set) total += in_words<W>(tile.count);
+            }
+            totals.push_back(total);
+        }
+        starts.push_back(0);
+        for (int32_t k : kind) starts.push_back(starts.back() + totals[k]);
+    }
+    // What an expert's tokens meet of a chunk, in panels of a kind.
+    std::vector<Range> ranges(int64_t chunk, int32_t kind, int32_t expert) const {
+        std::vector<Range> found;
+        for (int64_t i = chunks[chunk]; i < chunks[chunk + 1]; i++) {
+            const Tile& tile = tiles[i];
+            if (!(tile.reach >> expert & 1)) continue;
+            const int64_t place = places[kind][i], count = in_words<W>(tile.count);
+            if (!found.empty() && found.back().slot + found.back().count == tile.slot &&
+                found.back().place + found.back().count == place)
+                found.back().count += count;
+            else
+                found.push_back({tile.slot, place, count});
+        }
+        return found;
+    }
+};
+
+// sums[t][0..32] += activations of some tokens times the down rows of their expert, 32 columns of them.
+template <class W, int N>
+inline void gather(const Line (*rows)[2], int64_t first, const Line* hidden, const std::vector<Range>& ranges, Line (*sums)[2]) {
+    Floats acc[N][2];
+    for (int t = 0; t < N; t++)
+        for (int c = 0; c < 2; c++) acc[t][c] = (Floats)load(sums[t][c]);
+    for (const Range& range : ranges) {
+        const Line(*w)[2] = rows + (range.slot - first);
+        const Line* h = hidden + range.place;
+        for (int64_t k = 0; k < range.count; k++) {
+            const Words a = load(w[k][0]), b = load(w[k][1]);
+            for (int t = 0; t < N; t++) {
+                acc[t][0] = add_product<W>(acc[t][0], a, h[k].words[t]);
+                acc[t][1] = add_product<W>(acc[t][1], b, h[k].words[t]);
+            }
+        }
+    }
+    for (int t = 0; t < N; t++)
+        for (int c = 0; c < 2; c++) store(sums[t][c], (Words)acc[t][c]);
+}
+template <class W>
+inline void gather(const Line (*rows)[2], int64_t first, const Line* hidden, int64_t lane, int64_t count,
+                   const std::vector<Range>& ranges, Line (*sums)[2]) {
+    const Line* h = (const Line*)((const uint32_t*)hidden + lane);
+    switch (count) {
+        case 1: return gather<W, 1>(rows, first, h, ranges, sums);
+        case 2: return gather<W, 2>(rows, first, h, ranges, sums);
+        case 3: return gather<W, 3>(rows, first, h, ranges, sums);
+        case 4: return gather<W, 4>(rows, first, h, ranges, sums);
+        case 5: return gather<W, 5>(rows, first, h, ranges, sums);
+        case 6: return gather<W, 6>(rows, first, h, ranges, sums);
+        case 7: return gather<W, 7>(rows, first, h, ranges, sums);
+        default: return gather<W, 8>(rows, first, h, ranges, sums);
+    }
+}
+
+// Of `count` words of down rows 32 columns, at most; columns past the end are zero.
+template <class W>
+inline void interleave_down(const int32_t* rows, int64_t count, const W* down, int64_t size, int64_t columns, Line (*out)[2]) {
+    const int64_t neurons = count * each<W>(), ahead = 16;
+    for (int64_t i = 0; i < neurons; i += each<W>()) {
+        const W* of[2];
+        W tails[2][2 * LANES];
+        for (int half = 0; half < each<W>(); half++) {
+            of[half] = down + rows[i + half] * size;
+            if (i + half + ahead < neurons) __builtin_prefetch(down + rows[i + half + ahead] * size);
+            if (columns < 2 * LANES) {
+                std::memset(tails[half], 0, sizeof tails[half]);
+                std::memcpy(tails[half], of[half], columns * sizeof(W));
+                of[half] = tails[half];
+            }
+        }
+        for (int c = 0; c < 2; c++) {
+            Words word = (Words)load(of[0] + LANES * c);  // bfloat16 stands in the high half
+            if constexpr (each<W>() == 2) word = word >> 16 | (Words)load(of[1] + LANES * c);
+            store(out[i / each<W>()][c], word);
+        }
+    }
+}
+
+// One tile against the panels that it meets: activations to `hidden`.
+template <class W>
+inline void run_tile(const Layout<W>& layout, size_t index, const Line* x, int64_t depth, int64_t size, const W* gate,
+                     const W* up, const W* gate_bias, const W* up_bias, int kind, Line* rows, Line* hidden) {
+    const Tile& tile = layout.tiles[index];
+    const int n = tile.count, r = gate ? 2 * n : n;
+    const W* sources[LANES] = {};
+    for (int i = 0; i < n; i++) {
+        if (gate) sources[i] = gate + tile.rows[i] * size;
+        sources[r - n + i] = up + tile.rows[i] * size;
+    }
+    interleave(sources, size, rows);
+    const int64_t panels = (int64_t)layout.reach.size(), near = std::min<int64_t>(size * sizeof(W), 2048);
+    const Tile* next = index + 1 < layout.tiles.size() ? &layout.tiles[index + 1] : nullptr;
+    const int coming = next ? next->count : 0;
+    int ahead = 0;
+    for (int64_t p = 0; p < panels;) {
+        int64_t met[2];
+        const Line* xs[2];
+        int count = 0;
+        for (; p < panels && count < 2; p++)
+            if (layout.reach[p] & tile.reach) {
+                met[count] = p;
+                xs[count++] = x + p * depth;
+            }
+        if (!count) break;
+        // Rows of the next tile come nearer while this one is multiplied.
+        for (int i = 0; i < 4 && ahead < 2 * coming; i++, ahead++) {
+            const W* weights = ahead < coming ? up : gate;
+            if (!weights) break;
+            const char* row = (const char*)(weights + next->rows[ahead % coming] * size);
+            for (int64_t byte = 0; byte < near; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+        }
+        Floats sums[2][2 * MOST];
+        if (count == 2)
+            multiply<W, 2>(rows, r, xs, depth, sums);
+        else
+            multiply<W, 1>(rows, r, xs, depth, sums);
+        for (int c = 0; c < count; c++) {
+            Line* out = hidden + layout.starts[met[c]] + layout.places[layout.kind[met[c]]][index];
+            Floats made[MOST + 1] = {};
+            for (int i = 0; i < n; i++) {
+                Floats u = sums[c][r - n + i], g = gate ? sums[c][i] : u;
+                if (up_bias) u += wide(up_bias[tile.rows[i]]);
+                if (gate_bias) g += wide(gate_bias[tile.rows[i]]);
+                made[i] = gate ? activate(kind, g) * u : activate(kind, u);
+                if (layout.reach[met[c]] & ~tile.sets[i]) made[i] = layout.kept(made[i], met[c], tile.sets[i]);
+            }
+            for (int i = 0; i < n; i += each<W>()) store(*out++, word_of<W>(made[i], made[i + 1]));
+        }
+    }
+}
+
+template <class W>
+void run_panels(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t size, int64_t neurons,
+                const uint64_t* members, const W* gate, const W* up, const W* down, const W* gate_bias, const W* up_bias,
+                int kind, W* y, int threads) {
+    const Layout<W> layout(expert_ids, num_tokens, neurons, members);
+    const int64_t depth = in_words<W>(size), panels = (int64_t)layout.reach.size(), tiles = (int64_t)layout.tiles.size();
+    const int64_t num_chunks = (int64_t)layout.chunks.size() - 1, strips = (size + 2 * LANES - 1) / (2 * LANES);
+    std::vector<std::vector<Range>> ranges;  // [chunk][pair]
+    for (int64_t c = 0; c < num_chunks; c++)
+        for (const auto& pair : layout.pairs) ranges.push_back(layout.ranges(c, pair.first, pair.second));
+
+    const std::unique_ptr<Line[]> packed(new Line[panels * depth]), hidden(new Line[layout.starts.back()]);
+    // Of each thread: the rows of a tile in the first pass; in the second a chunk of down rows, and sums of all tokens.
+    const int64_t own = std::max(depth, 2 * (CHUNK + MOST) + 2 * num_tokens);
+    const std::unique_ptr<Line[]> all_own(new Line[own * threads]);
+
+#pragma omp parallel num_threads(threads)
+    {
+        int thread = 0;
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+#endif
+        Line* mine = all_own.get() + own * thread;
+#pragma omp for schedule(dynamic)
+        for (int64_t p = 0; p < panels; p++) {
+            const W* rows[LANES] = {};
+            for (int64_t i = 0; i < std::min<int64_t>(PANEL, num_tokens - p * PANEL); i++)
+                rows[i] = x + layout.order[p * PANEL + i] * size;
+            interleave(rows, size, packed.get() + p * depth);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < tiles; i++)
+            run_tile(layout, i, packed.get(), depth, size, gate, up, gate_bias, up_bias, kind, mine, hidden.get());
+#pragma omp for schedule(dynamic)
+        for (int64_t s = 0; s < strips; s++) {
+            const int64_t d = 2 * LANES * s, columns = std::min<int64_t>(2 * LANES, size - d);
+            Line(*rows)[2] = (Line(*)[2])mine;
+            Line(*sums)[2] = rows + CHUNK + MOST;
+            std::memset((void*)sums, 0, num_tokens * sizeof *sums);
+            for (int64_t c = 0; c < num_chunks; c++) {
+                const int64_t first = layout.tiles[layout.chunks[c]].slot;
+                const int64_t end = c + 1 < num_chunks ? layout.tiles[layout.chunks[c + 1]].slot : layout.slots;
+                interleave_down(layout.word_rows.data() + first * each<W>(), end - first, down + d, size, columns, rows);
+                for (const Some& tokens : layout.some)
+                    gather<W>(rows, first, hidden.get() + layout.starts[tokens.panel], tokens.lane, tokens.count,
+                              ranges[c * layout.pairs.size() + tokens.pair], sums + tokens.panel * PANEL + tokens.lane);
+            }
+            for (int64_t t = 0; t < num_tokens; t++) {
+                const float* made = (const float*)sums[t];
+                W* out = y + layout.order[t] * size + d;
+                for (int64_t i = 0; i < columns; i++) narrow(made[i], out[i]);
+            }
+        }
+    }
+}
+
+}  // namespace

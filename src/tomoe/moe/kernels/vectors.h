@@ -1,0 +1,123 @@
+// What both ways through the experts share: vectors of 16, two types of weights, activations, groups of neurons.
+
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define HAS_BF16_DOT 1
+#endif
+
+namespace {
+
+constexpr int ROWS = 16;   // neurons of a block
+constexpr int LANES = 16;  // floats of a vector; the compiler splits it where registers are narrower
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+struct bf16 {
+    uint16_t bits;
+};
+
+inline Floats load(const float* p) {
+    Floats v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+inline Floats load(const bf16* p) {
+    Halves h;
+    std::memcpy(&h, p, sizeof h);
+    return (Floats)(__builtin_convertvector(h, Words) << 16);
+}
+inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+inline float wide(float v) { return v; }
+inline float wide(bf16 v) {
+    uint32_t bits = (uint32_t)v.bits << 16;
+    float f;
+    std::memcpy(&f, &bits, sizeof f);
+    return f;
+}
+inline void narrow(float v, float& out) { out = v; }
+inline void narrow(float v, bf16& out) {  // to nearest, ties to even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &v, sizeof bits);
+    out.bits = v != v ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline float sum(Floats v) {
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef float Four __attribute__((vector_size(16)));
+    Eight e[2];
+    std::memcpy(e, &v, sizeof v);
+    e[0] += e[1];
+    Four f[2];
+    std::memcpy(f, e, sizeof f);
+    f[0] += f[1];
+    return (f[0][0] + f[0][2]) + (f[0][1] + f[0][3]);
+}
+
+inline Floats exponential(Floats x) {  // relative error below 3e-7
+    x = x < -87.3f ? Floats{} - 87.3f : x;
+    x = x > 88.3f ? Floats{} + 88.3f : x;
+    const float whole = 12582912.f;  // 1.5 * 2^23: added to a small number it leaves no room for a fraction
+    const Floats n = (x * 1.44269504f + whole) - whole;
+    const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    const Floats p =
+        1.f + r * (1.f + r * (0.5f + r * (0.16666667f + r * (0.041666664f + r * (0.0083333f + r * 0.0013888f)))));
+    return (Floats)((Words)p + ((Words)__builtin_convertvector(n, Ints) << 23));
+}
+
+enum Activation { SILU, RELU, GELU, GELU_TANH };
+inline Floats activate(int kind, Floats x) {
+    if (kind == SILU) return x / (1.f + exponential(-x));
+    if (kind == RELU) return x < 0.f ? Floats{} : x;
+    if (kind == GELU_TANH) return x / (1.f + exponential(-1.5957691f * (x + 0.044715f * x * x * x)));
+    float v[LANES];
+    store(v, x);
+    for (int i = 0; i < LANES; i++) v[i] = 0.5f * v[i] * (1.f + std::erf(v[i] * 0.70710678f));
+    return load(v);
+}
+
+// Neurons by the set of working experts that they belong to, in order of first appearance, each in blocks of 16.
+struct Groups {
+    std::vector<uint64_t> sets;
+    std::vector<std::vector<int32_t>> rows;
+    Groups(const uint64_t* members, int64_t neurons, uint64_t working) {
+        std::vector<int32_t> slots(1024, -1);
+        int32_t last = -1;
+        for (int64_t u = 0; u < neurons; u++) {
+            uint64_t set = members[u] & working;
+            if (!set) continue;
+            if (last < 0 || sets[last] != set) last = find(set, slots);
+            rows[last].push_back((int32_t)u);
+        }
+    }
+    int32_t find(uint64_t set, std::vector<int32_t>& slots) {
+        if (2 * sets.size() >= slots.size()) {
+            slots.assign(2 * slots.size(), -1);
+            for (size_t g = 0; g < sets.size(); g++) slots[probe(sets[g], slots)] = (int32_t)g;
+        }
+        size_t i = probe(set, slots);
+        if (slots[i] < 0) {
+            slots[i] = (int32_t)sets.size();
+            sets.push_back(set);
+            rows.emplace_back();
+        }
+        return slots[i];
+    }
+    size_t probe(uint64_t set, const std::vector<int32_t>& slots) const {
+        size_t i = (set * 0x9E3779B97F4A7C15ull) >> 40 & (slots.size() - 1);
+        while (slots[i] >= 0 && sets[slots[i]] != set) i = (i + 1) & (slots.size() - 1);
+        return i;
+    }
+};
+
+}  // namespace
