@@ -14,7 +14,7 @@ FLOORS = (
     {"errors", "gumbel"},
     {"files", "distributed", "tracking", "recipe_files", "dense"},
     {"sections"},
-    {"config", "routing", "fetch", "hub", "sources", "self_text", "streaming", "vetting"},
+    {"config", "routing", "fetch", "hub", "quantized", "sources", "self_text", "streaming", "vetting"},
     {"loading", "data"},
     {"budget"},
     {"plan"},

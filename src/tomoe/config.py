@@ -82,6 +82,8 @@ class TrainSection(Section):
     """Largest norm of the gradient; 0 = off."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Of the frozen base; everything trainable is float32."""
+    base: Literal["dense", "bnb8", "bnb4", "torchao8"] = "dense"
+    """The frozen base while learning: as it is, or packed into 8 or 4 bits by bitsandbytes or torchao."""
     gradient_checkpointing: bool = False
     shard: bool = False
     """Under torchrun: each process holds its share of the frozen base, not all of it (FSDP2)."""
@@ -97,6 +99,10 @@ class TrainSection(Section):
         if self.shard and self.teacher_cache:  # one process may find a block that another does not
             raise UserError(
                 "train.teacher_cache and train.shard exclude each other: a base that is shared out runs in all processes or none"
+            )
+        if self.shard and self.base != "dense":
+            raise UserError(
+                f"train.shard and train.base = {self.base} exclude each other; share out the dense base, or pack it"
             )
         return self
 

@@ -53,9 +53,9 @@ def pick_device(name: str) -> str:
 
 
 def open_dense(
-    recipe: Recipe, shares: int = 1, stream: bool = False
+    recipe: Recipe, shares: int = 1, stream: bool = False, base: str = "dense"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The dense model and its tokenizer, shared out over so many processes, or read layer by layer.
+    """The dense model and its tokenizer: whole, shared out over so many processes, read layer by layer, or packed (`base`).
 
     Raises UserError where model or budget do not fit.
     """
@@ -64,7 +64,7 @@ def open_dense(
             "the recipe names no model; give a hub id, a folder, a .gguf file or a name that `tomoe fetch` knows"
         )
     dtype, device = getattr(torch, recipe.train.dtype), pick_device(recipe.device)
-    model = load_dense(recipe.model, dtype, device, shares=shares, stream=stream)
+    model = load_dense(recipe.model, dtype, device, shares=shares, stream=stream, base=base)
     shape = shape_of(model)
     check_output(model)
     if recipe.target != "hf" and (problem := dense_misfit(model, recipe.target)):
@@ -87,7 +87,7 @@ def begin(
     """
     distributed.first(lambda: run.check(recipe, resume, force))
     tracking.check(recipe.track)
-    model, tokenizer = open_dense(recipe, _shares(recipe), recipe.stream)
+    model, tokenizer = open_dense(recipe, _shares(recipe), recipe.stream, recipe.train.base)
 
     def text() -> Corpus | None:
         if resume and run.corpus.exists():
@@ -105,6 +105,16 @@ def begin(
 
     distributed.first(begin_run)
     return model, tokenizer, Corpus.load(run.corpus)
+
+
+def _original(recipe: Recipe) -> PreTrainedModel:
+    """The weights as they are, read layer by layer if that can be: nobody needs more than one of them at a time."""
+    return open_dense(recipe, stream=streamable(recipe.model))[0]
+
+
+def _is_whole(recipe: Recipe) -> bool:
+    """Whether the model that is learned from holds the original weights, and all of them."""
+    return _shares(recipe) == 1 and recipe.train.base == "dense"
 
 
 def _shares(recipe: Recipe) -> int:
@@ -139,7 +149,8 @@ def _train(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, run: RunFolde
     begun = run.last()
     # a checkpoint holds the start too, so a resumed run need not carve again
     start = recipe if begun is None else recipe.model_copy(update={"start": "random"})
-    net = make_network(start, model, corpus.calibration, listen)
+    packed = recipe.train.base != "dense" and start.start == "carved"
+    net = make_network(start, _original(recipe) if packed else model, corpus.calibration, listen)
     training = Training(model, net, recipe, corpus, run)
     training.resume()
     distributed.copy_(net.state_dict().values())
@@ -155,7 +166,7 @@ def plan(run_path: Path, out: Path, active: float | None = None) -> Plan:
     if not (run_path / "recipe.json").is_file():
         raise UserError(f"{run_path} holds no run (no recipe.json); make one with `tomoe train`")
     run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
-    model, _ = open_dense(recipe, stream=streamable(recipe.model))
+    model = _original(recipe)
     checkpoint = run.last()
     if checkpoint is None:
         raise UserError(f"{run_path} holds no checkpoint yet; run `tomoe train` first, with --resume if it was cut off")
@@ -230,7 +241,7 @@ def convert_dense(
     learned = time.perf_counter()
 
     def finish() -> None:
-        whole = model if _shares(recipe) == 1 else open_dense(recipe, stream=streamable(recipe.model))[0]
+        whole = model if _is_whole(recipe) else _original(recipe)
         made = finish_plan(net, whole, recipe, corpus, recipe.train.steps)
         _save(made, whole, tokenizer, out, force or goes_on)
         seconds = {
@@ -242,7 +253,7 @@ def convert_dense(
         write_whole(out / "run" / "cost.json", json.dumps(took, indent=2) + "\n")
 
     distributed.first(finish)
-    return Plan.load(out), model if _shares(recipe) == 1 else None
+    return Plan.load(out), model if _is_whole(recipe) else None
 
 
 def cost(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, seconds: dict[str, float], resumed: bool) -> Row:

@@ -23,6 +23,7 @@ from tomoe.config import Recipe
 from tomoe.convert import pick_device
 from tomoe.errors import UserError
 from tomoe.loading import load_config
+from tomoe.quantized import available
 from tomoe.room import Need, Room, Sizes, free_room, least_memory, sizes_of
 from tomoe.trial import STAGES, Stage, Took, Trial
 
@@ -125,7 +126,7 @@ def _carving(
     """
     layers = max(trials)
     took = trials[layers]
-    if recipe.stream:
+    if recipe.stream or recipe.train.base != "dense":
         return Estimate("carve", took.memory, took.device_memory, line.seconds)
     weights = sizes.blocks // sizes.shape.num_layers * (sizes.shape.num_layers - layers)
     held = weights * getattr(torch, recipe.train.dtype).itemsize
@@ -146,6 +147,8 @@ def _remedies(recipe: Recipe, models: dict[int, Path], whole: int, room: Room) -
         settings.append(f"data.block_size={recipe.data.block_size // 2}")
     if recipe.train.batch_size > 1:
         settings.append("train.batch_size=1")
+    if recipe.train.base == "dense" and not recipe.train.shard:
+        settings += [f"train.base={base}" for base in ("bnb8", "bnb4") if available(base)]
     for setting in settings:
         estimate = extrapolate("train", _try_all("train", models, recipe.changed([setting])), whole)
         if not lacks(room, estimate):

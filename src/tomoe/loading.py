@@ -31,6 +31,7 @@ from transformers.utils import logging as chatter
 from tomoe import fetch
 from tomoe.errors import UserError
 from tomoe.hub import HUB_ID
+from tomoe.quantized import keep_differentiable_, quantization_config
 from tomoe.streaming import load_streamed, weights_of
 from tomoe.vetting import vet
 
@@ -69,12 +70,13 @@ def resolve(model: str) -> Path | str:
 
 def load_dense(
     model: str, dtype: torch.dtype, device: str | torch.device = "cpu", attn_implementation: str | None = None,
-    shares: int = 1, stream: bool = False,
+    shares: int = 1, stream: bool = False, base: str = "dense",
 ) -> PreTrainedModel:  # fmt: skip
     """The causal language model, frozen and in evaluation mode, with weights of `dtype`.
 
     With `shares` > 1, so many processes load it together, each its share of every layer (FSDP2). With `stream`, its layers
     stay in their files and are read whenever they run: the same numbers, in the memory of one layer (see streaming.py).
+    Another `base` than "dense" packs the layers' projections into 8 or 4 bits (see quantized.py).
 
     Only safetensors and GGUF are read (GGUF is dequantized), and no code that comes with a model is run.
     Raises UserError: no such model, hub out of reach, damaged or incomplete weights, unknown architecture.
@@ -94,6 +96,7 @@ def load_dense(
             trust_remote_code=False,
             **_arguments(place, weights=True),
             **_sharing(shares),
+            **_packing(model, place, base, dtype, device),
         )  # type: ignore[misc]  # a pair, because of output_loading_info
     missing = sorted(info["missing_keys"])
     if missing:
@@ -101,7 +104,8 @@ def load_dense(
     if _is_gguf(place):
         _forget_gguf(loaded, place)
     loaded.eval().requires_grad_(False)
-    return loaded if shares > 1 else cast(Any, loaded).to(device)
+    keep_differentiable_(loaded)
+    return loaded if shares > 1 or base != "dense" else cast(Any, loaded).to(device)
 
 
 def streamable(model: str) -> bool:
@@ -190,6 +194,16 @@ def _sharing(shares: int) -> dict[str, Any]:
     # Left to itself it binds the last norm to the output matrix, and the loss uses that matrix without the norm.
     plan = {"model.norm": "free_full_weight", "lm_head": "keep_full_weight"}
     return {"distributed_config": DistributedConfig(fsdp_size=shares, fsdp_plan=plan)}
+
+
+def _packing(
+    model: str, place: Path | str, base: str, dtype: torch.dtype, device: str | torch.device
+) -> dict[str, Any]:
+    if base == "dense":
+        return {}
+    if _is_gguf(place):
+        raise UserError(f"{model} is a .gguf file, which cannot be packed anew; learn with train.base = dense")
+    return {"quantization_config": quantization_config(base, dtype), "device_map": {"": str(device)}}
 
 
 def _is_gguf(place: Path | str) -> TypeGuard[Path]:

@@ -11,9 +11,10 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe import distributed
-from tomoe.api import PROMPT, EvaluationText, Listener, compare_on, generate, held_out_text, load, load_model
+from tomoe.api import PROMPT, EvaluationText, Listener, compare_on, generate, held_out_text, load_model
 from tomoe.config import Recipe
 from tomoe.files import write_whole
+from tomoe.loading import load_tokenizer
 from tomoe.plan import Plan
 from tomoe.report.card import write_card
 from tomoe.report.compare import Row, from_json, to_json
@@ -40,8 +41,10 @@ def write_reports(
     if kept is None:
         # what was shared out was too large for one GPU
         device = "cpu" if recipe.train.shard else recipe.device
-        dense = dense if dense is not None else load_model(recipe.model, recipe.train.dtype, device)
-        moe, tokenizer = load(str(out), recipe.train.dtype, device)
+        # and what was packed, or never in memory, fits it layer by layer only
+        stream = recipe.stream or recipe.train.base != "dense"
+        dense = dense if dense is not None else load_model(recipe.model, recipe.train.dtype, device, stream)
+        moe, tokenizer = load_model(str(out), recipe.train.dtype, device, stream), load_tokenizer(str(out))
         text = held_out_text([str(out)])
         rows = compare_on([(recipe.model, dense), (str(out), moe)], text, listen)
         if distributed.rank():

@@ -25,6 +25,7 @@ from tomoe.loading import load_config
 from tomoe.pruning.extract import least_active
 from tomoe.pruning.losses import CHUNK
 from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.quantized import BITS
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _FLOAT32 = 4  # bytes
@@ -87,17 +88,16 @@ def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
 
 def least_memory(sizes: Sizes, recipe: Recipe, shares: int = 1) -> tuple[Need, Need]:
     """What one of `shares` processes that share the base out needs for learning (or carving), and process 0 for folding."""
+    packed = recipe.train.base if recipe.train.base != "dense" and recipe.train.steps else recipe.train.dtype
     learning = {
-        f"weights in {recipe.train.dtype}": layer_bytes(sizes, recipe)
-        if recipe.stream
-        else weight_bytes(sizes, recipe, shares),
+        f"weights in {packed}": layer_bytes(sizes, recipe) if recipe.stream else weight_bytes(sizes, recipe, shares),
         "what is learned": learned_bytes(sizes, recipe),
     }
     if recipe.train.steps:
         learning["what the backward pass needs"] = kept_bytes(sizes, recipe)
         learning["logits"] = 4 * CHUNK * sizes.output // sizes.shape.hidden_size * _FLOAT32
     a_weight = getattr(torch, recipe.train.dtype).itemsize
-    streamed = recipe.stream or recipe.train.shard
+    streamed = recipe.stream or recipe.train.shard or recipe.train.base != "dense"
     folded = int(max(recipe.active, sizes.least_active) * sizes.blocks * a_weight)
     folding = {
         f"weights in {recipe.train.dtype}": layer_bytes(sizes, recipe) if streamed else weight_bytes(sizes, recipe),
@@ -109,6 +109,8 @@ def least_memory(sizes: Sizes, recipe: Recipe, shares: int = 1) -> tuple[Need, N
 def weight_bytes(sizes: Sizes, recipe: Recipe, shares: int = 1) -> int:
     """Of the frozen base. Where it is shared out, the layer that runs is whole, and so is the output matrix."""
     a_weight = getattr(torch, recipe.train.dtype).itemsize
+    if recipe.train.base != "dense":
+        return (sizes.total - sizes.blocks) * a_weight + sizes.blocks * BITS[recipe.train.base] // 8
     if shares == 1:
         return int(sizes.total * a_weight)
     whole = sizes.blocks // sizes.shape.num_layers + sizes.output

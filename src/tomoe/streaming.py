@@ -129,4 +129,9 @@ def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
             hook: Any = decoder_layers(model)[int(number)]._hf_hook
             yield name, hook.weights_map[own].to(tensor.dtype), True
         else:
-            yield name, tensor, False
+            packed = (
+                type(tensor) not in (Tensor, nn.Parameter)
+                and hasattr(tensor, "dequantize")
+                and tensor.is_floating_point()
+            )
+            yield name, tensor.dequantize() if packed else tensor, packed

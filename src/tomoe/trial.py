@@ -61,9 +61,12 @@ def corpus(recipe: Recipe, vocabulary: int) -> Corpus:
 
 def run(trial: Trial) -> Took:
     recipe, folder = Recipe(**trial.recipe), Path(trial.folder)
-    model = load_dense(
-        trial.folder, getattr(torch, recipe.train.dtype), pick_device(recipe.device), stream=recipe.stream
-    )
+    packed = recipe.train.base != "dense"
+    # what is carved and folded then are the original weights
+    kind: dict[str, Any] = {"stream": recipe.stream or packed}
+    if packed and trial.stage == "train":
+        kind = {"base": recipe.train.base}
+    model = load_dense(trial.folder, getattr(torch, recipe.train.dtype), pick_device(recipe.device), **kind)
     tokenizer = load_tokenizer(recipe.model)  # a conversion holds it too
     text = corpus(recipe, model.config.vocab_size)
     # two layers cannot meet a budget in steps of 32 neurons
