@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from conftest import make_network, tokens
-from pico_files import SMALL, write_pico, write_text
-from tomoe import convert, doctor, quantized, room
+from pico_files import SMALL, CommandLine, small, write_pico, write_text
+from tomoe import api, convert, doctor, quantized, room
 from tomoe.config import Recipe
 from tomoe.data import Blocks
 from tomoe.dense import check_output, layer_parts, shape_of
@@ -215,3 +216,16 @@ def test_the_doctor_knows_packed_bases(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert list(doctor.examine(str(tmp_path / "dense"), Recipe()).remedies) == remedies
     packed = doctor.examine(str(tmp_path / "dense"), Recipe.load(None, ["train.base=bnb4"]))
     assert {e.stage: e.memory for e in packed.estimates}["carve"] == 310 * 10**6
+
+
+@pytest.mark.parametrize("base", BASES[1:2])
+def test_what_came_out_is_measured_beside_the_original(
+    base: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["convert", folder / "dense", "--data", folder / "text.txt", "-o", folder / "moe"]
+    done = CommandLine(capsys)(*command, *small(train_base=base, data_evaluation_tokens="32"))
+    assert done.code == 0, done.err
+    assert (folder / "moe" / "report.html").exists()
+    rows = json.loads((folder / "moe" / "evaluation.json").read_text())["rows"]
+    whole = api.evaluate([str(folder / "dense"), str(folder / "moe")], dtype="float32")
+    assert [row["measurement"]["nll"] for row in rows] == [row.measurement.nll for row in whole]

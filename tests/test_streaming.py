@@ -12,7 +12,7 @@ from torch import nn
 
 from conftest import FAMILIES, make_pico, make_plan, tokens
 from pico_files import SMALL, CommandLine, contents, small, write_pico, write_text
-from tomoe import api, convert, room
+from tomoe import api, convert, loading, room
 from tomoe.config import Recipe
 from tomoe.dense import check_output, decoder_layers
 from tomoe.errors import UserError
@@ -20,7 +20,7 @@ from tomoe.loading import fingerprint, load_config, load_dense
 from tomoe.moe import checkpoint
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import FoldedLayers, fold
-from tomoe.streaming import StoredWeights
+from tomoe.streaming import CannotStream, StoredWeights
 
 PAPERS = ("recipe.json", "plan.json")  # say how it was made
 
@@ -211,3 +211,44 @@ def test_what_is_read_layer_by_layer_needs_the_room_of_a_layer(
 
 def least(sizes: room.Sizes, recipe: Recipe) -> room.Need:
     return max(room.least_memory(sizes, recipe), key=lambda need: need.total)
+
+
+def test_files_with_other_names_are_folded_whole(tmp_path: Path) -> None:
+    """transformers finds tensors that lack the first part of their name; we do not, and need not."""
+    write_pico(tmp_path / "dense")
+    write_text(tmp_path / "text.txt")
+    convert.convert(recipe(tmp_path), tmp_path / "moe")
+    stored = load_file(tmp_path / "dense" / "model.safetensors")
+    short = {name.removeprefix("model."): t for name, t in stored.items()}
+    save_file(short, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CannotStream, match="cannot be read layer by layer: 20 tensors"):
+        load_dense(str(tmp_path / "dense"), torch.float32, stream=True)
+    convert.plan(tmp_path / "moe" / "run", tmp_path / "plan")
+    convert.fold_plan(tmp_path / "plan", None, tmp_path / "again")
+    assert weights(tmp_path / "again") == weights(tmp_path / "moe")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_output_matrices_are_tied_as_the_whole_models(tied: bool, tmp_path: Path) -> None:
+    """By the config; but where the files hold two different ones, both are kept."""
+    make_pico("llama3").save_pretrained(tmp_path / "dense")
+    if not tied:
+        rewrite(tmp_path / "dense", "model.safetensors", {"lm_head.weight": torch.randn(64, 32)})
+    whole, streamed = (load_dense(str(tmp_path / "dense"), torch.float32, stream=stream) for stream in (False, True))
+    assert (streamed.lm_head.weight is streamed.model.embed_tokens.weight) is tied
+    assert fingerprint(streamed) == fingerprint(whole)
+    with torch.no_grad():
+        assert torch.equal(streamed(tokens()).logits, whole(tokens()).logits)
+
+
+def test_a_model_on_the_hub(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(loading, "snapshot_download", lambda name, **_: asked.append(name) or str(dense))
+    streamed = load_dense("owner/name", torch.float32, stream=True)
+    assert asked == ["owner/name"]
+    assert fingerprint(streamed) == fingerprint(load_dense(str(dense), torch.float32))
+
+
+def test_a_hub_out_of_reach_is_one_sentence() -> None:
+    with pytest.raises(UserError, match="cannot load the model owner/nothing-there from the hub"):
+        load_dense("owner/nothing-there", torch.float32, stream=True)

@@ -23,7 +23,7 @@ from tomoe.data import Blocks, Corpus, prepare
 from tomoe.dense import check_output, shape_of
 from tomoe.errors import UserError
 from tomoe.files import write_whole
-from tomoe.loading import fingerprint, load_dense, load_tokenizer, streamable
+from tomoe.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.stock import dense_misfit
@@ -53,7 +53,7 @@ def pick_device(name: str) -> str:
 
 
 def open_dense(
-    recipe: Recipe, shares: int = 1, stream: bool = False, base: str = "dense"
+    recipe: Recipe, shares: int = 1, stream: bool | None = False, base: str = "dense"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The dense model and its tokenizer: whole, shared out over so many processes, read layer by layer, or packed (`base`).
 
@@ -109,7 +109,7 @@ def begin(
 
 def _original(recipe: Recipe) -> PreTrainedModel:
     """The weights as they are, read layer by layer if that can be: nobody needs more than one of them at a time."""
-    return open_dense(recipe, stream=streamable(recipe.model))[0]
+    return open_dense(recipe, stream=None)[0]
 
 
 def _is_whole(recipe: Recipe) -> bool:
@@ -202,7 +202,7 @@ def fold_plan(
     made = Plan.load(plan_path)
     recipe = Recipe(**made.recipe) if made.recipe else Recipe()
     name = model_name or recipe.model
-    model = load_dense(name, getattr(torch, dtype or recipe.train.dtype), stream=streamable(name))
+    model = load_dense(name, getattr(torch, dtype or recipe.train.dtype), stream=None)
     if made.source and made.source != (found := fingerprint(model)):
         raise UserError(
             f"the plan was made for other weights (hash {made.source[:12]}) than these (hash {found[:12]}); "

@@ -32,7 +32,7 @@ from tomoe import fetch
 from tomoe.errors import UserError
 from tomoe.hub import HUB_ID
 from tomoe.quantized import keep_differentiable_, quantization_config
-from tomoe.streaming import load_streamed, weights_of
+from tomoe.streaming import CannotStream, load_streamed, weights_of
 from tomoe.vetting import vet
 
 _CHUNK = 2**24  # elements of a tensor that are converted at once
@@ -70,12 +70,13 @@ def resolve(model: str) -> Path | str:
 
 def load_dense(
     model: str, dtype: torch.dtype, device: str | torch.device = "cpu", attn_implementation: str | None = None,
-    shares: int = 1, stream: bool = False, base: str = "dense",
+    shares: int = 1, stream: bool | None = False, base: str = "dense",
 ) -> PreTrainedModel:  # fmt: skip
     """The causal language model, frozen and in evaluation mode, with weights of `dtype`.
 
     With `shares` > 1, so many processes load it together, each its share of every layer (FSDP2). With `stream`, its layers
-    stay in their files and are read whenever they run: the same numbers, in the memory of one layer (see streaming.py).
+    stay in their files and are read whenever they run: the same numbers, in the memory of one layer (see streaming.py);
+    None: if that can be, else whole.
     Another `base` than "dense" packs the layers' projections into 8 or 4 bits (see quantized.py).
 
     Only safetensors and GGUF are read (GGUF is dequantized), and no code that comes with a model is run.
@@ -85,8 +86,12 @@ def load_dense(
     with _telling(model, place):
         if isinstance(place, Path) and place.is_dir():
             vet(place)
-        if stream:
-            return _streamed(model, place, dtype, torch.device(device))
+        try:
+            if stream is not False:
+                return _streamed(model, place, dtype, torch.device(device))
+        except CannotStream:
+            if stream:
+                raise
         loaded: PreTrainedModel
         info: dict[str, Any]
         loaded, info = AutoModelForCausalLM.from_pretrained(
@@ -108,14 +113,9 @@ def load_dense(
     return loaded if shares > 1 or base != "dense" else cast(Any, loaded).to(device)
 
 
-def streamable(model: str) -> bool:
-    """Whether `load_dense` can stream it: all but .gguf files, whose numbers have to be unpacked."""
-    return not _is_gguf(resolve(model))
-
-
 def _streamed(model: str, place: Path | str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     if _is_gguf(place):
-        raise UserError(f"{model} is a .gguf file, which cannot be read layer by layer; load it whole")
+        raise CannotStream(f"{model} is a .gguf file, which cannot be read layer by layer; load it whole")
     if isinstance(place, str):
         place = Path(snapshot_download(place, allow_patterns=["*config.json", "model*.safetensors", "*.index.json"]))
         vet(place)

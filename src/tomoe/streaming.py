@@ -27,6 +27,10 @@ from tomoe.files import read_json
 LAYERS = "model.layers."
 
 
+class CannotStream(UserError):
+    """The model can be loaded whole, perhaps, but not read layer by layer."""
+
+
 class StoredWeights(Mapping[str, Tensor]):
     """The tensors in a folder's safetensors files by name, each read when it is asked for."""
 
@@ -58,7 +62,7 @@ class StoredWeights(Mapping[str, Tensor]):
 def load_streamed(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model in `folder`, with weights of `dtype`; its layers run on `device`.
 
-    Raises UserError where the files do not name their tensors as the model does, or lack some.
+    Raises CannotStream where the files do not name their tensors as the model does, or lack some.
     """
     with init_empty_weights(include_buffers=False), no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -66,7 +70,7 @@ def load_streamed(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, de
     stored, tied = StoredWeights(folder), set(getattr(model, "all_tied_weights_keys", None) or ())
     missing = [name for name in model.state_dict() if name not in stored and name not in tied]
     if missing:
-        raise UserError(
+        raise CannotStream(
             f"the weights of {folder} cannot be read layer by layer: {len(missing)} tensors of the model are not there under "
             f"their names, for example {missing[0]}; save the model anew with transformers, or load it whole"
         )
@@ -78,7 +82,9 @@ def load_streamed(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, de
             _put_(model, name, stored[name].to(device, tensor.dtype))
     for name in buffers - set(model.state_dict()):
         _put_(model, name, model.get_buffer(name).to(device))
-    model.tie_weights()
+    model.tie_weights(
+        missing_keys=set(model.state_dict()) - set(stored), recompute_mapping=False
+    )  # as in from_pretrained
     stream_layers_(model, stored, device)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
