@@ -47,7 +47,7 @@ setup() {
         printf '%s\n' "$stamp" >.venv/stamp
     fi
     if [ "$1" = test ] && [ "$(cat .venv/stamp-test 2>/dev/null)" != "$stamp" ]; then
-        pip_install --editable '.[test,eval,track,quantized]' # the tests of an extra skip where it is not installed
+        pip_install --editable '.[test,eval,track,quantized,finetune]' # the tests of an extra skip where it is not installed
         printf '%s\n' "$stamp" >.venv/stamp-test
     fi
 }

@@ -12,19 +12,20 @@ uses, H query heads, G key/value heads, C head dim, c kept dims of Q and K, P ke
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 OWN_KEYS = (
     "dense_model_type", "num_experts", "expert_sizes", "union_sizes", "rotary_pairs", "qk_dims", "value_dims",
-    "value_top_k", "value_embedding_size", "expert_backend", "plan_source", "tomoe_version",
+    "value_top_k", "value_embedding_size", "expert_backend", "plan_source", "tomoe_version", "output_router_logits",
+    "router_aux_loss_coef",
 )  # fmt: skip
 AUTO_CLASSES = {"AutoConfig": "ToMoEConfig", "AutoModel": "ToMoEModel", "AutoModelForCausalLM": "ToMoEForCausalLM"}
 
@@ -34,6 +35,7 @@ class ToMoEConfig(PreTrainedConfig):
 
     expert_sizes: W, union_sizes: U, rotary_pairs: P, qk_dims: c = 2 P + kept dims that RoPE leaves alone, value_dims: dims of V
     and O, value_top_k: dims of one token (fewer than value_dims where a value router chooses).
+    output_router_logits, router_aux_loss_coef: as in stock MoEs, the balance loss for who trains it (see `balance_loss`).
     Raises ValueError, before anything is allocated, where these numbers contradict each other or the dense sizes.
     """
 
@@ -49,6 +51,8 @@ class ToMoEConfig(PreTrainedConfig):
     def __init__(self, **kwargs: Any):
         own = {name: kwargs.pop(name, None) for name in OWN_KEYS}
         own["expert_backend"] = own["expert_backend"] or "auto"
+        own["output_router_logits"] = bool(own["output_router_logits"])
+        own["router_aux_loss_coef"] = 0.1 if own["router_aux_loss_coef"] is None else own["router_aux_loss_coef"]
         super().__init__(**kwargs)
         # transformers writes only the class that was saved, and serving engines ask for AutoModel
         self.auto_map = {auto: f"modeling_tomoe.{name}" for auto, name in AUTO_CLASSES.items()}
@@ -60,14 +64,9 @@ class ToMoEConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raises ValueError, in one sentence, for sizes that no conversion of such a dense model can have."""
-        dense = {
-            "num_hidden_layers": 2**16,
-            "hidden_size": 2**24,
-            "intermediate_size": 2**24,
-            "num_attention_heads": 2**16,
-        }
-        for name, most in dense.items():
-            self._between(name, getattr(self, name, None), 1, most)
+        most = {"hidden_size": 2**24, "intermediate_size": 2**24}
+        for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"):
+            self._between(name, getattr(self, name, None), 1, most.get(name, 2**16))
         heads = self.num_attention_heads
         head_dim = getattr(self, "head_dim", None) or self.hidden_size // heads
         for name, value in (("head_dim", head_dim), ("num_experts", self.num_experts)):
@@ -517,8 +516,32 @@ class ToMoEModel(ToMoEPreTrainedModel):
         self.family.training = mode
         return super().train(mode)
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        return self.family(*args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
+        if not kwargs.pop("output_router_logits", self.config.output_router_logits):
+            return self.family(*args, **kwargs)
+        routed: list[Tensor] = []
+        routers = [layer.mlp.router for layer in cast(Any, self).layers]
+        handles = [router.register_forward_hook(lambda *own: routed.append(own[2])) for router in routers]
+        try:
+            outputs = self.family(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return MoeModelOutputWithPast(**outputs, router_logits=cast(Any, tuple(routed)))
+
+
+def balance_loss(routed: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    """N sum_i F_i P_i of router logits [T, N], mean over layers: 1 where tokens spread evenly, N where all go one way.
+
+    F_i is the share of tokens that expert i gets, P_i its mean probability. A mask [B, S] leaves padding out.
+    """
+    terms = []
+    for logits in routed:
+        real = slice(None) if mask is None or mask.numel() != len(logits) else mask.flatten().bool()
+        probs = logits[real].float().softmax(-1)
+        shares = F.one_hot(probs.argmax(-1), probs.shape[-1]).float().mean(0)
+        terms.append((probs.shape[-1] * (shares * probs.mean(0)).sum()).to(routed[0].device))
+    return torch.stack(terms).mean()
 
 
 class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
@@ -546,7 +569,7 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> MoeCausalLMOutputWithPast:
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
@@ -556,12 +579,14 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
         assert hidden is not None
         # Of a slice of rows PyTorch makes a product of batches, and for it, on a CPU, a copy of the whole matrix.
         logits = self.lm_head(hidden[:, kept, :].contiguous())
-        loss = None
+        routed = getattr(outputs, "router_logits", None)
+        loss, balance = None, None if routed is None else balance_loss(routed, attention_mask)
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states, attentions=outputs.attentions,
+            loss = loss if balance is None else loss + self.config.router_aux_loss_coef * balance.to(loss.device)
+        return MoeCausalLMOutputWithPast(
+            loss=loss, aux_loss=balance, logits=logits, past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states, attentions=outputs.attentions, router_logits=routed,
         )  # fmt: skip
 
 
