@@ -15,13 +15,13 @@ FLOORS = (
     {"files", "distributed", "tracking", "recipe_files", "dense"},
     {"sections"},
     {"config", "routing", "fetch", "hub", "quantized", "sources", "self_text", "streaming", "vetting"},
-    {"loading", "data"},
+    {"loading", "data", "finetune_recipe"},
     {"budget"},
     {"plan"},
     {"pruning", "moe", "report"},  # wings: side by side, never into each other
-    {"convert", "serving"},
+    {"convert", "healing", "serving"},
     {"api", "trial", "room"},
-    {"export", "reports", "doctor"},
+    {"export", "reports", "doctor", "finetune"},
     {"sweep"},
     {"cli"},
 )

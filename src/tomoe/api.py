@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe import distributed, fetch
@@ -189,11 +191,18 @@ def compare_on(
 
 def training_overlap(name: str, text: Blocks) -> float | None:
     """Share of the text that a converted folder was fitted on; None where the folder does not keep its text."""
-    kept = Path(name) / "run" / "corpus.safetensors"
-    if not kept.is_file():
+    kept = sorted((Path(name) / "run").glob("*corpus.safetensors"))  # of a fine-tuned model, also what came earlier
+    if not kept:
         return None
-    parts = (corpus := Corpus.load(kept)).train, corpus.calibration
-    fitted = Blocks(torch.cat([part.input_ids for part in parts]), torch.cat([part.mask for part in parts]))
+    parts = [part for corpus in map(Corpus.load, kept) for part in (corpus.train, corpus.calibration)]
+    size = max(part.input_ids.shape[1] for part in parts)
+
+    def padded(t: Tensor) -> Tensor:
+        return F.pad(t, (0, size - t.shape[1]))
+
+    fitted = Blocks(
+        *(torch.cat([padded(t) for t in own]) for own in zip(*((p.input_ids, p.mask) for p in parts), strict=True))
+    )
     return shared_share(text, fitted)
 
 

@@ -62,8 +62,8 @@ class LossSection(Section):
     """gamma, of R_L: how evenly tokens spread over experts."""
 
 
-class TrainSection(Section):
-    """The loop."""
+class LoopSection(Section):
+    """The loop, whatever it trains."""
 
     section: ClassVar[str] = "train"
     steps: int = Field(default=500, ge=0)
@@ -75,24 +75,29 @@ class TrainSection(Section):
     schedule: Literal["constant", "cosine"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the learning rate rises linearly from zero."""
-    budget_warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the asked active share falls linearly from 1 to `active`."""
     weight_decay: float = Field(default=0.05, ge=0)
     gradient_clip: float = Field(default=1.0, ge=0)
     """Largest norm of the gradient; 0 = off."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the frozen base; everything trainable is float32."""
-    base: Literal["dense", "bnb8", "bnb4", "torchao8"] = "dense"
-    """The frozen base while learning: as it is, or packed into 8 or 4 bits by bitsandbytes or torchao."""
     gradient_checkpointing: bool = False
-    shard: bool = False
-    """Under torchrun: each process holds its share of the frozen base, not all of it (FSDP2)."""
     teacher_cache: str = ""
     """Folder that keeps the dense model's final hidden states, for this and other runs on the same text."""
     save_every: int = Field(default=100, ge=1)
     log_every: int = Field(default=1, ge=1)
     max_bad_steps: int = Field(default=5, ge=1)
     """This many steps in a row without a finite loss end the training."""
+
+
+class TrainSection(LoopSection):
+    """The loop that learns masks and routers."""
+
+    budget_warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the asked active share falls linearly from 1 to `active`."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of the frozen base; everything trainable is float32."""
+    base: Literal["dense", "bnb8", "bnb4", "torchao8"] = "dense"
+    """The frozen base while learning: as it is, or packed into 8 or 4 bits by bitsandbytes or torchao."""
+    shard: bool = False
+    """Under torchrun: each process holds its share of the frozen base, not all of it (FSDP2)."""
 
     @model_validator(mode="after")
     def _compute_together(self) -> Self:

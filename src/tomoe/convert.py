@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import tomoe
 from tomoe import distributed, tracking
-from tomoe.config import Recipe
+from tomoe.config import LoopSection, Recipe
 from tomoe.data import Blocks, Corpus, prepare
 from tomoe.dense import check_output, shape_of
 from tomoe.errors import UserError
@@ -26,8 +26,9 @@ from tomoe.files import write_whole
 from tomoe.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.moe.stock import dense_misfit
-from tomoe.plan import Plan
+from tomoe.plan import FINETUNED, Plan
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan, least_active
 from tomoe.pruning.mask_network import MaskNetwork
@@ -200,6 +201,11 @@ def fold_plan(
 ) -> Plan:
     """Fold a plan into a model and save the Hugging Face folder. Raises UserError for a plan of another model."""
     made = Plan.load(plan_path)
+    if FINETUNED in made.notes:
+        raise UserError(
+            f"the plan in {plan_path} belongs to weights that were fine-tuned after folding, which only their own model folder "
+            "holds; apply the plan of the conversion, then fine-tune again"
+        )
     recipe = Recipe(**made.recipe) if made.recipe else Recipe()
     name = model_name or recipe.model
     model = load_dense(name, getattr(torch, dtype or recipe.train.dtype), stream=None)
@@ -215,6 +221,30 @@ def fold_plan(
 def _save(made: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, force: bool) -> None:
     save_moe(fold(model, made, tomoe.__version__, lazily=True), made, tokenizer, out, force)
     Recipe(**made.recipe).save(out / "recipe.json")
+
+
+def stored_dtype(folder: Path) -> str:
+    """That of a converted model's weights. Raises UserError for a folder that holds none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        stored, kind = str(config.get("dtype") or "float32"), config.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{folder} holds no converted model (no config.json that can be read); give what `tomoe convert` wrote"
+        ) from error
+    if kind != "tomoe":
+        raise UserError(f"{folder} holds a {kind!r} model, which is none that `tomoe convert` wrote; give one that is")
+    if stored not in ("float32", "bfloat16", "float16"):
+        raise UserError(f"{folder} says that its weights are {stored[:40]!r}; its config is damaged, make it again")
+    return stored
+
+
+def load_moe(folder: Path, dtype: str | None, device: str = "auto") -> ToMoEForCausalLM:
+    """The converted model in `dtype`, or in the one it is stored in. Raises UserError for anything else than one."""
+    stored = stored_dtype(folder)
+    moe = load_dense(str(folder), getattr(torch, dtype or stored), pick_device(device))
+    assert isinstance(moe, ToMoEForCausalLM)
+    return moe
 
 
 def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = _silent) -> Plan:
@@ -249,24 +279,24 @@ def convert_dense(
             "learning": learned - text_ready,
             "folding": time.perf_counter() - learned,
         }
-        took = cost(recipe, whole, corpus, seconds, goes_on)
+        took = cost(recipe.train, whole, corpus, seconds, goes_on)
         write_whole(out / "run" / "cost.json", json.dumps(took, indent=2) + "\n")
 
     distributed.first(finish)
     return Plan.load(out), model if _is_whole(recipe) else None
 
 
-def cost(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, seconds: dict[str, float], resumed: bool) -> Row:
-    """What a conversion took: wall seconds by stage, tokens, peak memory of the first process (bytes), and on what.
+def cost(t: LoopSection, model: PreTrainedModel, corpus: Corpus, seconds: dict[str, float], resumed: bool) -> Row:
+    """What a run took: wall seconds by stage, tokens, peak memory of the first process (bytes), and on what.
 
     Peak memory is None where the system does not say; seconds are those of the last start alone, where it was resumed.
     """
-    t, device = recipe.train, model.device.type
+    device = model.device.type
     return {
         "seconds": seconds,
         "tokens": {
             "text": sum(part.tokens for part in (corpus.train, corpus.calibration, corpus.evaluation)),
-            "learning": t.steps * t.batch_size * t.gradient_accumulation * recipe.data.block_size,
+            "learning": t.steps * t.batch_size * t.gradient_accumulation * corpus.train.input_ids.shape[1],
         },
         "peak_memory_bytes": peak_memory(),
         "device_peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,

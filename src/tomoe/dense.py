@@ -59,20 +59,23 @@ class ModelShape:
         return asdict(self)
 
 
+Linear = Any  # nn.Linear, or what stands in its place while an adapter learns: weight, bias, in_features and a call
+
+
 @dataclass(frozen=True)
 class LayerParts:
     """The modules of one decoder layer that ToMoE masks or replaces."""
 
     mlp: nn.Module
-    gate: nn.Linear | None
-    up: nn.Linear
-    down: nn.Linear
+    gate: Linear | None
+    up: Linear
+    down: Linear
     activation: nn.Module
     attention: nn.Module
-    q: nn.Linear
-    k: nn.Linear
-    v: nn.Linear
-    o: nn.Linear
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
 
 
 def _refuse(model: nn.Module, why: str) -> UserError:

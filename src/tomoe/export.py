@@ -17,13 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 import tomoe
 from tomoe.api import PROMPT, EvaluationText, Listener, generate, held_out_text, read_text
-from tomoe.convert import pick_device
+from tomoe.convert import load_moe, pick_device
 from tomoe.errors import UserError
 from tomoe.files import write_whole
 from tomoe.loading import load_dense, load_tokenizer
 from tomoe.moe.export import Choice, Options, Sizes, check_place, choose, gguf_file, in_words, write_export
 from tomoe.moe.gguf import context_length
-from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 from tomoe.report.agreement import Agreement, agree, record
 from tomoe.report.card import write_card
@@ -184,22 +183,6 @@ def judge(a: Agreement, bounds: Bounds) -> str | None:
     if not a.kl <= bounds.kl:
         return f"its predictions differ by a KL of {a.kl:.2g} nats, {bounds.kl:.2g} were allowed"
     return None
-
-
-def load_moe(folder: Path, dtype: str | None, device: str = "auto") -> ToMoEForCausalLM:
-    """The converted model in `dtype`, or in the one it is stored in. Raises UserError for anything else than one."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        stored, kind = str(config.get("dtype") or "float32"), config.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{folder} holds no converted model (no config.json that can be read); give what `tomoe convert` wrote"
-        ) from error
-    if kind != "tomoe":
-        raise UserError(f"{folder} holds a {kind!r} model, and export starts from a folder that `tomoe convert` wrote")
-    moe = load_dense(str(folder), getattr(torch, dtype or stored), pick_device(device))
-    assert isinstance(moe, ToMoEForCausalLM)
-    return moe
 
 
 def _proof_text(folder: Path, text: str | None, tokens: int) -> EvaluationText:

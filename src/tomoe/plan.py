@@ -30,6 +30,7 @@ _MOST = {
     "num_layers": 2**16, "hidden_size": 2**24, "mlp_size": 2**24, "num_heads": 2**16, "num_kv_heads": 2**16,
     "head_dim": 2**16, "rotary_size": 2**16,
 }  # fmt: skip
+FINETUNED = "finetuned"  # the note of a plan whose weights learned on after folding: which, how, from what
 ATTENTION_MODES = ("dynamic", "static", "none")
 
 
@@ -221,6 +222,8 @@ def _read_papers(head: dict[str, Any]) -> tuple[ModelShape, list[int], dict[str,
     for name, value in papers.items():
         if not isinstance(value, str if name == "source" else dict):
             raise TypeError(f"{name} is a {type(value).__name__}")
+    if not isinstance(notes.get(FINETUNED, {}), dict):
+        raise TypeError(f"its note {FINETUNED} is a {type(notes[FINETUNED]).__name__}")
     if any(type(notes.get(name, 0)) is not int for name in ("steps", "block_size")):
         raise TypeError("its notes count in words")
     return shape, top_k, papers

@@ -19,6 +19,7 @@ from tomoe.cli.doctor import doctor
 from tomoe.cli.evaluate import evaluate
 from tomoe.cli.export import export
 from tomoe.cli.fetch import fetch
+from tomoe.cli.finetune import finetune
 from tomoe.cli.generate import generate
 from tomoe.cli.inspect import inspect
 from tomoe.cli.plan import plan
@@ -45,6 +46,7 @@ for verb in (
     train,
     plan,
     apply,
+    finetune,
     export,
     evaluate,
     benchmark,

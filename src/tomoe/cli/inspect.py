@@ -15,12 +15,18 @@ from tomoe.budget import active_params, block_total
 from tomoe.cli.screen import describe_step, results, show_warnings
 from tomoe.config import Recipe
 from tomoe.errors import UserError
+from tomoe.finetune_recipe import FinetuneRecipe
 from tomoe.plan import Plan
 from tomoe.pruning.run_folder import RunFolder
 from tomoe.report.compare import Row, from_json
 from tomoe.report.page import read_metrics
 from tomoe.report.summary import conversion_summary
 from tomoe.report.warnings import Finding, find_warnings
+
+RUNS: dict[str, type[Recipe] | type[FinetuneRecipe]] = {
+    "masks": Recipe,
+    "weights": FinetuneRecipe,
+}  # by what is learned
 
 
 def inspect(
@@ -31,14 +37,18 @@ def inspect(
     if (folder / "plan.json").is_file():
         plan = Plan.load(folder)
         _show_plan(plan, find_warnings(plan, _measured(folder)), as_json)
-    elif (folder / "masks").is_dir() and (folder / "recipe.json").is_file():
-        _show_run(folder, as_json)
-    elif (folder / "run" / "masks").is_dir():
-        _show_run(folder / "run", as_json)
+    elif (run := _run_of(folder)) is not None:
+        _show_run(run, as_json)
     else:
         raise UserError(
             f"{folder} holds no plan, converted model or run; give a folder that `tomoe convert`, plan or train wrote"
         )
+
+
+def _run_of(folder: Path) -> Path | None:
+    """The run that a folder is or holds."""
+    runs = [path for path in (folder, folder / "run") if (path / "recipe.json").is_file()]
+    return next((path for path in runs for learned in RUNS if (path / learned).is_dir()), None)
 
 
 def _measured(folder: Path) -> list[Row]:
@@ -93,7 +103,9 @@ def totals(plan: Plan) -> dict[str, Any]:
 
 
 def _show_run(folder: Path, as_json: bool) -> None:
-    recipe, checkpoint = Recipe.load(folder / "recipe.json"), RunFolder(folder).last()
+    learned = next(name for name in RUNS if (folder / name).is_dir())
+    recipe: Recipe | FinetuneRecipe = RUNS[learned].load(folder / "recipe.json")
+    checkpoint = RunFolder(folder, learned).last()
     step = None if checkpoint is None else checkpoint.step
     rows = read_metrics(folder / "metrics.jsonl")
     if as_json:
@@ -101,7 +113,10 @@ def _show_run(folder: Path, as_json: bool) -> None:
         typer.echo(json.dumps({"recipe": recipe.model_dump(mode="json"), "checkpoint": step, "last": last}, indent=2))
         return
     console = results()
-    console.print(f"Run on {recipe.model}, {recipe.active:.0%} active, {recipe.train.steps} steps.", soft_wrap=True)
+    how = (
+        f"{recipe.active:.0%} active" if isinstance(recipe, Recipe) else f"fine-tuning, {recipe.weights}, {recipe.form}"
+    )
+    console.print(f"Run on {recipe.model}, {how}, {recipe.train.steps} steps.", soft_wrap=True)
     console.print(f"Last whole checkpoint: {'none yet' if step is None else f'step {step}'}")
     if rows:
         console.print(f"Last logged step: {rows[-1]['step']}  {describe_step(rows[-1])}", soft_wrap=True)

@@ -21,7 +21,7 @@ from tomoe.cli.stopping import check
 from tomoe.report.warnings import Finding
 
 PLAIN_SECONDS = 10.0  # between two lines of progress where there is no terminal
-STAGES = {"text": "preparing text", "carve": "carving", "train": "learning"}
+STAGES = {"text": "preparing text", "carve": "carving", "train": "learning", "finetune": "fine-tuning"}
 TERMS = {
     "fidelity": "fidelity",
     "budget": "budget",
@@ -38,7 +38,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("torch").setLevel(logging.ERROR)
+    for talker in ("torch", "bitsandbytes"):  # peft imports the latter where it is installed
+        logging.getLogger(talker).setLevel(logging.ERROR)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 

@@ -67,7 +67,7 @@ def layer_state(parts: LayerParts, layer: LayerPlan, s: ModelShape) -> dict[str,
     place = torch.full((s.mlp_size,), -1).index_put_((order,), torch.arange(len(order)))
     members = [place[row.nonzero().squeeze(1)].sort().values for row in layer.expert_neurons]
     state = {
-        "mlp.router.weight": layer.router_weight,
+        "mlp.router.weight": layer.router_weight.clone(),  # the plan stays what it is where the model learns on
         "mlp.expert_neurons": torch.stack(members).int(),
         "mlp.up_proj": parts.up.weight[order],
         "mlp.up_bias": None if parts.up.bias is None else parts.up.bias[order],

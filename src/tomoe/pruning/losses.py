@@ -131,8 +131,10 @@ def coverage_penalty(masks: Sequence[SampledLayerMasks]) -> Float[Tensor, ""]:
 class Routed(Protocol):
     """What a layer's router did with the real tokens of a batch."""
 
-    assignment: Float[Tensor, "T N"] | None
-    route_probs: Float[Tensor, "T N"] | None
+    @property
+    def assignment(self) -> Float[Tensor, "T N"] | None: ...
+    @property
+    def route_probs(self) -> Float[Tensor, "T N"] | None: ...
 
 
 def balance_penalty(masks: Sequence[Routed]) -> Float[Tensor, ""]:

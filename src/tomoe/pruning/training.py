@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tomoe import distributed
-from tomoe.config import Recipe, TrainSection
+from tomoe.config import LoopSection, Recipe
 from tomoe.errors import UserError
 from tomoe.gumbel import derive_seed
 from tomoe.pruning.losses import distillation_loss, language_model_loss, objective, shift_targets
@@ -40,7 +40,7 @@ class Course(Protocol):
     @property
     def seed(self) -> int: ...
     @property
-    def train(self) -> TrainSection: ...
+    def train(self) -> LoopSection: ...
     def digest(self) -> str: ...
 
 
@@ -51,7 +51,7 @@ class Lesson(Protocol):
     def __call__(self, blocks: Any, step: int, micro: int) -> dict[str, float]: ...
 
 
-def learning_rate(train: TrainSection, step: int) -> float:
+def learning_rate(train: LoopSection, step: int) -> float:
     """Of step 0, 1, ...: linear warm-up, then constant or half a cosine down to zero."""
     warm = min(1.0, (step + 1) / train.warmup_steps) if train.warmup_steps else 1.0
     fall = 0.5 * (1 + math.cos(math.pi * step / train.steps)) if train.schedule == "cosine" else 1.0
@@ -65,7 +65,7 @@ def budget_target(recipe: Recipe, step: int) -> float:
     return 1.0 - (1.0 - recipe.active) * done
 
 
-def make_optimizer(net: nn.Module, train: TrainSection) -> torch.optim.AdamW:
+def make_optimizer(net: nn.Module, train: LoopSection) -> torch.optim.AdamW:
     trained = [p for p in net.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay)
 

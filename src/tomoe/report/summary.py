@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tomoe.config import Recipe
 from tomoe.hub import HUB_ID
-from tomoe.plan import Plan
+from tomoe.plan import FINETUNED, Plan
 
 ATTENTION = {
     "none": "kept whole",
@@ -53,17 +53,33 @@ def conversion_summary(plan: Plan, base_model: str = "") -> list[tuple[str, str]
     steps = plan.notes.get("steps", t.steps)
     per_step = t.batch_size * t.gradient_accumulation * d.block_size
     aim = "to predict what the dense model predicts" if recipe.loss.objective == "kl" else "to predict the next token"
+    later = _finetuned(plan)
     learned = f"{steps:,} steps of {per_step:,} tokens, {aim}; the dense weights stay as they are"
+    learned = learned.replace("stay", "stayed") if later else learned
     start = "from calibration statistics (carved)" if recipe.start == "carved" else "from random projections"
     sources = ", ".join(shown_name(source) for source in d.sources)
     return [
         *lines,
         ("Start", start),
         ("Learning", learned if steps else "none: experts and routers are the start itself"),
+        *later,
         ("Text", f"{sources} (sampled from the dense model itself)" if sources == "self" else sources),
         ("Seed", str(recipe.seed)),
         ("Versions", ", ".join(f"{k} {plan.notes[k]}" for k in ("torch", "transformers", "tomoe") if k in plan.notes)),
     ]
+
+
+def _finetuned(plan: Plan) -> list[tuple[str, str]]:
+    """One line, where the weights learned on after the conversion."""
+    note = plan.notes.get(FINETUNED)
+    if not note:
+        return []
+    told = {key: str(note.get(key, "?"))[:80] for key in ("steps", "tokens", "weights", "objective", "form", "routers")}
+    parts = "all weights of the blocks" if told["weights"] == "full" else "adapters of low rank, merged"
+    aim = "what the dense model predicts" if told["objective"] == "kl" else "the next token"
+    sources = ", ".join(map(str, note.get("sources", [])))[:200]
+    how = f"{told['steps']} steps, {told['tokens']} tokens of {sources}; {parts}, routers {told['routers']}, towards {aim}"
+    return [("Fine-tuning", how + "; the plan belongs to these weights, not to those of the dense model")]
 
 
 def _span(numbers: list[int]) -> str:
