@@ -14,7 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from pico_files import small, write_pico, write_text
+from tomoe.config import Recipe
+from tomoe.convert import convert
 from tomoe.plan import Plan
+from tomoe.report.compare import from_json
 
 # What torchrun does, without importing torch once for every process: for each line of JSON on stdin, fork as many as are
 # asked for, say to each who it is, kill (-9) the victim when the checkpoint of step 4 is there (-1: nobody).
@@ -240,3 +243,25 @@ def test_a_sweep_is_shared_out(run: Launcher, given: Path, tmp_path: Path) -> No
     assert Path(f"{out}.1.log").read_text() == ""
     (row,) = [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
     assert row["measured"]["active_share"] == pytest.approx(0.7, abs=0.01)
+
+
+def test_two_processes_fine_tune_what_one_does(run: Launcher, tmp_path: Path) -> None:
+    """And measure it: both on their share of the held-out text."""
+    text, dense, out = write_text(tmp_path / "text.txt"), write_pico(tmp_path / "dense"), tmp_path / "out"
+    sets = [option for option in small(train_steps="0") if option != "--set"]
+    convert(Recipe.load(None, [f"model={dense}", f"data.sources={text}", *sets]), out)
+    own = ("train.steps=3", "train.gradient_accumulation=2", "train.learning_rate=1e-3", "data.evaluation_tokens=64")
+    words = [
+        word
+        for setting in (*own, *(s for s in sets if s.startswith("data.") and "eval" not in s))
+        for word in ("--set", setting)
+    ]
+    command = ["finetune", out, "--data", text, *words, "-o"]
+    assert run(1, *command, tmp_path / "one") == [0], (tmp_path / "one.0.log").read_text()
+    assert run(2, *command, tmp_path / "two") == [0, 0], (tmp_path / "two.0.log").read_text()
+    one, two, was = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two", "out"))
+    for name, weight in one.items():
+        if weight.is_floating_point():
+            assert (two[name] - weight).norm() <= 1e-3 * (weight - was[name]).norm() + 1e-6, name
+    kl = [from_json((tmp_path / name / "evaluation.json").read_text())[-1].measurement.kl for name in ("one", "two")]
+    assert kl[0] == pytest.approx(kl[1], rel=1e-3)

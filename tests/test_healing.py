@@ -232,6 +232,12 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(form: str, tmp_path
     for both, one, two in zip(together, *singles, strict=True):
         assert torch.equal(both, one + two)
     assert all(weight.grad is None for _, weight in learner.learned.copies)
+    # and what an optimizer does to the float32 copies is what runs next
+    with torch.no_grad():
+        for exact, _ in learner.learned.copies:
+            exact.mul_(1.5)
+    teach(Text().batch(0, 0, 1, 2, 0), 0, 0)
+    assert all(torch.equal(weight, exact.bfloat16()) for exact, weight in learner.learned.copies)
 
 
 def adapted(form: str, family: str, folder: Path) -> tuple[Float[Tensor, "B S V"], ToMoEForCausalLM, Any]:

@@ -108,7 +108,13 @@ def finetune(
     if recipe.form == "pseudo" or recipe.loss.objective == "kl" or SELF in recipe.data.sources:
         dense = origin.open_dense(recipe)
     tokenizer = load_tokenizer(str(origin.folder))
-    distributed.first(lambda: _begin(recipe, run, resume, origin, tokenizer, dense, listen))
+
+    def text() -> Corpus | None:
+        return None if resume and run.corpus.exists() else _text(recipe, origin, tokenizer, dense, listen)
+
+    # sampling is shared out
+    sampled = text() if distributed.size() > 1 and SELF in recipe.data.sources else None
+    distributed.first(lambda: _begin(recipe, run, resume, origin, sampled or text()))
     corpus = Corpus.load(run.corpus)
     text_ready = time.perf_counter()
     student = _learn(recipe, origin, dense, corpus, run, listen)
@@ -128,20 +134,23 @@ def finetune(
     return Plan.load(out)
 
 
-def _begin(
-    recipe: FinetuneRecipe, run: RunFolder, resume: bool, origin: Origin, tokenizer: PreTrainedTokenizerBase,
-    dense: PreTrainedModel | None, listen: Listener,
-) -> None:  # fmt: skip
-    """Text, then the folder of the run; nothing of an older run goes before the text turned out to be of use."""
-    if resume and run.corpus.exists():
-        return
-    kept = origin.folder / "run" / "corpus.safetensors"
+def _text(
+    recipe: FinetuneRecipe, origin: Origin, tokenizer: PreTrainedTokenizerBase, dense: PreTrainedModel | None,
+    listen: Listener,
+) -> Corpus:  # fmt: skip
+    """What the recipe names, else what the conversion kept."""
     if recipe.data.sources:
-        corpus = prepare(recipe.data, tokenizer, recipe.seed, dense, lambda i, n: listen("text", i, n, {}))
-    elif kept.is_file():
-        corpus = Corpus.load(kept)
-    else:
+        return prepare(recipe.data, tokenizer, recipe.seed, dense, lambda i, n: listen("text", i, n, {}))
+    kept = origin.folder / "run" / "corpus.safetensors"
+    if not kept.is_file():
         raise UserError(f"{origin.folder} keeps no text (run/corpus.safetensors); name some with --data")
+    return Corpus.load(kept)
+
+
+def _begin(recipe: FinetuneRecipe, run: RunFolder, resume: bool, origin: Origin, corpus: Corpus | None) -> None:
+    """The folder of the run; nothing of an older run goes before the text turned out to be of use."""
+    if corpus is None:
+        return
     run.begin(recipe, resume)
     # what the conversion learned from counts as training text when the result is measured
     for old in run.path.glob("earlier-*"):
@@ -226,7 +235,10 @@ def save(
 
 
 def measure(recipe: FinetuneRecipe, out: Path, listen: Listener | None = None) -> list[Row]:
-    """The dense model, the converted one and the fine-tuned one on text that fine-tuning held out; writes numbers and card."""
+    """The dense model, the converted one and the fine-tuned one on text that fine-tuning held out; writes numbers and card.
+
+    Under torchrun every process takes part.
+    """
     origin = Origin.of(recipe)
 
     def models() -> Iterator[tuple[str, PreTrainedModel]]:
@@ -234,6 +246,8 @@ def measure(recipe: FinetuneRecipe, out: Path, listen: Listener | None = None) -
             yield name, load_model(name, origin.stored, recipe.device)
 
     rows = compare_on(models(), held_out_text([str(out)]), listen)
+    if distributed.rank():
+        return rows
     write_whole(out / "evaluation.json", to_json(rows))
     command = f"tomoe finetune {shown_name(recipe.model)} --recipe run/recipe.json -o {out.resolve().name}"
     write_card(out, Plan.load(out), rows, base_model=origin.dense, command=command)

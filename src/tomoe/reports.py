@@ -15,7 +15,7 @@ from tomoe.api import PROMPT, EvaluationText, Listener, compare_on, generate, he
 from tomoe.config import Recipe
 from tomoe.files import write_whole
 from tomoe.loading import load_tokenizer
-from tomoe.plan import Plan
+from tomoe.plan import FINETUNED, Plan
 from tomoe.report.card import write_card
 from tomoe.report.compare import Row, from_json, to_json
 from tomoe.report.page import Generation, PageFacts, commands, read_json, read_metrics, write_page
@@ -63,7 +63,7 @@ def write_reports(
     facts = PageFacts(
         title, plan, rows, [Generation(own["prompt"], own["answers"]) for own in observed["generations"]],
         [(name, RoutingTrace(**trace)) for name, trace in observed["texts"]], pictures,
-        commands=commands(recipe, out.resolve().name), cost=cost, timed=bool(timed),
+        commands=commands(recipe, out.resolve().name, FINETUNED in plan.notes), cost=cost, timed=bool(timed),
     )  # fmt: skip
     write_page(out, facts)
     return rows

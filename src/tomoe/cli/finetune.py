@@ -53,9 +53,9 @@ def finetune(
     made = FinetuneRecipe.load(recipe, overrides + (changes or []))
     with Screen() as screen, resumable(out / "run"):
         stages.finetune(made, out, resume, force, screen.listen)
-        if distributed.rank():
-            return
         rows = stages.measure(made, out, screen.listen)
+    if distributed.rank():
+        return
     console = results()
     console.print(to_rich(rows))
     show_warnings(console, find_warnings(Plan.load(out), rows[-1:]))

@@ -183,9 +183,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def commands(recipe: Recipe, name: str) -> list[tuple[str, str]]:
+def commands(recipe: Recipe, name: str, finetuned: bool = False) -> list[tuple[str, str]]:
     """(command, what for) of a converted folder called `name`: load, generate, serve, measure, make again."""
     model = shown_name(recipe.model) or "MODEL"
+    again = f"tomoe convert {model} --recipe {name}/recipe.json -o {'OUT' if finetuned else 'AGAIN'}"
+    if finetuned:
+        again += f"\ntomoe finetune OUT --recipe {name}/run/recipe.json -o AGAIN"
     load = (
         "import tomoe  # or trust_remote_code=True below\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
@@ -201,5 +204,5 @@ def commands(recipe: Recipe, name: str) -> list[tuple[str, str]]:
         ),
         (f'tomoe route {name} "Any text" --html tokens.html', "Colour any text by expert"),
         (f"tomoe evaluate {model} {name} --text FILE", "Measure both on text of your own"),
-        (f"tomoe convert {model} --recipe {name}/recipe.json -o AGAIN", "Make it again, from the same recipe"),
+        (again, "Make it again, from the same recipe"),
     ]
