@@ -1,11 +1,8 @@
-"""Several processes learn what one learns; they say so when one of them dies, and any number of them can go on."""
+"""Several processes learn, carve, sample and measure what one does. What happens when one is lost: faults/."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,65 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from pico_files import small, write_pico, write_text
+from several import Launcher, assert_same_run, masks, train
 from tomoe.config import Recipe
 from tomoe.convert import convert
 from tomoe.plan import Plan
 from tomoe.report.compare import from_json
-
-# What torchrun does, without importing torch once for every process: for each line of JSON on stdin, fork as many as are
-# asked for, say to each who it is, kill (-9) the victim when the checkpoint of step 4 is there (-1: nobody).
-FORK = """
-import json, os, signal, socket, sys, time
-from pathlib import Path
-import torch
-from tomoe.cli import main
-
-torch.set_num_threads(1)
-for line in sys.stdin:
-    count, victim, command = json.loads(line)
-    out = Path(command[command.index("-o" if "-o" in command else "--json") + 1])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
-    for rank in range(count):
-        pid = os.fork()
-        if pid == 0:
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count}
-            os.environ.update({name: str(value) for name, value in place.items()})
-            log = os.open(f"{out}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            try:
-                main(command)
-            except SystemExit as left:
-                os._exit(left.code or 0)
-        children.append(pid)
-    while victim >= 0 and not (out / "masks" / "step-000004").exists():
-        time.sleep(0.01)
-    if victim >= 0:
-        os.kill(children[victim], signal.SIGKILL)
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]), flush=True)
-"""
-
-
-class Launcher:
-    """Starts several processes on one command; its own process has imported everything before."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", FORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-
-    def __call__(self, count: int, *command: str | Path, victim: int = -1) -> list[int]:
-        """Their exit codes. What process R prints is in OUT.R.log, OUT being what follows -o or --json."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([count, victim, [str(word) for word in command]]) + "\n")
-        self.process.stdin.flush()
-        codes: list[int] = json.loads(self.process.stdout.readline())
-        return codes
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +24,6 @@ def run() -> Iterator[Launcher]:
     with launcher.process:
         yield launcher
         launcher.process.communicate()
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def masks(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(folder / "masks" / f"step-{step:06d}" / "masks.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -101,24 +36,6 @@ def given(tmp_path_factory: pytest.TempPathFactory, run: Launcher) -> Path:
     return folder
 
 
-def train(given: Path, out: Path, *more: str) -> list[str | Path]:
-    sizes = small(train_steps="8", train_save_every="8", train_gradient_accumulation="4", train_learning_rate="0.01")
-    return ["train", given / "dense", "--data", given / "text.txt", "--attention", "dynamic", "-o", out, *sizes, *more]
-
-
-def assert_same_run(found: Path, meant: Path) -> None:
-    """Sums of gradients are taken in another order, so the last bits differ, and AdamW's division makes more of them."""
-    for mine, theirs in zip(metrics(found), metrics(meant), strict=True):
-        assert mine["tokens"] == theirs["tokens"]
-        for name in ("loss", "fidelity", "budget", "coverage", "balance", "gradient_norm"):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), (name, mine["step"])
-    before, ours, whole = masks(meant, 0), masks(found, 8), masks(meant, 8)
-    moved = sum(float((whole[n] - before[n]).norm()) for n in whole)
-    apart = sum(float((ours[n] - whole[n]).norm()) for n in whole)
-    assert moved > 1
-    assert apart < 1e-3 * moved
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_processes_learn_what_one_learns(run: Launcher, given: Path, tmp_path: Path, count: int) -> None:
     assert run(count, *train(given, tmp_path / "run")) == [0] * count
@@ -128,23 +45,6 @@ def test_several_processes_learn_what_one_learns(run: Launcher, given: Path, tmp
     for name, tensor in masks(tmp_path / "run", 0).items():
         assert torch.equal(tensor, masks(given / "one", 0)[name]), f"{name} was carved otherwise"
     assert_same_run(tmp_path / "run", given / "one")
-
-
-@pytest.mark.parametrize(("victim", "then"), [(1, 1), (0, 4)])
-def test_a_process_that_dies_ends_the_run_and_any_number_go_on(
-    run: Launcher, given: Path, tmp_path: Path, victim: int, then: int
-) -> None:
-    out = tmp_path / "run"
-    codes = run(2, *train(given, out, "--set", "train.save_every=4"), victim=victim)
-    assert codes[victim] == -9
-    assert codes[1 - victim] == 2
-    last = Path(f"{out}.{1 - victim}.log").read_text().splitlines()[-1]
-    assert last.startswith("tomoe: ")
-    assert "another process of this run ended" in last
-    assert "--resume" in last
-    assert run(then, *train(given, out, "--resume")) == [0] * then
-    assert [row["step"] for row in metrics(out)] == list(range(1, 9))
-    assert_same_run(out, given / "one")
 
 
 def test_a_base_that_is_shared_out_gives_the_same(run: Launcher, given: Path, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from conftest import SOURCE
 
 FLOORS = (
     {"errors", "gumbel"},
-    {"files", "distributed", "tracking", "recipe_files", "dense"},
+    {"files", "distributed", "tracking", "recipe_files", "dense", "hub"},
     {"sections"},
-    {"config", "routing", "fetch", "hub", "quantized", "sources", "self_text", "streaming", "vetting"},
+    {"config", "routing", "fetch", "quantized", "sources", "self_text", "streaming", "vetting"},
     {"loading", "data", "finetune_recipe"},
     {"budget"},
     {"plan"},

@@ -1,8 +1,9 @@
-"""Whole files or none: everything is written under a temporary name, then renamed; and JSON from strangers."""
+"""Whole files or none: everything is written under a temporary name, then renamed; checksums; and JSON from strangers."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 
 from tomoe.errors import UserError
 
+SUMS = "SHA256SUMS"  # as `sha256sum -c` reads it
 _LARGEST_JSON = 2**26  # bytes; parsed it takes several times that
 
 
@@ -49,6 +51,34 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a {type(values).__name__}, where an object is expected; it is damaged")
     return values
+
+
+def sha256(path: Path) -> str:
+    """In hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sums(folder: Path) -> None:
+    """Write down the sha256 of every file that is in the folder now."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != SUMS)
+    write_whole(folder / SUMS, "".join(f"{sha256(folder / name)}  {name}\n" for name in names))
+
+
+def damaged(folder: Path) -> tuple[int, list[str]]:
+    """How many files were written down, and which of them are gone or other than they were.
+
+    Raises UserError where nothing was written down, or names lead out of the folder.
+    """
+    try:
+        lines = [line.partition("  ") for line in (folder / SUMS).read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        raise UserError(f"{folder} holds no {SUMS}, so there is nothing to hold its files against") from None
+    for _, _, name in lines:
+        if name != Path(name).name or name in ("", ".", ".."):
+            raise UserError(f"{folder / SUMS} names {name[:100]!r}, which is no file of that folder")
+    found = [name for meant, _, name in lines if not (folder / name).is_file() or sha256(folder / name) != meant]
+    return len(lines), found
 
 
 def _refuse(constant: str) -> NoReturn:

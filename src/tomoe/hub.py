@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of httpx or, later, of httpx2
@@ -25,6 +27,36 @@ PLAN_FILES = ("plan.json", "plan.safetensors")
 # The run (text, masks, optimizer) stays at home, exports go by themselves, and what is hidden or not yet whole goes nowhere.
 STAYS = ("run/*", "export-*/*", "*.part/*", "*.tmp", ".*", "*/.*", "__pycache__/*", "*.log")
 
+_TRIED_ENOUGH = ("Timeout", "ConnectError")  # by huggingface_hub itself, six times
+_PAUSES = (1.0, 2.0, 4.0)  # seconds before a connection that broke is tried again
+
+T = TypeVar("T")
+
+
+def patiently(work: Callable[[], T]) -> T:
+    """Do it again where the connection to the hub broke.
+
+    A hub that is slow or busy (408, 429, 5xx), and a download that stops half-way, huggingface_hub tries again by itself.
+    """
+    for pause in _PAUSES:
+        try:
+            return work()
+        except (OSError, HTTPError, ValueError, RuntimeError) as error:
+            said = broken_connection(error)
+            if said is None or any(word in said for word in _TRIED_ENOUGH):
+                raise
+            time.sleep(pause)
+    return work()
+
+
+def broken_connection(error: BaseException | None) -> str | None:
+    """What broke on the way to the hub, where that is behind an error; None where the hub gave an answer."""
+    while error is not None:
+        if isinstance(error, HTTPError) and not isinstance(error, HfHubHTTPError | BadRequestError):
+            return f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}".strip()
+        error = error.__cause__ or error.__context__
+    return None
+
 
 def find_plan(name: str) -> Path:
     """The folder of a plan: `name` itself where it is one, else the plan files of a hub repository, downloaded.
@@ -34,7 +66,7 @@ def find_plan(name: str) -> Path:
     if Path(name).is_dir() or not HUB_ID.fullmatch(name):
         return Path(name)  # whether it holds a plan is found out by whoever reads it
     with _telling(f"get the plan {name}"):
-        folder = Path(snapshot_download(name, allow_patterns=list(PLAN_FILES)))
+        folder = Path(patiently(lambda: snapshot_download(name, allow_patterns=list(PLAN_FILES))))
     if not all((folder / file).is_file() for file in PLAN_FILES):
         raise UserError(f"{name} on the hub holds no plan ({' and '.join(PLAN_FILES)}), and no folder has that name")
     return folder
@@ -82,7 +114,7 @@ def _reason(error: Exception) -> str:
             return f"the hub refused ({status}); log in with `hf auth login`, with a token that may do this"
         if isinstance(error, RepositoryNotFoundError):
             return "the hub knows no such repository, or shows it to others only (`hf auth login`)"
-    if isinstance(error, HTTPError) and not isinstance(error, HfHubHTTPError | BadRequestError):
-        return f"the hub is out of reach ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+    if broken := broken_connection(error):
+        return f"the hub is out of reach ({broken})"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__

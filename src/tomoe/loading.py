@@ -30,7 +30,7 @@ from transformers.utils import logging as chatter
 
 from tomoe import fetch
 from tomoe.errors import UserError
-from tomoe.hub import HUB_ID
+from tomoe.hub import HUB_ID, broken_connection, patiently
 from tomoe.quantized import keep_differentiable_, quantization_config
 from tomoe.streaming import CannotStream, load_streamed, weights_of
 from tomoe.vetting import vet
@@ -117,7 +117,8 @@ def _streamed(model: str, place: Path | str, dtype: torch.dtype, device: torch.d
     if _is_gguf(place):
         raise CannotStream(f"{model} is a .gguf file, which cannot be read layer by layer; load it whole")
     if isinstance(place, str):
-        place = Path(snapshot_download(place, allow_patterns=["*config.json", "model*.safetensors", "*.index.json"]))
+        name, wanted = place, ["*config.json", "model*.safetensors", "*.index.json"]
+        place = Path(patiently(lambda: snapshot_download(name, allow_patterns=wanted)))
         vet(place)
     config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     loaded = load_streamed(place, config, dtype, device)
@@ -135,8 +136,8 @@ def load_config(model: str, vetted: bool = False) -> PreTrainedConfig:
     with _telling(model, place, part="model" if vetted else "config"):
         if vetted and isinstance(place, Path) and place.is_dir():
             vet(place)
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            trust_remote_code=False, **_arguments(place, weights=False)
+        config: PreTrainedConfig = patiently(
+            lambda: AutoConfig.from_pretrained(trust_remote_code=False, **_arguments(place, weights=False))
         )
     return config
 
@@ -145,7 +146,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to a model. Raises UserError as `load_dense` does."""
     place = resolve(model)
     with _telling(model, place, part="tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(trust_remote_code=False, **_arguments(place, weights=False))
+        tokenizer: PreTrainedTokenizerBase = patiently(
+            lambda: AutoTokenizer.from_pretrained(trust_remote_code=False, **_arguments(place, weights=False))
+        )
     if _is_gguf(place):
         tokenizer.name_or_path = place.stem
     return tokenizer
@@ -234,7 +237,9 @@ def _telling(model: str, place: Path | str, part: str = "model") -> Iterator[Non
         raise UserError(f"cannot load the {part} {model}{where}: its config makes no sense ({found})") from None
     except _LOADING_ERRORS as error:
         hint = f"; without a hub there is {', '.join(fetch.names())}" if where and isinstance(error, OSError) else ""
-        raise UserError(f"cannot load the {part} {model}{where}: {_reason(error)}{hint}") from None
+        broken = broken_connection(error) if where else None
+        reason = f"the hub is out of reach ({broken})" if broken else _reason(error)
+        raise UserError(f"cannot load the {part} {model}{where}: {reason}{hint}") from None
 
 
 def _reason(error: Exception) -> str:

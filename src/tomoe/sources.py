@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tomoe.errors import UserError
+from tomoe.hub import patiently
 
 SELF = "self"
 """The source that samples its text from the dense model (self_text.py)."""
@@ -124,7 +125,7 @@ def _hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> 
     import datasets  # type: ignore[import-untyped]
 
     try:
-        yield from datasets.load_dataset(name, config, split=split, **load)
+        yield from patiently(lambda: datasets.load_dataset(name, config, split=split, **load))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
         what = load.get("data_files", {}).get(split) or (f"{name}:{config}" if config else name)

@@ -15,6 +15,7 @@ from tomoe.budget import active_params, block_total
 from tomoe.cli.screen import describe_step, results, show_warnings
 from tomoe.config import Recipe
 from tomoe.errors import UserError
+from tomoe.files import damaged
 from tomoe.finetune_recipe import FinetuneRecipe
 from tomoe.plan import Plan
 from tomoe.pruning.run_folder import RunFolder
@@ -32,8 +33,14 @@ RUNS: dict[str, type[Recipe] | type[FinetuneRecipe]] = {
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A plan, a converted model or a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Hold every file of a converted model against its checksum.")
+    ] = False,
 ) -> None:
     """Show what a plan, a converted model or a run holds."""
+    if verify:
+        _verify(folder)
+        return
     if (folder / "plan.json").is_file():
         plan = Plan.load(folder)
         _show_plan(plan, find_warnings(plan, _measured(folder)), as_json)
@@ -49,6 +56,16 @@ def _run_of(folder: Path) -> Path | None:
     """The run that a folder is or holds."""
     runs = [path for path in (folder, folder / "run") if (path / "recipe.json").is_file()]
     return next((path for path in runs for learned in RUNS if (path / learned).is_dir()), None)
+
+
+def _verify(folder: Path) -> None:
+    written, found = damaged(folder)
+    if found:
+        raise UserError(
+            f"{len(found)} of {written} files in {folder} are not as they were written ({', '.join(found)}); get them again, or "
+            "make the model again from its plan: tomoe apply"
+        )
+    results().print(f"All {written} files in {folder} are as they were written (sha256).", soft_wrap=True)
 
 
 def _measured(folder: Path) -> list[Row]:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
+from tomoe.files import write_sums
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 
@@ -40,6 +41,7 @@ def save_moe(
         mode = (part / "config.json").stat().st_mode
         for weights in part.glob("*.safetensors"):  # only the owner could read them; config.json follows the umask
             weights.chmod(mode)
+        write_sums(part)
         _put_in_place(part, out)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)

@@ -8,7 +8,6 @@ RUN/masks/step-000100/     masks.safetensors, optimizer.safetensors, state.json
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tomoe.errors import UserError
-from tomoe.files import read_json, write_whole
+from tomoe.files import read_json, sha256, write_whole
 from tomoe.sections import BaseRecipe
 
 KEEP = 2  # checkpoints that stay: the last, and the one before it
@@ -53,11 +52,6 @@ def restore_optimizer(optimizer: Optimizer, net: nn.Module, tensors: dict[str, T
             raise ValueError(f"the moments of {name} are not of its shape")
         if own:
             optimizer.state[p] = {k: t.to(p.device) if k != "step" else t for k, t in own.items()}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class RunFolder:
@@ -113,7 +107,7 @@ class RunFolder:
             part.mkdir(parents=True)
             save_file(net.state_dict(), part / self.tensors[0])
             save_file(optimizer_tensors(optimizer, net), part / "optimizer.safetensors")
-            sums = {name: _sha256(part / name) for name in self.tensors}
+            sums = {name: sha256(part / name) for name in self.tensors}
             (part / "state.json").write_text(
                 json.dumps(state | {"step": step, "sha256": sums}, indent=2, sort_keys=True)
             )
@@ -154,7 +148,7 @@ class RunFolder:
         try:
             state = read_json(folder / "state.json")
             # our own names, not those that the file has: they could lead anywhere
-            whole = all(_sha256(folder / name) == state["sha256"][name] for name in self.tensors)
+            whole = all(sha256(folder / name) == state["sha256"][name] for name in self.tensors)
             named = type(state["step"]) is int and folder.name == f"step-{state['step']:06d}"
             return Checkpoint(folder, state["step"], state) if whole and named else None
         except (OSError, ValueError, KeyError, TypeError):

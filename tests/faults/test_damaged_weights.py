@@ -1,0 +1,91 @@
+"""Bits that flip and files that are cut short, long after a model was written."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pico_files import CommandLine, small, write_pico, write_text
+from tomoe.files import SUMS
+
+
+@pytest.fixture
+def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted model, and beside it the dense one."""
+    from tomoe.cli import main
+
+    folder = tmp_path_factory.mktemp("made")
+    dense, text = write_pico(folder / "dense"), write_text(folder / "text.txt")
+    with pytest.raises(SystemExit) as left:
+        main(["carve", str(dense), "-o", str(folder / "moe"), "--data", str(text), *small()])
+    assert not left.value.code
+    return folder
+
+
+def flip(file: Path, place: int) -> None:
+    """One bit of the byte so far from the end."""
+    data = bytearray(file.read_bytes())
+    data[-place] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_model_as_it_was_written(tomoe: CommandLine, made: Path) -> None:
+    done = tomoe("inspect", made / "moe", "--verify")
+    assert done.code == 0, done.err
+    assert "are as they were written" in done.out
+    named = {line.split("  ")[1] for line in (made / "moe" / SUMS).read_text().splitlines()}
+    assert {
+        "model.safetensors",
+        "plan.safetensors",
+        "plan.json",
+        "config.json",
+        "modeling_tomoe.py",
+        "tokenizer.json",
+    } <= named
+    if shutil.which("sha256sum"):  # others can read it too
+        subprocess.run(["sha256sum", "--check", "--quiet", SUMS], cwd=made / "moe", check=True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "plan.safetensors", "modeling_tomoe.py"])
+def test_a_flipped_bit_is_found(tomoe: CommandLine, made: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(made / "moe", tmp_path / "moe")
+    flip(tmp_path / "moe" / name, 5)
+    refused = tomoe("inspect", tmp_path / "moe", "--verify")
+    assert refused.code == 2
+    assert refused.err.count("\n") == 1
+    assert f"as they were written ({name})" in refused.err
+
+
+def test_a_model_cut_short_is_found_when_it_is_loaded(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "moe", tmp_path / "moe")
+    weights = tmp_path / "moe" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused = tomoe("generate", tmp_path / "moe", "the sea")
+    assert refused.code == 2
+    assert "its weights are damaged" in refused.err
+    weights.unlink()
+    assert "(model.safetensors)" in tomoe("inspect", tmp_path / "moe", "--verify").err
+
+
+def test_a_flipped_bit_of_the_dense_model_is_found_by_its_plan(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "dense", tmp_path / "dense")
+    flip(tmp_path / "dense" / "model.safetensors", 1)  # the highest byte of a float32
+    refused = tomoe("apply", made / "moe", tmp_path / "dense", "-o", tmp_path / "again")
+    assert refused.code == 2
+    assert "made for other weights" in refused.err
+
+
+def test_checksums_lead_nowhere(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "moe", tmp_path / "moe")
+    (tmp_path / "moe" / SUMS).write_text(f"{'0' * 64}  ../../etc/passwd\n")
+    assert "which is no file of that folder" in tomoe("inspect", tmp_path / "moe", "--verify").err
+    (tmp_path / "moe" / SUMS).unlink()
+    assert f"holds no {SUMS}" in tomoe("inspect", tmp_path / "moe", "--verify").err

@@ -1,0 +1,59 @@
+"""A disk that is really too small (a tmpfs): what was whole stays whole, one sentence, and more room is all it takes."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pico_files import CommandLine, contents, small, write_pico, write_text
+
+TIMED = (
+    "cost.json", "README.md", "evaluation.json", "report.html", "report.json", "cost.svg", "cost.png", "metrics.jsonl",
+)  # fmt: skip
+
+
+@pytest.fixture
+def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 KiB that can be made larger with `resize`."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root can make a small disk; files that may not grow are tried in test_resume.py")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)  # weights may still be mapped
+
+
+def resize(disk: Path, kib: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={kib}k", str(disk)], check=True)
+
+
+def test_a_conversion_that_runs_out_of_disk_again_and_again(tomoe: CommandLine, tmp_path: Path, disk: Path) -> None:
+    """At a checkpoint, at the weights, at the report: every time a little more room, and --resume."""
+    model, text = write_pico(tmp_path / "dense"), write_text(tmp_path / "text.txt")
+    options = [model, "--data", text, *small()]
+    assert tomoe("convert", *options, "-o", tmp_path / "whole").code == 0
+    out, said = disk / "out", []
+    for kib in (160, 400, 900, 4096):
+        resize(disk, kib)
+        done = tomoe("convert", *options, "-o", out, "--resume")
+        if kib == 4096:
+            assert done.code == 0, done.err
+            break
+        assert done.code == 2, done.err
+        said.append(done.err.splitlines()[-1])
+        assert said[-1].startswith("tomoe: cannot ")
+        assert "No space left on device" in said[-1]
+        assert "Traceback" not in done.err
+        assert not (out / "config.json").exists() or "model.safetensors" in {f.name for f in out.iterdir()}
+    for words in ("cannot write the checkpoint of step", "cannot write the model to", "figures"):
+        assert any(words in sentence for sentence in said), said
+    assert contents(out, but=TIMED) == contents(tmp_path / "whole", but=TIMED)
