@@ -22,7 +22,7 @@ from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import FoldedLayers, fold
 from tomoe.streaming import CannotStream, StoredWeights
 
-PAPERS = ("recipe.json", "plan.json")  # say how it was made
+PAPERS = ("recipe.json", "plan.json", "SHA256SUMS")  # say how it was made
 
 
 def recipe(folder: Path, *changes: str) -> Recipe:

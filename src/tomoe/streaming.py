@@ -6,6 +6,8 @@ hooks, so whatever runs the model, or hooks into its parts, need not know.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,6 +27,23 @@ from tomoe.errors import UserError
 from tomoe.files import read_json
 
 LAYERS = "model.layers."
+
+
+class _LayerHook(AlignDevicesHook):
+    """accelerate's hook that brings a module's tensors and takes them away; then what the layer took goes back to the system."""
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        given = super().post_forward(module, output)
+        give_back_()
+        return given
+
+
+def give_back_() -> None:
+    """glibc keeps freed memory of middling size, in pieces that the next layer finds no use for: some MB a layer add up."""
+    if sys.platform == "linux" and (
+        trim := getattr(ctypes.CDLL(None), "malloc_trim", None)
+    ):  # other C libraries have none
+        trim(0)
 
 
 class CannotStream(UserError):
@@ -114,7 +133,7 @@ def stream_layers_(
     for i, layer in enumerate(decoder_layers(model)):
         own = PrefixedDataset(weights, f"{LAYERS}{i}.")
         add_hook_to_module(
-            layer, AlignDevicesHook(device, True, weights_map=own, offload_buffers=buffers, place_submodules=True)
+            layer, _LayerHook(device, True, weights_map=own, offload_buffers=buffers, place_submodules=True)
         )
     # by this transformers knows such a model when it saves it
     cast(Any, model).hf_device_map = {"": str(device), "model.layers": "disk"}

@@ -95,8 +95,8 @@ def carve_mlp(
     ranks, total = [], torch.zeros(len(units), dtype=torch.float64)
     for n in range(num_experts):
         own = h[expert_ids == n] * weight[expert_ids == n].sqrt()[:, None]
-        error = (own.T @ own).mul_(down_gram).div_(len(h))  # in place: at 11,008 neurons such a matrix takes half a GB
-        expert_ranks, loss = backward_elimination(error)
+        # in place, and gone before the next one is made: at 11,008 neurons such a matrix takes half a GB
+        expert_ranks, loss = backward_elimination((own.T @ own).mul_(down_gram).div_(len(h)))
         ranks.append(expert_ranks)
         total = total + loss[list(units)].double().cpu()
     return Ranking(torch.stack(ranks), total, params)
