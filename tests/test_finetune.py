@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from tomoe.healing import Healing
 from tomoe.plan import FINETUNED, Plan
 from tomoe.pruning import run_folder
 from tomoe.report.compare import from_json
+from tomoe.report.summary import conversion_summary
 
 SETTINGS = (
     "train.steps=4", "train.save_every=2", "train.learning_rate=1e-3", "data.block_size=16", "data.tokens=1200",
-    "data.calibration_tokens=128", "data.evaluation_tokens=256",
+    "data.calibration_tokens=128", "data.evaluation_tokens=64",
 )  # fmt: skip
 
 
@@ -117,6 +119,28 @@ def test_adapters_end_as_ordinary_weights(tomoe: CommandLine, place: Path, tmp_p
     assert outcome.code == 0, outcome.err
     assert (out / "model.safetensors").stat().st_size == (place / "out" / "model.safetensors").stat().st_size
     assert not torch.equal(logits(out), logits(place / "out"))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+def test_a_kept_teacher_teaches_the_same(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
+    """Kept by one run, read by the next; what is kept must be the dense model, without the adapters beside it."""
+    pytest.importorskip("peft")
+    own = [*options(place, "lora.rank=2"), "--form", "pseudo", "--weights", "lora"]
+    assert tomoe(*own, "-o", tmp_path / "plain").code == 0
+    for name in ("keeps", "reads"):
+        kept = tomoe(*own, "--set", f"train.teacher_cache={tmp_path / 'cache'}", "-o", tmp_path / name)
+        assert kept.code == 0, kept.err
+        assert (tmp_path / name / "model.safetensors").read_bytes() == (
+            tmp_path / "plain" / "model.safetensors"
+        ).read_bytes()
+    assert any((tmp_path / "cache").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("note", [{"sources": 5, "steps": [1] * 999}, {"sources": [["x"]]}, {"dense": 3}])
+def test_a_note_that_makes_no_sense_is_shown_as_it_is(place: Path, note: dict[str, object]) -> None:
+    plan = Plan.load(place / "out")
+    (line,) = [how for what, how in conversion_summary(replace(plan, notes={FINETUNED: note})) if what == "Fine-tuning"]
+    assert len(line) < 800
 
 
 def test_what_the_conversion_kept_is_the_text_where_none_is_given(

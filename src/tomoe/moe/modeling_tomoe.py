@@ -410,7 +410,9 @@ class ToMoEAttention(nn.Module):
             chosen = self.value_router(hidden_states, self.top_k).unsqueeze(-2).to(v.dtype)
             v = v * chosen
         v = v.transpose(1, 2)
-        cos, sin = (t[..., self.rotary_ids.long()].unsqueeze(1) for t in position_embeddings)
+        pairs = self.rotary_ids.numel()  # ascending, so as many as there are means all of them
+        kept = slice(pairs) if 2 * pairs == position_embeddings[0].shape[-1] else self.rotary_ids.long()
+        cos, sin = (t[..., kept].unsqueeze(1) for t in position_embeddings)
         q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
@@ -575,10 +577,9 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden = outputs.last_hidden_state
-        assert hidden is not None
-        # Of a slice of rows PyTorch makes a product of batches, and for it, on a CPU, a copy of the whole matrix.
-        logits = self.lm_head(hidden[:, kept, :].contiguous())
+        hidden = cast(Tensor, outputs.last_hidden_state)[:, kept, :]
+        # A tensor of its own: for a slice PyTorch copies the whole output matrix on a CPU.
+        logits = self.lm_head(hidden.clone(memory_format=torch.contiguous_format))
         routed = getattr(outputs, "router_logits", None)
         loss, balance = None, None if routed is None else balance_loss(routed, attention_mask)
         if labels is not None:

@@ -77,7 +77,8 @@ def _finetuned(plan: Plan) -> list[tuple[str, str]]:
     told = {key: str(note.get(key, "?"))[:80] for key in ("steps", "tokens", "weights", "objective", "form", "routers")}
     parts = "all weights of the blocks" if told["weights"] == "full" else "adapters of low rank, merged"
     aim = "what the dense model predicts" if told["objective"] == "kl" else "the next token"
-    sources = ", ".join(map(str, note.get("sources", [])))[:200]
+    names = note.get("sources")
+    sources = ", ".join(map(str, names))[:200] if isinstance(names, list) else "text that is not named"
     how = f"{told['steps']} steps, {told['tokens']} tokens of {sources}; {parts}, routers {told['routers']}, towards {aim}"
     return [("Fine-tuning", how + "; the plan belongs to these weights, not to those of the dense model")]
 

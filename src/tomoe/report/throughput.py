@@ -113,9 +113,11 @@ def cache_bytes_per_token(model: Any, ids: Int[Tensor, "1 S"]) -> int:
 
 @torch.no_grad()
 def prefill(model: Any, ids: Int[Tensor, "B S"]) -> Kept:
-    """Keys and values of every layer after the rows `ids`, with the logits of the last token made as in generation."""
-    cache = DynamicCache()
-    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    """Keys and values of every layer after the rows `ids`, with the logits of the last token made as in generation. Its row
+    is made a tensor of its own: of a slice PyTorch copies, on a CPU, the whole output matrix, as in transformers' models."""
+    cache, output = DynamicCache(), model.get_output_embeddings()
+    with output.register_forward_pre_hook(lambda _, x: (x[0].clone(memory_format=torch.contiguous_format), *x[1:])):
+        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return [(layer.keys, layer.values) for layer in cast(Any, cache).layers]
 
 
@@ -274,7 +276,7 @@ class Pair:
 
 
 def run_cells(
-    pair: Pair, batches: Sequence[int], prompts: Sequence[int], progress: Progress | None = None
+    pair: Pair, batches: Sequence[int], prompts: Sequence[int], progress: Progress = lambda *_: None
 ) -> tuple[list[Cell], list[str]]:
     """All cells, small ones first, and a line for each that would take too long. What is larger than a prefill that took
     too long is not tried."""
@@ -286,8 +288,7 @@ def run_cells(
         foreseen = per_token * batch * prompt
         for phase in ("prefill", "decode"):
             name = f"{phase} of {batch} x {prompt} tokens"
-            if progress:
-                progress(2 * done + (phase == "decode"), 2 * len(sizes), name)
+            progress(2 * done + (phase == "decode"), 2 * len(sizes), name)
             # A decoding cell needs its cache filled by one prefill, a prefill cell a warm-up and the fewest pairs.
             if foreseen * (1 if phase == "decode" else 1 + FEWEST) > pair.max_seconds:
                 left_out.append(f"{name}: would take longer than {pair.max_seconds:.0f} s")
@@ -299,8 +300,7 @@ def run_cells(
             cells.append(found)
             if phase == "prefill":
                 per_token = (found.dense_s + found.moe_s) / (batch * prompt)
-    if progress:
-        progress(2 * len(sizes), 2 * len(sizes), "")
+    progress(2 * len(sizes), 2 * len(sizes), "")
     return cells, left_out
 
 

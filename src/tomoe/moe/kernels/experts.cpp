@@ -12,9 +12,11 @@ namespace {
 
 constexpr int64_t SUMS = 1 << 16;  // floats of the second pass that stay in a core's cache
 constexpr int TILE = 6;    // tokens that meet four of its rows at once
-// out[r][c] = rows[r] . tokens[c]
-template <class W, int R, int C>
-inline void dots(const W* const* rows, const W* const* tokens, int64_t size, float (*out)[ROWS], int r0) {
+// out[c][r0 + r] = rows[r] . tokens[c], for four rows. Where `next` is not null, these four rows come nearer meanwhile:
+// the processor itself foresees long rows, but not where the next short one begins.
+template <class W, int C>
+inline void dots(const W* const* rows, const W* const* next, const W* const* tokens, int64_t size, float (*out)[ROWS], int r0) {
+    constexpr int R = 4;
     Floats acc[R][C] = {};
     int64_t d = 0;
 #ifdef HAS_BF16_DOT
@@ -24,6 +26,7 @@ inline void dots(const W* const* rows, const W* const* tokens, int64_t size, flo
             for (int c = 0; c < C; c++) x[c] = (__m512bh)_mm512_loadu_si512(tokens[c] + d);
             for (int r = 0; r < R; r++) {
                 __m512bh w = (__m512bh)_mm512_loadu_si512(rows[r] + d);
+                if (next) __builtin_prefetch(next[r] + d);
                 for (int c = 0; c < C; c++) acc[r][c] = (Floats)_mm512_dpbf16_ps((__m512)acc[r][c], w, x[c]);
             }
         }
@@ -34,31 +37,33 @@ inline void dots(const W* const* rows, const W* const* tokens, int64_t size, flo
         for (int c = 0; c < C; c++) x[c] = load(tokens[c] + d);
         for (int r = 0; r < R; r++) {
             Floats w = load(rows[r] + d);
+            if (next) __builtin_prefetch(next[r] + d);
             for (int c = 0; c < C; c++) acc[r][c] += w * x[c];
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) {
-            float s = sum(acc[r][c]);
-            for (int64_t i = d; i < size; i++) s += wide(rows[r][i]) * wide(tokens[c][i]);
-            out[c][r0 + r] = s;
-        }
+    for (int c = 0; c < C; c++) {
+        Floats column[R];
+        for (int r = 0; r < R; r++) column[r] = acc[r][c];
+        sums_of_four(column, out[c] + r0);
+        for (int r = 0; r < R; r++)
+            for (int64_t i = d; i < size; i++) out[c][r0 + r] += wide(rows[r][i]) * wide(tokens[c][i]);
+    }
 }
 
 // All 16 rows of a block (rows past its end are repeats of the last one) against up to four tokens.
 template <class W, int C>
-inline void project(const W* const* rows, int count, const W* const* tokens, int64_t size, float (*out)[ROWS]) {
-    for (int r = 0; r < count; r += 4) dots<W, 4, C>(rows + r, tokens, size, out, r);
+inline void project(const W* const* rows, const W* const* next, int count, const W* const* tokens, int64_t size, float (*out)[ROWS]) {
+    for (int r = 0; r < count; r += 4) dots<W, C>(rows + r, next ? next + r : nullptr, tokens, size, out, r);
 }
 template <class W>
-inline void project(const W* const* rows, int count, const W* const* tokens, int n, int64_t size, float (*out)[ROWS]) {
+inline void project(const W* const* rows, const W* const* next, int count, const W* const* tokens, int n, int64_t size, float (*out)[ROWS]) {
     switch (n) {
-        case 1: return project<W, 1>(rows, count, tokens, size, out);
-        case 2: return project<W, 2>(rows, count, tokens, size, out);
-        case 3: return project<W, 3>(rows, count, tokens, size, out);
-        case 4: return project<W, 4>(rows, count, tokens, size, out);
-        case 5: return project<W, 5>(rows, count, tokens, size, out);
-        default: return project<W, 6>(rows, count, tokens, size, out);
+        case 1: return project<W, 1>(rows, next, count, tokens, size, out);
+        case 2: return project<W, 2>(rows, next, count, tokens, size, out);
+        case 3: return project<W, 3>(rows, next, count, tokens, size, out);
+        case 4: return project<W, 4>(rows, next, count, tokens, size, out);
+        case 5: return project<W, 5>(rows, next, count, tokens, size, out);
+        default: return project<W, 6>(rows, next, count, tokens, size, out);
     }
 }
 
@@ -71,12 +76,14 @@ struct Block {
 
 // y[.., 32 columns] += activations of a block times its down rows. `y` and `h` hold the tokens of the block one after another.
 template <class W, int R>
-inline void accumulate(const W* const* rows, int64_t d, const W* h, const int32_t* tokens, int n, float* y) {
+inline void accumulate(const W* const* rows, const W* const* next, int64_t d, const W* h, const int32_t* tokens, int n, float* y) {
 #ifdef HAS_BF16_DOT
     if constexpr (sizeof(W) == 2) {
         // Pairs of rows interleaved: within 32 columns the sums stand as 0-3, 8-11, 16-19, 24-27 and then the others.
         __m512i low[R / 2], high[R / 2];
         for (int r = 0; r < R / 2; r++) {
+            __builtin_prefetch(next[2 * r] + d);
+            __builtin_prefetch(next[2 * r + 1] + d);
             __m512i a = _mm512_loadu_si512(rows[2 * r] + d), b = _mm512_loadu_si512(rows[2 * r + 1] + d);
             low[r] = _mm512_unpacklo_epi16(a, b);
             high[r] = _mm512_unpackhi_epi16(a, b);
@@ -98,7 +105,10 @@ inline void accumulate(const W* const* rows, int64_t d, const W* h, const int32_
 #endif
     for (int half = 0; half < 2; half++) {
         Floats w[R];
-        for (int r = 0; r < R; r++) w[r] = load(rows[r] + d + LANES * half);
+        for (int r = 0; r < R; r++) {
+            w[r] = load(rows[r] + d + LANES * half);
+            __builtin_prefetch(next[r] + d + LANES * half);
+        }
         for (int t = 0; t < n; t++) {
             float* out = y + 32 * (int64_t)tokens[t] + LANES * half;
             Floats s0 = load(out), s1 = {};
@@ -112,10 +122,10 @@ inline void accumulate(const W* const* rows, int64_t d, const W* h, const int32_
 }
 
 template <class W>
-inline void accumulate(const W* const* rows, int count, int64_t d, const W* h, const int32_t* tokens, int n, float* y) {
-    if (count <= 4) return accumulate<W, 4>(rows, d, h, tokens, n, y);
-    if (count <= 8) return accumulate<W, 8>(rows, d, h, tokens, n, y);
-    return accumulate<W, ROWS>(rows, d, h, tokens, n, y);
+inline void accumulate(const W* const* rows, const W* const* next, int count, int64_t d, const W* h, const int32_t* tokens, int n, float* y) {
+    if (count <= 4) return accumulate<W, 4>(rows, next, d, h, tokens, n, y);
+    if (count <= 8) return accumulate<W, 8>(rows, next, d, h, tokens, n, y);
+    return accumulate<W, ROWS>(rows, next, d, h, tokens, n, y);
 }
 
 template <class W>
@@ -163,18 +173,21 @@ void run_rows(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t
         for (int64_t i = 0; i < num_blocks; i++) {
             const Block& b = blocks[i];
             const auto& tokens = group_tokens[b.group];
-            const W *gates[ROWS], *ups[ROWS];
+            const Block& following = blocks[std::min(i + 1, num_blocks - 1)];
+            const W *gates[ROWS], *ups[ROWS], *next_gates[ROWS], *next_ups[ROWS];
             for (int r = 0; r < ROWS; r++) {
                 gates[r] = gate ? gate + b.rows[r] * size : nullptr;
                 ups[r] = up + b.rows[r] * size;
+                next_gates[r] = gate ? gate + following.rows[r] * size : nullptr;
+                next_ups[r] = up + following.rows[r] * size;
             }
             for (size_t t = 0; t < tokens.size(); t += TILE) {
                 const int n = (int)std::min<size_t>(TILE, tokens.size() - t);
                 const W* xs[TILE];
                 for (int c = 0; c < n; c++) xs[c] = x + tokens[t + c] * size;
                 float g[TILE][ROWS] = {}, u[TILE][ROWS] = {};
-                project(ups, b.count, xs, n, size, u);
-                if (gate) project(gates, b.count, xs, n, size, g);
+                project(ups, t ? nullptr : next_ups, b.count, xs, n, size, u);
+                if (gate) project(gates, t ? nullptr : next_gates, b.count, xs, n, size, g);
                 for (int c = 0; c < n; c++) {
                     if (up_bias)
                         for (int r = 0; r < ROWS; r++) u[c][r] += wide(up_bias[b.rows[r]]);
@@ -193,10 +206,14 @@ void run_rows(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t
             const int64_t first = p * piece, last = std::min(wide_size, first + piece);
             float* sums = all_sums.data() + first * 32 * num_tokens;
             W tail[32 * ROWS] = {};
-            for (const Block& b : blocks) {
+            for (int64_t i = 0; i < num_blocks; i++) {
+                const Block &b = blocks[i], &following = blocks[std::min(i + 2, num_blocks - 1)];
                 const auto& tokens = group_tokens[b.group];
-                const W* rows[ROWS];
-                for (int r = 0; r < ROWS; r++) rows[r] = down + b.rows[r] * size;
+                const W *rows[ROWS], *next[ROWS];
+                for (int r = 0; r < ROWS; r++) {
+                    rows[r] = down + b.rows[r] * size;
+                    next[r] = down + following.rows[r] * size;
+                }
                 for (int64_t k = first; k < last; k++) {
                     int64_t d = 32 * k;
                     const W* edge[ROWS];
@@ -205,10 +222,10 @@ void run_rows(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t
                             std::memcpy(tail + 32 * r, rows[r] + d, (size - d) * sizeof(W));
                             edge[r] = tail + 32 * r;
                         }
-                        accumulate(edge, b.count, 0, hidden.data() + b.place, tokens.data(), (int)tokens.size(),
+                        accumulate(edge, edge, b.count, 0, hidden.data() + b.place, tokens.data(), (int)tokens.size(),
                                    sums + (k - first) * 32 * num_tokens);
                     } else {
-                        accumulate(rows, b.count, d, hidden.data() + b.place, tokens.data(), (int)tokens.size(),
+                        accumulate(rows, next, b.count, d, hidden.data() + b.place, tokens.data(), (int)tokens.size(),
                                    sums + (k - first) * 32 * num_tokens);
                     }
                 }

@@ -51,16 +51,6 @@ inline Floats add_product(Floats sums, Words a, uint32_t b) {
     return sums + (Floats)a * f;
 }
 
-inline Words chosen(Words a, Words b, Words lanes) {  // lanes below 16 are of a, the others of b
-#ifdef __clang__
-    Words v;
-    for (int i = 0; i < LANES; i++) v[i] = lanes[i] < LANES ? a[lanes[i]] : b[lanes[i] - LANES];
-    return v;
-#else
-    return __builtin_shuffle(a, b, lanes);
-#endif
-}
-
 template <int S>
 inline void transpose_step(Words* v) {  // blocks of S x S change places across the diagonal
     Words first, second;
@@ -379,6 +369,13 @@ inline void interleave_down(const int32_t* rows, int64_t count, const W* down, i
     }
 }
 
+// Ask for the beginning of a row; the processor itself foresees what follows.
+template <class W>
+inline void come(const W* row, int64_t size) {
+    const int64_t bytes = std::min<int64_t>(size * sizeof(W), 2048);
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch((const char*)row + byte);
+}
+
 // One tile against the panels that it meets: activations to `hidden`.
 template <class W>
 inline void run_tile(const Layout<W>& layout, size_t index, const Line* x, int64_t depth, int64_t size, const W* gate,
@@ -391,7 +388,7 @@ inline void run_tile(const Layout<W>& layout, size_t index, const Line* x, int64
         sources[r - n + i] = up + tile.rows[i] * size;
     }
     interleave(sources, size, rows);
-    const int64_t panels = (int64_t)layout.reach.size(), near = std::min<int64_t>(size * sizeof(W), 2048);
+    const int64_t panels = (int64_t)layout.reach.size();
     const Tile* next = index + 1 < layout.tiles.size() ? &layout.tiles[index + 1] : nullptr;
     const int coming = next ? next->count : 0;
     int ahead = 0;
@@ -409,8 +406,7 @@ inline void run_tile(const Layout<W>& layout, size_t index, const Line* x, int64
         for (int i = 0; i < 4 && ahead < 2 * coming; i++, ahead++) {
             const W* weights = ahead < coming ? up : gate;
             if (!weights) break;
-            const char* row = (const char*)(weights + next->rows[ahead % coming] * size);
-            for (int64_t byte = 0; byte < near; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+            come(weights + next->rows[ahead % coming] * size, size);
         }
         Floats sums[2][2 * MOST];
         if (count == 2)

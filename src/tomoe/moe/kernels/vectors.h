@@ -52,16 +52,36 @@ inline void narrow(float v, bf16& out) {  // to nearest, ties to even; NaN stays
     std::memcpy(&bits, &v, sizeof bits);
     out.bits = v != v ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-inline float sum(Floats v) {
+inline Words chosen(Words a, Words b, Words lanes) {  // lanes below 16 are of a, the others of b
+#ifdef __clang__
+    Words v;
+    for (int i = 0; i < LANES; i++) v[i] = lanes[i] < LANES ? a[lanes[i]] : b[lanes[i] - LANES];
+    return v;
+#else
+    return __builtin_shuffle(a, b, lanes);
+#endif
+}
+// Pairs of S neighbouring lanes added up: within each 2 S lanes first those of a, then those of b.
+template <int S>
+inline Floats added(Floats a, Floats b) {
+    Words first, second;
+    for (int l = 0; l < LANES; l++) {
+        first[l] = l & S ? LANES + l - S : l;
+        second[l] = l & S ? LANES + l : l + S;
+    }
+    return (Floats)chosen((Words)a, (Words)b, first) + (Floats)chosen((Words)a, (Words)b, second);
+}
+inline void sums_of_four(const Floats* v, float* out) {
     typedef float Eight __attribute__((vector_size(32)));
     typedef float Four __attribute__((vector_size(16)));
-    Eight e[2];
-    std::memcpy(e, &v, sizeof v);
-    e[0] += e[1];
-    Four f[2];
-    std::memcpy(f, e, sizeof f);
-    f[0] += f[1];
-    return (f[0][0] + f[0][2]) + (f[0][1] + f[0][3]);
+    const Floats all = added<2>(added<1>(v[0], v[1]), added<1>(v[2], v[3]));
+    Eight halves[2];
+    std::memcpy(halves, &all, sizeof all);
+    halves[0] += halves[1];
+    Four quarters[2];
+    std::memcpy(quarters, halves, sizeof quarters);
+    quarters[0] += quarters[1];
+    std::memcpy(out, quarters, sizeof quarters[0]);
 }
 
 inline Floats exponential(Floats x) {  // relative error below 3e-7
