@@ -3,8 +3,8 @@
     python benchmarks/scale.py [--tokens 2048] [--attention none|static|dynamic]
 
 prints the arithmetic of `tomoe.room` from sizes of configs alone, as Markdown: one table of its terms, one of their sums, with
-the base in bfloat16, 8 and 4 bits, and shared out over processes. Bits count for the projections of the blocks, embeddings and
-norms stay in bfloat16; 8 bits have a float32 scale a row, 4 bits (NF4) one for each 64 weights.
+the base in bfloat16, 8 and 4 bits, and shared out over processes. Bits count for the projections of the blocks, without their
+scales; embeddings and norms stay in bfloat16. Folding goes layer by layer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ MODELS: dict[str, PreTrainedConfig] = {
         vocab_size=128256,
     ),
 }  # fmt: skip
-SCALES = {8: 0.0, 4: 32 / 64}  # bits a weight for its scale; one for a row of thousands is nothing
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,9 @@ class Paper:
     recipe: Recipe
     checkpointed: Recipe
 
-    def in_bits(self, bits: int) -> float:
-        """Weights with the projections of the blocks in so many bits."""
-        packed = self.sizes.blocks * (bits + SCALES[bits]) / 8
-        return packed + (self.sizes.total - self.sizes.blocks) * 2
+    def packed(self, base: str) -> int:
+        """Weights with the projections of the blocks in 8 or 4 bits."""
+        return weight_bytes(self.sizes, self.recipe.changed([f"train.base={base}"]))
 
     def beside_weights(self) -> int:
         """All terms of learning but the base, with activation checkpointing."""
@@ -90,9 +88,10 @@ def totals(p: Paper) -> list[str]:
     plain, _ = least_memory(p.sizes, p.recipe)
     rest = p.beside_weights()
     shared = [gb(weight_bytes(p.sizes, p.recipe, n) + rest) for n in (4, 8)]
-    _, folding = least_memory(p.sizes, p.recipe)
+    _, folding = least_memory(p.sizes, p.recipe.changed(["train.base=bnb4"]))
     return [
-        p.name, gb(plain.total), gb(weight_bytes(p.sizes, p.recipe) + rest), *(gb(p.in_bits(b) + rest) for b in (8, 4)),
+        p.name, gb(plain.total), gb(weight_bytes(p.sizes, p.recipe) + rest), gb(p.packed("bnb8") + rest),
+        gb(p.packed("bnb4") + rest),
         *shared, gb(folding.total),
     ]  # fmt: skip
 

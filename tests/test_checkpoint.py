@@ -41,7 +41,7 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
     save_moe(moe, plan, None, out)
     assert {path.name for path in out.iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors", "modeling_tomoe.py",
-        "plan.json", "plan.safetensors",
+        "plan.json", "plan.safetensors", "SHA256SUMS",
     }  # fmt: skip
     assert list(out.parent.iterdir()) == [out]
     assert (out / "modeling_tomoe.py").read_bytes() == Path(modeling_tomoe.__file__).read_bytes()
