@@ -23,8 +23,13 @@ _heard: list[int] = []  # signals that came inside the `stoppable` block
 
 
 def _raise(signum: int, _frame: FrameType | None) -> None:
+    """A scheduler warns every process, and torchrun warns its own once more: that must not break the writing of a checkpoint.
+
+    Ctrl-C pressed again does.
+    """
     _heard.append(signum)
-    raise Stopped(signum)
+    if len(_heard) == 1 or signum == signal.SIGINT:
+        raise Stopped(signum)
 
 
 def check() -> None:
