@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 MAX_EXPERTS = 63  # membership of a neuron is the bits of one signed number
 # From so many tokens on the kernel multiplies matrices in panels of tokens; fewer meet one row after another. Eight halves
 # of 4,096 neurons make groups of sixteen, which suit row after row longer.
-PANEL_TOKENS = {"few neurons": 96, "many neurons": 192}
+PANEL_TOKENS = {"few neurons": 64, "many neurons": 192}
 MANY_NEURONS = 4096
 CHUNK = 2048  # tokens whose activations are kept at once
 # In the order of the kernel's own list.
