@@ -23,6 +23,7 @@ from tomoe.data import Blocks, Corpus, prepare
 from tomoe.dense import check_output, shape_of
 from tomoe.errors import UserError
 from tomoe.files import write_whole
+from tomoe.finetune_recipe import FinetuneRecipe
 from tomoe.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
@@ -40,7 +41,7 @@ Listener = Callable[[str, int, int, dict[str, Any]], None]
 """Called as (stage, done, total, what is known) whenever a long stage gets on."""
 
 
-def _silent(stage: str, done: int, total: int, known: dict[str, Any]) -> None:
+def silent(stage: str, done: int, total: int, known: dict[str, Any]) -> None:
     """The listener of a caller who does not listen."""
 
 
@@ -123,9 +124,7 @@ def _shares(recipe: Recipe) -> int:
     return distributed.size() if recipe.train.shard else 1
 
 
-def make_network(
-    recipe: Recipe, model: PreTrainedModel, calibration: Blocks, listen: Listener = _silent
-) -> MaskNetwork:
+def make_network(recipe: Recipe, model: PreTrainedModel, calibration: Blocks, listen: Listener = silent) -> MaskNetwork:
     """The mask network at its start: random, or carved from calibration statistics."""
     net = MaskNetwork(shape_of(model), recipe.experts, recipe.sampling, recipe.seed).to(model.device)
     if recipe.start == "carved":
@@ -138,7 +137,7 @@ def make_network(
     return net
 
 
-def train(recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = _silent) -> Path:
+def train(recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = silent) -> Path:
     """Learn masks and routers; returns the run folder. Raises UserError for whatever the user can mend."""
     run = RunFolder(out)
     model, _, corpus = begin(recipe, run, resume, force, listen)
@@ -152,14 +151,19 @@ def _train(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, run: RunFolde
     start = recipe if begun is None else recipe.model_copy(update={"start": "random"})
     packed = recipe.train.base != "dense" and start.start == "carved"
     net = make_network(start, _original(recipe) if packed else model, corpus.calibration, listen)
-    training = Training(model, net, recipe, corpus, run)
+    run_training(Training(model, net, recipe, corpus, run), recipe, "train", listen)
+    return net
+
+
+def run_training(training: Training, recipe: Recipe | FinetuneRecipe, stage: str, listen: Listener) -> None:
+    """Go on where the run stands, to its last step; every process begins with the same weights, and the trackers hear of it."""
+    run = training.run
     training.resume()
-    distributed.copy_(net.state_dict().values())
+    distributed.copy_(training.net.state_dict().values())
     kind = recipe.track if distributed.rank() == 0 else tracking.NONE
     name = run.path.resolve().parent.name if run.path.name == "run" else run.path.resolve().name
     with tracking.tracked(kind, run.path, recipe.leaves(), run.rows(), name) as run.follow:
-        training.train(lambda row: listen("train", row["step"], recipe.train.steps, row))
-    return net
+        training.train(lambda row: listen(stage, row["step"], recipe.train.steps, row))
 
 
 def plan(run_path: Path, out: Path, active: float | None = None) -> Plan:
@@ -247,13 +251,13 @@ def load_moe(folder: Path, dtype: str | None, device: str = "auto") -> ToMoEForC
     return moe
 
 
-def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = _silent) -> Plan:
+def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = silent) -> Plan:
     """Dense model in, MoE folder out: see `convert_dense`."""
     return convert_dense(recipe, out, resume, force, listen)[0]
 
 
 def convert_dense(
-    recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = _silent
+    recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = silent
 ) -> tuple[Plan, PreTrainedModel | None]:
     """Text, start, training (none if `train.steps` is 0), plan, fold; returns the plan, and the dense model where it is whole.
 

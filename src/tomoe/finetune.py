@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -18,7 +17,7 @@ import tomoe
 from tomoe import distributed, tracking
 from tomoe.api import compare_on, held_out_text, load_model
 from tomoe.config import Recipe
-from tomoe.convert import Listener, cost, load_moe, pick_device, stored_dtype
+from tomoe.convert import Listener, cost, load_moe, pick_device, run_training, silent, stored_dtype
 from tomoe.data import Corpus, prepare
 from tomoe.errors import UserError
 from tomoe.files import write_whole
@@ -34,10 +33,6 @@ from tomoe.report.card import write_card
 from tomoe.report.compare import Row, to_json
 from tomoe.report.summary import shown_name
 from tomoe.sources import SELF
-
-
-def _silent(stage: str, done: int, total: int, known: dict[str, Any]) -> None:
-    """The listener of a caller who does not listen."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class Origin:
 
 
 def finetune(
-    recipe: FinetuneRecipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = _silent
+    recipe: FinetuneRecipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = silent
 ) -> Plan:
     """Train a converted model on, write it to `out` as a converted folder, and return its plan, whose routers learned too.
 
@@ -166,12 +161,7 @@ def _learn(
 ) -> TrueMoE | PseudoMoE:  # fmt: skip
     student, taught = make_student(recipe, origin, dense)
     training = Training(student.model, student.learned, recipe, corpus, run, Healing(student, recipe, taught))
-    training.resume()
-    distributed.copy_(student.learned.state_dict().values())
-    kind = recipe.track if distributed.rank() == 0 else tracking.NONE
-    name = run.path.resolve().parent.name
-    with tracking.tracked(kind, run.path, recipe.leaves(), run.rows(), name) as run.follow:
-        training.train(lambda row: listen("finetune", row["step"], recipe.train.steps, row))
+    run_training(training, recipe, "finetune", listen)
     return student
 
 

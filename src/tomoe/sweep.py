@@ -20,7 +20,7 @@ from typing import Any
 
 from tomoe import api, distributed
 from tomoe.config import Recipe
-from tomoe.convert import Listener, convert_dense
+from tomoe.convert import Listener, convert_dense, silent
 from tomoe.errors import UserError
 from tomoe.files import write_whole
 from tomoe.report.compare import Row
@@ -112,7 +112,7 @@ def sweep(
     lines = write_tables(out)
     for number, cell in enumerate(to_do):
         try:
-            _run(cell, out / cell.name, text, begin(cell, number, len(to_do)) if begin else _silent)
+            _run(cell, out / cell.name, text, begin(cell, number, len(to_do)) if begin else silent)
         except (UserError, distributed.Elsewhere) as error:
             failed.append(f"{cell.name}: {error}")
             continue
@@ -228,7 +228,3 @@ def _order(value: Any) -> tuple[bool, float, str]:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _silent(stage: str, done: int, total: int, known: dict[str, Any]) -> None:
-    """The listener of a caller who does not listen."""
