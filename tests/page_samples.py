@@ -40,7 +40,7 @@ def hostile_facts() -> PageFacts:
     return PageFacts(
         title=f"t {EVIL}", plan=plan, rows=rows, texts=[(f"source {EVIL}", trace), ("other", trace)],
         generations=[Generation(f"p {EVIL}", [(f"model {EVIL}", f"a {EVIL}"), ("moe", "b\n  c")])],
-        pictures=figures(plan, rows, metrics, COST, TIMED), warnings=[f"w {EVIL}"],
+        pictures=figures(plan, rows, metrics, COST, TIMED),
         commands=[(f"tomoe x {EVIL}", f"does {EVIL}"), *commands(Recipe(model=f"x/{EVIL}"), f"out {EVIL}")],
         cost=COST, timed=True,
     )  # fmt: skip

@@ -22,9 +22,10 @@ from conftest import make_pico
 from pico_tokenizer import make_tokenizer
 from tomoe import self_text
 from tomoe.config import DataSection
-from tomoe.data import Blocks, Corpus, documents, pack, prepare
+from tomoe.data import Blocks, Corpus, pack, prepare
 from tomoe.errors import UserError
 from tomoe.self_text import draw, ordinary_tokens, sample_documents
+from tomoe.sources import documents
 
 BOS, EOS = 1, 2
 

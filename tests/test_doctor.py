@@ -60,8 +60,8 @@ def deep(tmp_path: Path) -> Path:
 
 def test_the_line_through_two_trials(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
-    recipe = Recipe.load(None, ["train.steps=10"])
-    found = doctor.examine(str(deep), recipe)
+    recipe = Recipe.load(None, [f"model={deep}", "train.steps=10"])
+    found = doctor.examine(recipe)
     memory = {e.stage: e.memory for e in found.estimates}
     assert memory["train"] == memory["fold"] == 700 * 10**6
     layer = sum(

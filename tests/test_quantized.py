@@ -202,7 +202,7 @@ def test_what_cannot_be_packed(tmp_path: Path) -> None:
 
 def test_the_doctor_knows_packed_bases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As remedies where learning does not fit, if they can be had; carving then reads layer by layer."""
-    write_pico(tmp_path / "dense", **SIZES | {"num_hidden_layers": 20})
+    recipe = Recipe(model=str(write_pico(tmp_path / "dense", **SIZES | {"num_hidden_layers": 20})))
 
     def took(asked: Trial) -> Took:
         layers = int(Path(asked.folder).name)
@@ -213,8 +213,8 @@ def test_the_doctor_knows_packed_bases(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(doctor, "free_room", lambda device: room.Room(300 * 10**6, 0))
     for there, remedies in ((True, ["train.base=bnb4"]), (False, [])):
         monkeypatch.setattr(doctor, "available", lambda base, there=there: there)
-        assert list(doctor.examine(str(tmp_path / "dense"), Recipe()).remedies) == remedies
-    packed = doctor.examine(str(tmp_path / "dense"), Recipe.load(None, ["train.base=bnb4"]))
+        assert list(doctor.examine(recipe).remedies) == remedies
+    packed = doctor.examine(recipe.changed(["train.base=bnb4"]))
     assert {e.stage: e.memory for e in packed.estimates}["carve"] == 310 * 10**6
 
 

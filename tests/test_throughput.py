@@ -141,7 +141,7 @@ def test_all_cells_and_what_would_take_too_long(pair: Pair, monkeypatch: pytest.
     told: list[tuple[int, int]] = []
     # A pass takes one second for each of its tokens, whatever it computes.
     monkeypatch.setattr(Pair, "measure", lambda self, phase, batch, prompt: some_cell(phase, batch, prompt))
-    cells, left_out = throughput.run_cells(pair, [1, 8], [2, 6], lambda done, total, name: told.append((done, total)))
+    cells, left_out = throughput.run_cells(pair, [1, 8], [2, 6], lambda *at: told.append(at))
     assert [(c.phase, c.batch, c.prompt) for c in cells] == [
         ("prefill", 1, 2), ("decode", 1, 2), ("prefill", 1, 6), ("decode", 1, 6), ("decode", 8, 2),
     ]  # fmt: skip

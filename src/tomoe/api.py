@@ -1,4 +1,4 @@
-"""What comes after a conversion, as functions: load, generate, evaluate, report. The command line calls these too."""
+"""What comes after a conversion, as functions: load, generate, evaluate, compare. The command line calls these too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe import distributed, fetch
 from tomoe.config import Recipe
 from tomoe.convert import fold_plan, pick_device
-from tomoe.data import Blocks, Corpus, documents, pack
+from tomoe.data import Blocks, Corpus, pack
 from tomoe.errors import UserError
 from tomoe.hub import HUB_ID, find_plan, push
 from tomoe.loading import load_dense, load_tokenizer
@@ -30,7 +30,7 @@ from tomoe.report.overlap import shared_share
 from tomoe.report.perplexity import sliding
 from tomoe.report.summary import shown_name
 from tomoe.report.zero_shot import TaskScore, TaskSet
-from tomoe.sources import find
+from tomoe.sources import documents, find
 
 Listener = Callable[[str, int, int, dict[str, Any]], None]
 PROMPT = "The three most important things about the sea are"  # what both models go on from in the report
@@ -242,7 +242,7 @@ def benchmark(
         memory[name] = throughput.Memory(throughput.weight_bytes(model), grown, per_token)
     pair = throughput.Pair(models[dense], models[moe], ids, expert_backends, seconds, pairs)
 
-    def progress(done: int, total: int, _: str) -> None:
+    def progress(done: int, total: int) -> None:
         if listen:
             listen("benchmark", done, total, {})
 

@@ -25,9 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.config import DataSection
 from tomoe.errors import UserError
 from tomoe.self_text import sample_documents
-from tomoe.sources import SELF, SOURCES, documents, find
-
-__all__ = ["SOURCES", "Blocks", "Corpus", "documents", "pack", "prepare"]
+from tomoe.sources import SELF, documents, find
 
 _FORMAT = 1
 _PARTS = ("train", "calibration", "evaluation")
@@ -57,11 +55,6 @@ class Blocks:
         """Those blocks, in that order."""
         sources = None if self.source_ids is None else self.source_ids[block_ids]
         return Blocks(self.input_ids[block_ids], self.mask[block_ids], sources)
-
-    def to(self, device: torch.device | str) -> Blocks:
-        """The same blocks on a device."""
-        sources = None if self.source_ids is None else self.source_ids.to(device)
-        return Blocks(self.input_ids.to(device), self.mask.to(device), sources)
 
 
 def _blocks(tensors: dict[str, Tensor], part: str) -> Blocks:
@@ -155,7 +148,7 @@ class Corpus:
             blocks: Blocks = getattr(self, part)
             tensors[f"{part}.input_ids"] = blocks.input_ids.int().contiguous()
             tensors[f"{part}.mask"] = blocks.mask.contiguous()
-            if blocks.source_ids is not None:  # files of older versions have none
+            if blocks.source_ids is not None:
                 tensors[f"{part}.source_ids"] = blocks.source_ids.int().contiguous()
         return tensors
 

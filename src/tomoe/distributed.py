@@ -112,9 +112,9 @@ def shares_out(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def collect_(t: Tensor, advice: str = ANEW) -> None:
+def collect_(t: Tensor) -> None:
     """Bring together what every process filled in for its share; elsewhere it has left zeros. Raises UserError as others do."""
-    _say(partial(dist.all_reduce, t), advice)
+    _say(partial(dist.all_reduce, t), ANEW)
 
 
 def part() -> None:

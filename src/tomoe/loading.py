@@ -69,8 +69,8 @@ def resolve(model: str) -> Path | str:
 
 
 def load_dense(
-    model: str, dtype: torch.dtype, device: str | torch.device = "cpu", attn_implementation: str | None = None,
-    shares: int = 1, stream: bool | None = False, base: str = "dense",
+    model: str, dtype: torch.dtype, device: str | torch.device = "cpu", shares: int = 1, stream: bool | None = False,
+    base: str = "dense",
 ) -> PreTrainedModel:  # fmt: skip
     """The causal language model, frozen and in evaluation mode, with weights of `dtype`.
 
@@ -96,7 +96,6 @@ def load_dense(
         info: dict[str, Any]
         loaded, info = AutoModelForCausalLM.from_pretrained(
             dtype=dtype,
-            attn_implementation=attn_implementation,
             output_loading_info=True,
             trust_remote_code=False,
             **_arguments(place, weights=True),

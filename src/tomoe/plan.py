@@ -31,7 +31,6 @@ _MOST = {
     "head_dim": 2**16, "rotary_size": 2**16,
 }  # fmt: skip
 FINETUNED = "finetuned"  # the note of a plan whose weights learned on after folding: which, how, from what
-ATTENTION_MODES = ("dynamic", "static", "none")
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def doctor(
     """Say before a conversion whether it will work: structure, reachable budgets, memory, time."""
     made = make_recipe(recipe, changes, model=model, active=active, steps=steps, attention=attention)
     with Screen() as screen:
-        found = examine(model, made, lambda stage, done, total: screen.listen(stage, done, total, {}), not count_only)
+        found = examine(made, lambda stage, done, total: screen.listen(stage, done, total, {}), not count_only)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:

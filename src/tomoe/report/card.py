@@ -27,34 +27,32 @@ def write_card(
     rows: Sequence[Row] = (),
     *,
     base_model: str = "",
-    license: str | None = None,
     command: str | None = None,
     export: tuple[str, str, str] | None = None,
 ) -> Path:
     """Write OUT/README.md. `rows` are the dense model and the converted ones, dense first, or empty if not measured.
 
-    `base_model` (default: the recipe's) is named in the metadata where its hub id is known. Without `license` it is the
-    dense model's, where a file on this disk says it; where none does, the card says that one has to look it up. `export`
-    is for a folder of another architecture: its name, its sizes in words and its proof. Raises UserError where the folder
-    cannot be written.
+    `base_model` (default: the recipe's) is named in the metadata where its hub id is known. The licence is the dense
+    model's, where a file on this disk says it; where none does, the card says that one has to look it up. `export` is for
+    a folder of another architecture: its name, its sizes in words and its proof. Raises UserError where the folder cannot
+    be written.
     """
     recipe = recipe_of(plan)
     base = base_model or (recipe.model if recipe else "")
     origin = origin_of(base)
-    license = license or origin.license
     data = ModelCardData(
         base_model=origin.hub_id,
         datasets=_datasets(recipe) or None,
         library_name="transformers",
-        license=license or "other",
-        license_name=None if license else "same-as-the-dense-model",
+        license=origin.license or "other",
+        license_name=None if origin.license else "same-as-the-dense-model",
         pipeline_tag="text-generation",
         tags=["moe", "tomoe"],
         model_name=out.resolve().name,
         eval_results=(results := _eval_results(rows)) or None,
         metrics=sorted({result.metric_type for result in results}) or None,
     )
-    how = [line for line in conversion_summary(plan, base) if line[0] != "Dense model"]
+    how = [line for line in conversion_summary(plan) if line[0] != "Dense model"]
     card = ModelCard.from_template(
         data,
         template_str=resources.files("tomoe.report").joinpath("card.md.j2").read_text(encoding="utf-8"),
@@ -66,7 +64,7 @@ def write_card(
         comparison=to_markdown(rows) if rows else "",
         limits=limits(plan, rows),
         warnings=[warning.text for warning in find_warnings(plan, rows)],
-        license_given=license,
+        license_given=origin.license,
         export=export,
         command=command or f"tomoe convert {shown_name(base) or 'MODEL'} --recipe recipe.json -o {out.resolve().name}",
     )

@@ -42,7 +42,6 @@ class PageFacts:
     generations: Sequence[Generation] = ()
     texts: Texts = ()  # to be coloured
     pictures: Sequence[Picture] = ()
-    warnings: Sequence[str] = ()  # beside those of `find_warnings`
     commands: Sequence[tuple[str, str]] = ()  # (command, what it does), to try next
     cost: Mapping[str, Any] = field(default_factory=dict)  # the run's cost.json
     timed: bool = False  # whether speed was measured
@@ -50,7 +49,7 @@ class PageFacts:
 
 def write_page(out: Path, facts: PageFacts) -> Path:
     """Write OUT/report.html; the same facts give the same bytes. Raises UserError where it cannot be written."""
-    warnings = [*facts.warnings, *(found.text for found in find_warnings(facts.plan, facts.rows))]
+    warnings = [found.text for found in find_warnings(facts.plan, facts.rows)]
     titles, body = table(facts.rows)
     task_titles, task_body = task_table(facts.rows)
     layer_titles, layer_body = _layers(facts.plan)

@@ -31,14 +31,13 @@ def hub_id(model: str) -> str | None:
     return model if shaped and not Path(model).exists() else None
 
 
-def conversion_summary(plan: Plan, base_model: str = "") -> list[tuple[str, str]]:
-    """(what, how) lines. `base_model` is for a plan without recipe."""
+def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
+    """(what, how) lines."""
     recipe, s = recipe_of(plan), plan.shape
     widths = [layer.width for layer in plan.layers]
     unions = [layer.union for layer in plan.layers]
-    name = base_model or (recipe.model if recipe else "")
     lines = [
-        ("Dense model", shown_name(name) or "not named"),
+        ("Dense model", shown_name(recipe.model if recipe else "") or "not named"),
         ("Active share", f"{plan.active_fraction():.1%} of the block parameters work on each token"),
         (
             "Experts",

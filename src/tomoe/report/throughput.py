@@ -32,7 +32,7 @@ FORMAT = "tomoe-benchmark-1"
 STEPS = 4  # tokens that one timed run decodes
 FEWEST = 3  # pairs of runs below which a median says nothing
 Describe = Callable[[Any, int], str]
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int], None]
 Kept = Sequence[tuple[Tensor, Tensor]]  # keys and values of every layer
 
 
@@ -288,7 +288,7 @@ def run_cells(
         foreseen = per_token * batch * prompt
         for phase in ("prefill", "decode"):
             name = f"{phase} of {batch} x {prompt} tokens"
-            progress(2 * done + (phase == "decode"), 2 * len(sizes), name)
+            progress(2 * done + (phase == "decode"), 2 * len(sizes))
             # A decoding cell needs its cache filled by one prefill, a prefill cell a warm-up and the fewest pairs.
             if foreseen * (1 if phase == "decode" else 1 + FEWEST) > pair.max_seconds:
                 left_out.append(f"{name}: would take longer than {pair.max_seconds:.0f} s")
@@ -300,7 +300,7 @@ def run_cells(
             cells.append(found)
             if phase == "prefill":
                 per_token = (found.dense_s + found.moe_s) / (batch * prompt)
-    progress(2 * len(sizes), 2 * len(sizes), "")
+    progress(2 * len(sizes), 2 * len(sizes))
     return cells, left_out
 
 

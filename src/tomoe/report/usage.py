@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from tomoe import distributed
-from tomoe.report.perplexity import evaluating, forward_block, has_inner
 
 ROUTER = ".mlp.router"
 
@@ -95,13 +94,3 @@ class ExpertCounter:
         tokens = sum(self.tokens[source] for source in sources)
         counts = [torch.stack([self.counts[source][router] for source in sources]).sum(0) for router in self.routers]
         return ExpertUsage([(row.double() / max(tokens, 1)).tolist() for row in counts], tokens)
-
-
-def expert_usage(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> ExpertUsage | None:
-    """Route every real token and count; None where the model has no router."""
-    with ExpertCounter(model) as counter, torch.no_grad(), evaluating(model):
-        for ids, real in zip(input_ids, mask, strict=True):
-            if counter.routers:
-                forward_block(model, ids, real, inner=has_inner(model))
-                counter.count(real)
-    return counter.usage()
