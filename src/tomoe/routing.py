@@ -32,10 +32,9 @@ class ExpertRouter(nn.Module):
         """One-hot assignment with a straight-through gradient, and the probabilities behind it (eq. mlp)."""
         return gumbel_softmax(self(x), temperature, seed)
 
-    def decide(self, x: Float[Tensor, "T D"], top_k: int = 1) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        """Expert ids and their weights; with one expert a token the weight is exactly 1."""
-        top = self(x).topk(top_k, dim=-1)
-        return top.indices, top.values.softmax(-1)
+    def decide(self, x: Float[Tensor, "T D"]) -> Int[Tensor, " T"]:
+        """Expert ids: one a token."""
+        return self(x).argmax(-1)
 
 
 class ValueRouter(nn.Module):

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tomoe.dense import LayerParts, ModelShape, layer_parts, shape_of
+from tomoe.dense import LayerParts, ModelShape, layer_parts
 from tomoe.plan import LayerPlan, Plan
 from tomoe.routing import ExpertRouter, ValueRouter
 
@@ -48,8 +48,7 @@ class PlannedLayerMasks:
             self.value_router.to(device)
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        ids, weights = self.router.decide(x)
-        return (self.expert_masks[ids] * weights[..., None]).sum(1)
+        return self.expert_masks[self.router.decide(x)]
 
     def qk(self) -> Float[Tensor, " C"]:
         return self.qk_mask
@@ -64,13 +63,13 @@ def planned_masks(plan: Plan, device: torch.device | str = "cpu") -> list[Planne
     return [PlannedLayerMasks(layer, plan.shape, torch.device(device)) for layer in plan.layers]
 
 
-def _tile(mask: Float[Tensor, "*T C"], heads: int, like: Tensor) -> Tensor:
+def _tile(mask: Float[Tensor, "*T C"], like: Tensor) -> Tensor:
     """[.., C] -> [.., heads * C] in the dtype and leading shape of the projection that it multiplies."""
-    tiled = mask.to(like.dtype).repeat(*[1] * (mask.dim() - 1), heads)
+    tiled = mask.to(like.dtype).repeat(*[1] * (mask.dim() - 1), like.shape[-1] // mask.shape[-1])
     return tiled if mask.dim() == 1 else tiled.view(*like.shape[:-1], -1)
 
 
-def _hooks(parts: LayerParts, m: LayerMasks, shape: ModelShape) -> list[RemovableHandle]:
+def _hooks(parts: LayerParts, m: LayerMasks) -> list[RemovableHandle]:
     """Hooks of one layer: one multiplication for the MLP (two would leave dropped neurons without a gradient)."""
     now: dict[str, Tensor | None] = {}
 
@@ -86,27 +85,24 @@ def _hooks(parts: LayerParts, m: LayerMasks, shape: ModelShape) -> list[Removabl
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         now["values"], now["qk"] = m.values(x.flatten(0, -2)), m.qk()
 
-    def mask_qk(heads: int) -> Any:
-        def hook(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
-            mask = now["qk"]
-            return y if mask is None else y * _tile(mask, heads, y)
-
-        return hook
+    def mask_qk(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
+        mask = now["qk"]
+        return y if mask is None else y * _tile(mask, y)
 
     def mask_v(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         mask = now["values"]
-        return y if mask is None else y * _tile(mask, shape.num_kv_heads, y)
+        return y if mask is None else y * _tile(mask, y)
 
     def mask_o(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         mask = now["values"]
-        return args if mask is None else (args[0] * _tile(mask, shape.num_heads, args[0]),)
+        return args if mask is None else (args[0] * _tile(mask, args[0]),)
 
     return [
         parts.mlp.register_forward_pre_hook(choose_neurons),
         parts.down.register_forward_pre_hook(mask_neurons),
         parts.attention.register_forward_pre_hook(choose_values, with_kwargs=True),
-        parts.q.register_forward_hook(mask_qk(shape.num_heads)),
-        parts.k.register_forward_hook(mask_qk(shape.num_kv_heads)),
+        parts.q.register_forward_hook(mask_qk),
+        parts.k.register_forward_hook(mask_qk),
         parts.v.register_forward_hook(mask_v),
         parts.o.register_forward_pre_hook(mask_o),
     ]
@@ -118,11 +114,10 @@ def masked(model: nn.Module, masks: Sequence[LayerMasks]) -> Iterator[None]:
 
     With activation checkpointing the backward pass runs layers again, so it belongs inside the block too.
     """
-    shape = shape_of(model)
     handles: list[RemovableHandle] = []
     try:
         for parts, m in zip(layer_parts(model), masks, strict=True):
-            handles += _hooks(parts, m, shape)
+            handles += _hooks(parts, m)
         yield
     finally:
         for handle in handles:

@@ -85,8 +85,9 @@ def micro_step(
     """
     ids, mask = blocks.input_ids.to(model.device), blocks.mask.to(model.device)
     masks = net(derive_seed(recipe.seed, "step", step), derive_seed(recipe.seed, "tokens", step, micro))
+    valid = None if bool(mask.all()) else mask.flatten()
     for m in masks:
-        m.valid = None if bool(mask.all()) else mask.flatten()
+        m.valid = valid
     teacher = None
     if recipe.loss.objective == "kl":
         with torch.no_grad():
