@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -47,6 +48,9 @@ from tomoe.dense import shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.mask_network import MaskNetwork
+
+if TYPE_CHECKING:  # it imports this file
+    from pico_files import CommandLine
 
 torch.set_num_threads(1)  # pico matrices are too small to share out, and the tests run side by side
 logging.disable_progress_bar()
@@ -127,3 +131,25 @@ def dense(request: pytest.FixtureRequest) -> PreTrainedModel:
 def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks of shapes, as users run it: what a bad file does then is what matters."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    from pico_files import CommandLine
+
+    return CommandLine(capsys)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The folder of a pico model, with its tokenizer."""
+    from pico_files import write_pico
+
+    return write_pico(tmp_path / "dense")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    from pico_files import write_text
+
+    return write_text(tmp_path / "text.txt")

@@ -8,22 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from pico_files import CommandLine, Outcome, contents, small, write_pico, write_text
-
-
-@pytest.fixture
-def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_pico(tmp_path / "dense")
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return write_text(tmp_path / "text.txt")
+from pico_files import CommandLine, Outcome, contents, small, write_pico
 
 
 def refused(outcome: Outcome, *words: str) -> None:

@@ -15,23 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tomoe as package
-from pico_files import CommandLine, contents, small, write_pico, write_text
+from pico_files import CommandLine, contents, small
 from tomoe.plan import Plan
-
-
-@pytest.fixture
-def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_pico(tmp_path / "dense")
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return write_text(tmp_path / "text.txt")
 
 
 def test_version_and_help(tomoe: CommandLine) -> None:

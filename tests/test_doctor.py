@@ -17,11 +17,6 @@ from tomoe.errors import UserError
 from tomoe.trial import STAGES, Took, Trial
 
 
-@pytest.fixture
-def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_counts_from_the_config_are_those_of_the_weights(family: str) -> None:
     model = make_pico(family)

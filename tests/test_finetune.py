@@ -35,11 +35,6 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense model, text, and a conversion with its run."""

@@ -24,11 +24,6 @@ from tomoe.errors import UserError
 from tomoe.plan import Plan
 
 
-@pytest.fixture
-def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `dense`, a conversion `moe` with its run, and the bare `plan`."""

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pico_files import CommandLine, contents, small, write_pico, write_text
+from pico_files import CommandLine, contents, small
 from tomoe.pruning import run_folder, training
 
 # One process that has imported everything forks a fresh `tomoe train` again and again and kills it (-9): every second time
@@ -74,21 +74,6 @@ if code is None:
 assert code == 0, Path(killed + ".log").read_text()
 print(kills, writing)
 """
-
-
-@pytest.fixture
-def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_pico(tmp_path / "dense")
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return write_text(tmp_path / "text.txt")
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import FAMILIES, make_pico, tokens
-from pico_files import CommandLine, small, write_pico, write_text
+from pico_files import CommandLine, small, write_pico
 from tomoe import room
 from tomoe.config import Recipe
 from tomoe.data import Blocks
@@ -18,11 +18,6 @@ from tomoe.dense import shape_of
 from tomoe.errors import UserError
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.training import _checkpointing, make_optimizer, micro_step
-
-
-@pytest.fixture
-def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
 
 
 def a_recipe(*changes: str) -> Recipe:
@@ -115,9 +110,8 @@ def test_weights_and_shares_of_them(family: str) -> None:
 
 
 def test_a_run_that_cannot_fit_does_not_begin(
-    tomoe: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, text = write_pico(tmp_path / "dense"), write_text(tmp_path / "text.txt")
     recipe = Recipe.load(None, [f"model={model}", *small()[1::2]])
     learning, folding = room.least_memory(room.sizes_of(make_config(model), recipe), recipe)
     assert learning.total > folding.total

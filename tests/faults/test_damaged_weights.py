@@ -12,11 +12,6 @@ from pico_files import CommandLine, small, write_pico, write_text
 from tomoe.files import SUMS
 
 
-@pytest.fixture
-def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted model, and beside it the dense one."""

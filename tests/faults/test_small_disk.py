@@ -8,16 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pico_files import CommandLine, contents, small, write_pico, write_text
+from pico_files import CommandLine, contents, small
 
 TIMED = (
     "cost.json", "README.md", "evaluation.json", "report.html", "report.json", "cost.svg", "cost.png", "metrics.jsonl",
 )  # fmt: skip
-
-
-@pytest.fixture
-def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
 
 
 @pytest.fixture
@@ -36,9 +31,10 @@ def resize(disk: Path, kib: int) -> None:
     subprocess.run(["mount", "-o", f"remount,size={kib}k", str(disk)], check=True)
 
 
-def test_a_conversion_that_runs_out_of_disk_again_and_again(tomoe: CommandLine, tmp_path: Path, disk: Path) -> None:
+def test_a_conversion_that_runs_out_of_disk_again_and_again(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, disk: Path
+) -> None:
     """At a checkpoint, at the weights, at the report: every time a little more room, and --resume."""
-    model, text = write_pico(tmp_path / "dense"), write_text(tmp_path / "text.txt")
     options = [model, "--data", text, *small()]
     assert tomoe("convert", *options, "-o", tmp_path / "whole").code == 0
     out, said = disk / "out", []
