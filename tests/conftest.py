@@ -7,6 +7,7 @@ Whatever module speaks of shapes in its signatures is imported with these shapes
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,8 +50,9 @@ from tomoe.plan import Plan
 from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.mask_network import MaskNetwork
 
-if TYPE_CHECKING:  # it imports this file
+if TYPE_CHECKING:  # they import this file
     from pico_files import CommandLine
+    from several import Launcher
 
 torch.set_num_threads(1)  # pico matrices are too small to share out, and the tests run side by side
 logging.disable_progress_bar()
@@ -128,6 +130,17 @@ def dense(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 @pytest.fixture
+def llama() -> PreTrainedModel:
+    return make_pico("llama3")
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
 def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks of shapes, as users run it: what a bad file does then is what matters."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
@@ -153,3 +166,14 @@ def text(tmp_path: Path) -> Path:
     from pico_files import write_text
 
     return write_text(tmp_path / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Launcher]:
+    """Several processes on one command."""
+    from several import Launcher
+
+    launcher = Launcher()
+    with launcher.process:
+        yield launcher
+        launcher.process.communicate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,6 @@ from tomoe.config import Recipe
 from tomoe.convert import convert
 from tomoe.plan import Plan
 from tomoe.report.compare import from_json
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Launcher]:
-    launcher = Launcher()
-    with launcher.process:
-        yield launcher
-        launcher.process.communicate()
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEForCausalLM
 from tomoe.plan import Plan
 from tomoe.pruning.masking import masked, planned_masks
 
+pytestmark = pytest.mark.usefixtures("no_grad")
 TOLERANCE = 1e-5  # of the largest logit, float32
 
 
@@ -46,12 +47,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("moe") / family
     save_moe(folded, plan, None, folder)
     return Case(dense, plan, folded, AutoModelForCausalLM.from_pretrained(folder))
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from conftest import make_pico, make_plan, tokens
+from conftest import make_plan, tokens
 from pico_files import CommandLine, small, write_pico, write_text
 from tomoe import api
 from tomoe.errors import UserError
@@ -21,12 +21,6 @@ from tomoe.moe.fold import fold
 from tomoe.report.compare import compare, from_json, task_table, to_json
 from tomoe.report.perplexity import Predictions, blocks_sha256, measure, sliding
 from tomoe.report.zero_shot import SUITES, TaskSet, TaskSpec, parse_tasks
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return make_pico("llama3")
-
 
 # -- sliding windows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,13 +20,8 @@ from tomoe.plan import Plan
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.routing import ExpertRouter, ValueRouter
 
+pytestmark = pytest.mark.usefixtures("no_grad")
 RED = 1e-3
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def difference(

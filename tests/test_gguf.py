@@ -33,7 +33,7 @@ LETTER = TOKENIZER.convert_tokens_to_ids("a")
 
 
 @pytest.fixture
-def llama() -> None:
+def needs_llama_cpp() -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed (pip install xllamacpp)")
 
 
@@ -48,7 +48,7 @@ def run(path: Path, prompt: list[int] | str) -> Tensor:
     return LlamaCpp(path, len(TOKENIZER), 64, LETTER, threads=1).log_probs(prompt)
 
 
-@pytest.mark.usefixtures("llama")
+@pytest.mark.usefixtures("needs_llama_cpp")
 @pytest.mark.parametrize("attention", ["none", "static"])
 @pytest.mark.parametrize("family", FITTING)
 def test_llama_cpp_predicts_what_the_folded_model_does(family: str, attention: str, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_llama_cpp_predicts_what_the_folded_model_does(family: str, attention: s
     assert sizes["q8_0"] < 0.75 * sizes["f16"] < 0.5 * sizes["f32"]
 
 
-@pytest.mark.usefixtures("llama")
+@pytest.mark.usefixtures("needs_llama_cpp")
 def test_a_text_is_read_as_the_tokenizer_reads_it(tmp_path: Path) -> None:
     text = "the bold  boat, the <eos> 1234\n\n can't über"
     ids = TOKENIZER(text).input_ids
@@ -96,7 +96,7 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
-@pytest.mark.usefixtures("llama")
+@pytest.mark.usefixtures("needs_llama_cpp")
 def test_sentencepiece_vocabularies_too(tmp_path: Path) -> None:
     tokenizer, text = sentencepiece_like(), "the boat told the über"
     ids, path = tokenizer(text).input_ids, tmp_path / "model.gguf"
@@ -145,7 +145,7 @@ def test_tokenizers_that_split_otherwise_are_refused() -> None:
             rule(strange)
 
 
-@pytest.mark.usefixtures("llama")
+@pytest.mark.usefixtures("needs_llama_cpp")
 def test_a_window_of_a_few_tokens_can_be_proved_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense, text = (
         write_pico(tmp_path / "dense", "mistral", vocab_size=len(TOKENIZER)),
@@ -181,7 +181,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "moe"
 
 
-@pytest.mark.usefixtures("llama")
+@pytest.mark.usefixtures("needs_llama_cpp")
 def test_the_command_proves_a_file_by_running_it(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,11 +60,6 @@ def some_plan(model: PreTrainedModel, dynamic: bool = True) -> Plan:
 
 
 @pytest.fixture
-def llama() -> PreTrainedModel:
-    return make_pico("llama3")
-
-
-@pytest.fixture
 def rows(llama: PreTrainedModel) -> list[compare.Row]:
     models = [("dense", llama), ("moe", fold(llama, some_plan(llama)))]
     return compare.compare(models, *some_blocks(), data="a text", seed=7)

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pico_files import write_pico, write_text
 from several import Launcher, assert_same_run, metrics, train
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Launcher]:
-    launcher = Launcher()
-    with launcher.process:
-        yield launcher
-        launcher.process.communicate()
 
 
 @pytest.fixture(scope="module")
