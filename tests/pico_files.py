@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import make_pico
 from pico_tokenizer import make_tokenizer
 from tomoe.cli import main
+from tomoe.config import Recipe
 
 WORDS = list(
     "the sea and a boat under stars went over old hills while rain fell on every quiet town near us".split(" ")
@@ -36,6 +39,12 @@ def small(**changes: str) -> list[str]:
     """The `--set` options of a small conversion; `train_steps="8"` changes train.steps."""
     values = SMALL | {key.replace("_", ".", 1): value for key, value in changes.items()}
     return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+
+def pico_recipe(folder: Path, *changes: str) -> Recipe:
+    """A small conversion of `dense` by `text.txt`, both in the folder; a change reads train.steps=8."""
+    where = [f"model={folder / 'dense'}", f"data.sources={folder / 'text.txt'}"]
+    return Recipe.load(None, [*where, *(f"{key}={value}" for key, value in SMALL.items()), *changes])
 
 
 def write_pico(folder: Path, family: str = "llama", **changes: object) -> Path:
@@ -81,6 +90,31 @@ class CommandLine:
             main([str(a) for a in args])
         shown = self.capsys.readouterr()
         return Outcome(int(left.value.code or 0), shown.out, shown.err)
+
+
+def refused(outcome: Outcome, *words: str) -> None:
+    """Exit code 2, and one line that has these words in it."""
+    assert outcome.code == 2, outcome
+    assert "Traceback" not in outcome.err, outcome.err
+    assert outcome.err.count("\n") == 1, outcome.err
+    assert outcome.err.endswith("\n"), outcome.err
+    for word in words:
+        assert word in outcome.err, (word, outcome.err)
+
+
+def carved(folder: Path, *options: str) -> Path:
+    """The folder, with `dense`, `text.txt` and what `tomoe carve` makes of them, `moe`: made once for many tests."""
+    dense, text = write_pico(folder / "dense"), write_text(folder / "text.txt")
+    with pytest.raises(SystemExit) as left:
+        main(["carve", str(dense), "-o", str(folder / "moe"), "--data", str(text), *options, *small()])
+    assert not left.value.code
+    return folder
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """The metrics, without what the clock says."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in rows]
 
 
 def contents(folder: Path, but: Sequence[str] = ()) -> dict[str, str]:

@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from pico_files import CommandLine, Outcome, contents, small, write_pico
-
-
-def refused(outcome: Outcome, *words: str) -> None:
-    assert outcome.code == 2, outcome
-    assert "Traceback" not in outcome.err
-    assert outcome.err.count("\n") == 1, outcome.err
-    assert outcome.err.endswith("\n")
-    for word in words:
-        assert word in outcome.err
+from pico_files import CommandLine, contents, refused, small, write_pico
 
 
 def test_a_model_that_is_nowhere(tomoe: CommandLine, tmp_path: Path, text: Path) -> None:

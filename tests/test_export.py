@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tomoe.moe.export as targets
 import tomoe.moe.stock as stock
 from conftest import make_pico, tokens
-from pico_files import SMALL, CommandLine, contents, write_pico, write_text
-from tomoe.config import Recipe
+from pico_files import CommandLine, contents, pico_recipe, write_pico, write_text
 from tomoe.convert import convert
 from tomoe.errors import UserError
 from tomoe.export import BOUNDS, judge
@@ -36,9 +35,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(dense)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(dense)
-    text = write_text(place / "text.txt")
-    overrides = [f"model={dense}", f"data.sources={text}", *(f"{k}={v}" for k, v in SMALL.items())]
-    convert(Recipe.load(None, [*overrides, "train.steps=1"]), place / "moe")
+    write_text(place / "text.txt")
+    convert(pico_recipe(place, "train.steps=1"), place / "moe")
     return place / "moe"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import tokens
-from pico_files import CommandLine, contents, small, write_pico, write_text
+from pico_files import CommandLine, contents, pico_recipe, steps_of, write_pico, write_text
 from tomoe.api import held_out_text, training_overlap
 from tomoe.cli import main
 from tomoe.config import Recipe
@@ -41,20 +40,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("place")
     write_pico(place / "dense")
     write_text(place / "text.txt")
-    overrides = [option for option in small(train_steps="1") if option != "--set"]
-    recipe = Recipe.load(None, [f"model={place / 'dense'}", f"data.sources={place / 'text.txt'}", *overrides])
-    convert(recipe, place / "out")
+    convert(pico_recipe(place, "train.steps=1"), place / "out")
     return place
 
 
 def options(place: Path, *changes: str) -> list[str | Path]:
     sets = [word for setting in (*SETTINGS, *changes) for word in ("--set", setting)]
     return ["finetune", place / "out", "--data", place / "text.txt", *sets]
-
-
-def steps_of(out: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in rows]
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -195,7 +187,7 @@ def test_killed_and_resumed_it_ends_in_the_same_bytes(
     assert tomoe(*own, "-o", out, "--resume").code == 0
     for name in LEARNED:
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    assert steps_of(out) == steps_of(tmp_path / "whole")
+    assert steps_of(out / "run") == steps_of(tmp_path / "whole" / "run")
     assert contents(out / "run" / "weights") == contents(tmp_path / "whole" / "run" / "weights")
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from conftest import make_pico, make_plan, tokens
-from pico_files import SMALL, CommandLine, write_pico, write_text
+from pico_files import CommandLine, pico_recipe, write_pico, write_text
 from pico_tokenizer import make_tokenizer
 from test_equation import assert_same
-from tomoe.config import Recipe
 from tomoe.convert import convert
 from tomoe.errors import UserError
 from tomoe.moe.fold import fold
@@ -147,13 +146,10 @@ def test_tokenizers_that_split_otherwise_are_refused() -> None:
 
 @pytest.mark.usefixtures("needs_llama_cpp")
 def test_a_window_of_a_few_tokens_can_be_proved_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dense, text = (
-        write_pico(tmp_path / "dense", "mistral", vocab_size=len(TOKENIZER)),
-        write_text(tmp_path / "text.txt"),
-    )
+    dense = write_pico(tmp_path / "dense", "mistral", vocab_size=len(TOKENIZER))
     TOKENIZER.save_pretrained(dense)
-    overrides = [f"model={dense}", f"data.sources={text}", *(f"{k}={v}" for k, v in SMALL.items()), "train.steps=0"]
-    convert(Recipe.load(None, overrides), tmp_path / "moe")
+    write_text(tmp_path / "text.txt")
+    convert(pico_recipe(tmp_path, "train.steps=0"), tmp_path / "moe")
     done = CommandLine(capsys)("export", tmp_path / "moe", "--format", "gguf", "-o", tmp_path / "out", "--tokens", "16")
     assert done.code == 0, done.err
     proof = json.loads((tmp_path / "out" / "export.json").read_text())["proof"]
@@ -175,9 +171,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("made")
     dense = write_pico(place / "dense", vocab_size=len(TOKENIZER))
     TOKENIZER.save_pretrained(dense)
-    text = write_text(place / "text.txt")
-    overrides = [f"model={dense}", f"data.sources={text}", *(f"{k}={v}" for k, v in SMALL.items()), "train.steps=1"]
-    convert(Recipe.load(None, overrides), place / "moe")
+    write_text(place / "text.txt")
+    convert(pico_recipe(place, "train.steps=1"), place / "moe")
     return place / "moe"
 
 

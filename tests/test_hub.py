@@ -18,7 +18,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM
 
 import tomoe.api as api
-from pico_files import CommandLine, contents, small, write_pico, write_text
+from pico_files import CommandLine, carved, contents, refused
 from tomoe import hub
 from tomoe.errors import UserError
 from tomoe.plan import Plan
@@ -27,15 +27,7 @@ from tomoe.plan import Plan
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `dense`, a conversion `moe` with its run, and the bare `plan`."""
-    folder = tmp_path_factory.mktemp("made")
-    dense, text = write_pico(folder / "dense"), write_text(folder / "text.txt")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "200")
-        from tomoe.cli import main
-
-        with pytest.raises(SystemExit) as left:
-            main(["carve", str(dense), "--active", "0.6", "-o", str(folder / "moe"), "--data", str(text), *small()])
-    assert not left.value.code
+    folder = carved(tmp_path_factory.mktemp("made"), "--active", "0.6")
     (folder / "plan").mkdir()
     for name in hub.PLAN_FILES:
         shutil.copy(folder / "moe" / name, folder / "plan")
@@ -58,13 +50,6 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(HfApi, "repo_info", lambda *_: SimpleNamespace(private=asked[0]["private"]))
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     return asked
-
-
-def refused(outcome: Any, *words: str) -> None:
-    assert outcome.code == 2, outcome
-    assert outcome.err.count("\n") == 1, outcome.err
-    for word in words:
-        assert word in outcome.err
 
 
 def test_a_plan_and_the_dense_weights_make_the_same_model(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from conftest import make_network, tokens
-from pico_files import SMALL, CommandLine, small, write_pico, write_text
+from pico_files import CommandLine, pico_recipe, small, write_pico, write_text
 from tomoe import api, convert, doctor, quantized, room
 from tomoe.config import Recipe
 from tomoe.data import Blocks
@@ -38,11 +38,6 @@ def folder(tmp_path: Path) -> Path:
     write_pico(tmp_path / "dense", **SIZES)
     write_text(tmp_path / "text.txt")
     return tmp_path
-
-
-def recipe(folder: Path, *changes: str) -> Recipe:
-    values = SMALL | {"model": str(folder / "dense"), "data.sources": str(folder / "text.txt")}
-    return Recipe.load(None, [f"{key}={value}" for key, value in values.items()] + list(changes))
 
 
 def unpacked(module: Any) -> Tensor:
@@ -89,7 +84,7 @@ def test_masks_learn_what_they_would_from_the_unpacked_weights(base: str, folder
     grads = []
     for model in (packed, plain):
         net = make_network(plain, "dynamic")
-        micro_step(model, net, recipe(folder), blocks, 0, 0)
+        micro_step(model, net, pico_recipe(folder), blocks, 0, 0)
         grads.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
     assert float(grads[1].norm()) > 0
     # a rounded activation near the middle between two levels falls to the other side: over all layers that adds up
@@ -127,8 +122,8 @@ def test_gradients_come_through_every_projection(base: str, folder: Path) -> Non
 def test_a_conversion_is_carved_planned_and_folded_from_the_original_weights(base: str, folder: Path) -> None:
     original = load_dense(str(folder / "dense"), torch.float32)
     both = ["train.save_every=4"]
-    made = convert.convert(recipe(folder, f"train.base={base}", *both), folder / "moe")
-    plain = convert.convert(recipe(folder, *both), folder / "plain")
+    made = convert.convert(pico_recipe(folder, f"train.base={base}", *both), folder / "moe")
+    plain = convert.convert(pico_recipe(folder, *both), folder / "plain")
     assert made.source == plain.source == fingerprint(original)
     assert made.dense_config == plain.dense_config
     for step, same in (
@@ -148,7 +143,7 @@ def test_a_conversion_is_carved_planned_and_folded_from_the_original_weights(bas
 @pytest.mark.parametrize("base", BASES)
 def test_a_run_that_was_cut_off_goes_on(base: str, folder: Path) -> None:
     for steps, out, resume in (("4", "whole", False), ("4", "halves", False), ("4", "halves", True)):
-        convert.train(recipe(folder, f"train.base={base}", f"train.steps={steps}"), folder / out, resume=resume)
+        convert.train(pico_recipe(folder, f"train.base={base}", f"train.steps={steps}"), folder / out, resume=resume)
         found = learned(folder / out, 4)
         if out == "halves" and not resume:
             shutil.rmtree(folder / out / "masks" / "step-000004")
@@ -173,10 +168,10 @@ def test_a_kept_teacher_is_the_packed_model(base: str, folder: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_packed_layers_take_the_room_that_is_counted(base: str, dtype: str, folder: Path) -> None:
     packed = load_dense(str(folder / "dense"), getattr(torch, dtype), base=base)
-    own = recipe(folder, f"train.base={base}", f"train.dtype={dtype}")
+    own = pico_recipe(folder, f"train.base={base}", f"train.dtype={dtype}")
     sizes = room.sizes_of(load_config(str(folder / "dense")), own)
     least = room.weight_bytes(sizes, own)
-    assert least < 0.8 * room.weight_bytes(sizes, recipe(folder, f"train.dtype={dtype}"))
+    assert least < 0.8 * room.weight_bytes(sizes, pico_recipe(folder, f"train.dtype={dtype}"))
     if base != "torchao8":  # whose tensors say that they are of the dtype that they stand for
         assert least <= sum(p.nbytes for p in packed.parameters()) < 1.1 * least
     with torch.no_grad():
@@ -187,7 +182,7 @@ def test_a_library_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
     for base, command in (("bnb4", "tomoe-llm[quantized]"), ("torchao8", "tomoe-llm[torchao]")):
         with pytest.raises(UserError) as refused:
-            convert.train(recipe(folder, f"train.base={base}"), folder / "run")
+            convert.train(pico_recipe(folder, f"train.base={base}"), folder / "run")
         assert command in str(refused.value)
     assert not (folder / "run").exists()
 

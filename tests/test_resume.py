@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -19,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pico_files import CommandLine, contents, small
+from pico_files import CommandLine, contents, small, steps_of
 from tomoe.pruning import run_folder, training
 
 # One process that has imported everything forks a fresh `tomoe train` again and again and kills it (-9): every second time
@@ -74,12 +73,6 @@ if code is None:
 assert code == 0, Path(killed + ".log").read_text()
 print(kills, writing)
 """
-
-
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    """The metrics, without what the clock says."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in rows]
 
 
 def test_killed_at_random_moments_it_ends_in_the_same_bytes(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import make_pico, make_plan, tokens
-from pico_files import CommandLine, small, write_pico, write_text
+from pico_files import CommandLine, carved, refused
 from pico_tokenizer import make_tokenizer
 from tomoe.errors import UserError
 from tomoe.moe.fold import fold
@@ -103,20 +103,11 @@ def test_a_page_escapes_names_and_tokens(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def moe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    write_pico(tmp_path / "dense")
-    write_text(tmp_path / "text.txt")
-    done = CommandLine(capsys)(
-        "carve", tmp_path / "dense", "-o", tmp_path / "moe", "--data", tmp_path / "text.txt", *small()
-    )
-    assert done.code == 0, done.err
-    return tmp_path / "moe"
+def moe(tmp_path: Path) -> Path:
+    return carved(tmp_path) / "moe"
 
 
-def test_the_command(
-    moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tomoe = CommandLine(capsys)
+def test_the_command(tomoe: CommandLine, moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = tomoe("route", moe, "ab 12")
     assert shown.code == 0, shown.err
     assert re.fullmatch(
@@ -148,10 +139,5 @@ def test_the_command(
         (("",), "there is no text to route"),
     ],
 )
-def test_the_command_says_what_is_wrong(
-    moe: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = CommandLine(capsys)("route", moe, *words)
-    assert done.code == 2
-    assert said in done.err
-    assert done.err.count("\n") == 1
+def test_the_command_says_what_is_wrong(tomoe: CommandLine, moe: Path, words: tuple[str, ...], said: str) -> None:
+    refused(tomoe("route", moe, *words), said)

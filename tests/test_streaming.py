@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from conftest import FAMILIES, make_pico, make_plan, tokens
-from pico_files import SMALL, CommandLine, contents, small, write_pico, write_text
+from pico_files import CommandLine, contents, pico_recipe, small, write_pico, write_text
 from tomoe import api, convert, loading, room
 from tomoe.config import Recipe
 from tomoe.dense import check_output, decoder_layers
@@ -26,8 +26,7 @@ PAPERS = ("recipe.json", "plan.json", "SHA256SUMS")  # say how it was made
 
 
 def recipe(folder: Path, *changes: str) -> Recipe:
-    values = SMALL | {"train.steps": "0", "model": str(folder / "dense"), "data.sources": str(folder / "text.txt")}
-    return Recipe.load(None, [f"{key}={value}" for key, value in values.items()] + list(changes))
+    return pico_recipe(folder, "train.steps=0", *changes)
 
 
 def weights(out: Path) -> dict[str, str]:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pico_files import SMALL, CommandLine, contents, small, write_pico, write_text
+from pico_files import CommandLine, contents, pico_recipe, small, write_pico, write_text
 from tomoe.config import Recipe
 from tomoe.errors import UserError
 from tomoe.sweep import LINE, Cell, Text, grid, read_axis, sweep, write_tables
 
-BASE = Recipe.load(None, [f"{key}={value}" for key, value in SMALL.items()])
+BASE = Recipe.load(None, small()[1::2])
 
 
 def test_axes_are_read_as_json_or_as_words() -> None:
@@ -68,9 +68,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def base_of(folder: Path, **changes: str) -> Recipe:
-    own = [f"model={folder / 'dense'}", f"data.sources={folder / 'text.txt'}", "train.steps=1", "data.tokens=700"]
-    return BASE.changed(own + [f"{key.replace('__', '.')}={value}" for key, value in changes.items()])
+def base_of(folder: Path, *changes: str) -> Recipe:
+    return pico_recipe(folder, "train.steps=1", "data.tokens=700", *changes)
 
 
 def test_each_cell_is_a_conversion_and_a_line(made: Path) -> None:
@@ -119,9 +118,9 @@ def test_another_base_recipe_or_text_is_refused_before_anything_runs(made: Path)
     out = made / "out"
     before = contents(out)
     with pytest.raises(UserError, match=r"another base recipe \(train.steps: 1 here, 2 there\)"):
-        sweep(base_of(made, train__steps="2"), ["active=0.5"], out)
+        sweep(base_of(made, "train.steps=2"), ["active=0.5"], out)
     with pytest.raises(UserError, match="another base recipe"):  # the cells of other keys must fit as well
-        sweep(base_of(made, seed="1"), ["experts.num_experts=4"], out)
+        sweep(base_of(made, "seed=1"), ["experts.num_experts=4"], out)
     with pytest.raises(UserError, match="was measured on"):
         sweep(base_of(made), ["active=0.7"], out, Text("other.txt"))
     assert contents(out) == before
@@ -129,7 +128,7 @@ def test_another_base_recipe_or_text_is_refused_before_anything_runs(made: Path)
 
 def test_one_cell_that_cannot_be_made_does_not_stop_the_others(made: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1 of 2 cells could not be made; active=0.01: .*can reach"):
-        sweep(base_of(made, train__steps="0"), ["active=0.01,0.8"], tmp_path / "out")
+        sweep(base_of(made, "train.steps=0"), ["active=0.01,0.8"], tmp_path / "out")
     assert len((tmp_path / "out" / "sweep.jsonl").read_text().splitlines()) == 1
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pico_files import SMALL, CommandLine, small, write_pico, write_text
+from pico_files import CommandLine, pico_recipe, small, write_pico, write_text
 from tomoe import tracking
 from tomoe.config import Recipe
 from tomoe.convert import train
@@ -44,10 +44,8 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def recipe_of(place: Path, track: str, **changes: str) -> Recipe:
-    own = SMALL | {"train.log_every": "2"} | {key.replace("__", "."): value for key, value in changes.items()}
-    where = [f"model={place / 'dense'}", f"data.sources={place / 'text.txt'}", f"track={track}"]
-    return Recipe.load(None, [f"{key}={value}" for key, value in own.items()] + where)
+def recipe_of(place: Path, track: str) -> Recipe:
+    return pico_recipe(place, "train.log_every=2", f"track={track}")
 
 
 @pytest.fixture(params=["trackio", "wandb"])

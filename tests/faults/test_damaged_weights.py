@@ -8,21 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from pico_files import CommandLine, small, write_pico, write_text
+from pico_files import CommandLine, carved, refused
 from tomoe.files import SUMS
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted model, and beside it the dense one."""
-    from tomoe.cli import main
-
-    folder = tmp_path_factory.mktemp("made")
-    dense, text = write_pico(folder / "dense"), write_text(folder / "text.txt")
-    with pytest.raises(SystemExit) as left:
-        main(["carve", str(dense), "-o", str(folder / "moe"), "--data", str(text), *small()])
-    assert not left.value.code
-    return folder
+    return carved(tmp_path_factory.mktemp("made"))
 
 
 def flip(file: Path, place: int) -> None:
@@ -53,19 +46,16 @@ def test_a_model_as_it_was_written(tomoe: CommandLine, made: Path) -> None:
 def test_a_flipped_bit_is_found(tomoe: CommandLine, made: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(made / "moe", tmp_path / "moe")
     flip(tmp_path / "moe" / name, 5)
-    refused = tomoe("inspect", tmp_path / "moe", "--verify")
-    assert refused.code == 2
-    assert refused.err.count("\n") == 1
-    assert f"as they were written ({name})" in refused.err
+    refused(tomoe("inspect", tmp_path / "moe", "--verify"), f"as they were written ({name})")
 
 
 def test_a_model_cut_short_is_found_when_it_is_loaded(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "moe", tmp_path / "moe")
     weights = tmp_path / "moe" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    refused = tomoe("generate", tmp_path / "moe", "the sea")
-    assert refused.code == 2
-    assert "its weights are damaged" in refused.err
+    done = tomoe("generate", tmp_path / "moe", "the sea")
+    assert done.code == 2
+    assert "its weights are damaged" in done.err
     weights.unlink()
     assert "(model.safetensors)" in tomoe("inspect", tmp_path / "moe", "--verify").err
 
@@ -73,9 +63,9 @@ def test_a_model_cut_short_is_found_when_it_is_loaded(tomoe: CommandLine, made: 
 def test_a_flipped_bit_of_the_dense_model_is_found_by_its_plan(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "dense", tmp_path / "dense")
     flip(tmp_path / "dense" / "model.safetensors", 1)  # the highest byte of a float32
-    refused = tomoe("apply", made / "moe", tmp_path / "dense", "-o", tmp_path / "again")
-    assert refused.code == 2
-    assert "made for other weights" in refused.err
+    done = tomoe("apply", made / "moe", tmp_path / "dense", "-o", tmp_path / "again")
+    assert done.code == 2
+    assert "made for other weights" in done.err
 
 
 def test_checksums_lead_nowhere(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
