@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from conftest import make_plan, tokens
-from pico_files import CommandLine, small, write_pico, write_text
+from pico_files import CommandLine, small, write_pico
 from tomoe import api
 from tomoe.errors import UserError
 from tomoe.loading import load_dense, load_tokenizer
@@ -333,9 +333,8 @@ def test_suites_are_those_of_the_paper() -> None:
 
 
 def test_evaluate_puts_all_models_into_one_table(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, dense_folder: Path, task_dir: Path
+    tomoe: CommandLine, tmp_path: Path, dense_folder: Path, text: Path, task_dir: Path
 ) -> None:
-    tomoe, text = CommandLine(capsys), write_text(tmp_path / "text.txt")
     assert tomoe("carve", dense_folder, "-o", tmp_path / "moe", "--data", text, *small()).code == 0
     files = ["--json", tmp_path / "rows.json", "--markdown", tmp_path / "rows.md"]
     tasks = ["--tasks", "seas,hills:1", "--task-dir", task_dir, "--limit", "4", "--batch-size", "2"]
@@ -375,9 +374,8 @@ def test_evaluate_puts_all_models_into_one_table(
     ],
 )
 def test_evaluate_refuses_in_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, dense_folder: Path, options: list[str], said: str
+    tomoe: CommandLine, tmp_path: Path, dense_folder: Path, text: Path, options: list[str], said: str
 ) -> None:
-    tomoe, text = CommandLine(capsys), write_text(tmp_path / "text.txt")
     if said.startswith("name a text"):
         assert tomoe("carve", dense_folder, "-o", tmp_path / "moe", "--data", text, *small()).code == 0
     done = tomoe("evaluate", dense_folder, tmp_path / "moe", *(str(text) if o == "TEXT" else o for o in options))

@@ -40,11 +40,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "moe"
 
 
-def test_an_export_says_what_it_costs_and_proves_itself(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_says_what_it_costs_and_proves_itself(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
     before = contents(made)
-    done = CommandLine(capsys)("export", made, "-o", tmp_path / "out")
+    done = tomoe("export", made, "-o", tmp_path / "out")
     assert done.code == 0, done.err
     assert "mixtral: Mixtral holds it exactly" in done.err
     stored = (tmp_path / "out" / "model.safetensors").stat().st_size
@@ -74,8 +72,8 @@ def test_an_export_says_what_it_costs_and_proves_itself(
     assert again.generation_config.eos_token_id == 2
 
 
-def test_its_own_form_travels_too(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = CommandLine(capsys)("export", made, "--format", "hf", "-o", tmp_path / "out", "--tokens", "32")
+def test_its_own_form_travels_too(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    done = tomoe("export", made, "--format", "hf", "-o", tmp_path / "out", "--tokens", "32")
     assert done.code == 0, done.err
     assert json.loads((tmp_path / "out" / "export.json").read_text())["proof"]["positions"] == 30
     assert "trust_remote_code=True" in (tmp_path / "out" / "README.md").read_text()
@@ -85,9 +83,9 @@ def test_its_own_form_travels_too(made: Path, tmp_path: Path, capsys: pytest.Cap
     assert torch.equal(ours, theirs)
 
 
-def test_text_of_ones_own_and_a_coarser_dtype(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_ones_own_and_a_coarser_dtype(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt", sentences=8)
-    done = CommandLine(capsys)(
+    done = tomoe(
         "export", made, "-o", tmp_path / "out", "--text", text, "--dtype", "bfloat16", "--width-multiple", "256"
     )
     assert done.code == 0, done.err
@@ -98,7 +96,7 @@ def test_text_of_ones_own_and_a_coarser_dtype(made: Path, tmp_path: Path, capsys
 
 
 def test_a_failed_proof_says_so_and_deletes_nothing(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = stock.expert_tensors
 
@@ -107,7 +105,7 @@ def test_a_failed_proof_says_so_and_deletes_nothing(
         return found | {"experts.0.w2.weight": 1.05 * found["experts.0.w2.weight"]}
 
     monkeypatch.setattr(stock, "expert_tensors", wrong)
-    done = CommandLine(capsys)("export", made, "-o", tmp_path / "out")
+    done = tomoe("export", made, "-o", tmp_path / "out")
     assert done.code == 2
     assert "is not the same model: its predictions differ by" in done.err
     assert (tmp_path / "out" / "model.safetensors").is_file()
@@ -118,57 +116,57 @@ def test_a_failed_proof_says_so_and_deletes_nothing(
 
 
 def test_a_disk_without_room_is_left_alone(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=12_345))
-    done = CommandLine(capsys)("export", made, "-o", tmp_path / "deep" / "out")
+    done = tomoe("export", made, "-o", tmp_path / "deep" / "out")
     assert done.code == 2
     assert "has only 12.3 kB left" in done.err
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_in_the_way_stays(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, out = CommandLine(capsys), tmp_path / "out"
+def test_what_is_in_the_way_stays(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     before = contents(made)
     for place in (made, made.parent):
-        assert "holds the converted model itself" in run("export", made, "-o", place, "--force").err
+        assert "holds the converted model itself" in tomoe("export", made, "-o", place, "--force").err
     assert contents(made) == before
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
-    assert "is no export" in run("export", made, "-o", out, "--force").err
+    assert "is no export" in tomoe("export", made, "-o", out, "--force").err
     (out / "thesis.txt").unlink()
-    assert run("export", made, "-o", out, "--tokens", "16").code == 0
+    assert tomoe("export", made, "-o", out, "--tokens", "16").code == 0
     first = contents(out)
-    assert "already holds an export" in run("export", made, "-o", out).err
+    assert "already holds an export" in tomoe("export", made, "-o", out).err
     assert contents(out) == first
-    assert run("export", made, "-o", out, "--force", "--tokens", "16", "--format", "qwen2_moe").code == 0
+    assert tomoe("export", made, "-o", out, "--force", "--tokens", "16", "--format", "qwen2_moe").code == 0
     assert json.loads((out / "config.json").read_text())["model_type"] == "qwen2_moe"
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_what_cannot_be_exported_or_proved(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, out = CommandLine(capsys), tmp_path / "out"
-    assert "holds a 'llama' model" in run("export", made.parent / "dense", "-o", out).err
-    assert "holds no converted model" in run("export", tmp_path, "-o", out).err
+def test_what_cannot_be_exported_or_proved(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "holds a 'llama' model" in tomoe("export", made.parent / "dense", "-o", out).err
+    assert "holds no converted model" in tomoe("export", tmp_path, "-o", out).err
     bare = tmp_path / "bare"
     shutil.copytree(made, bare, ignore=lambda *_: ["run"])
-    assert "name a text file or source with --text" in run("export", bare, "-o", out).err
-    assert "qwen3_moe cannot hold this model exactly" in run("export", made, "-o", out, "--format", "qwen3_moe").err
+    assert "name a text file or source with --text" in tomoe("export", bare, "-o", out).err
+    assert "qwen3_moe cannot hold this model exactly" in tomoe("export", made, "-o", out, "--format", "qwen3_moe").err
     assert not out.exists()
 
 
 def test_a_disk_that_fills_up_leaves_what_was_there(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, out = CommandLine(capsys), tmp_path / "out"
-    assert run("export", made, "-o", out, "--tokens", "16").code == 0
+    out = tmp_path / "out"
+    assert tomoe("export", made, "-o", out, "--tokens", "16").code == 0
     first = contents(out)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(targets, "save_file", full)
-    done = run("export", made, "-o", out, "--force")
+    done = tomoe("export", made, "-o", out, "--force")
     assert done.code == 2
     assert "No space left on device" in done.err
     assert contents(out) == first

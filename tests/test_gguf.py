@@ -145,12 +145,12 @@ def test_tokenizers_that_split_otherwise_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("needs_llama_cpp")
-def test_a_window_of_a_few_tokens_can_be_proved_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_of_a_few_tokens_can_be_proved_too(tomoe: CommandLine, tmp_path: Path) -> None:
     dense = write_pico(tmp_path / "dense", "mistral", vocab_size=len(TOKENIZER))
     TOKENIZER.save_pretrained(dense)
     write_text(tmp_path / "text.txt")
     convert(pico_recipe(tmp_path, "train.steps=0"), tmp_path / "moe")
-    done = CommandLine(capsys)("export", tmp_path / "moe", "--format", "gguf", "-o", tmp_path / "out", "--tokens", "16")
+    done = tomoe("export", tmp_path / "moe", "--format", "gguf", "-o", tmp_path / "out", "--tokens", "16")
     assert done.code == 0, done.err
     proof = json.loads((tmp_path / "out" / "export.json").read_text())["proof"]
     assert proof["same"] is True
@@ -177,12 +177,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("needs_llama_cpp")
-def test_the_command_proves_a_file_by_running_it(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = CommandLine(capsys)(
-        "export", made, "--format", "gguf", "-o", tmp_path / "out", "--weights", "f32", "--tokens", "64"
-    )
+def test_the_command_proves_a_file_by_running_it(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    done = tomoe("export", made, "--format", "gguf", "-o", tmp_path / "out", "--weights", "f32", "--tokens", "64")
     assert done.code == 0, done.err
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "export.json", "model-f32.gguf"]
     papers = json.loads((tmp_path / "out" / "export.json").read_text())
@@ -196,10 +192,10 @@ def test_the_command_proves_a_file_by_running_it(
 
 
 def test_without_llama_cpp_the_file_is_written_and_called_unproved(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "xllamacpp", None)
-    done = CommandLine(capsys)("export", made, "--format", "gguf", "-o", tmp_path / "out", "--weights", "q8_0")
+    done = tomoe("export", made, "--format", "gguf", "-o", tmp_path / "out", "--weights", "q8_0")
     assert done.code == 0, done.err
     assert "Not proved" in done.out
     assert json.loads((tmp_path / "out" / "export.json").read_text())["proof"]["same"] is None

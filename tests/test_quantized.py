@@ -214,11 +214,9 @@ def test_the_doctor_knows_packed_bases(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize("base", BASES[1:2])
-def test_what_came_out_is_measured_beside_the_original(
-    base: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_came_out_is_measured_beside_the_original(tomoe: CommandLine, base: str, folder: Path) -> None:
     command = ["convert", folder / "dense", "--data", folder / "text.txt", "-o", folder / "moe"]
-    done = CommandLine(capsys)(*command, *small(train_base=base, data_evaluation_tokens="32"))
+    done = tomoe(*command, *small(train_base=base, data_evaluation_tokens="32"))
     assert done.code == 0, done.err
     assert (folder / "moe" / "report.html").exists()
     rows = json.loads((folder / "moe" / "evaluation.json").read_text())["rows"]

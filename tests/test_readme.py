@@ -36,8 +36,7 @@ def test_the_python_example_runs(
     assert len([float(number) for number in numbers.split()]) == 3
 
 
-def test_every_command_of_the_readme_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    tomoe = CommandLine(capsys)
+def test_every_command_of_the_readme_exists(tomoe: CommandLine) -> None:
     text = (ROOT / "README.md").read_text()
     verbs = set(re.findall(r"\btomoe (\w+) ", "\n".join(code_blocks("")) + "\n")) | set(
         re.findall(r"`tomoe (\w+)", text)

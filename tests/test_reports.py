@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from pico_files import CommandLine, contents, small, write_pico, write_text
 
 
-def test_a_report_is_made_again_from_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tomoe, out = CommandLine(capsys), tmp_path / "moe"
+def test_a_report_is_made_again_from_what_was_measured(tomoe: CommandLine, tmp_path: Path) -> None:
+    out = tmp_path / "moe"
     sources = [write_text(tmp_path / "a.txt"), write_text(tmp_path / "b.txt", sentences=300)]
     write_pico(tmp_path / "dense")
     texts = [word for source in sources for word in ("--data", source)]
@@ -49,7 +47,7 @@ def test_a_report_is_made_again_from_what_was_measured(tmp_path: Path, capsys: p
     assert "report.json is not JSON" in broken.err
 
 
-def test_a_folder_without_a_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = CommandLine(capsys)("report", tmp_path)
+def test_a_folder_without_a_plan_is_refused(tomoe: CommandLine, tmp_path: Path) -> None:
+    done = tomoe("report", tmp_path)
     assert done.code == 2
     assert "holds no plan" in done.err

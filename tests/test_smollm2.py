@@ -34,14 +34,14 @@ def gguf() -> Path:
 
 
 @pytest.mark.usefixtures("gguf", "as_shipped")
-def test_a_real_model_from_start_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_model_from_start_to_end(tomoe: CommandLine, tmp_path: Path) -> None:
     text, folder, out = write_text(tmp_path / "text.txt", sentences=400), tmp_path / "smollm2", tmp_path / "moe"
     # as a folder, because reading a GGUF file takes ten times as long
     dense = load_dense(NAME, torch.bfloat16)
     dense.save_pretrained(folder)
     load_tokenizer(NAME).save_pretrained(folder)
     options = [word for key, value in QUICK.items() for word in ("--set", f"{key}={value}")]
-    done = CommandLine(capsys)("convert", folder, "--active", "0.7", "-o", out, "--data", text, *options)
+    done = tomoe("convert", folder, "--active", "0.7", "-o", out, "--data", text, *options)
     assert done.code == 0, done.err
 
     plan = Plan.load(out)

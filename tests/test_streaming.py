@@ -123,11 +123,11 @@ def test_streamed_models_are_measured_as_whole_ones_are(tmp_path: Path) -> None:
     assert whole[1].measurement.kl != 0
 
 
-def test_the_command_says_that_nothing_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_that_nothing_was_measured(tomoe: CommandLine, tmp_path: Path) -> None:
     write_pico(tmp_path / "dense")
     text = write_text(tmp_path / "text.txt")
     command = ["carve", tmp_path / "dense", "--data", text, "-o", tmp_path / "moe", *small(), "--stream"]
-    done = CommandLine(capsys)(*command)
+    done = tomoe(*command)
     assert done.code == 0, done.err
     assert f"tomoe evaluate {tmp_path / 'dense'} {tmp_path / 'moe'} --stream" in done.err.replace("\n", " ")
     assert (tmp_path / "moe" / "README.md").exists()
@@ -192,7 +192,7 @@ def test_what_a_run_is_does_not_hang_on_how_it_was_read() -> None:
 
 
 def test_what_is_read_layer_by_layer_needs_the_room_of_a_layer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_pico(tmp_path / "dense", num_hidden_layers=6)
     text = write_text(tmp_path / "text.txt")
@@ -202,10 +202,10 @@ def test_what_is_read_layer_by_layer_needs_the_room_of_a_layer(
     assert all_layers - layer == 4 * sizes.blocks * 5 // 6
     monkeypatch.setattr(room, "free_room", lambda device: room.Room(all_layers - 1, 0))
     command = ["carve", tmp_path / "dense", "--data", text, "-o", tmp_path / "moe", *small()]
-    refused = CommandLine(capsys)(*command)
+    refused = tomoe(*command)
     assert refused.code == 2
     assert "--stream holds one layer at a time" in refused.err
-    assert CommandLine(capsys)(*command, "--stream").code == 0
+    assert tomoe(*command, "--stream").code == 0
 
 
 def least(sizes: room.Sizes, recipe: Recipe) -> room.Need:

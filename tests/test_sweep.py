@@ -140,10 +140,8 @@ def test_a_damaged_line_is_named(made: Path, tmp_path: Path) -> None:
             write_tables(tmp_path)
 
 
-def test_the_command_measures_on_a_text_of_its_own(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tomoe, out = CommandLine(capsys), tmp_path / "out"
+def test_the_command_measures_on_a_text_of_its_own(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     text = write_text(tmp_path / "other.txt", 60)
     options = ["--data", made / "text.txt", "--text", text, "--context", "32", "--tokens", "320"]
     asked = ["sweep", made / "dense", "--over", "active=0.8", "--over", "seed=0,1", "-o", out, *options]

@@ -114,15 +114,16 @@ def test_a_target_and_its_opposite_are_refused() -> None:
         assert dense_misfit(make_pico(family), target) is None
 
 
-def test_convert_makes_a_plan_that_fits_and_exports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_makes_a_plan_that_fits_and_exports_it(tomoe: CommandLine, tmp_path: Path) -> None:
     dense, text, out = write_pico(tmp_path / "dense", "qwen2"), write_text(tmp_path / "text.txt"), tmp_path / "out"
-    run = CommandLine(capsys)
-    refused = run("convert", dense, "--data", text, "-o", out, "--format", "mixtral", *small())
+    refused = tomoe("convert", dense, "--data", text, "-o", out, "--format", "mixtral", *small())
     assert refused.code == 2
     assert "target mixtral cannot hold what this model becomes" in refused.err
     assert not out.exists()
 
-    done = run("convert", dense, "--data", text, "-o", out, "--format", "qwen2_moe", "--attention", "static", *small())
+    done = tomoe(
+        "convert", dense, "--data", text, "-o", out, "--format", "qwen2_moe", "--attention", "static", *small()
+    )
     assert done.code == 0, done.err
     plan = Plan.load(out)
     assert len({w for w, _, _ in plan.widths()}) == 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conftest import make_pico, make_plan, tokens
-from pico_files import CommandLine, small, write_pico, write_text
+from pico_files import CommandLine, small
 from tomoe.api import expert_backends
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
@@ -175,9 +175,7 @@ def test_which_way_the_experts_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
         moe.config.expert_backend = "auto"
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tomoe = CommandLine(capsys)
-    model, text = write_pico(tmp_path / "dense"), write_text(tmp_path / "text.txt")
+def test_the_command(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     assert tomoe("carve", model, "--active", "0.6", "-o", tmp_path / "moe", "--data", text, *small()).code == 0
     written = tmp_path / "speed.json"
     done = tomoe(

@@ -138,10 +138,10 @@ def test_the_tracker_changes_nothing_that_is_learned() -> None:
 
 
 def test_a_missing_package_is_said_before_the_run_begins(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tomoe: CommandLine, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
-    done = CommandLine(capsys)(
+    done = tomoe(
         "train", place / "dense", "-o", place / "run", "--data", place / "text.txt", "--set", "track=wandb", *small()
     )
     assert done.code == 2

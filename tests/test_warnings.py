@@ -207,8 +207,7 @@ def test_layer_plans_are_not_changed_by_looking() -> None:
         assert all(old[name] is new[name] for name in old)
 
 
-def test_inspect_tells_what_convert_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tomoe = CommandLine(capsys)
+def test_inspect_tells_what_convert_found(tomoe: CommandLine, tmp_path: Path) -> None:
     asked(sound_plan(), 0.9).save(tmp_path)
     (tmp_path / "evaluation.json").write_text(to_json([row(overlap=0.5)]))
     told = json.loads(tomoe("inspect", tmp_path, "--json").out)["warnings"]

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from pico_files import CommandLine, small, write_pico, write_text
+from pico_files import CommandLine, small
 from tomoe.pruning import run_folder, training
 
 
 def test_the_second_warning_does_not_break_what_the_first_one_began(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tomoe, run = CommandLine(capsys), tmp_path / "run"
-    options = [write_pico(tmp_path / "dense"), "--data", write_text(tmp_path / "text.txt"), "-o", run]
+    run = tmp_path / "run"
+    options = [model, "--data", text, "-o", run]
     learn, write, calls = training.distillation_loss, run_folder.save_file, iter(range(10**6))
 
     def warned(*args: Any) -> Any:
