@@ -24,7 +24,7 @@ from tomoe.config import Recipe
 from tomoe.dense import shape_of
 from tomoe.loading import load_dense
 from tomoe.pruning.mask_network import MaskNetwork
-from tomoe.pruning.teacher import KeptTeacher, hidden_states
+from tomoe.pruning.teacher import TeacherCache, hidden_states
 from tomoe.pruning.training import make_optimizer, micro_step
 
 
@@ -65,7 +65,7 @@ def main() -> None:
         torch.nn.functional.cross_entropy(logits[0].float(), ids[0]).backward()
 
     folder = tempfile.TemporaryDirectory()
-    taught = KeptTeacher(Path(folder.name), model) if args.keep_teacher else hidden_states
+    taught = TeacherCache(Path(folder.name), model) if args.keep_teacher else hidden_states
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

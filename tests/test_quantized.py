@@ -22,7 +22,7 @@ from tomoe.dense import check_output, layer_parts, shape_of
 from tomoe.errors import UserError
 from tomoe.loading import fingerprint, load_config, load_dense
 from tomoe.moe.fold import fold
-from tomoe.pruning.teacher import KeptTeacher, hidden_states
+from tomoe.pruning.teacher import TeacherCache, hidden_states
 from tomoe.pruning.training import micro_step
 from tomoe.trial import Took, Trial
 
@@ -159,8 +159,8 @@ def test_a_kept_teacher_is_the_packed_model(base: str, folder: Path) -> None:
     with torch.no_grad():
         for model in models:
             said = hidden_states(model, ids, mask)
-            assert torch.equal(KeptTeacher(folder / "taught", model)(model, ids, mask), said)
-            assert torch.equal(KeptTeacher(folder / "taught", model)(model, ids, mask), said)
+            assert torch.equal(TeacherCache(folder / "taught", model)(model, ids, mask), said)
+            assert torch.equal(TeacherCache(folder / "taught", model)(model, ids, mask), said)
     assert len(list((folder / "taught").rglob("*.safetensors"))) == 2
 
 

@@ -194,13 +194,13 @@ def test_a_finished_conversion_that_lost_its_report_writes_it_on_resume(
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
     """The loss of these steps (counted from 0) is NaN."""
-    real, calls = training.distillation_loss, iter(range(10**6))
+    real, calls = training.fidelity_loss, iter(range(10**6))
 
     def loss(*args: Any) -> Tensor:
         value: Tensor = real(*args)
         return value * float("nan") if next(calls) in steps else value
 
-    monkeypatch.setattr(training, "distillation_loss", loss)
+    monkeypatch.setattr(training, "fidelity_loss", loss)
 
 
 def test_a_loss_that_is_not_finite_skips_the_step(
@@ -264,7 +264,7 @@ def test_a_stopped_run_keeps_its_last_step(
     """A scheduler's warning in the middle of step 4: the three whole steps are kept, and the rest ends in the same bytes."""
     options = [model, "--data", text, *small(train_steps="6", train_save_every="100")]
     assert tomoe("train", *options, "-o", tmp_path / "whole").code == 0
-    real, calls = training.distillation_loss, iter(range(10**6))
+    real, calls = training.fidelity_loss, iter(range(10**6))
 
     def loss(*args: Any) -> Tensor:
         if next(calls) == 3:
@@ -273,7 +273,7 @@ def test_a_stopped_run_keeps_its_last_step(
 
     run = tmp_path / "run"
     with monkeypatch.context() as only_here:
-        only_here.setattr(training, "distillation_loss", loss)
+        only_here.setattr(training, "fidelity_loss", loss)
         outcome = tomoe("train", *options, "-o", run)
     assert outcome.code == 128 + signum
     assert "--resume" in outcome.err.splitlines()[-1]

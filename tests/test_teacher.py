@@ -13,7 +13,7 @@ from conftest import make_pico, tokens
 from test_training import train
 from tomoe.config import Recipe
 from tomoe.errors import UserError
-from tomoe.pruning.teacher import KeptTeacher, hidden_states
+from tomoe.pruning.teacher import TeacherCache, hidden_states
 
 
 class Watched:
@@ -54,12 +54,12 @@ def test_a_run_that_reads_its_teacher_learns_the_same_bits(tmp_path: Path) -> No
 def test_what_is_kept_is_what_the_model_says(tmp_path: Path) -> None:
     model = make_pico("qwen3").to(torch.bfloat16)
     ids, mask = block()
-    teacher = KeptTeacher(tmp_path, model)
+    teacher = TeacherCache(tmp_path, model)
     with torch.no_grad():
         said = hidden_states(model, ids, mask)
         assert torch.equal(teacher(model, ids, mask), said)
         watched = Watched(model)
-        assert torch.equal(KeptTeacher(tmp_path, model)(model, ids, mask), said)
+        assert torch.equal(TeacherCache(tmp_path, model)(model, ids, mask), said)
     assert watched.passes == 0
     swapped = teacher(model, ids.flip(0), mask.flip(0))
     assert torch.equal(swapped.view(2, 16, -1).flip(0).flatten(0, 1), said), "blocks are kept one by one"
@@ -68,7 +68,7 @@ def test_what_is_kept_is_what_the_model_says(tmp_path: Path) -> None:
 def test_padding_is_part_of_the_block(tmp_path: Path) -> None:
     model = make_pico("llama")
     ids, mask = block()
-    teacher = KeptTeacher(tmp_path, model)
+    teacher = TeacherCache(tmp_path, model)
     with torch.no_grad():
         teacher(model, ids, mask)
         whole = torch.ones_like(mask)
@@ -79,7 +79,7 @@ def test_padding_is_part_of_the_block(tmp_path: Path) -> None:
 def test_a_damaged_file_is_computed_again(damage: bytes | None, tmp_path: Path) -> None:
     model = make_pico("llama")
     ids, mask = block(rows=1)
-    teacher = KeptTeacher(tmp_path, model)
+    teacher = TeacherCache(tmp_path, model)
     with torch.no_grad():
         said = teacher(model, ids, mask)
         (file,) = tmp_path.rglob("*.safetensors")
@@ -95,7 +95,7 @@ def test_other_weights_have_other_files(tmp_path: Path) -> None:
     for _ in range(2):
         with torch.no_grad():
             model.model.norm.weight[0] += 1
-            assert torch.equal(KeptTeacher(tmp_path, model)(model, ids, mask), hidden_states(model, ids, mask))
+            assert torch.equal(TeacherCache(tmp_path, model)(model, ids, mask), hidden_states(model, ids, mask))
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2
 
 
@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
     model = make_pico("llama")
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(UserError, match=r"cannot write .*file"), torch.no_grad():
-        KeptTeacher(tmp_path / "file", model)(model, *block(rows=1))
+        TeacherCache(tmp_path / "file", model)(model, *block(rows=1))
 
 
 def test_a_shared_out_base_keeps_no_teacher() -> None:

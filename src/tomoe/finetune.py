@@ -27,7 +27,7 @@ from tomoe.loading import fingerprint, load_dense, load_tokenizer, resolve
 from tomoe.moe.checkpoint import save_moe
 from tomoe.plan import FINETUNED, Plan
 from tomoe.pruning.run_folder import RunFolder
-from tomoe.pruning.teacher import KeptTeacher, hidden_states
+from tomoe.pruning.teacher import TeacherCache, hidden_states
 from tomoe.pruning.training import Training
 from tomoe.report.card import write_card
 from tomoe.report.compare import Row, to_json
@@ -170,7 +170,7 @@ def make_student(
 ) -> tuple[TrueMoE | PseudoMoE, Teacher | None]:
     """What learns, and who teaches it: nobody where the loss is that of the text alone."""
     kept = recipe.train.teacher_cache
-    states = KeptTeacher(Path(kept), dense) if kept and dense is not None else hidden_states
+    states = TeacherCache(Path(kept), dense) if kept and dense is not None else hidden_states
     student: TrueMoE | PseudoMoE
     adapters = None
     if recipe.form == "moe":

@@ -27,7 +27,7 @@ from tomoe.gumbel import derive_seed
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import LayerPlan, Plan
-from tomoe.pruning.losses import Routed, balance_penalty, distillation_loss, language_model_loss, shift_targets
+from tomoe.pruning.losses import Routed, balance_penalty, fidelity_loss
 from tomoe.pruning.masking import PlannedLayerMasks, masked
 from tomoe.pruning.teacher import hidden_states
 
@@ -185,11 +185,7 @@ class Healing:
                 teacher = self.taught(ids, mask)
         with self.student.running(mask.flatten()) as routed:
             hidden = hidden_states(model, ids, mask)
-            if teacher is not None:
-                fidelity = distillation_loss(hidden, teacher, head, mask.flatten())
-            else:
-                targets, valid = shift_targets(ids, mask)
-                fidelity = language_model_loss(hidden, targets, head, valid)
+            fidelity = fidelity_loss(hidden, teacher, ids, mask, head)
             balance = balance_penalty(routed())
             loss = fidelity
             if recipe.loss.balance_weight and recipe.routers == "learned":

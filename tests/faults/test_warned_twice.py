@@ -17,7 +17,7 @@ def test_the_second_warning_does_not_break_what_the_first_one_began(
 ) -> None:
     run = tmp_path / "run"
     options = [model, "--data", text, "-o", run]
-    learn, write, calls = training.distillation_loss, run_folder.save_file, iter(range(10**6))
+    learn, write, calls = training.fidelity_loss, run_folder.save_file, iter(range(10**6))
 
     def warned(*args: Any) -> Any:
         if next(calls) == 3:
@@ -30,7 +30,7 @@ def test_the_second_warning_does_not_break_what_the_first_one_began(
         write(*args)
 
     with monkeypatch.context() as only_here:
-        only_here.setattr(training, "distillation_loss", warned)
+        only_here.setattr(training, "fidelity_loss", warned)
         only_here.setattr(run_folder, "save_file", warned_again)
         stopped = tomoe("train", *options, *small(train_steps="6", train_save_every="100"))
     assert stopped.code == 143

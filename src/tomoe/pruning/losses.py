@@ -86,6 +86,20 @@ def language_model_loss(
     return _ChunkedLoss.apply(student[valid], head, token_loss, targets[valid])
 
 
+def fidelity_loss(
+    student: Float[Tensor, "T D"],
+    teacher: Float[Tensor, "T D"] | None,
+    ids: Int[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"],
+    head: Head,
+) -> Float[Tensor, ""]:
+    """To the teacher's predictions where there is one, else to the next token; from final hidden states."""
+    if teacher is not None:
+        return distillation_loss(student, teacher, head, mask.flatten())
+    targets, valid = shift_targets(ids, mask)
+    return language_model_loss(student, targets, head, valid)
+
+
 def layer_widths(m: SampledLayerMasks, shape: ModelShape) -> tuple[Tensor | int, Tensor | int, Tensor | int]:
     """(MLP width, Q/K dims, V/O dims) of a draw: the maximum over experts and over tokens (eq. pr)."""
     qk: Tensor | int = shape.head_dim if m.qk_mask is None else m.qk_mask.sum()

@@ -23,7 +23,7 @@ def hidden_states(model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Te
     return run_blocks(model, ids, mask)[0].flatten(0, 1)
 
 
-class KeptTeacher:
+class TeacherCache:
     """The same, kept on disk: one file a block, S x D numbers, under a name made of its tokens.
 
     So any number of runs on the same text share one folder, whatever order they read it in, and a kill leaves whole files

@@ -17,11 +17,11 @@ from tomoe import distributed
 from tomoe.config import LoopSection, Recipe
 from tomoe.errors import UserError
 from tomoe.gumbel import derive_seed
-from tomoe.pruning.losses import distillation_loss, language_model_loss, objective, shift_targets
+from tomoe.pruning.losses import fidelity_loss, objective
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked
 from tomoe.pruning.run_folder import RunFolder
-from tomoe.pruning.teacher import KeptTeacher, hidden_states
+from tomoe.pruning.teacher import TeacherCache, hidden_states
 
 Row = dict[str, Any]
 
@@ -94,10 +94,7 @@ def micro_step(
             teacher = taught(model, ids, mask)
     with masked(model, masks):  # around the backward pass too: activation checkpointing runs layers again there
         student = hidden_states(model, ids, mask)
-        if teacher is not None:
-            fidelity = distillation_loss(student, teacher, model.lm_head, mask.flatten())
-        else:
-            fidelity = language_model_loss(student, *_targets(ids, mask, model.lm_head))
+        fidelity = fidelity_loss(student, teacher, ids, mask, model.lm_head)
         loss, terms = objective(
             fidelity,
             masks,
@@ -110,17 +107,12 @@ def micro_step(
     return {"loss": loss.item(), **{name: t.item() for name, t in terms.items()}}
 
 
-def _targets(ids: Tensor, mask: Tensor, head: nn.Module) -> tuple[Tensor, nn.Module, Tensor]:
-    targets, valid = shift_targets(ids, mask)
-    return targets, head, valid
-
-
 def mask_lesson(model: PreTrainedModel, net: nn.Module, recipe: Course) -> Lesson:
     """Learns masks and routers; the teacher is the dense model itself."""
     assert isinstance(net, MaskNetwork)
     assert isinstance(recipe, Recipe)
     kept = recipe.train.teacher_cache
-    taught = KeptTeacher(Path(kept), model) if kept else hidden_states
+    taught = TeacherCache(Path(kept), model) if kept else hidden_states
     return lambda blocks, step, micro: micro_step(model, net, recipe, blocks, step, micro, taught)
 
 
