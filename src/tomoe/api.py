@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe import distributed, fetch
 from tomoe.config import Recipe
-from tomoe.convert import fold_plan, pick_device
+from tomoe.convert import Listener, fold_plan, pick_device, silent
 from tomoe.data import Blocks, Corpus, pack
 from tomoe.errors import UserError
 from tomoe.hub import HUB_ID, find_plan, push
@@ -32,7 +32,6 @@ from tomoe.report.summary import shown_name
 from tomoe.report.zero_shot import TaskScore, TaskSet
 from tomoe.sources import documents, find
 
-Listener = Callable[[str, int, int, dict[str, Any]], None]
 PROMPT = "The three most important things about the sea are"  # what both models go on from in the report
 CONTEXT = 1024
 # Published perplexities are of one stream: documents (so many at most) with this between them, and no end-of-text tokens.
@@ -118,7 +117,7 @@ def evaluate(
     dtype: str = "bfloat16",
     device: str = "auto",
     stream: bool = False,
-    listen: Listener | None = None,
+    listen: Listener = silent,
 ) -> list[Row]:
     """Every named model on the same text; the first one (the dense one) is the reference of the others.
 
@@ -155,7 +154,7 @@ def evaluate(
 def compare_on(
     models: Iterable[tuple[str, PreTrainedModel]],
     given: EvaluationText,
-    listen: Listener | None,
+    listen: Listener = silent,
     tasks: TaskSet | None = None,
 ) -> list[Row]:
     """`models` are (name, model) pairs; a name that is a converted folder is compared with the text it was fitted on."""
@@ -166,13 +165,11 @@ def compare_on(
             names.append(name)
             yield name, model
 
-    def progress(what: str, done: int, total: int) -> None:
-        if listen:
-            listen(what, done, total, {})
-
     def scores(name: str, model: PreTrainedModel) -> tuple[TaskScore, ...]:
         assert tasks is not None
-        return tasks.run(model, load_tokenizer(name), lambda task, *at: progress(f"{task} of {Path(name).name}", *at))
+        return tasks.run(
+            model, load_tokenizer(name), lambda task, i, n: listen(f"{task} of {Path(name).name}", i, n, {})
+        )
 
     text, blocks = (given.blocks.input_ids, given.blocks.mask), given.blocks
     if given.stride is not None:
@@ -182,7 +179,7 @@ def compare_on(
         noted(), *text, stride=given.stride, data=given.name, seed=given.seed,
         sources=None if own is None else [given.sources[i] for i in own.tolist()],
         tasks=scores if tasks and not distributed.rank() else None,
-        progress=lambda name, *at: progress(f"evaluating {name}", *at),
+        progress=lambda name, i, n: listen(f"evaluating {name}", i, n, {}),
     )  # fmt: skip
     return [
         replace(row, training_overlap=training_overlap(name, blocks)) for name, row in zip(names, rows, strict=True)
@@ -218,7 +215,7 @@ def benchmark(
     threads: int | None = None,
     dtype: str = "bfloat16",
     device: str = "auto",
-    listen: Listener | None = None,
+    listen: Listener = silent,
 ) -> throughput.Benchmark:
     """Time both models beside each other on the same text: without `text`, on what the MoE held out.
 
@@ -241,12 +238,7 @@ def benchmark(
         grown = None if before is None or after is None else after - before
         memory[name] = throughput.Memory(throughput.weight_bytes(model), grown, per_token)
     pair = throughput.Pair(models[dense], models[moe], ids, expert_backends, seconds, pairs)
-
-    def progress(done: int, total: int) -> None:
-        if listen:
-            listen("benchmark", done, total, {})
-
-    cells, left_out = throughput.run_cells(pair, batches, prompts, progress)
+    cells, left_out = throughput.run_cells(pair, batches, prompts, lambda i, n: listen("benchmark", i, n, {}))
     return throughput.Benchmark(
         Path(dense).name, Path(moe).name, given.name, model_facts(models[moe])["active_share"], memory[dense],
         memory[moe], tuple(cells), tuple(left_out),

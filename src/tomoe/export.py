@@ -16,8 +16,8 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 import tomoe
-from tomoe.api import PROMPT, EvaluationText, Listener, generate, held_out_text, read_text
-from tomoe.convert import load_moe, pick_device
+from tomoe.api import PROMPT, EvaluationText, generate, held_out_text, read_text
+from tomoe.convert import Listener, load_moe, pick_device, silent
 from tomoe.errors import UserError
 from tomoe.files import write_whole
 from tomoe.loading import load_dense, load_tokenizer
@@ -88,7 +88,7 @@ class Exported:
 def export(
     folder: Path, name: str, out: Path, *, text: str | None = None, tokens: int = PROOF_TOKENS, dtype: str = "float32",
     device: str = "auto", options: Options | None = None, force: bool = False,
-    say: Callable[[str], None] = lambda sentence: None, listen: Listener | None = None,
+    say: Callable[[str], None] = lambda sentence: None, listen: Listener = silent,
 ) -> Exported:  # fmt: skip
     """Write the converted `folder` as target `name` to `out`, then prove it in `dtype` on text of at most `tokens` tokens.
 
@@ -108,7 +108,7 @@ def export(
     say(f"It takes {in_words(sizes.bytes)} ({sizes.words}); the weights of {folder.name} take {in_words(own)}.")
 
     def heard(stage: str) -> Callable[[int, int], None]:
-        return lambda done, total: listen(stage, done, total, {}) if listen else None
+        return lambda done, total: listen(stage, done, total, {})
 
     shown = -1
 

@@ -224,7 +224,7 @@ def save(
         Recipe(**plan.recipe).save(out / "recipe.json")
 
 
-def measure(recipe: FinetuneRecipe, out: Path, listen: Listener | None = None) -> list[Row]:
+def measure(recipe: FinetuneRecipe, out: Path, listen: Listener = silent) -> list[Row]:
     """The dense model, the converted one and the fine-tuned one on text that fine-tuning held out; writes numbers and card.
 
     Under torchrun every process takes part.

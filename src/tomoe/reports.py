@@ -11,8 +11,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe import distributed
-from tomoe.api import PROMPT, EvaluationText, Listener, compare_on, generate, held_out_text, load_model
+from tomoe.api import PROMPT, EvaluationText, compare_on, generate, held_out_text, load_model
 from tomoe.config import Recipe
+from tomoe.convert import Listener, silent
 from tomoe.files import write_whole
 from tomoe.loading import load_tokenizer
 from tomoe.plan import FINETUNED, Plan
@@ -26,7 +27,7 @@ PASSAGE = 120  # tokens of a source that the page colours
 
 
 def write_reports(
-    out: Path, listen: Listener | None = None, dense: PreTrainedModel | None = None, again: bool = True
+    out: Path, listen: Listener = silent, dense: PreTrainedModel | None = None, again: bool = True
 ) -> list[Row]:
     """Measure a conversion beside its dense model on the text it held out; write evaluation.json, README.md, report.html.
 
