@@ -270,6 +270,13 @@ def test_runs(run: tuple[RunFolder, Any, Any, Path], data: st.DataObject) -> Non
         )
 
 
+def test_metrics_survive_a_cut_line(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.rows() == []
+    run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert run.rows() == [{"step": 1}, {"step": 2}]
+
+
 def test_a_checkpoint_cannot_ask_for_other_files(run: tuple[RunFolder, Any, Any, Path]) -> None:
     folder, _, _, good = run
     place = folder.checkpoints / "step-000003"

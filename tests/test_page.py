@@ -172,18 +172,7 @@ def test_a_report_that_travels_names_no_folder(facts: page.PageFacts, tmp_path: 
     assert "text.txt" in text
 
 
-def test_metrics_survive_a_cut_line(tmp_path: Path) -> None:
-    assert page.read_metrics(tmp_path / "metrics.jsonl") == []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
-    assert page.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
-
-
-def test_files_that_make_no_sense_are_named(tmp_path: Path) -> None:
-    assert page.read_json(tmp_path / "cost.json") == {}
-    for content, said in (("{", "is not JSON"), ("[1]", "holds a list")):
-        (tmp_path / "cost.json").write_text(content)
-        with pytest.raises(UserError, match=said):
-            page.read_json(tmp_path / "cost.json")
+def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         page.write_page(tmp_path / "file", page.PageFacts("t", large_plan()))

@@ -41,10 +41,11 @@ def test_a_report_is_made_again_from_what_was_measured(tomoe: CommandLine, tmp_p
     (out / "report.json").write_text(json.dumps(observed | {"plan": "of another plan"}))
     assert "evaluating" in tomoe("report", out).err
     assert json.loads((out / "report.json").read_text()) == observed
-    (out / "report.json").write_text("{")
-    broken = tomoe("report", out)
-    assert broken.code == 2
-    assert "report.json is not JSON" in broken.err
+    for content, said in (("{", "is not JSON"), ("[1]", "holds a list")):
+        (out / "report.json").write_text(content)
+        broken = tomoe("report", out)
+        assert broken.code == 2
+        assert f"report.json {said}" in broken.err
 
 
 def test_a_folder_without_a_plan_is_refused(tomoe: CommandLine, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tomoe.moe.gguf import context_length
 from tomoe.plan import Plan
 from tomoe.report.agreement import Agreement, agree, record
 from tomoe.report.card import write_card
-from tomoe.report.compare import Row, from_json
+from tomoe.report.compare import read_rows
 from tomoe.report.llama_cpp import LlamaCpp, agree_on_next_tokens, binding
 from tomoe.report.perplexity import blocks_sha256
 from tomoe.report.summary import recipe_of, shown_name
@@ -227,12 +227,4 @@ def _write_papers(done: Exported, folder: Path, given: EvaluationText) -> None:
         f"tomoe convert {shown_name(recipe.model) if recipe else 'MODEL'} --recipe recipe.json -o {folder.name}\n"
         f"tomoe export {folder.name} --format {target.name} -o {done.folder.name}"
     )
-    write_card(done.folder, plan, _rows(folder), command=command, export=(target.name, done.sizes.words, sentence))
-
-
-def _rows(folder: Path) -> list[Row]:
-    """What was measured after the conversion; nothing, where that was not done or by another version."""
-    try:
-        return from_json((folder / "evaluation.json").read_text(encoding="utf-8"))
-    except (OSError, UserError):
-        return []
+    write_card(done.folder, plan, read_rows(folder), command=command, export=(target.name, done.sizes.words, sentence))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +13,13 @@ from tomoe import distributed
 from tomoe.api import PROMPT, EvaluationText, compare_on, generate, held_out_text, load_model
 from tomoe.config import Recipe
 from tomoe.convert import Listener, silent
-from tomoe.files import write_whole
+from tomoe.files import read_json, sha256, write_whole
 from tomoe.loading import load_tokenizer
 from tomoe.plan import FINETUNED, Plan
+from tomoe.pruning.run_folder import RunFolder
 from tomoe.report.card import write_card
 from tomoe.report.compare import Row, from_json, to_json
-from tomoe.report.page import Generation, PageFacts, commands, read_json, read_metrics, write_page
+from tomoe.report.page import Generation, PageFacts, commands, write_page
 from tomoe.report.routing_trace import RoutingTrace, trace_ids, trace_text
 
 FORMAT = "tomoe-report-1"
@@ -58,8 +58,8 @@ def write_reports(
         if distributed.rank():
             return rows
     write_card(out, plan, rows)
-    cost, timed = read_json(out / "run" / "cost.json"), read_json(out / "benchmark.json").get("cells", [])
-    pictures = draw(plan, rows, read_metrics(out / "run" / "metrics.jsonl"), cost, timed, out / "figures")
+    cost, timed = _read(out / "run" / "cost.json"), _read(out / "benchmark.json").get("cells", [])
+    pictures = draw(plan, rows, RunFolder(out / "run").rows(), cost, timed, out / "figures")
     title = f"{rows[0].name} as a Mixture-of-Experts, {plan.active_fraction():.0%} active"
     facts = PageFacts(
         title, plan, rows, [Generation(own["prompt"], own["answers"]) for own in observed["generations"]],
@@ -72,15 +72,16 @@ def write_reports(
 
 def _kept(out: Path) -> tuple[list[Row], dict[str, Any]] | None:
     """What was measured of the plan in `out` before; None where there is nothing, or it was of another plan or version."""
-    observed = read_json(out / "report.json")
-    if (observed.get("format"), observed.get("plan")) != (FORMAT, _plan_hash(out)):
+    observed = _read(out / "report.json")
+    if (observed.get("format"), observed.get("plan")) != (FORMAT, sha256(out / "plan.safetensors")):
         return None
     evaluation = out / "evaluation.json"
     return (from_json(evaluation.read_text(encoding="utf-8")), observed) if evaluation.is_file() else None
 
 
-def _plan_hash(out: Path) -> str:
-    return hashlib.sha256((out / "plan.safetensors").read_bytes()).hexdigest()
+def _read(path: Path) -> dict[str, Any]:
+    """Empty where there is no such file."""
+    return read_json(path) if path.exists() else {}
 
 
 def _observe(
@@ -96,7 +97,7 @@ def _observe(
     passages = [(name, trace_ids(moe, tokenizer, ids).to_dict()) for name, ids in _passages(text)]
     passages.append(("What the MoE wrote", trace_text(moe, tokenizer, PROMPT + answers[-1][1], PASSAGE).to_dict()))
     generations = [{"prompt": PROMPT, "answers": answers}]
-    return {"format": FORMAT, "plan": _plan_hash(out), "generations": generations, "texts": passages}
+    return {"format": FORMAT, "plan": sha256(out / "plan.safetensors"), "generations": generations, "texts": passages}
 
 
 def _passages(text: EvaluationText) -> Iterator[tuple[str, list[int]]]:

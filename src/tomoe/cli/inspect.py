@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,9 +18,8 @@ from tomoe.files import damaged
 from tomoe.finetune_recipe import FinetuneRecipe
 from tomoe.plan import Plan
 from tomoe.pruning.run_folder import RunFolder
-from tomoe.report.compare import Row, from_json
-from tomoe.report.page import read_metrics
-from tomoe.report.summary import conversion_summary
+from tomoe.report.compare import read_rows
+from tomoe.report.summary import conversion_summary, layer_table
 from tomoe.report.warnings import Finding, find_warnings
 
 RUNS: dict[str, type[Recipe] | type[FinetuneRecipe]] = {
@@ -43,7 +41,7 @@ def inspect(
         return
     if (folder / "plan.json").is_file():
         plan = Plan.load(folder)
-        _show_plan(plan, find_warnings(plan, _measured(folder)), as_json)
+        _show_plan(plan, find_warnings(plan, read_rows(folder)), as_json)
     elif (run := _run_of(folder)) is not None:
         _show_run(run, as_json)
     else:
@@ -68,27 +66,18 @@ def _verify(folder: Path) -> None:
     results().print(f"All {written} files in {folder} are as they were written (sha256).", soft_wrap=True)
 
 
-def _measured(folder: Path) -> list[Row]:
-    """What `convert` measured, for its warnings; nothing where there is none, or one of another version."""
-    with suppress(OSError, UserError):
-        return from_json((folder / "evaluation.json").read_text(encoding="utf-8"))
-    return []
-
-
 def _show_plan(plan: Plan, found: list[Finding], as_json: bool) -> None:
-    layers, total = plan.describe(), totals(plan)
+    total = totals(plan)
     if as_json:
         warnings = [asdict(warning) for warning in found]
-        typer.echo(json.dumps({"layers": layers, "totals": total, "warnings": warnings}, indent=2))
+        typer.echo(json.dumps({"layers": plan.describe(), "totals": total, "warnings": warnings}, indent=2))
         return
     table = Table()
-    for title in ("layer", "expert width", "of neurons", "in any expert", "Q/K dims", "V/O dims", "active"):
+    titles, body = layer_table(plan)
+    for title in titles:
         table.add_column(title, justify="right")
-    for row in layers:
-        table.add_row(
-            str(row["layer"]), str(row["width"]), f"{row['width_share']:.1%}", f"{row['union_share']:.1%}",
-            str(row["qk_dims"]), str(row["value_dims"]), f"{row['active']:.1%}",
-        )  # fmt: skip
+    for row in body:
+        table.add_row(*row)
     console = results()
     console.print(table)
     for what, how in conversion_summary(plan):
@@ -122,9 +111,9 @@ def totals(plan: Plan) -> dict[str, Any]:
 def _show_run(folder: Path, as_json: bool) -> None:
     learned = next(name for name in RUNS if (folder / name).is_dir())
     recipe: Recipe | FinetuneRecipe = RUNS[learned].load(folder / "recipe.json")
-    checkpoint = RunFolder(folder, learned).last()
+    run = RunFolder(folder, learned)
+    checkpoint, rows = run.last(), run.rows()
     step = None if checkpoint is None else checkpoint.step
-    rows = read_metrics(folder / "metrics.jsonl")
     if as_json:
         last = rows[-1] if rows else None
         typer.echo(json.dumps({"recipe": recipe.model_dump(mode="json"), "checkpoint": step, "last": last}, indent=2))

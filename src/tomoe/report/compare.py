@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,13 @@ def tasks_to_rich(rows: Sequence[Row]) -> Group | None:
 def to_json(rows: Sequence[Row]) -> str:
     """All of it, for `from_json`."""
     return json.dumps({"format": FORMAT, "rows": [row.to_dict() for row in rows]}, indent=2, allow_nan=False) + "\n"
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """What was measured of the model in `folder` when it was made; nothing, where that was not done or by another version."""
+    with suppress(OSError, UserError):
+        return from_json((folder / "evaluation.json").read_text(encoding="utf-8"))
+    return []
 
 
 def from_json(text: str) -> list[Row]:

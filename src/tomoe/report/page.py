@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import tomoe
 from tomoe.config import Recipe
-from tomoe.errors import UserError
 from tomoe.files import write_whole
 from tomoe.plan import Plan
 from tomoe.report.compare import Row, count, footnote, table, task_footnote, task_table
 from tomoe.report.html import Texts, render
-from tomoe.report.summary import conversion_summary, recipe_of, shown_name
+from tomoe.report.summary import conversion_summary, layer_table, recipe_of, shown_name
 from tomoe.report.warnings import find_warnings
 
 if TYPE_CHECKING:  # matplotlib takes longer to import than all the rest, and most commands draw nothing
@@ -52,7 +51,7 @@ def write_page(out: Path, facts: PageFacts) -> Path:
     warnings = [found.text for found in find_warnings(facts.plan, facts.rows)]
     titles, body = table(facts.rows)
     task_titles, task_body = task_table(facts.rows)
-    layer_titles, layer_body = _layers(facts.plan)
+    layer_titles, layer_body = layer_table(facts.plan)
     usage_titles, usage_body = _usage(facts.rows)
     page = render(
         "page.html.j2", title=facts.title, lead=_lead(facts.plan), sections=_sections(facts, warnings),
@@ -118,15 +117,6 @@ def _recipe(plan: Plan) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False)
 
 
-def _layers(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    titles = ["layer", "expert width", "of neurons", "in any expert", "Q/K dims", "V/O dims", "active"]
-    return titles, [
-        [str(row["layer"]), f"{row['width']:,}", f"{row['width_share']:.1%}", f"{row['union_share']:.1%}",
-         str(row["qk_dims"]), str(row["value_dims"]), f"{row['active']:.1%}"]
-        for row in plan.describe()
-    ]  # fmt: skip
-
-
 def _usage(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     usage = next((row.usage for row in reversed(rows) if row.usage is not None), None)
     if usage is None:
@@ -154,32 +144,6 @@ def _memory(facts: PageFacts) -> list[str]:
     if facts.cost.get("peak_memory_bytes"):
         said.append(f"The conversion held {facts.cost['peak_memory_bytes'] / 1e9:.2f} GB of main memory at the most.")
     return said
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl; none where there is no file. A last line that a kill cut short is passed over."""
-    if not path.is_file():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What a file holds; empty where there is none. Raises UserError for a file that is no JSON object."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); delete it or make it again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds a {type(values).__name__}, but it should be an object; make it again")
-    return values
 
 
 def commands(recipe: Recipe, name: str, finetuned: bool = False) -> list[tuple[str, str]]:

@@ -68,6 +68,16 @@ def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
+def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells, a line for each layer."""
+    titles = ["layer", "expert width", "of neurons", "in any expert", "Q/K dims", "V/O dims", "active"]
+    return titles, [
+        [str(row["layer"]), f"{row['width']:,}", f"{row['width_share']:.1%}", f"{row['union_share']:.1%}",
+         str(row["qk_dims"]), str(row["value_dims"]), f"{row['active']:.1%}"]
+        for row in plan.describe()
+    ]  # fmt: skip
+
+
 def _finetuned(plan: Plan) -> list[tuple[str, str]]:
     """One line, where the weights learned on after the conversion."""
     note = plan.notes.get(FINETUNED)
