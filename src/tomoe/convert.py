@@ -22,7 +22,7 @@ from tomoe.config import LoopSection, Recipe
 from tomoe.data import Blocks, Corpus, prepare
 from tomoe.dense import check_output, shape_of
 from tomoe.errors import UserError
-from tomoe.files import write_whole
+from tomoe.files import read_json, write_whole
 from tomoe.finetune_recipe import FinetuneRecipe
 from tomoe.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.moe.checkpoint import save_moe
@@ -230,9 +230,9 @@ def _save(made: Plan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def stored_dtype(folder: Path) -> str:
     """That of a converted model's weights. Raises UserError for a folder that holds none."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
         stored, kind = str(config.get("dtype") or "float32"), config.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
+    except UserError as error:
         raise UserError(
             f"{folder} holds no converted model (no config.json that can be read); give what `tomoe convert` wrote"
         ) from error

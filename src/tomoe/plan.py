@@ -20,7 +20,7 @@ from torch import Tensor
 from tomoe.budget import active_params, block_total
 from tomoe.dense import ModelShape
 from tomoe.errors import UserError
-from tomoe.files import read_json, write_whole
+from tomoe.files import read_json, sha256, write_whole
 
 FORMAT = "tomoe-plan-1"
 _MASKS = ("expert_neurons", "qk_kept", "value_kept")
@@ -133,9 +133,7 @@ class Plan:
                 f"{head_path} has format {str(head.get('format'))[:40]!r}, this version reads {FORMAT!r}; "
                 "make the plan again or update tomoe"
             )
-        with tensor_path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != head.get("tensors_sha256"):
+        if sha256(tensor_path) != head.get("tensors_sha256"):
             raise UserError(
                 f"{tensor_path} is not the file that {head_path.name} speaks of (checksums differ); copy both again"
             )

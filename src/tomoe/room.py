@@ -22,6 +22,7 @@ from tomoe.convert import pick_device
 from tomoe.dense import ModelShape, shape_of
 from tomoe.errors import UserError
 from tomoe.loading import load_config
+from tomoe.moe.checkpoint import SHARD
 from tomoe.pruning.extract import least_active
 from tomoe.pruning.losses import CHUNK
 from tomoe.pruning.mask_network import MaskNetwork
@@ -29,7 +30,6 @@ from tomoe.quantized import BITS
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _FLOAT32 = 4  # bytes
-_SHARD = 10**9  # bytes that folding writes at a time
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def least_memory(sizes: Sizes, recipe: Recipe, shares: int = 1) -> tuple[Need, N
     folded = int(max(recipe.active, sizes.least_active) * sizes.blocks * a_weight)
     folding = {
         f"weights in {recipe.train.dtype}": layer_bytes(sizes, recipe) if streamed else weight_bytes(sizes, recipe),
-        "what is written at a time": min(folded, _SHARD),
+        "what is written at a time": min(folded, SHARD),
     }
     return Need("learning" if recipe.train.steps else "carving", learning), Need("folding", folding)
 
@@ -214,14 +214,14 @@ def _check(recipe: Recipe, folds: bool) -> None:
     # all processes measure dense model and MoE beside each other, unless the base was shared out
     for need, times in ((learning, beside), (folding, 1 if recipe.train.shard else beside))[: 2 if folds else 1]:
         if need.total * times > free:
-            parts = ", ".join(f"{_gb(size)} for {name}" for name, size in need.parts.items())
+            parts = ", ".join(f"{gb(size)} for {name}" for name, size in need.parts.items())
             hint = "" if recipe.stream or recipe.train.steps else "--stream holds one layer at a time, "
             where = ("GPU" if on_gpu else "main") + " memory" + (f" in each of {times} processes" if times > 1 else "")
             raise UserError(
-                f"{need.stage} needs {_gb(need.total)} of {where} at the very least ({parts}), and only {_gb(free)} are "
+                f"{need.stage} needs {gb(need.total)} of {where} at the very least ({parts}), and only {gb(free)} are "
                 f"free; {hint}`tomoe doctor {recipe.model}` says what would help, --try-anyway begins all the same"
             )
 
 
-def _gb(size: int) -> str:
+def gb(size: int) -> str:
     return f"{size / 1e9:.2f} GB"

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tomoe.errors import UserError
-from tomoe.hub import patiently
+from tomoe.hub import HUB_ID, patiently
 
 SELF = "self"
 """The source that samples its text from the dense model (self_text.py)."""
 
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 # Of a long .txt file: long enough for any block, short enough that a shuffle mixes the parts of a single file.
 _PART_CHARACTERS = 2**16
 
@@ -95,8 +94,8 @@ def find(source: str) -> Source:
         return Source(partial(_local, path=path))
     if path.suffix in LOCAL_SUFFIXES or source.startswith((".", "/", "~")):
         raise UserError(f"there is no file or folder {source} to read text from")
-    if _HUB_ID.fullmatch(source):
-        name, _, config = source.partition(":")
+    name, _, config = source.partition(":")
+    if HUB_ID.fullmatch(name):
         return Source(partial(_hub, name=name, config=config or None, streaming=True), hub_id=source)
     near = difflib.get_close_matches(source, [*SOURCES, SELF], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""

@@ -21,6 +21,7 @@ from tomoe.cli.options import (
 from tomoe.cli.screen import Screen, duration, results
 from tomoe.doctor import Diagnosis, examine, lacks
 from tomoe.errors import UserError
+from tomoe.room import gb
 
 
 def doctor(
@@ -61,8 +62,8 @@ def _show(found: Diagnosis, active: float, steps: int) -> None:
         soft_wrap=True,
     )
     for need in found.least:
-        parts = ", ".join(f"{_gb(size)} for {name}" for name, size in need.parts.items())
-        console.print(f"For {need.stage}, by arithmetic, at the least {_gb(need.total)}: {parts}.", soft_wrap=True)
+        parts = ", ".join(f"{gb(size)} for {name}" for name, size in need.parts.items())
+        console.print(f"For {need.stage}, by arithmetic, at the least {gb(need.total)}: {parts}.", soft_wrap=True)
     if not found.estimates:
         return
     table = Table()
@@ -70,12 +71,8 @@ def _show(found: Diagnosis, active: float, steps: int) -> None:
         table.add_column(title, justify="left" if title == "stage" else "right")
     for e in found.estimates:
         time = f"{duration(found.train_seconds)} ({steps} steps)" if e.stage == "train" else duration(e.seconds)
-        table.add_row(e.stage, _gb(e.memory), _gb(e.device_memory) if e.device_memory else "-", time)
+        table.add_row(e.stage, gb(e.memory), gb(e.device_memory) if e.device_memory else "-", time)
     table.add_row(
-        "free now", _gb(found.room.memory), _gb(found.room.device_memory) if found.room.device_memory else "-", ""
+        "free now", gb(found.room.memory), gb(found.room.device_memory) if found.room.device_memory else "-", ""
     )
     console.print(table)
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"

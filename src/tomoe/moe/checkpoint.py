@@ -14,7 +14,7 @@ from tomoe.files import write_sums
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 
-SHARD = "1GB"  # of weights that are folded as they are written, a whole shard is in memory at a time, twice
+SHARD = 10**9  # bytes; of weights that are folded as they are written, a whole shard is in memory at a time, twice
 
 
 def save_moe(
