@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,10 +39,15 @@ def test_several_processes_learn_what_one_learns(run: Launcher, given: Path, tmp
     assert_same_run(tmp_path / "run", given / "one")
 
 
-def test_a_base_that_is_shared_out_gives_the_same(run: Launcher, given: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_base_that_is_shared_out_gives_the_same(run: Launcher, given: Path, tmp_path: Path, family: str) -> None:
     """Each process holds half of every layer; text is sampled, carved and learned from with all of them."""
     own = ["--set", "train.shard=true"]
-    assert run(2, *train(given, tmp_path / "run", *own)) == [0, 0]
+    if family != "llama":
+        write_pico(tmp_path / "dense", family, num_hidden_layers=3)
+        given = Path(shutil.copy(given / "text.txt", tmp_path)).parent
+        assert run(1, *train(given, given / "one")) == [0]
+    assert run(2, *train(given, tmp_path / "run", *own)) == [0, 0], (tmp_path / "run.0.log").read_text()
     for name, tensor in masks(tmp_path / "run", 0).items():
         assert torch.equal(tensor, masks(given / "one", 0)[name]), f"{name} was carved otherwise"
     assert_same_run(tmp_path / "run", given / "one")
