@@ -92,15 +92,13 @@ def load_dense(
         except CannotStream:
             if stream:
                 raise
+        own = _arguments(place, weights=True) | _sharing(shares) | _packing(model, place, base, dtype, device)
         loaded: PreTrainedModel
         info: dict[str, Any]
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            dtype=dtype,
-            output_loading_info=True,
-            trust_remote_code=False,
-            **_arguments(place, weights=True),
-            **_sharing(shares),
-            **_packing(model, place, base, dtype, device),
+        loaded, info = patiently(
+            lambda: AutoModelForCausalLM.from_pretrained(
+                dtype=dtype, output_loading_info=True, trust_remote_code=False, **own
+            )
         )  # type: ignore[misc]  # a pair, because of output_loading_info
     missing = sorted(info["missing_keys"])
     if missing:

@@ -47,13 +47,13 @@ for line in sys.stdin:
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one folder as every repository. `trouble` of so many requests for files: 503, late, reset or half."""
+    """Serves one folder as every repository. `trouble` of so many requests for files, or for one: 503, late, reset or half."""
 
     daemon_threads = True
 
     def __init__(self, folder: Path):
         super().__init__(("127.0.0.1", 0), Answer)
-        self.folder, self.trouble, self.left = folder, "", 0
+        self.folder, self.trouble, self.left, self.file = folder, "", 0, ""
 
     def handle_error(self, *_: Any) -> None:
         """A client that gave up waiting is no fault of ours."""
@@ -74,7 +74,8 @@ class Answer(BaseHTTPRequestHandler):
 
     def answer(self, body: bool) -> None:
         name = self.path.partition("/resolve/")[2].partition("/")[2]
-        troubled = bool(name) and self.server.left > 0 and (body or self.server.trouble != "half")
+        meant = bool(name) and self.server.file in ("", name)
+        troubled = meant and self.server.left > 0 and (body or self.server.trouble != "half")
         self.server.left -= troubled
         trouble = self.server.trouble if troubled else ""
         if trouble == "503":
@@ -143,15 +144,23 @@ def load(loader: subprocess.Popen[str], repository: str) -> tuple[list[float], s
 
 @pytest.mark.parametrize(("trouble", "times"), [("503", 2), ("late", 1), ("reset", 2), ("half", 2)])
 def test_trouble_that_passes(hub: Hub, loader: subprocess.Popen[str], trouble: str, times: int) -> None:
-    hub.trouble, hub.left = trouble, times
+    hub.trouble, hub.left, hub.file = trouble, times, ""
     _, said = load(loader, f"ada/{trouble}-{times}")
     assert said.endswith(" weights"), said
     assert hub.left <= 0
 
 
+def test_a_connection_that_breaks_when_the_weights_come(hub: Hub, loader: subprocess.Popen[str]) -> None:
+    hub.trouble, hub.left, hub.file = "reset", 2, "model.safetensors"
+    slept, said = load(loader, "ada/weights")
+    assert said.endswith(" weights"), said
+    assert hub.left == 0
+    assert slept == [1.0, 2.0]
+
+
 @pytest.mark.parametrize("trouble", ["503", "reset", "half"])
 def test_trouble_that_stays(hub: Hub, loader: subprocess.Popen[str], trouble: str) -> None:
-    hub.trouble, hub.left = trouble, 10**6
+    hub.trouble, hub.left, hub.file = trouble, 10**6, ""
     slept, said = load(loader, f"ada/{trouble}-stays")
     hub.left = 0
     assert len(slept) >= 3
