@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from pico_tokenizer import make_tokenizer
 from test_equation import assert_same
 from tomoe.convert import convert
 from tomoe.errors import UserError
+from tomoe.moe.export import Options, choose, write_export
 from tomoe.moe.fold import fold
-from tomoe.moe.gguf import gguf_misfit, write_gguf
+from tomoe.moe.gguf import Precision, entries, gguf_bytes, gguf_misfit, write_gguf
 from tomoe.moe.gguf_tokenizer import SPLITS, splitting_rule
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.report import llama_cpp
@@ -121,6 +123,34 @@ def test_what_llama_cpp_cannot_do_is_refused() -> None:
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     assert gguf_misfit(make_moe("llama", rope_parameters=linear)) is None
     assert "plain rotary" in str(gguf_misfit(make_moe("qwen3", rope_parameters=linear)))
+
+
+@pytest.mark.parametrize("precision", ["f16", "q8_0"])
+def test_tensors_are_made_when_they_are_written_and_counted_before(tmp_path: Path, precision: Precision) -> None:
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    moe = make_moe("qwen2", num_hidden_layers=3)
+    before = tensors()
+    planned = list(entries(moe, precision, 32))
+    assert tensors() == before
+    size = sum(entry.nbytes for entry in planned)
+    assert size == gguf_bytes(moe, precision, 32)
+    seen: list[tuple[int, int]] = []
+    write_gguf(moe, TOKENIZER, tmp_path / "model.gguf", precision, 32, lambda *at: seen.append(at))
+    assert len(seen) == len(planned)
+    assert seen[-1] == (size, size)
+    assert size == sum(int(tensor.n_bytes) for tensor in GGUFReader(tmp_path / "model.gguf").tensors)
+
+
+def test_an_export_that_is_refused_on_the_way_leaves_nothing(tmp_path: Path) -> None:
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = pre_tokenizers.Whitespace()
+    strange, moe = PreTrainedTokenizerFast(tokenizer_object=bare), make_moe("llama")
+    with pytest.raises(UserError, match="Whitespace"):
+        write_export(choose(moe, "gguf"), moe, strange, tmp_path / "out", Options())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tokenizers_that_split_otherwise_are_refused() -> None:

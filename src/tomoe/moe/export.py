@@ -103,6 +103,9 @@ def write_export(
             out.rename(old)
         part.rename(out)
         shutil.rmtree(old, ignore_errors=True)
+    except UserError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) else None

@@ -7,9 +7,10 @@ router's probability.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tomoe.moe.gguf_tokenizer import check_tokenizer, write_tokenizer
+from tomoe.moe.gguf_tokenizer import write_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.moe.stock import Carrier, Layout, attention_tensors, expert_tensors, gguf_carrier, make_layout, misfit
 
@@ -41,6 +42,15 @@ class Entry:
     shape: tuple[int, ...]
     type: GGMLQuantizationType
     make: Callable[[], Tensor]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The same with rows counted in bytes."""
+        return tuple(quants.quant_shape_to_byte_shape(self.shape, self.type))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.stored_shape)
 
 
 def _carrier(moe: ToMoEForCausalLM) -> Carrier:
@@ -107,7 +117,8 @@ def entries(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> Itera
         yield weight(f"{prefix}attn_norm.weight", layer.input_layernorm)
         yield weight(f"{prefix}ffn_norm.weight", layer.post_attention_layernorm)
         for name, t in _attention(layer.self_attn).items():
-            yield entry(prefix + name, lambda t=t: t)  # type: ignore[misc]
+            # made again when it is asked for: padded copies of all layers would be as large as the dense attention
+            yield entry(prefix + name, partial(_attention_tensor, layer.self_attn, name), tuple(t.shape))
         yield weight(f"{prefix}ffn_gate_inp.weight", layer.mlp.router)
         yield from _experts(layer.mlp, layout, carrier, prefix, entry)
 
@@ -122,6 +133,10 @@ def _attention(attention: Any) -> dict[str, Tensor]:
             t = interleaved(t, attention.head_dim)
         found[f"{places[part]}.{kind}"] = t
     return found
+
+
+def _attention_tensor(attention: Any, name: str) -> Tensor:
+    return _attention(attention)[name]
 
 
 def _experts(mlp: Any, layout: Layout, carrier: Carrier, prefix: str, entry: Callable[..., Entry]) -> Iterator[Entry]:
@@ -156,14 +171,7 @@ def gguf_widths(moe: ToMoEForCausalLM, multiple: int) -> int:
 
 def gguf_bytes(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> int:
     """Of the tensors."""
-    total = 0
-    for entry in entries(moe, precision, multiple):
-        shape = quants.quant_shape_to_byte_shape(entry.shape, entry.type)
-        count = 1
-        for n in shape:
-            count *= n
-        total += count
-    return total
+    return sum(entry.nbytes for entry in entries(moe, precision, multiple))
 
 
 def write_gguf(
@@ -171,25 +179,21 @@ def write_gguf(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:  # fmt: skip
     """One file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would not follow."""
-    if tokenizer is not None:
-        check_tokenizer(tokenizer)
     writer = GGUFWriter(None, "qwen3moe" if _carrier(moe).normed else "llama")
     _write_sizes(writer, moe, precision, make_layout(moe, _carrier(moe), multiple), path)
     if tokenizer is not None:
         write_tokenizer(writer, tokenizer, moe.config.vocab_size)
     tensors = list(entries(moe, precision, multiple))
     for entry in tensors:
-        bytes_shape = quants.quant_shape_to_byte_shape(entry.shape, entry.type)
-        count = int(torch.tensor(bytes_shape).prod())
         # the writer takes the shape in bytes of types that numpy does not have
         plain = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}.get(entry.type)
         kind = np.dtype(plain or "uint8")
-        shape = entry.shape if plain else bytes_shape
-        writer.add_tensor_info(entry.name, shape, kind, count, raw_dtype=entry.type)
+        shape = entry.shape if plain else entry.stored_shape
+        writer.add_tensor_info(entry.name, shape, kind, entry.nbytes, raw_dtype=entry.type)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    total, written = gguf_bytes(moe, precision, multiple), 0
+    total, written = sum(entry.nbytes for entry in tensors), 0
     for entry in tensors:
         data = quants.quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
         writer.write_tensor_data(data)

@@ -62,11 +62,6 @@ def write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, voca
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError where `write_tokenizer` would."""
-    write_tokenizer(GGUFWriter(None, "llama"), tokenizer, len(tokenizer))
-
-
 def _rules(tokenizer: Any) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
