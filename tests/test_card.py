@@ -104,6 +104,7 @@ def test_licence_and_base_model_are_known_where_a_file_says_so(tmp_path: Path, m
     assert origin_of("someone/dense-1b") == Origin("someone/dense-1b", "mit")
     monkeypatch.setattr(origin, "try_to_load_from_cache", huggingface_hub.try_to_load_from_cache)
     assert origin_of("someone/dense-1b") == Origin("someone/dense-1b", None)
+    monkeypatch.chdir(folder)
     assert origin_of("") == Origin(None, None)
 
 

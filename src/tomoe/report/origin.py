@@ -24,6 +24,8 @@ class Origin:
 
 def origin_of(model: str) -> Origin:
     """Of a hub id (its card in the hub's cache), a folder (its card), a .gguf file (its metadata) or a fetched name."""
+    if not model:  # as a path it would be the working directory, which may have a README.md of its own
+        return Origin()
     path = Path(model).expanduser()
     if model in fetch.names():
         known = fetch.MODELS[model]
