@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tomoe as package
 from pico_files import CommandLine, contents, small
+from tomoe.config import DataSection
 from tomoe.plan import Plan
 
 
@@ -78,6 +80,19 @@ def test_the_stages_make_what_convert_makes(tomoe: CommandLine, tmp_path: Path, 
     }
     assert tomoe("plan", tmp_path / "run", "-o", tmp_path / "narrow", "--active", "0.5").code == 0
     assert Plan.load(tmp_path / "narrow").active_fraction() == pytest.approx(0.5, abs=0.002)
+
+
+def test_carve_prepares_the_text_that_it_needs(tomoe: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is asked for; what is said of data.tokens itself holds too, and is refused where it cannot."""
+    made: list[DataSection] = []
+    carving = importlib.import_module("tomoe.cli.carve")
+    monkeypatch.setattr(carving, "run_conversion", lambda recipe, *_: made.append(recipe.data))
+    much = ["--set", "data.calibration_tokens=100000"]
+    for own in ([], ["--set", "data.tokens=200000"], ["--set", "data.tokens=5000"]):
+        done = tomoe("carve", "pico", "-o", "out", *much, *own)
+    assert [(data.calibration_tokens, data.tokens) for data in made] == [(100_000, 116_896), (100_000, 200_000)]
+    assert done.code == 2
+    assert "data.tokens is 5000" in done.err
 
 
 def test_carve_learns_nothing_and_needs_little_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -41,8 +42,10 @@ def carve(
 ) -> None:
     """Convert without learning: experts and routers from the statistics of a little text."""
     changes = [*(changes or []), "train.steps=0", "start=carved", *(["stream=true"] if stream else [])]
-    asked = make_recipe(recipe, changes, model=model, active=active, seed=seed, data=data, attention=attention)
-    # no text to train on is needed, and sampling or reading it would take longer than all the rest
+    # No text to train on is needed, and sampling or reading it would take longer than all the rest. How much text is left
+    # is read off the recipe, where no default of data.tokens should stand in the way of what is asked for.
+    ample = [f"data.tokens={sys.maxsize}", *changes]
+    asked = make_recipe(recipe, ample, model=model, active=active, seed=seed, data=data, attention=attention)
     enough = asked.data.calibration_tokens + asked.data.evaluation_tokens + asked.data.block_size
     changes = [f"data.tokens={enough}", *changes]
     made = make_recipe(recipe, changes, model=model, active=active, seed=seed, data=data, attention=attention)
