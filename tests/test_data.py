@@ -187,6 +187,20 @@ def test_hub_ids_may_name_a_configuration(monkeypatch: pytest.MonkeyPatch) -> No
     assert hub.asked == [("some/set", "en", "train"), ("some/set", None, "train")]
 
 
+def test_a_text_column_is_that_of_sources_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    row = {"text": "x", "sentence": "y", "body": "z"}
+    task = {"instruction": "do", "input": "", "output": "done", "body": "z"}
+    names = ("Salesforce/wikitext", "parquet", "tatsu-lab/alpaca", "allenai/c4", "some/set")
+    held = {(name, "train"): [row] for name in names} | {("sahil2801/CodeAlpaca-20k", "train"): [task]}
+    monkeypatch.setattr(datasets, "load_dataset", Hub(held))
+    (tmp_path / "my.jsonl").write_text(json.dumps(row))
+    read = {
+        source: list(documents(source, text_column="body"))
+        for source in ("wikitext", "ptb", "alpaca", "c4", "code-alpaca", "some/set", str(tmp_path / "my.jsonl"))
+    }
+    assert list(read.values()) == [["x"], ["y"], ["x"], ["x"], ["do\ndone"], ["z"], ["z"]]
+
+
 @pytest.mark.parametrize("source", ["wikitext", "c4", "ptb", "alpaca", "some/set"])
 def test_a_hub_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     def unreachable(*args: object, **load: object) -> None:

@@ -125,7 +125,7 @@ class DataSection(Section):
     calibration_tokens: int = Field(default=8192, ge=1)
     evaluation_tokens: int = Field(default=16_384, ge=1)
     text_column: str | None = None
-    """Column that holds the text, for hub, .jsonl and .parquet sources that name it otherwise."""
+    """Column that holds the text, for hub, .jsonl and .parquet sources that name it otherwise; named sets know theirs."""
 
     @field_validator("sources", mode="before")
     @classmethod

@@ -41,14 +41,14 @@ def _hub(split: str, text_column: str | None, *, name: str, column: str | None =
         yield _text(row, text_column or column, f"the source {name}")
 
 
-def _wikitext(split: str, text_column: str | None, *, config: str) -> Iterator[str]:
+def _wikitext(split: str, _: str | None, *, config: str) -> Iterator[str]:
     """Articles; joined by blank lines they give back what WikiText perplexities are computed on.
 
     The rows are lines. An article opens with a heading of the first level.
     """
     article: list[str] = []
     for row in _hub_rows("Salesforce/wikitext", split, config=config):
-        line = _text(row, text_column or "text", "the source wikitext")
+        line = _text(row, "text", "the source wikitext")
         if re.fullmatch(r" = [^=].* = \n?", line) and any(seen.strip() for seen in article):
             yield "\n\n".join(article)
             article = []
@@ -57,11 +57,11 @@ def _wikitext(split: str, text_column: str | None, *, config: str) -> Iterator[s
         yield "\n\n".join(article)
 
 
-def _ptb(split: str, text_column: str | None) -> Iterator[str]:
+def _ptb(split: str, _: str | None) -> Iterator[str]:
     """Penn Treebank. The hub's own loader of it is a script, which `datasets` no longer runs: read the conversion."""
     folder = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank"
     for row in _hub_rows("parquet", split, data_files={split: f"{folder}/{split}/*.parquet"}):
-        yield _text(row, text_column or "sentence", "the source ptb")
+        yield _text(row, "sentence", "the source ptb")
 
 
 SOURCES: dict[str, Source] = {
@@ -111,12 +111,14 @@ def documents(source: str, split: str = "train", text_column: str | None = None)
     A .txt file is one document, or several where two blank lines stand between them; what is longer than 65,536
     characters comes in parts of about that size, cut at line ends. A row of .jsonl, .parquet or a hub set is one
     document: its `text_column`, else its column `text`, else `instruction`, `input` and `output` joined by newlines.
+    Named sets know their columns, whatever `text_column` says of the others.
     Local files have the split `train` only. Raises UserError, also while iterating: no such source, hub out of reach,
     broken file, no text column.
     """
     if source == SELF:
         raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
-    return (document for document in find(source).read(split, text_column) if document.strip())
+    column = None if source in SOURCES else text_column
+    return (document for document in find(source).read(split, column) if document.strip())
 
 
 def _hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> Iterator[Row]:
