@@ -161,6 +161,13 @@ def test_evaluate_asks_for_text(tomoe: CommandLine, model: Path) -> None:
     refused(tomoe("evaluate", model), "--text")
 
 
+def test_learning_in_float16(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
+    half = small(train_dtype="float16")
+    refused(tomoe("convert", model, "-o", tmp_path / "out", "--data", text, *half), "float16", "bfloat16", "4 steps")
+    assert not (tmp_path / "out").exists()
+    assert tomoe("carve", model, "-o", tmp_path / "out", "--data", text, *half).code == 0
+
+
 def test_a_name_that_nothing_can_fetch(tomoe: CommandLine) -> None:
     refused(tomoe("fetch", "smollm3"), "smollm2-135m")
 

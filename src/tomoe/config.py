@@ -93,7 +93,7 @@ class TrainSection(LoopSection):
     budget_warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the asked active share falls linearly from 1 to `active`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the frozen base; everything trainable is float32."""
+    """Of the frozen base; everything trainable is float32. float16 is for carving alone (steps = 0)."""
     base: Literal["dense", "bnb8", "bnb4", "torchao8"] = "dense"
     """The frozen base while learning: as it is, or packed into 8 or 4 bits by bitsandbytes or torchao."""
     shard: bool = False
@@ -104,6 +104,11 @@ class TrainSection(LoopSection):
         if self.shard and self.teacher_cache:  # one process may find a block that another does not
             raise UserError(
                 "train.teacher_cache and train.shard exclude each other: a base that is shared out runs in all processes or none"
+            )
+        if self.dtype == "float16" and self.steps:  # no loss is scaled here
+            raise UserError(
+                f"train.dtype is float16, in which small gradients are lost, and there are {self.steps} steps to learn; choose "
+                "bfloat16 or float32, or carve (train.steps = 0)"
             )
         if self.shard and self.base != "dense":
             raise UserError(
