@@ -161,11 +161,22 @@ def test_evaluate_asks_for_text(tomoe: CommandLine, model: Path) -> None:
     refused(tomoe("evaluate", model), "--text")
 
 
+@pytest.mark.parametrize("name", ["gpu", "", "cpu:x"])
+def test_a_device_that_does_not_exist(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, name: str) -> None:
+    asked = [*small(), "--set", f"device={name}"]
+    refused(tomoe("convert", model, "-o", tmp_path / "out", "--data", text, *asked), f"no device {name!r}", "auto")
+    assert not (tmp_path / "out").exists()
+
+
 def test_learning_in_float16(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     half = small(train_dtype="float16")
     refused(tomoe("convert", model, "-o", tmp_path / "out", "--data", text, *half), "float16", "bfloat16", "4 steps")
     assert not (tmp_path / "out").exists()
     assert tomoe("carve", model, "-o", tmp_path / "out", "--data", text, *half).code == 0
+
+
+def test_nothing_to_go_on_from(tomoe: CommandLine, model: Path) -> None:
+    refused(tomoe("generate", model, ""), "no text to go on from")
 
 
 def test_a_name_that_nothing_can_fetch(tomoe: CommandLine) -> None:

@@ -58,8 +58,13 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> str:
-    """How the model goes on from the prompt. Temperature 0 takes the most likely token, any other draws, from the seed."""
+    """How the model goes on from the prompt. Temperature 0 takes the most likely token, any other draws, from the seed.
+
+    Raises UserError for a prompt without a token.
+    """
     given = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if given["input_ids"].shape[1] == 0:
+        raise UserError("there is no text to go on from: the prompt has no token")
     greedy = temperature == 0
     with torch.inference_mode(), torch.random.fork_rng():  # generate knows the global generator only
         torch.manual_seed(seed)

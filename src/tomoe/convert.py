@@ -49,6 +49,10 @@ def pick_device(name: str) -> str:
     """`auto` is CUDA where there is one, else the CPU. Raises UserError for a device that is not there."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.device(name)
+    except RuntimeError:
+        raise UserError(f"there is no device {name!r} that torch knows; use device=cpu, cuda or auto") from None
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"the recipe asks for device {name!r}, but torch sees no CUDA GPU here; use device=cpu or auto")
     return name
