@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from conftest import ATTENTION_MODES, FAMILIES, make_network, make_pico, make_plan, tokens
 from tomoe.config import LossSection
 from tomoe.dense import shape_of
+from tomoe.pruning.carving import carve_
 from tomoe.pruning.losses import distillation_loss, objective
 from tomoe.pruning.mask_network import MaskNetwork, SampledLayerMasks
 from tomoe.pruning.masking import masked, planned_masks
@@ -180,6 +181,21 @@ def test_local_embeddings_learn_without_the_hypernetwork() -> None:
         optimizer.step()
     assert all(bool(p.grad.any()) for p in net.dims.parameters())
     assert not net.attention_embeddings(net.hypernetwork()).any()
+
+
+def test_a_carved_static_mask_learns_without_the_hypernetwork() -> None:
+    """Its embedding is all that it is made from: were that zero, beside weights that start at zero, nothing would move."""
+    model, ids = make_pico("llama"), tokens(2, 12)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    net = make_network(model, "static", attention_embedding="local")
+    carve_(net, model, ids, mask, 0.7, seed=5)
+    loss, _, _ = student_and_teacher(model, net(seed=0), ids, mask)
+    loss.backward()
+    assert all(bool(p.linear.weight.grad.any()) for p in net.dims)
+    assert len(net.attention_embeddings(net.hypernetwork()).unique(dim=0)) == 2, "the same in both layers"
+    assert torch.equal(
+        make_network(model, "static", attention_embedding="local").attention_inputs, net.attention_inputs
+    )
 
 
 @pytest.mark.parametrize("attention", ATTENTION_MODES)

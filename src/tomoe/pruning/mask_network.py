@@ -48,6 +48,7 @@ class MaskNetwork(nn.Module):
     neurons: Sequence[Projection]
     token_embeddings: Sequence[nn.Linear]
     dims: Sequence[Projection]
+    attention_inputs: Tensor
 
     def __init__(self, shape: ModelShape, experts: ExpertsSection, sampling: SamplingSection, seed: int):
         super().__init__()
@@ -62,14 +63,24 @@ class MaskNetwork(nn.Module):
             # the first C logits are V/O dims, the rest Q/K choices
             dims = shape.head_dim + shape.num_qk_choices
             self.dims = _per_layer(num_layers, lambda: Projection(size, torch.zeros(dims)))
+        self.local = experts.attention_embedding == "local"
+        if self.local and experts.attention == "static":
+            generator = torch.Generator().manual_seed(derive_seed(seed, "attention embeddings"))
+            self.register_buffer("attention_inputs", torch.randn(num_layers, size, generator=generator))
         for projection, embedding in zip(self.dims, self.token_embeddings, strict=True):
             projection.requires_grad_(experts.attention != "none")
             embedding.requires_grad_(experts.attention == "dynamic")
 
     def attention_embeddings(self, embeddings: Float[Tensor, "sites N E"]) -> Float[Tensor, "L E"]:
-        """The mean expert embedding of every attention site; zeros for the `local` ablation."""
+        """The mean expert embedding of every attention site.
+
+        In the `local` ablation nothing comes from the hypernetwork: zeros where tokens have embeddings of their own, else
+        what was drawn once for each site (from zeros a carved start gets no gradient, because its weights are zero too).
+        """
+        if self.local and self.experts.attention == "static":
+            return self.attention_inputs
         mean = embeddings[0::2].mean(1)
-        return torch.zeros_like(mean) if self.experts.attention_embedding == "local" else mean
+        return torch.zeros_like(mean) if self.local else mean
 
     def value_logits(self, i: int, x: Float[Tensor, "T D"], embedding: Float[Tensor, " E"]) -> Float[Tensor, "T C"]:
         """Logits of the V/O dims of each token (eq. MHA-STGS)."""
