@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from conftest import make_network, make_pico, tokens
+from tomoe.budget import active_params, block_total, mlp_params
 from tomoe.dense import shape_of
 from tomoe.gumbel import keep_probability
 from tomoe.pruning.carving import (
@@ -24,6 +25,7 @@ from tomoe.pruning.carving import (
     start_logits,
 )
 from tomoe.pruning.extract import extract_plan
+from tomoe.pruning.losses import active_fraction
 
 
 def test_backward_elimination_counts_the_joint_loss() -> None:
@@ -146,3 +148,43 @@ def test_step_0_is_the_carved_plan_inside_the_budget(dense: PreTrainedModel, att
     again = make_network(dense, attention)
     carve_(again, dense, ids, mask, 0.7, seed=5)
     assert all(torch.equal(t, again.state_dict()[name]) for name, t in net.state_dict().items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["none", "static", "dynamic"])
+def test_sampling_keeps_the_widths_of_the_plan_on_average(dense: PreTrainedModel, attention: str) -> None:
+    """And so meets the budget, but for the maximum over experts that it is counted with (eq. pr)."""
+    net, ids, draws = make_network(dense, attention), tokens(8, 24), 16
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    carve_(net, dense, ids, mask, 0.7, seed=5)
+    s, c = net.shape, net.shape.head_dim
+    chosen, excess = [], 0.0
+    for i, (width, qk, values) in enumerate(extract_plan(net, dense, 0.7, (ids, mask), tolerance=0.02).widths()):
+        kept = keep_probability(net.neurons[i].start, 3.0, "gumbel")
+        means, variance = kept.sum(-1), float((kept * (1 - kept)).sum(-1).max())
+        torch.testing.assert_close(means, means[0].round().expand_as(means), rtol=2e-3, atol=0)
+        assert abs(width - float(means[0])) < 1.01
+        dims = (
+            keep_probability(net.dims[i].start, 3.0, "gumbel")
+            if attention != "none"
+            else torch.ones(c + s.num_qk_choices)
+        )
+        chosen.append((means[0], s.expand_qk(dims[c:]).sum(), dims[:c].sum()))
+        assert abs(qk - float(chosen[i][1])) < 2.01  # a rotary pair
+        assert abs(values - float(chosen[i][2])) < 1.01
+        # the largest of n draws exceeds their mean by no more than this (Hartley and David), whatever they are drawn from
+        n = len(means)
+        excess += float(mlp_params(s, (n - 1) / (2 * n - 1) ** 0.5 * variance**0.5)) / block_total(s)
+    unit = mlp_params(s, 1) / block_total(s)
+    assert float(active_params(s, chosen)) / block_total(s) == pytest.approx(0.7, abs=unit / 2 + 1e-3)
+
+    def sampled(seed: int) -> float:
+        masks = net(seed)
+        for m in masks:
+            m.values(ids.new_zeros(1, s.hidden_size).float())  # one token: no maximum over tokens
+        return float(active_fraction(masks, s))
+
+    found = torch.tensor([sampled(seed) for seed in range(draws)])
+    noise = 3 * float(found.std()) / draws**0.5 + unit / 2
+    assert 0.7 - noise <= float(found.mean()) <= 0.7 + excess + noise
+    assert excess + noise < 0.07
