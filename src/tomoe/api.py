@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe import distributed, fetch
 from tomoe.config import Recipe
 from tomoe.convert import Listener, fold_plan, pick_device, silent
-from tomoe.data import Blocks, Corpus, pack
+from tomoe.data import Blocks, Corpus, joined, pack
 from tomoe.errors import UserError
 from tomoe.hub import HUB_ID, find_plan, push
 from tomoe.loading import load_dense, load_tokenizer
@@ -141,8 +139,7 @@ def evaluate(
                 "or a stride"
             )
         if tokens is not None:
-            first = given.blocks.pick(torch.arange(min(len(given.blocks), -(-tokens // size))))
-            given = replace(given, blocks=first)
+            given = replace(given, blocks=given.blocks.first(tokens))
     else:
         context = context or CONTEXT
         if stride is not None and not 0 < stride <= context:
@@ -196,16 +193,8 @@ def training_overlap(name: str, text: Blocks) -> float | None:
     kept = sorted((Path(name) / "run").glob("*corpus.safetensors"))  # of a fine-tuned model, also what came earlier
     if not kept:
         return None
-    parts = [part for corpus in map(Corpus.load, kept) for part in (corpus.train, corpus.calibration)]
-    size = max(part.input_ids.shape[1] for part in parts)
-
-    def padded(t: Tensor) -> Tensor:
-        return F.pad(t, (0, size - t.shape[1]))
-
-    fitted = Blocks(
-        *(torch.cat([padded(t) for t in own]) for own in zip(*((p.input_ids, p.mask) for p in parts), strict=True))
-    )
-    return shared_share(text, fitted)
+    fitted = [part for corpus in map(Corpus.load, kept) for part in (corpus.train, corpus.calibration)]
+    return shared_share(text, joined(fitted))
 
 
 def benchmark(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -55,6 +55,10 @@ class Blocks:
         """Those blocks, in that order."""
         sources = None if self.source_ids is None else self.source_ids[block_ids]
         return Blocks(self.input_ids[block_ids], self.mask[block_ids], sources)
+
+    def first(self, tokens: int) -> Blocks:
+        """As many blocks from the beginning as so many tokens fill, as far as there are."""
+        return self.pick(torch.arange(min(len(self), max(1, -(-tokens // self.input_ids.shape[1])))))
 
 
 def _blocks(tensors: dict[str, Tensor], part: str) -> Blocks:
@@ -192,8 +196,9 @@ def prepare(
     for own in taken:
         for part, blocks in own.split(fraction, data, _padding(tokenizer), generator).items():
             parts[part].append(blocks)
-    return Corpus(
-        **{part: _mixed(blocks, generator) for part, blocks in parts.items()},
+    texts = {part: joined(blocks) for part, blocks in parts.items()}
+    return Corpus(  # in random order, so that any run of blocks is a mixture
+        **{part: text.pick(torch.randperm(len(text), generator=generator)) for part, text in texts.items()},
         sources=data.sources,
         tokenizer=Path(tokenizer.name_or_path).name,
         seed=seed,
@@ -328,12 +333,14 @@ def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
     return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
 
 
-def _mixed(own: list[Blocks], generator: torch.Generator) -> Blocks:
-    """The blocks of all sources in random order, so that any run of them is a mixture."""
-    ids, masks = ([getattr(blocks, name) for blocks in own] for name in ("input_ids", "mask"))
-    sources = [torch.full((len(blocks),), i) for i, blocks in enumerate(own)]
-    joined = Blocks(torch.cat(ids), torch.cat(masks), torch.cat(sources))
-    return joined.pick(torch.randperm(len(joined), generator=generator))
+def joined(texts: Sequence[Blocks]) -> Blocks:
+    """All blocks, padded to the longest; their sources are the texts by number."""
+    size = max(text.input_ids.shape[1] for text in texts)
+    ids, masks = (
+        torch.cat([torch.nn.functional.pad(t, (0, size - t.shape[1])) for t in tensors])
+        for tensors in zip(*((text.input_ids, text.mask) for text in texts), strict=True)
+    )
+    return Blocks(ids, masks, torch.cat([torch.full((len(text),), i) for i, text in enumerate(texts)]))
 
 
 @lru_cache(maxsize=4)

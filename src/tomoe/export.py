@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +189,7 @@ def _proof_text(folder: Path, text: str | None, tokens: int) -> EvaluationText:
     if text is not None:
         return read_text(text, load_tokenizer(str(folder)), CONTEXT, tokens)
     given = held_out_text([str(folder)])
-    blocks = max(1, -(-tokens // given.blocks.input_ids.shape[1]))
-    return EvaluationText(given.blocks.pick(torch.arange(min(len(given.blocks), blocks))), given.name, given.seed)
+    return replace(given, blocks=given.blocks.first(tokens))
 
 
 def _write_papers(done: Exported, folder: Path, given: EvaluationText) -> None:

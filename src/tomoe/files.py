@@ -53,6 +53,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def plain(name: Any) -> bool:
+    """Whether a name is that of a file right in its folder."""
+    return isinstance(name, str) and name == Path(name).name and name not in ("", ".", "..") and "\\" not in name
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers would read. Raises UserError for an index that points out of the folder."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():
+        return [whole]
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(plain(name) for name in places.values()):
+        raise UserError(f"{index} sends to files outside of its folder, or to none; it is damaged or a trap")
+    return [folder / name for name in sorted(set(places.values()))]
+
+
 def sha256(path: Path) -> str:
     """In hex."""
     with path.open("rb") as file:
@@ -75,7 +91,7 @@ def damaged(folder: Path) -> tuple[int, list[str]]:
     except (OSError, ValueError):
         raise UserError(f"{folder} holds no {SUMS}, so there is nothing to hold its files against") from None
     for _, _, name in lines:
-        if name != Path(name).name or name in ("", ".", ".."):
+        if not plain(name):
             raise UserError(f"{folder / SUMS} names {name[:100]!r}, which is no file of that folder")
     found = [name for meant, _, name in lines if not (folder / name).is_file() or sha256(folder / name) != meant]
     return len(lines), found

@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights
 
 from tomoe.dense import decoder_layers
 from tomoe.errors import UserError
-from tomoe.files import read_json
+from tomoe.files import weight_files
 
 LAYERS = "model.layers."
 
@@ -54,13 +54,10 @@ class StoredWeights(Mapping[str, Tensor]):
     """The tensors in a folder's safetensors files by name, each read when it is asked for."""
 
     def __init__(self, folder: Path):
-        index = folder / "model.safetensors.index.json"
-        if (folder / "model.safetensors").exists() or not index.exists():
-            whole = folder / "model.safetensors"
-            with safe_open(whole, "pt") as file:
-                self.files = dict.fromkeys(file.keys(), whole)
-        else:
-            self.files = {name: folder / file for name, file in read_json(index)["weight_map"].items()}
+        self.files: dict[str, Path] = {}
+        for path in weight_files(folder):
+            with safe_open(path, "pt") as file:
+                self.files |= dict.fromkeys(file.keys(), path)
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self.files[name], "pt") as file:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tomoe.errors import UserError
-from tomoe.files import read_json
+from tomoe.files import plain, read_json, weight_files
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
@@ -34,7 +33,7 @@ def vet(folder: Path) -> None:
                     f"{folder} has {layers:,} layers by its config, but only {len(shapes)} tensors of weights"
                 )
     named = config.get("transformers_weights")
-    if named is not None and not _plain(named):
+    if named is not None and not plain(named):
         raise UserError(f"the config of {folder} takes its weights from {named!r}, which is no file of that folder")
     claimed = _claimed(folder)
     stored = sum(math.prod(shape) * size for shape, size in shapes)
@@ -52,15 +51,8 @@ def _claimed(folder: Path) -> int:
 
 def _stored(folder: Path) -> list[tuple[list[int], int]]:
     """Shape and bytes of an element of every tensor, from the headers of the files that transformers would read."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    files = [whole]
-    if not whole.exists() and index.exists():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not all(_plain(name) for name in places.values()):
-            raise UserError(f"{index} sends to files outside of its folder, or to none; it is damaged or a trap")
-        files = [folder / name for name in sorted(set(places.values()))]
     found = []
-    for file in files:
+    for file in weight_files(folder):
         if not file.is_file():
             other = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
             hint = (
@@ -78,8 +70,3 @@ def _bytes(dtype: str) -> int:
     """F32 -> 4; the packed ones count as one."""
     bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
     return max(1, int(bits) // 8) if bits else 1
-
-
-def _plain(name: Any) -> bool:
-    """Whether a name is that of a file right in the folder."""
-    return isinstance(name, str) and name == Path(name).name and name not in ("", ".", "..") and "\\" not in name
