@@ -1,4 +1,4 @@
-"""What comes after a conversion, as functions: load, generate, evaluate, compare. The command line calls these too."""
+"""What comes after a conversion, as functions: load, generate, evaluate, benchmark, apply, push. The commands call them too."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def union_figure(plan: Plan) -> Picture:
 
 @styled
 def expert_width_figure(plan: Plan) -> Picture | None:
-    """How wide training left each expert before extraction gave all of a layer one width; None for an older plan."""
+    """How wide training left each expert before extraction gave all of a layer one width; None for a plan that does not say."""
     wanted = plan.notes.get("expert_widths")
     if not wanted:
         return None

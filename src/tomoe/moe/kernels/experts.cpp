@@ -50,7 +50,7 @@ inline void dots(const W* const* rows, const W* const* next, const W* const* tok
     }
 }
 
-// All 16 rows of a block (rows past its end are repeats of the last one) against up to four tokens.
+// All 16 rows of a block (rows past its end are repeats of the last one) against up to TILE tokens.
 template <class W, int C>
 inline void project(const W* const* rows, const W* const* next, int count, const W* const* tokens, int64_t size, float (*out)[ROWS]) {
     for (int r = 0; r < count; r += 4) dots<W, C>(rows + r, next ? next + r : nullptr, tokens, size, out, r);
