@@ -85,7 +85,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 TERMS = {
     "fidelity": "fidelity (nats)",
     "budget": "budget",
-    "coverage": "union",
+    "coverage": "coverage",
     "balance": "balance",
     "active_fraction": "active share",
 }
@@ -130,7 +130,7 @@ def training_figure(metrics: Rows, num_experts: int, active: float) -> Picture |
         f"Line charts over {steps[-1]:,} steps, from first to last: "
         + "; ".join(f"{title} {first[key]:.3g} to {last[key]:.3g}" for key, title in TERMS.items()) + ".",
         "Pale: each logged step; dark: running median. Fidelity says how far the masked model is from its aim, and should "
-        "fall; every step draws other masks and other text, so it jumps. Budget and union are penalties that should "
+        "fall; every step draws other masks and other text, so it jumps. Budget and coverage are penalties that should "
         "reach zero; balance falls towards the dotted line where all experts get the same number of tokens. Look for a "
         "fidelity that still falls at the right end: more steps would help.",
         figure,
