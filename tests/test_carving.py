@@ -132,7 +132,7 @@ def test_attention_importance_sees_pairs_and_groups() -> None:
 
 
 @pytest.mark.parametrize("attention", ["none", "static", "dynamic"])
-def test_step_0_is_the_carved_plan_inside_the_budget(dense: PreTrainedModel, attention: str) -> None:
+def test_step_0_is_the_carved_plan(dense: PreTrainedModel, attention: str) -> None:
     net = make_network(dense, attention)
     ids = tokens(8, 24)
     mask = torch.ones_like(ids, dtype=torch.bool)
