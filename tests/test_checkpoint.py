@@ -211,16 +211,19 @@ def test_a_model_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert Plan.load(out).widths() == other.widths()
 
 
-def test_files_of_other_stages_stay(tmp_path: Path) -> None:
+def test_the_run_stays_and_what_was_found_of_an_older_model_goes(tmp_path: Path) -> None:
     moe, plan = converted("llama")
     out = tmp_path / "moe"
     (out / "run" / "masks").mkdir(parents=True)
     (out / "run" / "masks" / "state.json").write_text("{}")
-    (out / "report.html").write_text("a report")
-    (out / "model-00001-of-00002.safetensors").write_text("a shard of an older, larger model")
+    (out / "figures").mkdir()
+    for stale in ("report.html", "evaluation.json", "figures/widths.svg", "model-00001-of-00002.safetensors"):
+        (out / stale).write_text("of an older, larger model")
+    (out / "mine.txt").write_text("mine")
     save_moe(moe, plan, None, out)
     assert (out / "run" / "masks" / "state.json").read_text() == "{}"
-    assert (out / "report.html").read_text() == "a report"
+    assert (out / "mine.txt").read_text() == "mine"
+    assert not [name for name in ("report.html", "evaluation.json", "figures", ".part") if (out / name).exists()]
     assert sorted(path.name for path in out.glob("*.safetensors")) == ["model.safetensors", "plan.safetensors"]
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(moe))
 
@@ -278,6 +281,20 @@ def test_a_kill_while_files_move_leaves_the_run_and_no_half_model(
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(second))
     assert (out / "run" / "state.json").exists()
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_folder_that_is_a_link_or_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is written inside it: the folder around may be another disk, or closed to the user."""
+    moe, plan = converted("llama")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    save_moe(moe, plan, None, tmp_path / "link")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "disk")), logits(moe))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    save_moe(moe, plan, None, Path())
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "here")), logits(moe))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "here", "link"]
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

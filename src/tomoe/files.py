@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +32,34 @@ def write_whole(path: Path, content: str | bytes) -> Path:
             temporary.unlink()
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     return path
+
+
+@contextlib.contextmanager
+def staged(out: Path, marker: str, replaced: Iterable[str]) -> Iterator[Path]:
+    """A folder to write to, whose files go into the folder `out` when all of them are there; else `out` is as it was.
+
+    Files of `out` that match the patterns `replaced` go before. `marker` is the file that makes a folder a model: its old
+    version goes first and the new one comes last, so that a kill in between leaves no model of two halves. The files
+    wait in `out` itself, which may be another disk than the folder around it, and the only place that may be written to.
+    Raises OSError.
+    """
+    new, part = not out.exists(), out / ".part"
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        yield part
+        (out / marker).unlink(missing_ok=True)
+        for old in {old for pattern in replaced for old in out.glob(pattern)} - {part}:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        for file in sorted(part.iterdir(), key=lambda file: file.name == marker):
+            place = out / file.name
+            if place.is_dir():
+                shutil.rmtree(place)
+            file.replace(place)
+        part.rmdir()
+    except BaseException:
+        shutil.rmtree(out if new else part, ignore_errors=True)
+        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tomoe.errors import UserError
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PLAN_FILES = ("plan.json", "plan.safetensors")
 # The run (text, masks, optimizer) stays at home, exports go by themselves, and what is hidden or not yet whole goes nowhere.
-STAYS = ("run/*", "export-*/*", "*.part/*", "*.tmp", ".*", "*/.*", "__pycache__/*", "*.log")
+STAYS = ("run/*", "export-*/*", "*.tmp", ".*", "*/.*", "__pycache__/*", "*.log")
 
 _TRIED_ENOUGH = ("Timeout", "ConnectError")  # by huggingface_hub itself, six times
 _PAUSES = (1.0, 2.0, 4.0)  # seconds before a connection that broke is tried again

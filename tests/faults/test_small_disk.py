@@ -31,6 +31,18 @@ def resize(disk: Path, kib: int) -> None:
     subprocess.run(["mount", "-o", f"remount,size={kib}k", str(disk)], check=True)
 
 
+def test_a_model_is_made_anew_in_a_folder_that_is_a_disk_of_its_own(
+    tomoe: CommandLine, tmp_path: Path, disk: Path, model: Path, text: Path
+) -> None:
+    """As where a container has a volume for its results: nothing can be renamed into it from outside."""
+    resize(disk, 8192)
+    options = [model, "--data", text, "-o", disk]
+    assert tomoe("carve", *options, *small()).code == 0
+    assert tomoe("carve", *options, *small(active="0.9"), "--force").code == 0
+    assert tomoe("carve", model, "--data", text, *small(active="0.9"), "-o", tmp_path / "whole").code == 0
+    assert contents(disk, but=TIMED) == contents(tmp_path / "whole", but=TIMED)
+
+
 def test_a_conversion_that_runs_out_of_disk_again_and_again(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, disk: Path
 ) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tomoe.config import STOCK_MULTIPLE
 from tomoe.errors import UserError
+from tomoe.files import staged
 from tomoe.moe.gguf import Precision, context_length, gguf_bytes, gguf_misfit, gguf_widths, write_gguf
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.moe.stock import CARRIERS, Carrier, empty_stock, make_layout, misfit, stock_config, stock_tensors
@@ -92,22 +93,11 @@ def write_export(
     choice: Choice, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, out: Path, options: Options,
     progress: Progress = lambda done, total: None,
 ) -> None:  # fmt: skip
-    """Write the export to the folder `out` under a temporary name first. Raises UserError where it cannot be written."""
-    part = out.with_name(out.name + ".part")
+    """Write the folder `out`, in place of the export that it may hold. Raises UserError where it cannot be written."""
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        choice.target.write(moe, tokenizer, part, options, progress)
-        old = out.with_name(out.name + ".old")
-        if out.exists():
-            out.rename(old)
-        part.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
-    except UserError:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+        with staged(out, "config.json", ("*",)) as part:
+            choice.target.write(moe, tokenizer, part, options, progress)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) else None
         raise UserError(f"cannot write the export to {out}: {reason or error}") from error
 
