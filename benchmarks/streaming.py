@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from tomoe.config import Recipe
-from tomoe.convert import finish_plan, make_network, peak_memory
+from tomoe.convert import finish_plan, make_network
+from tomoe.cost import peak_memory
 from tomoe.data import Blocks, Corpus
 from tomoe.loading import load_dense
 from tomoe.moe.checkpoint import save_moe

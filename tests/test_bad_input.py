@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pico_files import CommandLine, contents, refused, small, write_pico
@@ -29,6 +30,15 @@ def test_a_family_that_does_not_fit(tomoe: CommandLine, tmp_path: Path, model: P
 def test_active_outside_its_range(tomoe: CommandLine, tmp_path: Path, model: Path, active: str) -> None:
     refused(tomoe("convert", model, f"--active={active}", "-o", tmp_path / "out"), "active")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("active", ["nan", "inf", "1.5"])
+def test_a_plan_with_active_outside_its_range(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, active: str
+) -> None:
+    assert tomoe("train", model, "-o", tmp_path / "run", "--data", text, *small(train_steps="0")).code == 0
+    refused(tomoe("plan", tmp_path / "run", "-o", tmp_path / "plan", f"--active={active}"), "active")
+    assert not (tmp_path / "plan").exists()
 
 
 def test_active_below_what_the_blocks_can_reach(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
@@ -77,6 +87,45 @@ def test_an_existing_output_stays_without_force(tomoe: CommandLine, tmp_path: Pa
     refused(tomoe("train", model, "-o", out / "run", "--data", text, *small()), "--force")
     assert contents(out) == before
     assert tomoe("carve", model, "-o", out, "--data", text, "--force", *small()).code == 0
+
+
+def test_a_plan_is_not_overwritten_unasked_and_that_of_a_model_never(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+) -> None:
+    out, plan = tmp_path / "out", tmp_path / "plan"
+    assert tomoe("carve", model, "-o", out, "--data", text, *small()).code == 0
+    assert tomoe("plan", out / "run", "-o", plan).code == 0
+    before = contents(out), contents(plan)
+    refused(tomoe("plan", out / "run", "-o", plan, "--active", "0.9"), "--force")
+    refused(tomoe("plan", out / "run", "-o", out, "--force"), "holds a model")
+    assert (contents(out), contents(plan)) == before
+    assert tomoe("plan", out / "run", "-o", plan, "--active", "0.9", "--force").code == 0
+    assert contents(plan) != before[1]
+
+
+def test_the_dense_model_is_never_overwritten(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
+    assert tomoe("carve", model, "-o", tmp_path / "out", "--data", text, *small()).code == 0
+    before = contents(model)
+    refused(tomoe("convert", model, "-o", model, "--data", text, "--force", *small()), "the model to begin with")
+    refused(tomoe("apply", tmp_path / "out", model, "-o", model, "--force"), "the model to begin with")
+    assert contents(model) == before
+
+
+def test_dense_weights_that_changed_since_the_run_began(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+) -> None:
+    """What was learned with one teacher is not gone on with under another, nor planned for it."""
+    options, run = [model, "-o", tmp_path / "run", "--data", text, *small()], tmp_path / "run"
+    assert tomoe("train", *options).code == 0
+    before = contents(run)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: 2 * t for name, t in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
+    refused(tomoe("train", *options, "--resume"), "changed since", "--force")
+    refused(tomoe("plan", run, "-o", tmp_path / "plan"), "changed since")
+    assert contents(run) == before
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert tomoe("train", *options, "--resume").code == 0
+    assert tomoe("plan", run, "-o", tmp_path / "plan").code == 0
 
 
 def test_force_loses_nothing_when_the_new_input_is_bad(
@@ -155,6 +204,9 @@ def test_resume_with_another_recipe(tomoe: CommandLine, tmp_path: Path, model: P
     before = contents(run)
     refused(tomoe("train", model, "-o", run, "--data", text, "--resume", *small(train_steps="9")), "train.steps")
     assert contents(run) == before
+    anew = tomoe("train", model, "-o", run, "--data", text, "--resume", "--force", *small(train_steps="2"))
+    assert anew.code == 0
+    assert [path.name for path in sorted(run.glob("masks/step-*"))] == ["step-000000", "step-000002"]
 
 
 def test_evaluate_asks_for_text(tomoe: CommandLine, model: Path) -> None:

@@ -16,7 +16,7 @@ FLOORS = (
     {"sections"},
     {"config", "routing", "fetch", "quantized", "sources", "self_text", "streaming", "vetting"},
     {"loading", "data", "finetune_recipe"},
-    {"budget"},
+    {"budget", "cost"},
     {"plan"},
     {"pruning", "moe", "report"},  # wings: side by side, never into each other
     {"convert", "healing", "serving"},

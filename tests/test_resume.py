@@ -257,6 +257,31 @@ def test_a_kill_while_a_checkpoint_is_made_again_leaves_a_whole_one(
     assert found.step == 0
 
 
+@pytest.mark.parametrize("killed_at", ["recipe.json", "masks"])
+def test_a_kill_while_an_older_run_goes_leaves_nothing_of_it_to_resume(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
+    """--force was killed before the older masks were gone: --resume then begins anew, and does not adopt them."""
+    run, options = tmp_path / "run", [model, "--data", text]
+    assert tomoe("train", *options, "-o", tmp_path / "whole", *small(seed="1")).code == 0
+    assert tomoe("train", *options, "-o", run, *small(train_steps="8")).code == 0
+
+    def killed(path: Path, **_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as only_here:
+        if killed_at == "masks":
+            only_here.setattr(run_folder.shutil, "rmtree", killed)
+        else:
+            unlink = Path.unlink
+            only_here.setattr(Path, "unlink", lambda p, **how: unlink(p, **how) if p.name == killed_at else killed(p))
+        assert tomoe("train", *options, "-o", run, "--force", *small(seed="1")).code != 0
+    assert list(run.glob("masks/step-*"))
+    assert tomoe("train", *options, "-o", run, "--resume", *small(seed="1")).code == 0
+    assert contents(run / "masks") == contents(tmp_path / "whole" / "masks")
+    assert steps_of(run) == steps_of(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_keeps_its_last_step(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, signum: int

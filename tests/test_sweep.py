@@ -6,11 +6,14 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pico_files import CommandLine, contents, pico_recipe, small, write_pico, write_text
-from tomoe.config import Recipe
+from tomoe import convert
+from tomoe.config import DataSection, Recipe
+from tomoe.data import Corpus, prepare
 from tomoe.errors import UserError
 from tomoe.sweep import LINE, Cell, Text, grid, read_axis, sweep, write_tables
 
@@ -112,6 +115,21 @@ def test_a_finished_sweep_is_passed_over_and_a_cut_cell_goes_on(made: Path, tmp_
     assert contents(out, [LINE]).keys() == contents(made / "out", [LINE]).keys()
     sweep(base_of(made), ["active=0.7,0.6"], out, begin=begin)
     assert len(told) == 1
+
+
+def test_cells_with_the_same_text_prepare_it_once(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[DataSection] = []
+
+    def counted(section: DataSection, *rest: Any) -> Corpus:
+        prepared.append(section)
+        return prepare(section, *rest)
+
+    monkeypatch.setattr(convert, "prepare", counted)
+    base = base_of(made, "train.steps=0", "data.calibration_tokens=128")
+    sweep(base, ["active=0.7,0.6", "data.calibration_tokens=128,160"], tmp_path / "out")
+    assert [section.calibration_tokens for section in prepared] == [128, 160]
+    texts = {path.read_bytes() for path in (tmp_path / "out").glob("*/run/corpus.safetensors")}
+    assert len(texts) == 2
 
 
 def test_another_base_recipe_or_text_is_refused_before_anything_runs(made: Path) -> None:

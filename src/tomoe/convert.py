@@ -5,8 +5,6 @@ recipe -> RUN (recipe, corpus, metrics, masks/step-N) -> PLAN (plan.json, plan.s
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +16,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import tomoe
 from tomoe import distributed, tracking
-from tomoe.config import LoopSection, Recipe
+from tomoe.config import Recipe
+from tomoe.cost import write_cost
 from tomoe.data import Blocks, Corpus, prepare
 from tomoe.dense import check_output, shape_of
 from tomoe.errors import UserError
-from tomoe.files import read_json, write_whole
+from tomoe.files import read_json, staged
 from tomoe.finetune_recipe import FinetuneRecipe
 from tomoe.loading import fingerprint, load_dense, load_tokenizer
-from tomoe.moe.checkpoint import save_moe
+from tomoe.moe.checkpoint import refuse_overwriting, save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.moe.stock import dense_misfit
@@ -34,7 +33,7 @@ from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan, least_active
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.run_folder import RunFolder
-from tomoe.pruning.training import Row, Training
+from tomoe.pruning.training import Training
 from tomoe.sources import SELF
 
 Listener = Callable[[str, int, int, dict[str, Any]], None]
@@ -85,28 +84,33 @@ def open_dense(
 
 
 def begin(
-    recipe: Recipe, run: RunFolder, resume: bool, force: bool, listen: Listener
+    recipe: Recipe, run: RunFolder, goes_on: bool, listen: Listener, same_text: Path | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Corpus]:
     """Open model and text, then begin the run or go on with it.
 
-    Nothing is written, and nothing of an older run goes, before model and text turned out to be of use.
+    `same_text` is what another run prepared from the same model and recipe of text. Nothing is written, and nothing of an
+    older run goes, before model and text turned out to be of use. Raises UserError where the run was begun with other weights.
     """
-    distributed.first(lambda: run.check(recipe, resume, force))
     tracking.check(recipe.track)
     model, tokenizer = open_dense(recipe, _shares(recipe), recipe.stream, recipe.train.base)
 
     def text() -> Corpus | None:
-        if resume and run.corpus.exists():
+        if goes_on and run.corpus.exists():
             return None
+        if same_text is not None:
+            return Corpus.load(same_text)
         return prepare(recipe.data, tokenizer, recipe.seed, model, lambda done, total: listen("text", done, total, {}))
 
     # sampling is shared out; a model that is shared out samples with all processes or not at all
     sampled = text() if distributed.size() > 1 and SELF in recipe.data.sources else None
 
     def begin_run() -> None:
+        weights = fingerprint(model if _is_whole(recipe) else _original(recipe))
+        if goes_on:
+            run.check_dense(weights, recipe.model)
         corpus = sampled or text()
         if corpus is not None:
-            run.begin(recipe, resume)
+            run.begin(recipe, goes_on, weights)
             corpus.save(run.corpus)
 
     distributed.first(begin_run)
@@ -115,7 +119,7 @@ def begin(
 
 def _original(recipe: Recipe) -> PreTrainedModel:
     """The weights as they are, read layer by layer if that can be: nobody needs more than one of them at a time."""
-    return open_dense(recipe, stream=None)[0]
+    return load_dense(recipe.model, getattr(torch, recipe.train.dtype), pick_device(recipe.device), stream=None)
 
 
 def _is_whole(recipe: Recipe) -> bool:
@@ -144,15 +148,16 @@ def make_network(recipe: Recipe, model: PreTrainedModel, calibration: Blocks, li
 def train(recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = silent) -> Path:
     """Learn masks and routers; returns the run folder. Raises UserError for whatever the user can mend."""
     run = RunFolder(out)
-    model, _, corpus = begin(recipe, run, resume, force, listen)
+    goes_on = distributed.first(lambda: run.goes_on(recipe, resume, force))
+    model, _, corpus = begin(recipe, run, goes_on, listen)
     _train(recipe, model, corpus, run, listen)
     return out
 
 
 def _train(recipe: Recipe, model: PreTrainedModel, corpus: Corpus, run: RunFolder, listen: Listener) -> MaskNetwork:
-    begun = run.last()
     # a checkpoint holds the start too, so a resumed run need not carve again
-    start = recipe if begun is None else recipe.model_copy(update={"start": "random"})
+    begun = any(run.checkpoints.glob("step-*"))
+    start = recipe.model_copy(update={"start": "random"}) if begun else recipe
     packed = recipe.train.base != "dense" and start.start == "carved"
     net = make_network(start, _original(recipe) if packed else model, corpus.calibration, listen)
     run_training(Training(model, net, recipe, corpus, run), recipe, "train", listen)
@@ -170,27 +175,38 @@ def run_training(training: Training, recipe: Recipe | FinetuneRecipe, stage: str
         training.train(lambda row: listen(stage, row["step"], recipe.train.steps, row))
 
 
-def plan(run_path: Path, out: Path, active: float | None = None) -> Plan:
-    """Extract the plan of a run's newest checkpoint; `active` other than the trained one is allowed."""
+def plan(run_path: Path, out: Path, active: float | None = None, force: bool = False) -> Plan:
+    """Extract the plan of a run's newest checkpoint; `active` other than the trained one is allowed.
+
+    Raises UserError where there is no such run, its dense model changed, or `out` holds a model (or, without `force`, a plan).
+    """
     if not (run_path / "recipe.json").is_file():
         raise UserError(f"{run_path} holds no run (no recipe.json); make one with `tomoe train`")
+    if (out / "config.json").exists():
+        raise UserError(f"{out} holds a model, whose plan must stay the one it was made by; choose another folder")
+    if (out / "plan.json").exists() and not force:
+        raise UserError(f"{out} already holds a plan; choose another folder or give --force")
     run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
-    model = _original(recipe)
+    asked = recipe if active is None else recipe.changed([f"active={active}"])
     checkpoint = run.last()
     if checkpoint is None:
         raise UserError(f"{run_path} holds no checkpoint yet; run `tomoe train` first, with --resume if it was cut off")
+    model = _original(recipe)
+    weights = fingerprint(model)
+    run.check_dense(weights, recipe.model)
     corpus = Corpus.load(run.corpus)
     net = make_network(recipe.model_copy(update={"start": "random"}), model, corpus.calibration)
     run.restore(checkpoint, net, None)
-    made = finish_plan(
-        net, model, recipe if active is None else recipe.model_copy(update={"active": active}), corpus, checkpoint.step
-    )
-    made.save(out)
+    made = finish_plan(net, model, asked, corpus, checkpoint.step, weights)
+    with staged(out, "plan.json", ()) as part:
+        made.save(part)
     return made
 
 
-def finish_plan(net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus: Corpus, steps: int) -> Plan:
-    """The plan with its papers: source hash, dense config, recipe, versions."""
+def finish_plan(
+    net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus: Corpus, steps: int, weights: str
+) -> Plan:
+    """The plan with its papers: fingerprint of the dense weights, dense config, recipe, versions."""
     calibration = corpus.calibration.input_ids.to(model.device), corpus.calibration.mask.to(model.device)
     bare = extract_plan(net, model, recipe.active, calibration, common_multiple=recipe.common_multiple)
     notes = bare.notes | {
@@ -201,7 +217,7 @@ def finish_plan(net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus
         "tomoe": tomoe.__version__,
     }
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
-    return Plan(bare.shape, bare.layers, fingerprint(model), config, recipe.model_dump(mode="json"), notes)
+    return Plan(bare.shape, bare.layers, weights, config, recipe.model_dump(mode="json"), notes)
 
 
 def fold_plan(
@@ -216,6 +232,7 @@ def fold_plan(
         )
     recipe = Recipe(**made.recipe) if made.recipe else Recipe()
     name = model_name or recipe.model
+    refuse_overwriting(out, force, name)
     model = load_dense(name, getattr(torch, dtype or recipe.train.dtype), stream=None)
     if made.source and made.source != (found := fingerprint(model)):
         raise UserError(
@@ -261,69 +278,29 @@ def convert(recipe: Recipe, out: Path, resume: bool = False, force: bool = False
 
 
 def convert_dense(
-    recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = silent
-) -> tuple[Plan, PreTrainedModel | None]:
+    recipe: Recipe, out: Path, resume: bool = False, force: bool = False, listen: Listener = silent,
+    same_text: Path | None = None,
+) -> tuple[Plan, PreTrainedModel | None]:  # fmt: skip
     """Text, start, training (none if `train.steps` is 0), plan, fold; returns the plan, and the dense model where it is whole.
 
-    The run is kept in OUT/run, so that a killed conversion resumes and a finished one can be planned again. Raises
-    UserError for whatever the user can mend; what was written before stays.
+    The run is kept in OUT/run, so that a killed conversion resumes and a finished one can be planned again. `same_text`:
+    see `begin`. Raises UserError for whatever the user can mend; what was written before stays.
     """
     run = RunFolder(out / "run")
-    goes_on = resume and run.recipe.exists()
-    if (out / "config.json").exists() and not (force or goes_on):
-        raise UserError(f"{out} already holds a model; choose another folder or give --force")
+    refuse_overwriting(out, force or (resume and run.recipe.exists()), recipe.model)
+    goes_on = distributed.first(lambda: run.goes_on(recipe, resume, force))
     began = time.perf_counter()
-    model, tokenizer, corpus = begin(recipe, run, resume, force, listen)
+    model, tokenizer, corpus = begin(recipe, run, goes_on, listen, same_text)
     text_ready = time.perf_counter()
     net = _train(recipe, model, corpus, run, listen)
     learned = time.perf_counter()
 
     def finish() -> None:
         whole = model if _is_whole(recipe) else _original(recipe)
-        made = finish_plan(net, whole, recipe, corpus, recipe.train.steps)
+        weights = run.dense.read_text(encoding="ascii").strip()
+        made = finish_plan(net, whole, recipe, corpus, recipe.train.steps, weights)
         _save(made, whole, tokenizer, out, force or goes_on)
-        seconds = {
-            "text": text_ready - began,
-            "learning": learned - text_ready,
-            "folding": time.perf_counter() - learned,
-        }
-        took = cost(recipe.train, whole, corpus, seconds, goes_on)
-        write_whole(out / "run" / "cost.json", json.dumps(took, indent=2) + "\n")
+        write_cost(run.path / "cost.json", recipe.train, whole, corpus, (began, text_ready, learned), goes_on)
 
     distributed.first(finish)
     return Plan.load(out), model if _is_whole(recipe) else None
-
-
-def cost(t: LoopSection, model: PreTrainedModel, corpus: Corpus, seconds: dict[str, float], resumed: bool) -> Row:
-    """What a run took: wall seconds by stage, tokens, peak memory of the first process (bytes), and on what.
-
-    Peak memory is None where the system does not say; seconds are those of the last start alone, where it was resumed.
-    """
-    device = model.device.type
-    return {
-        "seconds": seconds,
-        "tokens": {
-            "text": sum(part.tokens for part in (corpus.train, corpus.calibration, corpus.evaluation)),
-            "learning": t.steps * t.batch_size * t.gradient_accumulation * corpus.train.input_ids.shape[1],
-        },
-        "peak_memory_bytes": peak_memory(),
-        "device_peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "threads": torch.get_num_threads(),
-        "resumed": resumed,
-    }
-
-
-def peak_memory() -> int | None:
-    """Most bytes of main memory that this process ever held; None on Windows, which keeps no such count for us."""
-    try:  # Linux. Its `ru_maxrss` would not do: a process inherits the peak of the one that started it.
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        pass
-    try:
-        import resource
-    except ImportError:
-        return None
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else held * 1024  # macOS counts bytes, others kilobytes

@@ -61,20 +61,22 @@ def together() -> Iterator[None]:
         part()
 
 
-def first(work: Callable[[], None]) -> None:
-    """Process 0 does it while the others wait. Where it fails there, every process leaves."""
+def first(work: Callable[[], object]) -> bool:
+    """Process 0 does it while the others wait, and all hear whether it returned something true.
+
+    Where it fails there, every process leaves.
+    """
     if size() == 1:
-        work()
-        return
+        return bool(work())
     done = torch.zeros(1)
     try:
         if rank() == 0:
-            work()
-            done += 1
+            done += 2 if work() else 1
     finally:
         _say(partial(dist.broadcast, done, 0))
     if not done:
         raise Elsewhere(2)
+    return bool(done == 2)
 
 
 def copy_(tensors: Iterable[Tensor], source: int = 0) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,14 +16,15 @@ import tomoe
 from tomoe import distributed, tracking
 from tomoe.api import compare_on, held_out_text, load_model
 from tomoe.config import Recipe
-from tomoe.convert import Listener, cost, load_moe, pick_device, run_training, silent, stored_dtype
+from tomoe.convert import Listener, load_moe, pick_device, run_training, silent, stored_dtype
+from tomoe.cost import write_cost
 from tomoe.data import Corpus, prepare
 from tomoe.errors import UserError
 from tomoe.files import write_whole
 from tomoe.finetune_recipe import FinetuneRecipe
 from tomoe.healing import Healing, PseudoMoE, Teacher, TrueMoE, check_adapters
 from tomoe.loading import fingerprint, load_dense, load_tokenizer, resolve
-from tomoe.moe.checkpoint import save_moe
+from tomoe.moe.checkpoint import refuse_overwriting, save_moe
 from tomoe.plan import FINETUNED, Plan
 from tomoe.pruning.run_folder import RunFolder
 from tomoe.pruning.teacher import TeacherCache, hidden_states
@@ -90,12 +90,8 @@ def finetune(
     can mend; what was written before stays.
     """
     run = RunFolder(out / "run", "weights")
-    goes_on = resume and run.recipe.exists()
-    if (out / "config.json").exists() and not (force or goes_on):
-        raise UserError(f"{out} already holds a model; choose another folder or give --force")
-    if recipe.model and out.resolve() == Path(recipe.model).resolve():
-        raise UserError(f"{out} is the model to train on; choose another folder for the result")
-    distributed.first(lambda: run.check(recipe, resume, force))
+    refuse_overwriting(out, force or (resume and run.recipe.exists()), recipe.model)
+    goes_on = distributed.first(lambda: run.goes_on(recipe, resume, force))
     tracking.check(recipe.track)
     check_adapters(recipe)
     origin, began = Origin.of(recipe), time.perf_counter()
@@ -105,11 +101,11 @@ def finetune(
     tokenizer = load_tokenizer(str(origin.folder))
 
     def text() -> Corpus | None:
-        return None if resume and run.corpus.exists() else _text(recipe, origin, tokenizer, dense, listen)
+        return None if goes_on and run.corpus.exists() else _text(recipe, origin, tokenizer, dense, listen)
 
     # sampling is shared out
     sampled = text() if distributed.size() > 1 and SELF in recipe.data.sources else None
-    distributed.first(lambda: _begin(recipe, run, resume, origin, sampled or text()))
+    distributed.first(lambda: _begin(recipe, run, goes_on, origin, sampled or text()))
     corpus = Corpus.load(run.corpus)
     text_ready = time.perf_counter()
     student = _learn(recipe, origin, dense, corpus, run, listen)
@@ -117,13 +113,7 @@ def finetune(
 
     def finish() -> None:
         save(student, recipe, origin, corpus, tokenizer, out, force or goes_on)
-        seconds = {
-            "text": text_ready - began,
-            "learning": learned - text_ready,
-            "folding": time.perf_counter() - learned,
-        }
-        took = cost(recipe.train, student.model, corpus, seconds, goes_on)
-        write_whole(run.path / "cost.json", json.dumps(took, indent=2) + "\n")
+        write_cost(run.path / "cost.json", recipe.train, student.model, corpus, (began, text_ready, learned), goes_on)
 
     distributed.first(finish)
     return Plan.load(out)
@@ -142,11 +132,11 @@ def _text(
     return Corpus.load(kept)
 
 
-def _begin(recipe: FinetuneRecipe, run: RunFolder, resume: bool, origin: Origin, corpus: Corpus | None) -> None:
+def _begin(recipe: FinetuneRecipe, run: RunFolder, goes_on: bool, origin: Origin, corpus: Corpus | None) -> None:
     """The folder of the run; nothing of an older run goes before the text turned out to be of use."""
     if corpus is None:
         return
-    run.begin(recipe, resume)
+    run.begin(recipe, goes_on)
     # what the conversion learned from counts as training text when the result is measured
     for old in run.path.glob("earlier-*"):
         old.unlink()

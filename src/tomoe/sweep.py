@@ -23,6 +23,7 @@ from tomoe.config import Recipe
 from tomoe.convert import Listener, convert_dense, silent
 from tomoe.errors import UserError
 from tomoe.files import write_whole
+from tomoe.pruning.run_folder import RunFolder
 from tomoe.report.compare import Row
 from tomoe.report.figures import accuracy_figure
 from tomoe.report.picture import save
@@ -152,7 +153,8 @@ def _point(line: Line) -> dict[str, Any]:
 
 def _run(cell: Cell, folder: Path, text: Text, listen: Listener) -> None:
     begun = (folder / "run" / "recipe.json").is_file()
-    _, dense = convert_dense(cell.recipe, folder, resume=begun, force=not begun, listen=listen)
+    same_text = _text_of_another(cell.recipe, folder.parent)
+    _, dense = convert_dense(cell.recipe, folder, begun, not begun, listen, same_text)
     rows = write_reports(folder, listen, dense)
     if text.source is not None:
         rows = api.evaluate(
@@ -163,6 +165,20 @@ def _run(cell: Cell, folder: Path, text: Text, listen: Listener) -> None:
         return
     line = {"cell": cell.name, "values": cell.values, "measured": _measured(rows, folder), "text": _described(text)}
     write_whole(folder / LINE, json.dumps(line, indent=2) + "\n")  # last: it says that the cell is whole
+
+
+def _text_of_another(recipe: Recipe, out: Path) -> Path | None:
+    """The text of a finished cell that was prepared from the same model in the same way: sampling it anew takes minutes."""
+    for line in sorted(out.glob(f"*/{LINE}")):
+        run = RunFolder(line.parent / "run")
+        if run.corpus.is_file() and _text_keys(Recipe.load(run.recipe)) == _text_keys(recipe):
+            return run.corpus
+    return None
+
+
+def _text_keys(recipe: Recipe) -> list[Any]:
+    """All that decides what text a recipe has."""
+    return [recipe.model, recipe.seed, recipe.device, recipe.data, recipe.train.dtype, recipe.train.base]
 
 
 def _measured(rows: Sequence[Row], folder: Path) -> Line:

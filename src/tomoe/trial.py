@@ -16,9 +16,10 @@ from typing import Any, Literal
 import torch
 
 from tomoe.config import Recipe
-from tomoe.convert import finish_plan, make_network, peak_memory, pick_device
+from tomoe.convert import finish_plan, make_network, pick_device
+from tomoe.cost import peak_memory
 from tomoe.data import Blocks, Corpus
-from tomoe.loading import load_dense, load_tokenizer
+from tomoe.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.pruning.run_folder import RunFolder
@@ -81,7 +82,7 @@ def run(trial: Trial) -> Took:
         seconds = sum(float(row["seconds"]) for row in rows[1:]) / (STEPS - 1)
     else:
         if trial.stage == "fold":
-            plan = finish_plan(net, model, start, text, 0)
+            plan = finish_plan(net, model, start, text, 0, fingerprint(model))
             save_moe(fold(model, plan, lazily=True), plan, tokenizer, folder / "moe")
         seconds = time.perf_counter() - began
     on_device = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else 0

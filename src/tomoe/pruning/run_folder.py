@@ -1,6 +1,7 @@
 """The folder of a training run: recipe, metrics, checkpoints. Everything in it survives a kill at any moment.
 
-RUN/recipe.json            what was asked
+RUN/recipe.json            what was asked; without it nothing was begun
+RUN/dense.sha256           the fingerprint of the weights that are learned from
 RUN/corpus.safetensors     the text, as token blocks
 RUN/metrics.jsonl          one line per logged step
 RUN/masks/step-000100/     masks.safetensors, optimizer.safetensors, state.json
@@ -63,40 +64,57 @@ class RunFolder:
     def __init__(self, path: Path, learned: str = "masks"):
         self.path, self.checkpoints = path, path / learned
         self.tensors = (f"{learned}.safetensors", "optimizer.safetensors")
-        self.recipe, self.corpus, self.metrics = (
-            path / "recipe.json",
-            path / "corpus.safetensors",
-            path / "metrics.jsonl",
-        )
+        self.recipe, self.dense = path / "recipe.json", path / "dense.sha256"
+        self.corpus, self.metrics = path / "corpus.safetensors", path / "metrics.jsonl"
         self.follow: Callable[[dict[str, Any]], None] = lambda row: None  # hears of every row that is logged
 
-    def check(self, recipe: BaseRecipe, resume: bool, force: bool) -> None:
-        """Raises UserError where the run cannot begin, or go on, in this folder. Writes nothing."""
-        if self.recipe.exists() and resume:
-            changed = type(recipe).load(self.recipe).differences(recipe)
-            if changed:
-                raise UserError(
-                    f"{self.path} was begun with another recipe ({'; '.join(changed)}); resume with the same one"
-                )
-        elif self.recipe.exists() and not force:
+    def goes_on(self, recipe: BaseRecipe, resume: bool, force: bool) -> bool:
+        """Whether the run that is here goes on; else a new one may begin. Writes nothing.
+
+        Raises UserError where neither can be.
+        """
+        changed = type(recipe).load(self.recipe).differences(recipe) if resume and self.recipe.exists() else []
+        if changed and not force:
+            raise UserError(
+                f"{self.path} was begun with another recipe ({'; '.join(changed)}); resume with the same one, or give --force "
+                "to begin anew"
+            )
+        if self.recipe.exists() and not resume and not force:
             raise UserError(
                 f"{self.path} already holds a run; give --resume to go on with it, or --force to begin anew"
             )
         there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
             raise UserError(f"cannot write to {self.path}: {there} is {'read-only' if there.is_dir() else 'no folder'}")
+        return resume and self.recipe.exists() and not changed
 
-    def begin(self, recipe: BaseRecipe, resume: bool) -> None:
-        """Make the folder; only a resumed run keeps what is in it. Raises UserError where it cannot be written."""
+    def begin(self, recipe: BaseRecipe, resume: bool, dense: str = "") -> None:
+        """Make the folder; only a resumed run keeps what is in it. Raises UserError where it cannot be written.
+
+        `dense` is the fingerprint of the weights that are learned from. The recipe goes first and comes last: what a kill
+        leaves of an older run is never taken for this one's.
+        """
         try:
             if not resume:
-                for old in (self.recipe, self.corpus, self.metrics):
+                for old in (self.recipe, self.dense, self.corpus, self.metrics):
                     old.unlink(missing_ok=True)
-                shutil.rmtree(self.checkpoints, ignore_errors=True)
+                if self.checkpoints.exists():
+                    shutil.rmtree(self.checkpoints)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error.strerror or error}") from error
+        if dense:
+            write_whole(self.dense, f"{dense}\n")
         recipe.save(self.recipe)
+
+    def check_dense(self, found: str, name: str) -> None:
+        """Raises UserError where the weights of the model `name` are not those that the run was begun with."""
+        known = self.dense.read_text(encoding="ascii").strip() if self.dense.is_file() else "not kept"
+        if known != found:
+            raise UserError(
+                f"the weights of {name} changed since {self.path} was begun (hash {known[:12]} then, {found[:12]} now); "
+                "bring back those it was begun with, or begin anew with --force"
+            )
 
     def save(self, step: int, net: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Write `step-N` under a temporary name, then rename; older checkpoints go only after that."""

@@ -41,7 +41,6 @@ class Course(Protocol):
     def seed(self) -> int: ...
     @property
     def train(self) -> LoopSection: ...
-    def digest(self) -> str: ...
 
 
 @runtime_checkable
@@ -157,8 +156,7 @@ class Training:
         if distributed.rank():
             return
         self.saved = self.step
-        state = {"bad_steps": self.bad_steps, "recipe_digest": self.recipe.digest()}
-        self.run.save(self.step, self.net, self.optimizer, state)
+        self.run.save(self.step, self.net, self.optimizer, {"bad_steps": self.bad_steps})
 
     def train(self, on_step: Callable[[Row], None] | None = None) -> None:
         """Run to the last step of the recipe, saving on the way; whoever stops it in between loses no step.
