@@ -16,6 +16,7 @@ import torch
 from pyarrow import parquet
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import make_pico
@@ -416,18 +417,28 @@ def test_a_row_is_what_the_whole_model_says_of_it(
 ) -> None:
     """Token by token with cache and own attention = one pass without either, for every family."""
     before = dense.config._attn_implementation
-    monkeypatch.setattr(self_text, "draw", lambda logits, uniform: logits.argmax(-1))
+    said: list[Tensor] = []
+
+    def likeliest(logits: Tensor, uniform: Tensor) -> Tensor:
+        said.append(logits)
+        return logits.argmax(-1)
+
+    monkeypatch.setattr(self_text, "draw", likeliest)
     monkeypatch.setattr(self_text, "ordinary_tokens", lambda tokenizer: torch.arange(3, 64))
-    written = sample_documents(dense, tokenizer, tokens=100, seed=0, batch_size=5, length=20)
+    monkeypatch.setattr(self_text, "_split", lambda row, eos: [row])  # so that rows stay rows
+    written = sample_documents(dense, tokenizer, tokens=200, seed=0, batch_size=5, length=40)
     assert dense.config._attn_implementation == before
-    window = getattr(dense.config, "sliding_window", None) or 20
-    assert sum(map(len, written)) >= 100
-    assert max(map(len, written)) <= window
+    window = getattr(dense.config, "sliding_window", None) or 40
+    assert {len(row) for row in written} == {window}
+    assert sum(map(len, written)) >= 200
+    rounds = torch.stack(said).unflatten(0, (-1, window - 1))  # [rounds, tokens, rows, V]
+    found = rounds.transpose(1, 2).flatten(0, 1)
     checked = 0
-    for document in written:
-        if document[-1] != EOS and len(document) == window:  # it fills its row, so nothing stands before it
-            predicted = dense(torch.tensor([document])).logits[0].argmax(-1)
-            assert predicted[:-1].tolist() == document[1:]
+    for row, logits in zip(written, found, strict=True):
+        if EOS not in row[:-1]:  # a document ends there, and what follows is drawn anew
+            meant = dense(torch.tensor([row])).logits[0, :-1]
+            torch.testing.assert_close(logits, meant[:, : logits.shape[-1]], rtol=0, atol=1e-5)
+            assert row[1:] == logits.argmax(-1).tolist()
             checked += 1
     assert checked > 3
 

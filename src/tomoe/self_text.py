@@ -1,10 +1,12 @@
 """Text for those who have none: sampled from the dense model itself.
 
-Shapes: B rows, G key/value heads, R query heads of one of them, T cached tokens, C dims of a head, V vocabulary.
+Shapes: B rows, G key/value heads, R query heads of one of them, T tokens that the cache has room for,
+C dims of a head, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +23,7 @@ from tomoe import distributed
 from tomoe.errors import UserError
 
 _ATTENTION = "tomoe_one_query"
+_ROOM = 32  # tokens that the cache grows by
 _CACHE_BYTES = 2**30  # keys and values of all rows together; bounds the batch for large models
 
 
@@ -93,7 +96,7 @@ def _write_rows(
 ) -> None:
     """Fill the rows with what the model writes, one token of each at a time."""
     rows, length = written.shape
-    cache = Cache(layers=[_FixedLayer(length) for _ in range(model.config.num_hidden_layers)])
+    cache = Cache(layers=[_GrowingLayer() for _ in range(model.config.num_hidden_layers)])
     # Tokens of the current document of each row so far; an opening and a first random token come before the model's.
     position = torch.zeros(rows, dtype=torch.long)
     starts = torch.tensor([*opening, -1])
@@ -102,8 +105,9 @@ def _write_rows(
             drawn = torch.zeros(rows, dtype=torch.long)
         else:
             logits = model(
-                input_ids=written[:, step - 1 : step].to(model.device), past_key_values=cache, logits_to_keep=1
-            ).logits[:, -1, : len(tokenizer)]
+                input_ids=written[:, step - 1 : step].to(model.device), attention_mask=_filled(step, model.device),
+                past_key_values=cache, logits_to_keep=1,
+            ).logits[:, -1, : len(tokenizer)]  # fmt: skip
             drawn = draw(logits, luck.levels[step].to(logits.device)).cpu()
         forced = starts[position.clamp(max=len(opening))]
         forced = torch.where(forced < 0, luck.openers[step], forced)
@@ -135,25 +139,40 @@ def draw(logits: Float[Tensor, "B V"], uniform: Float[Tensor, "B 1"], rows_at_on
     return torch.cat(drawn)
 
 
-class _FixedLayer(DynamicLayer):
-    """Keys and values of one layer in room taken once: growing by concatenation would copy all of them each step."""
+class _GrowingLayer(DynamicLayer):
+    """Keys and values of one layer, room for some more tokens taken at a time.
 
-    def __init__(self, length: int) -> None:
+    All of the room is handed out, and a mask tells what is filled: products would copy a part of it first, every time.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self._length = length
         self._used = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self._key_room = key_states.new_empty(*key_states.shape[:2], self._length, key_states.shape[3])
-            self._value_room = value_states.new_empty(*value_states.shape[:2], self._length, value_states.shape[3])
-        end = self._used + key_states.shape[2]
-        self._key_room[:, :, self._used : end] = key_states
-        self._value_room[:, :, self._used : end] = value_states
-        self._used = end
-        self.keys, self.values = self._key_room[:, :, :end], self._value_room[:, :, :end]
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        assert self.keys is not None
+        assert self.values is not None
+        if self._used == self.keys.shape[2]:
+            shape = (*key_states.shape[:2], _ROOM, key_states.shape[3])
+            self.keys = torch.cat([self.keys, key_states.new_zeros(shape)], 2)
+            self.values = torch.cat([self.values, value_states.new_zeros(shape)], 2)
+        self.keys[:, :, self._used : self._used + 1] = key_states
+        self.values[:, :, self._used : self._used + 1] = value_states
+        self._used += 1
         return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self._used
+
+
+def _filled(tokens: int, device: torch.device) -> Float[Tensor, "1 1 1 T"]:
+    """What to add to the scores where so many tokens are cached."""
+    mask = torch.zeros(1, 1, 1, -(-tokens // _ROOM) * _ROOM, device=device)
+    mask[..., tokens:] = -math.inf
+    return mask
 
 
 def _one_query(
@@ -161,7 +180,7 @@ def _one_query(
     query: Float[Tensor, "B H 1 C"],
     key: Float[Tensor, "B G T C"],
     value: Float[Tensor, "B G T C"],
-    attention_mask: Tensor | None,
+    attention_mask: Float[Tensor, "1 1 1 T"],
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B 1 H C"], None]:
@@ -171,7 +190,8 @@ def _one_query(
     """
     assert query.shape[2] == 1, "one token at a time"
     grouped = query.view(key.shape[0], key.shape[1], -1, query.shape[3])
-    weights = ((grouped @ key.transpose(2, 3)).float() * scaling).softmax(-1).to(value.dtype)
+    scores = (grouped @ key.transpose(2, 3)).float() * scaling
+    weights = (scores + attention_mask).softmax(-1).to(value.dtype)
     return (weights @ value).view(query.shape[0], 1, query.shape[1], -1), None
 
 
