@@ -410,3 +410,17 @@ def test_routing_is_counted_by_source(llama: PreTrainedModel) -> None:
         assert row.usage_by_source[source] == expert_usage(moe, ids[own], mask[own])
     assert compare.from_json(compare.to_json([row])) == [row]
     assert compare.compare(models, ids, mask, sources=["a"] * 4)[1].usage_by_source == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("owner/name", "owner/name"),
+        ("owner/name:configuration", "owner/name:configuration"),
+        ("/home/ada/own text.txt", "own text.txt"),
+        ("models/small.gguf", "small.gguf"),
+        ("smollm2-135m", "smollm2-135m"),
+    ],
+)
+def test_a_name_tells_nothing_of_the_disk(name: str, shown: str) -> None:
+    assert summary.shown_name(name) == shown

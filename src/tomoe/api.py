@@ -302,4 +302,4 @@ def push_folder(folder: Path, repo: str, private: bool = False) -> tuple[str, li
         write_card(folder, plan) if (folder / "config.json").exists() else write_plan_card(folder, plan, repo)
     recipe = Recipe(**plan.recipe)
     named = [name for name in (recipe.model, *recipe.data.sources) if "/" in name]
-    return push(folder, repo, private), [n for n in named if Path(n).exists() or not HUB_ID.fullmatch(n)]
+    return push(folder, repo, private), [n for n in named if shown_name(n) != n]

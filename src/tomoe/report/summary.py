@@ -21,8 +21,11 @@ def recipe_of(plan: Plan) -> Recipe | None:
 
 
 def shown_name(model: str) -> str:
-    """A local path shows as its last part: a report that travels says nothing about the disk it was made on."""
-    return model if hub_id(model) else Path(model).name
+    """A local path shows as its last part: a report that travels says nothing about the disk it was made on.
+
+    A text on the hub may name its configuration too: owner/name:configuration.
+    """
+    return model if hub_id(model.partition(":")[0]) and not Path(model).exists() else Path(model).name
 
 
 def hub_id(model: str) -> str | None:
