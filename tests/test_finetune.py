@@ -236,7 +236,7 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(tomoe: CommandLine, p
         return outcome.err.splitlines()[-1]
 
     assert "choose another folder for the result" in refused(*own, "-o", place / "out", "--force")
-    assert "already holds a model" in refused(*own, "-o", place / "out")
+    assert "already holds a model" in refused(*own, "-o", place / "dense")
     assert "which is none that `tomoe convert` wrote" in refused("finetune", place / "dense", "-o", out)
     assert "holds no converted model" in refused("finetune", tmp_path, "-o", out)
     other = write_pico(tmp_path / "other", "llama3")
