@@ -297,8 +297,7 @@ def convert_dense(
 
     def finish() -> None:
         whole = model if _is_whole(recipe) else _original(recipe)
-        weights = run.dense.read_text(encoding="ascii").strip()
-        made = finish_plan(net, whole, recipe, corpus, recipe.train.steps, weights)
+        made = finish_plan(net, whole, recipe, corpus, recipe.train.steps, run.dense_fingerprint())
         _save(made, whole, tokenizer, out, force or goes_on)
         write_cost(run.path / "cost.json", recipe.train, whole, corpus, (began, text_ready, learned), goes_on)
 

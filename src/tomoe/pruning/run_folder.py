@@ -107,9 +107,13 @@ class RunFolder:
             write_whole(self.dense, f"{dense}\n")
         recipe.save(self.recipe)
 
+    def dense_fingerprint(self) -> str:
+        """Of the weights that the run was begun with; empty where it was not kept."""
+        return self.dense.read_text(encoding="ascii").strip() if self.dense.is_file() else ""
+
     def check_dense(self, found: str, name: str) -> None:
         """Raises UserError where the weights of the model `name` are not those that the run was begun with."""
-        known = self.dense.read_text(encoding="ascii").strip() if self.dense.is_file() else "not kept"
+        known = self.dense_fingerprint() or "not kept"
         if known != found:
             raise UserError(
                 f"the weights of {name} changed since {self.path} was begun (hash {known[:12]} then, {found[:12]} now); "
