@@ -85,6 +85,16 @@ def test_the_first_model_runs_over_the_text_once(llama: PreTrainedModel) -> None
         assert alone.kl > 0
 
 
+@pytest.mark.parametrize(("given", "shown"), [(".", "here"), ("..", "around"), ("../here", "here")])
+def test_a_model_is_named_by_its_folder_however_that_is_reached(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, shown: str
+) -> None:
+    (tmp_path / "around" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "around" / "here")
+    (row,) = compare([(given, llama)], *sliding(tokens(1, 41)[0], 12, 12))
+    assert row.name == shown
+
+
 def test_a_reference_that_scales_its_logits_gives_the_same_distance_twice(llama: PreTrainedModel) -> None:
     """Its states say too little, so nothing of them is kept."""
 

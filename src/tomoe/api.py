@@ -16,6 +16,7 @@ from tomoe.config import Recipe
 from tomoe.convert import Listener, fold_plan, pick_device, silent
 from tomoe.data import Blocks, Corpus, joined, pack
 from tomoe.errors import UserError
+from tomoe.files import own_name
 from tomoe.hub import HUB_ID, find_plan, push
 from tomoe.loading import load_dense, load_tokenizer
 from tomoe.moe.modeling_tomoe import choose_backend
@@ -106,7 +107,7 @@ def read_text(source: str, tokenizer: PreTrainedTokenizerBase, context: int, tok
         separator, most = PUBLISHED[source]
         texts = [separator.join(islice(texts, most))]
     blocks = pack(tokenizer, texts, context, tokens)
-    return EvaluationText(blocks, Path(source).name if Path(source).exists() else f"{source} ({split})")
+    return EvaluationText(blocks, own_name(source) if Path(source).exists() else f"{source} ({split})")
 
 
 def evaluate(
@@ -170,7 +171,7 @@ def compare_on(
     def scores(name: str, model: PreTrainedModel) -> tuple[TaskScore, ...]:
         assert tasks is not None
         return tasks.run(
-            model, load_tokenizer(name), lambda task, i, n: listen(f"{task} of {Path(name).name}", i, n, {})
+            model, load_tokenizer(name), lambda task, i, n: listen(f"{task} of {own_name(name)}", i, n, {})
         )
 
     text, blocks = (given.blocks.input_ids, given.blocks.mask), given.blocks
@@ -234,7 +235,7 @@ def benchmark(
     pair = throughput.Pair(models[dense], models[moe], ids, expert_backends, seconds, pairs)
     cells, left_out = throughput.run_cells(pair, batches, prompts, lambda i, n: listen("benchmark", i, n, {}))
     return throughput.Benchmark(
-        Path(dense).name, Path(moe).name, given.name, model_facts(models[moe])["active_share"], memory[dense],
+        own_name(dense), own_name(moe), given.name, model_facts(models[moe])["active_share"], memory[dense],
         memory[moe], tuple(cells), tuple(left_out),
     )  # fmt: skip
 
@@ -283,7 +284,7 @@ def apply_plan(plan: str, model: str | None, out: Path, dtype: str | None = None
             f"the plan {plan} does not say where its dense model is to be had; name it: tomoe apply {plan} MODEL"
         )
     fold_plan(folder, model, out, dtype, force)
-    command = f"tomoe apply {shown_name(plan)} {shown_name(model or named)} -o {out.resolve().name}"
+    command = f"tomoe apply {shown_name(plan)} {shown_name(model or named)} -o {own_name(out)}"
     write_card(out, made, base_model=model or named, command=command)
     return made
 

@@ -21,7 +21,7 @@ from tomoe.cost import write_cost
 from tomoe.data import Blocks, Corpus, prepare
 from tomoe.dense import check_output, shape_of
 from tomoe.errors import UserError
-from tomoe.files import read_json, staged
+from tomoe.files import own_name, read_json, staged
 from tomoe.finetune_recipe import FinetuneRecipe
 from tomoe.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.moe.checkpoint import refuse_overwriting, save_moe
@@ -170,7 +170,7 @@ def run_training(training: Training, recipe: Recipe | FinetuneRecipe, stage: str
     training.resume()
     distributed.copy_(training.net.state_dict().values())
     kind = recipe.track if distributed.rank() == 0 else tracking.NONE
-    name = run.path.resolve().parent.name if run.path.name == "run" else run.path.resolve().name
+    name = own_name(run.path.parent if run.path.name == "run" else run.path)
     with tracking.tracked(kind, run.path, recipe.leaves(), run.rows(), name) as run.follow:
         training.train(lambda row: listen(stage, row["step"], recipe.train.steps, row))
 

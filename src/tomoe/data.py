@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.config import DataSection
 from tomoe.errors import UserError
+from tomoe.files import own_name
 from tomoe.self_text import sample_documents
 from tomoe.sources import SELF, documents, find
 
@@ -200,7 +201,7 @@ def prepare(
     return Corpus(  # in random order, so that any run of blocks is a mixture
         **{part: text.pick(torch.randperm(len(text), generator=generator)) for part, text in texts.items()},
         sources=data.sources,
-        tokenizer=Path(tokenizer.name_or_path).name,
+        tokenizer=own_name(tokenizer.name_or_path),
         seed=seed,
     )
 

@@ -19,7 +19,7 @@ import tomoe
 from tomoe.api import PROMPT, EvaluationText, generate, held_out_text, read_text
 from tomoe.convert import Listener, load_moe, pick_device, silent
 from tomoe.errors import UserError
-from tomoe.files import write_whole
+from tomoe.files import own_name, write_whole
 from tomoe.loading import load_dense, load_tokenizer
 from tomoe.moe.export import Choice, Options, Sizes, check_place, choose, gguf_file, in_words, write_export
 from tomoe.moe.gguf import context_length
@@ -105,7 +105,7 @@ def export(
     check_place(out, folder, sizes.bytes, force)
     own = sum(p.nbytes for p in moe.parameters())
     say(f"{choice.target.name}: {choice.reason}.")
-    say(f"It takes {in_words(sizes.bytes)} ({sizes.words}); the weights of {folder.name} take {in_words(own)}.")
+    say(f"It takes {in_words(sizes.bytes)} ({sizes.words}); the weights of {own_name(folder)} take {in_words(own)}.")
 
     def heard(stage: str) -> Callable[[int, int], None]:
         return lambda done, total: listen(stage, done, total, {})
@@ -223,7 +223,7 @@ def _write_papers(done: Exported, folder: Path, given: EvaluationText) -> None:
     plan = Plan.load(folder)
     recipe = recipe_of(plan)
     command = (
-        f"tomoe convert {shown_name(recipe.model) if recipe else 'MODEL'} --recipe recipe.json -o {folder.name}\n"
-        f"tomoe export {folder.name} --format {target.name} -o {done.folder.name}"
+        f"tomoe convert {shown_name(recipe.model) if recipe else 'MODEL'} --recipe recipe.json -o {own_name(folder)}\n"
+        f"tomoe export {own_name(folder)} --format {target.name} -o {own_name(done.folder)}"
     )
     write_card(done.folder, plan, read_rows(folder), command=command, export=(target.name, done.sizes.words, sentence))

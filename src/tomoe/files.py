@@ -83,6 +83,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def own_name(path: Path | str) -> str:
+    """The last part of a path; for "." and "..", whose own last part says nothing, that of the folder they mean."""
+    return Path(os.path.abspath(path)).name
+
+
 def plain(name: Any) -> bool:
     """Whether a name is that of a file right in its folder."""
     return isinstance(name, str) and name == Path(name).name and name not in ("", ".", "..") and "\\" not in name

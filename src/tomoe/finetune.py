@@ -20,7 +20,7 @@ from tomoe.convert import Listener, load_moe, pick_device, run_training, silent,
 from tomoe.cost import write_cost
 from tomoe.data import Corpus, prepare
 from tomoe.errors import UserError
-from tomoe.files import write_whole
+from tomoe.files import own_name, write_whole
 from tomoe.finetune_recipe import FinetuneRecipe
 from tomoe.healing import Healing, PseudoMoE, Teacher, TrueMoE, check_adapters
 from tomoe.loading import fingerprint, load_dense, load_tokenizer, resolve
@@ -229,6 +229,6 @@ def measure(recipe: FinetuneRecipe, out: Path, listen: Listener = silent) -> lis
     if distributed.rank():
         return rows
     write_whole(out / "evaluation.json", to_json(rows))
-    command = f"tomoe finetune {shown_name(recipe.model)} --recipe run/recipe.json -o {out.resolve().name}"
+    command = f"tomoe finetune {shown_name(recipe.model)} --recipe run/recipe.json -o {own_name(out)}"
     write_card(out, Plan.load(out), rows, base_model=origin.dense, command=command)
     return rows

@@ -13,7 +13,7 @@ from tomoe import distributed
 from tomoe.api import PROMPT, EvaluationText, compare_on, generate, held_out_text, load_model
 from tomoe.config import Recipe
 from tomoe.convert import Listener, silent
-from tomoe.files import read_json, sha256, write_whole
+from tomoe.files import own_name, read_json, sha256, write_whole
 from tomoe.loading import load_tokenizer
 from tomoe.plan import FINETUNED, Plan
 from tomoe.pruning.run_folder import RunFolder
@@ -64,7 +64,7 @@ def write_reports(
     facts = PageFacts(
         title, plan, rows, [Generation(own["prompt"], own["answers"]) for own in observed["generations"]],
         [(name, RoutingTrace(**trace)) for name, trace in observed["texts"]], pictures,
-        commands=commands(recipe, out.resolve().name, FINETUNED in plan.notes), cost=cost, timed=bool(timed),
+        commands=commands(recipe, own_name(out), FINETUNED in plan.notes), cost=cost, timed=bool(timed),
     )  # fmt: skip
     write_page(out, facts)
     return rows

@@ -12,6 +12,7 @@ from rich.text import Text
 from tomoe import api
 from tomoe.cli.screen import results
 from tomoe.errors import UserError
+from tomoe.files import own_name
 from tomoe.report.html import COLOURS, shown, write_route_page
 from tomoe.report.routing_trace import RoutingTrace, trace_text
 
@@ -39,7 +40,7 @@ def route(
     if layer is not None and layer > last:
         raise UserError(f"there is no layer {layer}: the model has the layers 0 to {last}")
     if html is not None:
-        title = f"Experts of {Path(model).resolve().name}"
+        title = f"Experts of {own_name(model)}"
         typer.echo(
             f"The page is {write_route_page(html, title, [(file.name if file else 'text', trace)], layer or 0)}."
         )

@@ -80,7 +80,7 @@ def context_length(moe: ToMoEForCausalLM) -> int:
     return min([int(moe.config.max_position_embeddings), *(int(w) for w in windows if w is not None)])
 
 
-def interleaved(t: Float[Tensor, HC * rest], head_dim: int) -> Float[Tensor, HC * rest]:
+def interleaved(t: Float[Tensor, " HC *rest"], head_dim: int) -> Float[Tensor, " HC *rest"]:
     """Rows of Q or K for a rotary embedding that pairs neighbours (2 j, 2 j + 1) instead of (j, j + C/2)."""
     return t.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
 

@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from tomoe import fetch
 from tomoe.config import Recipe
-from tomoe.files import write_whole
+from tomoe.files import own_name, write_whole
 from tomoe.plan import Plan
 from tomoe.report.compare import Row, to_markdown
 from tomoe.report.origin import origin_of
@@ -48,7 +48,7 @@ def write_card(
         license_name=None if origin.license else "same-as-the-dense-model",
         pipeline_tag="text-generation",
         tags=["moe", "tomoe"],
-        model_name=out.resolve().name,
+        model_name=own_name(out),
         eval_results=(results := _eval_results(rows)) or None,
         metrics=sorted({result.metric_type for result in results}) or None,
     )
@@ -56,7 +56,7 @@ def write_card(
     card = ModelCard.from_template(
         data,
         template_str=resources.files("tomoe.report").joinpath("card.md.j2").read_text(encoding="utf-8"),
-        title=out.resolve().name,
+        title=own_name(out),
         base=shown_name(base) or "a dense model",
         active=f"{plan.active_fraction():.0%}",
         num_experts=plan.num_experts,
@@ -66,7 +66,7 @@ def write_card(
         warnings=[warning.text for warning in find_warnings(plan, rows)],
         license_given=origin.license,
         export=export,
-        command=command or f"tomoe convert {shown_name(base) or 'MODEL'} --recipe recipe.json -o {out.resolve().name}",
+        command=command or f"tomoe convert {shown_name(base) or 'MODEL'} --recipe recipe.json -o {own_name(out)}",
     )
     return write_whole(out / "README.md", str(card))
 
@@ -80,7 +80,7 @@ def write_plan_card(folder: Path, plan: Plan, plan_name: str = "PLAN") -> Path:
     card = ModelCard.from_template(
         data,
         template_str=resources.files("tomoe.report").joinpath("plan_card.md.j2").read_text(encoding="utf-8"),
-        title=plan_name.rpartition("/")[2] if plan_name != "PLAN" else folder.resolve().name,
+        title=plan_name.rpartition("/")[2] if plan_name != "PLAN" else own_name(folder),
         base=shown_name(base) or "a dense model",
         source=base if hub_id(base) or base in fetch.names() else "MODEL",
         active=f"{plan.active_fraction():.0%}",

@@ -19,6 +19,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from tomoe.errors import UserError
+from tomoe.files import own_name
 from tomoe.report.facts import ModelFacts, model_facts
 from tomoe.report.perplexity import Measurement, Predictions, measure, new_tokens
 from tomoe.report.usage import ExpertCounter, ExpertUsage
@@ -87,7 +88,7 @@ def compare(
     reference = None
     for given, model in models:
         path = Path(given)
-        name = path.name if path.exists() else given
+        name = own_name(path) if path.exists() else given
 
         counter = ExpertCounter(model)
 

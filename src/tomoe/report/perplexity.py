@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import tomoe
 from tomoe import distributed
 from tomoe.errors import UserError
+from tomoe.files import own_name
 
 CHUNK = 128  # positions whose float32 logits are alive at a time
 HIGHEST_NLL = 700.0  # nats; exp of more does not fit a float
@@ -227,7 +228,7 @@ def blocks_sha256(input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> s
 def model_name(model: nn.Module) -> str:
     """Hub id, or the last part of a local path; the class where neither is known."""
     name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
-    return Path(name).name if Path(name).exists() else name
+    return own_name(name) if Path(name).exists() else name
 
 
 def _check(model: nn.Module, input_ids: Tensor, mask: Tensor) -> None:

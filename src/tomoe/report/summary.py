@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tomoe.config import Recipe
+from tomoe.files import own_name
 from tomoe.hub import HUB_ID
 from tomoe.plan import FINETUNED, Plan
 
@@ -25,7 +26,7 @@ def shown_name(model: str) -> str:
 
     A text on the hub may name its configuration too: owner/name:configuration.
     """
-    return model if hub_id(model.partition(":")[0]) and not Path(model).exists() else Path(model).name
+    return model if hub_id(model.partition(":")[0]) and not Path(model).exists() else own_name(model)
 
 
 def hub_id(model: str) -> str | None:
