@@ -255,6 +255,21 @@ def test_the_recipe_of_another_run_is_not_resumed(tomoe: CommandLine, place: Pat
     assert 'weights: "full" here, "lora" there' in outcome.err
 
 
+def test_a_run_does_not_go_on_from_another_conversion(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
+    """The same path, recipe and sizes: only what the folder holds tells that what was learned belongs to another model."""
+    shutil.copytree(place / "out", tmp_path / "out")
+    shutil.copy(place / "text.txt", tmp_path)
+    own, out = [*options(tmp_path), "--dense", place / "dense"], tmp_path / "healed"
+    assert tomoe(*own, "-o", out).code == 0
+    for name in LEARNED:
+        shutil.copy(out / name, tmp_path / "out" / name)
+    before = contents(out)
+    outcome = tomoe(*own, "-o", out, "--resume")
+    assert outcome.code == 2
+    assert "changed since" in outcome.err.splitlines()[-1]
+    assert contents(out) == before
+
+
 def test_weights_stay_of_the_dtype_that_they_had(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
     moe = AutoModelForCausalLM.from_pretrained(place / "out", dtype=torch.bfloat16)
     shutil.copytree(place / "out", tmp_path / "half")

@@ -107,7 +107,7 @@ def begin(
     def begin_run() -> None:
         weights = fingerprint(model if _is_whole(recipe) else _original(recipe))
         if goes_on:
-            run.check_dense(weights, recipe.model)
+            run.check_origin(weights, recipe.model)
         corpus = sampled or text()
         if corpus is not None:
             run.begin(recipe, goes_on, weights)
@@ -193,7 +193,7 @@ def plan(run_path: Path, out: Path, active: float | None = None, force: bool = F
         raise UserError(f"{run_path} holds no checkpoint yet; run `tomoe train` first, with --resume if it was cut off")
     model = _original(recipe)
     weights = fingerprint(model)
-    run.check_dense(weights, recipe.model)
+    run.check_origin(weights, recipe.model)
     corpus = Corpus.load(run.corpus)
     net = make_network(recipe.model_copy(update={"start": "random"}), model, corpus.calibration)
     run.restore(checkpoint, net, None)
@@ -297,7 +297,7 @@ def convert_dense(
 
     def finish() -> None:
         whole = model if _is_whole(recipe) else _original(recipe)
-        made = finish_plan(net, whole, recipe, corpus, recipe.train.steps, run.dense_fingerprint())
+        made = finish_plan(net, whole, recipe, corpus, recipe.train.steps, run.origin_fingerprint())
         _save(made, whole, tokenizer, out, force or goes_on)
         write_cost(run.path / "cost.json", recipe.train, whole, corpus, (began, text_ready, learned), goes_on)
 

@@ -20,7 +20,7 @@ from tomoe.convert import Listener, load_moe, pick_device, run_training, silent,
 from tomoe.cost import write_cost
 from tomoe.data import Corpus, prepare
 from tomoe.errors import UserError
-from tomoe.files import own_name, write_whole
+from tomoe.files import own_name, sha256, write_whole
 from tomoe.finetune_recipe import FinetuneRecipe
 from tomoe.healing import Healing, PseudoMoE, Teacher, TrueMoE, check_adapters
 from tomoe.loading import fingerprint, load_dense, load_tokenizer, resolve
@@ -63,6 +63,10 @@ class Origin:
                 f"{folder} was fine-tuned already, so the dense model under its plan is another model; take form = moe"
             )
         return cls(folder, plan, stored, dense)
+
+    def fingerprint(self) -> str:
+        """Of the plan's head, which names the hash of its tensors and that of the dense weights."""
+        return sha256(self.folder / "plan.json")
 
     def dtype(self, recipe: FinetuneRecipe) -> torch.dtype:
         """Of the weights while they run."""
@@ -134,9 +138,11 @@ def _text(
 
 def _begin(recipe: FinetuneRecipe, run: RunFolder, goes_on: bool, origin: Origin, corpus: Corpus | None) -> None:
     """The folder of the run; nothing of an older run goes before the text turned out to be of use."""
+    if goes_on:
+        run.check_origin(origin.fingerprint(), str(origin.folder))
     if corpus is None:
         return
-    run.begin(recipe, goes_on)
+    run.begin(recipe, goes_on, origin.fingerprint())
     # what the conversion learned from counts as training text when the result is measured
     for old in run.path.glob("earlier-*"):
         old.unlink()

@@ -1,7 +1,7 @@
 """The folder of a training run: recipe, metrics, checkpoints. Everything in it survives a kill at any moment.
 
 RUN/recipe.json            what was asked; without it nothing was begun
-RUN/dense.sha256           the fingerprint of the weights that are learned from
+RUN/origin.sha256          the fingerprint of the model that is learned from: the dense one, or the converted one
 RUN/corpus.safetensors     the text, as token blocks
 RUN/metrics.jsonl          one line per logged step
 RUN/masks/step-000100/     masks.safetensors, optimizer.safetensors, state.json
@@ -64,7 +64,7 @@ class RunFolder:
     def __init__(self, path: Path, learned: str = "masks"):
         self.path, self.checkpoints = path, path / learned
         self.tensors = (f"{learned}.safetensors", "optimizer.safetensors")
-        self.recipe, self.dense = path / "recipe.json", path / "dense.sha256"
+        self.recipe, self.origin = path / "recipe.json", path / "origin.sha256"
         self.corpus, self.metrics = path / "corpus.safetensors", path / "metrics.jsonl"
         self.follow: Callable[[dict[str, Any]], None] = lambda row: None  # hears of every row that is logged
 
@@ -88,32 +88,32 @@ class RunFolder:
             raise UserError(f"cannot write to {self.path}: {there} is {'read-only' if there.is_dir() else 'no folder'}")
         return resume and self.recipe.exists() and not changed
 
-    def begin(self, recipe: BaseRecipe, resume: bool, dense: str = "") -> None:
+    def begin(self, recipe: BaseRecipe, resume: bool, origin: str = "") -> None:
         """Make the folder; only a resumed run keeps what is in it. Raises UserError where it cannot be written.
 
-        `dense` is the fingerprint of the weights that are learned from. The recipe goes first and comes last: what a kill
+        `origin` is the fingerprint of the model that is learned from. The recipe goes first and comes last: what a kill
         leaves of an older run is never taken for this one's.
         """
         try:
             if not resume:
-                for old in (self.recipe, self.dense, self.corpus, self.metrics):
+                for old in (self.recipe, self.origin, self.corpus, self.metrics):
                     old.unlink(missing_ok=True)
                 if self.checkpoints.exists():
                     shutil.rmtree(self.checkpoints)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error.strerror or error}") from error
-        if dense:
-            write_whole(self.dense, f"{dense}\n")
+        if origin:
+            write_whole(self.origin, f"{origin}\n")
         recipe.save(self.recipe)
 
-    def dense_fingerprint(self) -> str:
-        """Of the weights that the run was begun with; empty where it was not kept."""
-        return self.dense.read_text(encoding="ascii").strip() if self.dense.is_file() else ""
+    def origin_fingerprint(self) -> str:
+        """Of the model that the run was begun with; empty where it was not kept."""
+        return self.origin.read_text(encoding="ascii").strip() if self.origin.is_file() else ""
 
-    def check_dense(self, found: str, name: str) -> None:
+    def check_origin(self, found: str, name: str) -> None:
         """Raises UserError where the weights of the model `name` are not those that the run was begun with."""
-        known = self.dense_fingerprint() or "not kept"
+        known = self.origin_fingerprint() or "not kept"
         if known != found:
             raise UserError(
                 f"the weights of {name} changed since {self.path} was begun (hash {known[:12]} then, {found[:12]} now); "
