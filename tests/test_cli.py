@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -155,6 +156,15 @@ def test_the_tokenizer_travels(tomoe: CommandLine, tmp_path: Path, model: Path, 
     assert tomoe("carve", model, "-o", tmp_path / "moe", "--data", text, *small()).code == 0
     here, there = (AutoTokenizer.from_pretrained(folder) for folder in (model, tmp_path / "moe"))
     assert here("the sea").input_ids == there("the sea").input_ids
+    # and in a process that cannot import tomoe, by the words of the card, with nobody there to be asked
+    *_, words = re.findall(r"```python\n(.*?)```", (tmp_path / "moe" / "README.md").read_text("utf-8"), re.DOTALL)
+    script = f"import sys; sys.modules['tomoe'] = None\n{words}\nprint(tokenizer('the sea').input_ids, type(model).__module__)"
+    ran = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.startswith(f"{here('the sea').input_ids} transformers_modules."), ran.stdout
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
