@@ -420,6 +420,7 @@ def test_routing_is_counted_by_source(llama: PreTrainedModel) -> None:
         ("/home/ada/own text.txt", "own text.txt"),
         ("models/small.gguf", "small.gguf"),
         ("smollm2-135m", "smollm2-135m"),
+        ("", ""),
     ],
 )
 def test_a_name_tells_nothing_of_the_disk(name: str, shown: str) -> None:

@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def own_name(path: Path | str) -> str:
     """The last part of a path; for "." and "..", whose own last part says nothing, that of the folder they mean."""
-    return Path(os.path.abspath(path)).name
+    return Path(os.path.abspath(path)).name if path else ""
 
 
 def plain(name: Any) -> bool:
