@@ -84,7 +84,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def own_name(path: Path | str) -> str:
-    """The last part of a path; for "." and "..", whose own last part says nothing, that of the folder they mean."""
+    """The last part of a path; for "." and "..", whose own last part says nothing, that of the folder they mean.
+
+    What has no name ("") stays without one.
+    """
     return Path(os.path.abspath(path)).name if path else ""
 
 
