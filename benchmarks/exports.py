@@ -21,12 +21,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from tomoe.config import Recipe
-from tomoe.convert import convert
-from tomoe.export import export, load_moe
-from tomoe.loading import load_dense, load_tokenizer
-from tomoe.moe.export import TARGETS, Options
-from tomoe.report.llama_cpp import LlamaCpp
+from tomoe.conversion import convert
+from tomoe.exporting.engines import LlamaCpp
+from tomoe.exporting.run import export, load_moe
+from tomoe.exporting.targets import TARGETS, Options
+from tomoe.model.loading import load_dense, load_tokenizer
+from tomoe.recipe.conversion import Recipe
 
 FORMS = [("hf", "f16"), ("mixtral", "f16"), ("qwen2_moe", "f16"), ("qwen3_moe", "f16"),
          ("gguf", "f32"), ("gguf", "f16"), ("gguf", "q8_0")]  # fmt: skip
@@ -95,9 +95,10 @@ def measure(args: argparse.Namespace, label: str, dense_name: str, folder: Path,
 
 def pico(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from test_gguf import TOKENIZER
+
     from conftest import FAMILIES
     from pico_files import SMALL, write_pico, write_text
-    from test_gguf import TOKENIZER
 
     args.pico.mkdir(parents=True)
     text = write_text(args.pico / "text.txt")

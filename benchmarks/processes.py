@@ -24,7 +24,7 @@ def work(out: str, command: list[str]) -> None:
     import torch
 
     from tomoe.cli import main
-    from tomoe.cost import peak_memory
+    from tomoe.training.cost import peak_memory
 
     torch.set_num_threads(1)
     try:

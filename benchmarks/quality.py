@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from tomoe import api
-from tomoe.config import Recipe
-from tomoe.convert import convert
+from tomoe.conversion import convert
+from tomoe.recipe.conversion import Recipe
 
 BLOCK = 512
 

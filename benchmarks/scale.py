@@ -2,9 +2,9 @@
 
     python benchmarks/scale.py [--tokens 2048] [--attention none|static|dynamic]
 
-prints the arithmetic of `tomoe.room` from sizes of configs alone, as Markdown: one table of its terms, one of their sums, with
-the base in bfloat16, 8 and 4 bits, and shared out over processes. Bits count for the projections of the blocks, without their
-scales; embeddings and norms stay in bfloat16. Folding goes layer by layer.
+prints the arithmetic of `tomoe.memory.estimate` from sizes of configs alone, as Markdown: one table of its terms, one of
+their sums, with the base in bfloat16, 8 and 4 bits, and shared out over processes. Bits count for the projections of the
+blocks, without their scales; embeddings and norms stay in bfloat16. Folding goes layer by layer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from tomoe.config import Recipe
-from tomoe.room import Sizes, kept_bytes, learned_bytes, least_memory, sizes_of, weight_bytes
+from tomoe.memory.estimate import Sizes, kept_bytes, learned_bytes, least_memory, sizes_of, weight_bytes
+from tomoe.recipe.conversion import Recipe
 
 # as in the config.json of each; hidden size, MLP size, layers, heads, key/value heads, vocabulary
 MODELS: dict[str, PreTrainedConfig] = {

@@ -14,11 +14,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tomoe.api import expert_backends
-from tomoe.dense import shape_of
+from tomoe.evaluation import throughput
+from tomoe.evaluation.param_counts import model_facts
+from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import LayerPlan, Plan
-from tomoe.report import throughput
-from tomoe.report.facts import model_facts
 
 SHAPES = {
     "llama-1b": dict(

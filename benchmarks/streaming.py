@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from tomoe.config import Recipe
-from tomoe.convert import finish_plan, make_network
-from tomoe.cost import peak_memory
-from tomoe.data import Blocks, Corpus
-from tomoe.loading import load_dense
+from tomoe.conversion import finish_plan, make_network
+from tomoe.data.corpus import Blocks, Corpus
+from tomoe.model.loading import load_dense
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.plan import Plan
+from tomoe.recipe.conversion import Recipe
+from tomoe.training.cost import peak_memory
 
 BLOCK = 512
 

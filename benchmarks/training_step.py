@@ -20,12 +20,12 @@ from types import SimpleNamespace
 
 import torch
 
-from tomoe.config import Recipe
-from tomoe.dense import shape_of
-from tomoe.loading import load_dense
+from tomoe.model.loading import load_dense
+from tomoe.model.structure import shape_of
 from tomoe.pruning.mask_network import MaskNetwork
-from tomoe.pruning.teacher import TeacherCache, hidden_states
-from tomoe.pruning.training import make_optimizer, micro_step
+from tomoe.recipe.conversion import Recipe
+from tomoe.training.loop import make_optimizer, micro_step
+from tomoe.training.teacher import TeacherCache, hidden_states
 
 
 def seconds(run: Callable[[], object]) -> float:

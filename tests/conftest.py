@@ -44,11 +44,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tomoe.config import ExpertsSection, SamplingSection
-from tomoe.dense import shape_of
+from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.recipe.conversion import ExpertsSection, SamplingSection
 
 if TYPE_CHECKING:  # they import this file
     from pico_files import CommandLine

@@ -14,7 +14,7 @@ import pytest
 from conftest import make_pico
 from pico_tokenizer import make_tokenizer
 from tomoe.cli import main
-from tomoe.config import Recipe
+from tomoe.recipe.conversion import Recipe
 
 WORDS = list(
     "the sea and a boat under stars went over old hills while rain fell on every quiet town near us".split(" ")

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from conftest import ATTENTION_MODES, make_pico, make_plan
 from tomoe.budget import active_params, attention_params, block_total, mlp_params, router_params
-from tomoe.dense import layer_parts, shape_of
+from tomoe.model.structure import layer_parts, shape_of
 from tomoe.moe.fold import fold
 
 

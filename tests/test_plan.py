@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conftest import ATTENTION_MODES, make_pico, make_plan
-from tomoe.dense import shape_of
 from tomoe.errors import UserError
+from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold, neuron_order
 from tomoe.plan import LayerPlan, Plan
 

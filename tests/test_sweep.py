@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pico_files import CommandLine, contents, pico_recipe, small, write_pico, write_text
-from tomoe import convert
-from tomoe.config import DataSection, Recipe
-from tomoe.data import Corpus, prepare
+from tomoe import conversion as convert
+from tomoe.data.corpus import Corpus, prepare
 from tomoe.errors import UserError
+from tomoe.recipe.conversion import DataSection, Recipe
 from tomoe.sweep import LINE, Cell, Text, grid, read_axis, sweep, write_tables
 
 BASE = Recipe.load(None, small()[1::2])

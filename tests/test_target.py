@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from conftest import make_network, make_pico, tokens
 from pico_files import CommandLine, small, write_pico, write_text
 from tomoe.budget import active_params, block_total
-from tomoe.config import Recipe
-from tomoe.dense import shape_of
 from tomoe.errors import UserError
-from tomoe.moe.stock import dense_misfit
+from tomoe.exporting.stock import dense_misfit
+from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import BUDGET_TOLERANCE, extract_plan
 from tomoe.pruning.losses import budget_penalty, layer_fractions, layer_widths, log_ratio
+from tomoe.recipe.conversion import Recipe
 
 IDS = tokens(2, 24)
 CALIBRATION = IDS, torch.ones_like(IDS, dtype=torch.bool)

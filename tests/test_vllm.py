@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from test_remote_code import narrow
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from conftest import make_pico, make_plan, tokens
-from test_remote_code import narrow
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.serving import vllm as plugin

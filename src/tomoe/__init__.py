@@ -4,11 +4,11 @@ Importing this package registers the converted models with transformers, so that
 `AutoModelForCausalLM.from_pretrained(folder)` needs no flag.
 """
 
-from tomoe.config import Recipe
 from tomoe.errors import UserError
 from tomoe.moe import kernels  # noqa: F401  # enters its own into the backends
 from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
 from tomoe.plan import Plan
+from tomoe.recipe.conversion import Recipe
 
 __version__ = "0.1.0"
 

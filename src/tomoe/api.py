@@ -11,25 +11,26 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe import distributed, fetch
-from tomoe.config import Recipe
-from tomoe.convert import Listener, fold_plan, pick_device, silent
-from tomoe.data import Blocks, Corpus, joined, pack
+from tomoe import distributed
+from tomoe.conversion import Listener, fold_plan, pick_device, silent
+from tomoe.data.corpus import Blocks, Corpus, joined, pack
+from tomoe.data.sources import documents, find
 from tomoe.errors import UserError
+from tomoe.evaluation import throughput
+from tomoe.evaluation.compare import Row, compare
+from tomoe.evaluation.overlap import shared_share
+from tomoe.evaluation.param_counts import model_facts
+from tomoe.evaluation.perplexity import sliding
+from tomoe.evaluation.tasks import TaskScore, TaskSet
 from tomoe.files import own_name
-from tomoe.hub import HUB_ID, find_plan, push
-from tomoe.loading import load_dense, load_tokenizer
+from tomoe.model import catalog as fetch
+from tomoe.model.hub import HUB_ID, find_plan, push
+from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.moe.modeling_tomoe import choose_backend
 from tomoe.plan import Plan
-from tomoe.report import throughput
+from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card, write_plan_card
-from tomoe.report.compare import Row, compare
-from tomoe.report.facts import model_facts
-from tomoe.report.overlap import shared_share
-from tomoe.report.perplexity import sliding
 from tomoe.report.summary import shown_name
-from tomoe.report.zero_shot import TaskScore, TaskSet
-from tomoe.sources import documents, find
 
 PROMPT = "The three most important things about the sea are"  # what both models go on from in the report
 CONTEXT = 1024

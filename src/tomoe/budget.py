@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tomoe.dense import ModelShape
+from tomoe.model.structure import ModelShape
 
 
 def mlp_params(shape: ModelShape, width: Any) -> Any:

@@ -18,9 +18,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tomoe.budget import active_params, block_total
-from tomoe.dense import ModelShape
 from tomoe.errors import UserError
 from tomoe.files import read_json, sha256, write_whole
+from tomoe.model.structure import ModelShape
 
 FORMAT = "tomoe-plan-1"
 _MASKS = ("expert_neurons", "qk_kept", "value_kept")

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from tomoe import api, distributed
-from tomoe.config import Recipe
-from tomoe.convert import Listener, convert_dense, silent
+from tomoe.conversion import Listener, convert_dense, silent
 from tomoe.errors import UserError
+from tomoe.evaluation.compare import Row
 from tomoe.files import write_whole
-from tomoe.pruning.run_folder import RunFolder
-from tomoe.report.compare import Row
+from tomoe.recipe.conversion import Recipe
+from tomoe.report.build import write_reports
 from tomoe.report.figures import accuracy_figure
-from tomoe.report.picture import save
-from tomoe.reports import write_reports
+from tomoe.report.style import save
+from tomoe.training.run_folder import RunFolder
 
 Line = dict[str, Any]
 LINE = "cell.json"

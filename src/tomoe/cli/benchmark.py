@@ -10,8 +10,8 @@ import typer
 from tomoe import api
 from tomoe.cli.screen import Screen, results
 from tomoe.errors import UserError
+from tomoe.evaluation.throughput import to_json, to_rich
 from tomoe.files import write_whole
-from tomoe.report.throughput import to_json, to_rich
 
 
 def benchmark(

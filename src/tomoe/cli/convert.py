@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tomoe import api, distributed
-from tomoe import convert as stages
+from tomoe import conversion as stages
 from tomoe.cli.export import Format, export
 from tomoe.cli.options import (
     ActiveOption,
@@ -28,12 +28,12 @@ from tomoe.cli.options import (
 )
 from tomoe.cli.screen import Screen, results, show_warnings
 from tomoe.cli.stopping import resumable
-from tomoe.config import Recipe
+from tomoe.evaluation.compare import to_rich
+from tomoe.memory.estimate import check_room
+from tomoe.recipe.conversion import Recipe
+from tomoe.report.build import write_reports
 from tomoe.report.card import write_card
-from tomoe.report.compare import to_rich
 from tomoe.report.warnings import find_warnings
-from tomoe.reports import write_reports
-from tomoe.room import check_room
 
 ConvertFormatOption = Annotated[
     Format | None,

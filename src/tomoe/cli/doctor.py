@@ -19,9 +19,9 @@ from tomoe.cli.options import (
     make_recipe,
 )
 from tomoe.cli.screen import Screen, duration, results
-from tomoe.doctor import Diagnosis, examine, lacks
 from tomoe.errors import UserError
-from tomoe.room import gb
+from tomoe.memory.doctor import Diagnosis, examine, lacks
+from tomoe.memory.estimate import gb
 
 
 def doctor(

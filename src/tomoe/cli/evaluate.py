@@ -10,11 +10,11 @@ import typer
 from tomoe import api, distributed
 from tomoe.cli.screen import Screen, results, show_warnings
 from tomoe.errors import UserError
+from tomoe.evaluation.compare import tasks_to_rich, to_json, to_markdown, to_rich
+from tomoe.evaluation.tasks import BATCH, SUITES, TaskSet, parse_tasks
 from tomoe.files import write_whole
 from tomoe.plan import Plan
-from tomoe.report.compare import tasks_to_rich, to_json, to_markdown, to_rich
 from tomoe.report.warnings import find_warnings
-from tomoe.report.zero_shot import BATCH, SUITES, TaskSet, parse_tasks
 
 
 def evaluate(

@@ -9,10 +9,10 @@ import typer
 
 from tomoe.cli.options import ForceOption, OutOption
 from tomoe.cli.screen import Screen, results
-from tomoe.export import PROOF_TOKENS, Exported
-from tomoe.export import export as run_export
-from tomoe.moe.export import Options, gguf_file
-from tomoe.moe.gguf import Precision
+from tomoe.exporting.gguf import Precision
+from tomoe.exporting.run import PROOF_TOKENS, Exported
+from tomoe.exporting.run import export as run_export
+from tomoe.exporting.targets import Options, gguf_file
 
 Format = Literal["auto", "mixtral", "qwen2_moe", "qwen3_moe", "gguf", "hf"]
 FormatOption = Annotated[Format, typer.Option("--format", help="auto: a stock architecture where one fits, else hf.")]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tomoe import fetch as fetching
+from tomoe.model import catalog as fetching
 
 
 def fetch(

@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 import typer
 
 from tomoe import distributed
-from tomoe import finetune as stages
 from tomoe.cli.options import DataOption, ForceOption, OutOption, ResumeOption, SeedOption, SetOption, StepsOption
 from tomoe.cli.screen import Screen, results, show_warnings
 from tomoe.cli.stopping import resumable
-from tomoe.finetune_recipe import FinetuneRecipe
+from tomoe.evaluation.compare import to_rich
+from tomoe.finetuning import run as stages
 from tomoe.plan import Plan
-from tomoe.report.compare import to_rich
+from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report.warnings import find_warnings
 
 

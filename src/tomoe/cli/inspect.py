@@ -12,15 +12,15 @@ from rich.table import Table
 
 from tomoe.budget import active_params, block_total
 from tomoe.cli.screen import describe_step, results, show_warnings
-from tomoe.config import Recipe
 from tomoe.errors import UserError
+from tomoe.evaluation.compare import read_rows
 from tomoe.files import damaged
-from tomoe.finetune_recipe import FinetuneRecipe
 from tomoe.plan import Plan
-from tomoe.pruning.run_folder import RunFolder
-from tomoe.report.compare import read_rows
+from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report.summary import conversion_summary, layer_table
 from tomoe.report.warnings import Finding, find_warnings
+from tomoe.training.run_folder import RunFolder
 
 RUNS: dict[str, type[Recipe] | type[FinetuneRecipe]] = {
     "masks": Recipe,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tomoe.config import Recipe
+from tomoe.recipe.conversion import Recipe
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Hub id, folder, .gguf file, or a name that `tomoe fetch` knows.")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tomoe import convert as stages
+from tomoe import conversion as stages
 from tomoe.cli.options import ActiveOption, ForceOption, OutOption
 from tomoe.cli.screen import Screen
 

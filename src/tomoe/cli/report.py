@@ -9,8 +9,8 @@ import typer
 
 from tomoe import distributed
 from tomoe.cli.screen import Screen, results
-from tomoe.report.compare import to_rich
-from tomoe.reports import write_reports
+from tomoe.evaluation.compare import to_rich
+from tomoe.report.build import write_reports
 
 
 def report(

@@ -12,9 +12,9 @@ from rich.text import Text
 from tomoe import api
 from tomoe.cli.screen import results
 from tomoe.errors import UserError
+from tomoe.evaluation.routing_trace import RoutingTrace, trace_text
 from tomoe.files import own_name
 from tomoe.report.html import COLOURS, shown, write_route_page
-from tomoe.report.routing_trace import RoutingTrace, trace_text
 
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 

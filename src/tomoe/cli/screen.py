@@ -75,7 +75,7 @@ def describe_step(known: dict[str, Any]) -> str:
 class Screen:
     """Progress of one command: bars with the time left on a terminal, a line every ten seconds elsewhere.
 
-    `listen` is the Listener of `tomoe.convert`.
+    `listen` is the Listener of `tomoe.conversion`.
     """
 
     def __init__(self, console: Console | None = None) -> None:

@@ -25,7 +25,7 @@ from tomoe.cli.options import (
 )
 from tomoe.cli.screen import Screen, duration, results
 from tomoe.cli.stopping import Stopped
-from tomoe.convert import Listener
+from tomoe.conversion import Listener
 
 
 def sweep(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tomoe import convert as stages
+from tomoe import conversion as stages
 from tomoe.cli.options import (
     ActiveOption,
     AttentionOption,
@@ -21,7 +21,7 @@ from tomoe.cli.options import (
 )
 from tomoe.cli.screen import Screen
 from tomoe.cli.stopping import resumable
-from tomoe.room import check_room
+from tomoe.memory.estimate import check_room
 
 
 def train(

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from tomoe.dense import LayerParts, ModelShape, check_output, decoder_layers, layer_parts, shape_of
 from tomoe.errors import UserError
+from tomoe.model.offload import LAYERS, cast_, present, stream_layers_
+from tomoe.model.structure import LayerParts, ModelShape, check_output, decoder_layers, layer_parts, shape_of
 from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
 from tomoe.plan import LayerPlan, Plan
-from tomoe.streaming import LAYERS, cast_, present, stream_layers_
 
 
 def neuron_order(expert_neurons: Bool[Tensor, "N F"]) -> Int[Tensor, " U"]:

@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from tomoe import distributed
 from tomoe.budget import attention_params, block_total, mlp_params
-from tomoe.dense import ModelShape, decoder_layers, layer_parts, run_blocks
-from tomoe.gumbel import derive_seed, keep_logit, keep_probability
+from tomoe.model.structure import ModelShape, decoder_layers, layer_parts, run_blocks
+from tomoe.pruning.gumbel import derive_seed, keep_logit, keep_probability
 from tomoe.pruning.mask_network import MaskNetwork, Projection
 
 KMEANS_STEPS = 20

@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tomoe.budget import attention_params, block_total, mlp_params
-from tomoe.dense import ModelShape, layer_parts
 from tomoe.errors import UserError
-from tomoe.gumbel import keep_probability
+from tomoe.model.structure import ModelShape, layer_parts
 from tomoe.plan import LayerPlan, Plan
+from tomoe.pruning.gumbel import keep_probability
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tomoe.gumbel import derive_seed
+from tomoe.pruning.gumbel import derive_seed
 
 
 class HyperNetwork(nn.Module):

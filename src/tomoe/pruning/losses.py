@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tomoe.budget import active_params, block_total
-from tomoe.config import LossSection
-from tomoe.dense import ModelShape
+from tomoe.model.structure import ModelShape
 from tomoe.pruning.mask_network import SampledLayerMasks
+from tomoe.recipe.conversion import LossSection
 
 Head = Callable[[Tensor], Tensor]  # hidden states -> logits
 CHUNK = 128  # tokens whose logits are alive at a time

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from tomoe.config import ExpertsSection, SamplingSection
-from tomoe.dense import ModelShape
-from tomoe.gumbel import derive_seed, gumbel_sigmoid
+from tomoe.model.structure import ModelShape
+from tomoe.pruning.gumbel import derive_seed, gumbel_sigmoid
 from tomoe.pruning.hypernetwork import HyperNetwork
-from tomoe.routing import ExpertRouter, ValueRouter
+from tomoe.pruning.routing import ExpertRouter, ValueRouter
+from tomoe.recipe.conversion import ExpertsSection, SamplingSection
 
 
 class Projection(nn.Module):

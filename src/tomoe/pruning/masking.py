@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tomoe.dense import LayerParts, ModelShape, layer_parts
+from tomoe.model.structure import LayerParts, ModelShape, layer_parts
 from tomoe.plan import LayerPlan, Plan
-from tomoe.routing import ExpertRouter, ValueRouter
+from tomoe.pruning.routing import ExpertRouter, ValueRouter
 
 
 @runtime_checkable

@@ -10,15 +10,15 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from tomoe import fetch
-from tomoe.config import Recipe
+from tomoe.data.sources import SOURCES
+from tomoe.evaluation.compare import Row, to_markdown
 from tomoe.files import own_name, write_whole
+from tomoe.model import catalog as fetch
 from tomoe.plan import Plan
-from tomoe.report.compare import Row, to_markdown
-from tomoe.report.origin import origin_of
+from tomoe.recipe.conversion import Recipe
+from tomoe.report.license import origin_of
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, shown_name
 from tomoe.report.warnings import find_warnings
-from tomoe.sources import SOURCES
 
 
 def write_card(
@@ -55,7 +55,7 @@ def write_card(
     how = [line for line in conversion_summary(plan) if line[0] != "Dense model"]
     card = ModelCard.from_template(
         data,
-        template_str=resources.files("tomoe.report").joinpath("card.md.j2").read_text(encoding="utf-8"),
+        template_str=resources.files("tomoe.report").joinpath("templates/card.md.j2").read_text(encoding="utf-8"),
         title=own_name(out),
         base=shown_name(base) or "a dense model",
         active=f"{plan.active_fraction():.0%}",
@@ -79,7 +79,7 @@ def write_plan_card(folder: Path, plan: Plan, plan_name: str = "PLAN") -> Path:
     size = sum((folder / name).stat().st_size for name in ("plan.json", "plan.safetensors"))
     card = ModelCard.from_template(
         data,
-        template_str=resources.files("tomoe.report").joinpath("plan_card.md.j2").read_text(encoding="utf-8"),
+        template_str=resources.files("tomoe.report").joinpath("templates/plan_card.md.j2").read_text(encoding="utf-8"),
         title=plan_name.rpartition("/")[2] if plan_name != "PLAN" else own_name(folder),
         base=shown_name(base) or "a dense model",
         source=base if hub_id(base) or base in fetch.names() else "MODEL",

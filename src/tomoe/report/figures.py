@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, ScalarFormatter
 
 from tomoe.errors import UserError
-from tomoe.report.picture import COLOURS, DASHES, HEAT, INK, LIGHT, MARKERS, WIDTH, Picture, canvas, short, styled
 from tomoe.report.plan_figures import layer_axis
+from tomoe.report.style import COLOURS, DASHES, HEAT, INK, LIGHT, MARKERS, WIDTH, Picture, canvas, short, styled
 
 LABELLED = 16  # points that still have room for their number
 Rows = Sequence[Mapping[str, Any]]

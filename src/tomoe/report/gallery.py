@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tomoe.evaluation.compare import Row
 from tomoe.plan import Plan
-from tomoe.report.compare import Row
 from tomoe.report.figures import (
     Rows,
     accuracy_figure,
@@ -16,7 +16,6 @@ from tomoe.report.figures import (
     training_figure,
     usage_figure,
 )
-from tomoe.report.picture import Picture, save
 from tomoe.report.plan_figures import (
     expert_width_figure,
     similarity_figure,
@@ -24,6 +23,7 @@ from tomoe.report.plan_figures import (
     value_figure,
     width_figure,
 )
+from tomoe.report.style import Picture, save
 
 
 def figures(

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from tomoe.evaluation.routing_trace import RoutingTrace
 from tomoe.files import write_whole
-from tomoe.report.routing_trace import RoutingTrace
 
 if TYPE_CHECKING:
-    from tomoe.report.picture import Picture
+    from tomoe.report.style import Picture
 
 COLOURS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00")
 Texts = Sequence[tuple[str, RoutingTrace]]  # (name, trace), all of one model
@@ -25,14 +25,14 @@ Texts = Sequence[tuple[str, RoutingTrace]]  # (name, trace), all of one model
 def render(template: str, **values: Any) -> str:
     """A page from one of our templates; every value that is not markup is escaped."""
     environment = Environment(
-        loader=PackageLoader("tomoe", "report"),
+        loader=PackageLoader("tomoe", "report/templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"inline": inline, "shown": shown, "share": share, "numbers": numbers, "experts": experts}
-    script = resources.files("tomoe.report").joinpath("tokens.js").read_text(encoding="utf-8")
+    script = resources.files("tomoe.report").joinpath("templates/tokens.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
         **values, script=Markup(script), script_sha256=Markup(digest), colours=COLOURS
@@ -46,7 +46,7 @@ def write_route_page(path: Path, title: str, texts: Texts, layer: int = 0) -> Pa
 
 def inline(picture: Picture) -> Markup:
     """The figure as an <svg> element."""
-    from tomoe.report.picture import inline_svg  # with matplotlib, which is slow to import
+    from tomoe.report.style import inline_svg  # with matplotlib, which is slow to import
 
     return inline_svg(picture)
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomoe
-from tomoe.config import Recipe
+from tomoe.evaluation.compare import Row, count, footnote, table, task_footnote, task_table
 from tomoe.files import write_whole
 from tomoe.plan import Plan
-from tomoe.report.compare import Row, count, footnote, table, task_footnote, task_table
+from tomoe.recipe.conversion import Recipe
 from tomoe.report.html import Texts, render
 from tomoe.report.summary import conversion_summary, layer_table, recipe_of, shown_name
 from tomoe.report.warnings import find_warnings
 
 if TYPE_CHECKING:  # matplotlib takes longer to import than all the rest, and most commands draw nothing
-    from tomoe.report.picture import Picture
+    from tomoe.report.style import Picture
 
 PAGE = "report.html"
 

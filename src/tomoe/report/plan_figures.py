@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
 from tomoe.plan import Plan
-from tomoe.report.picture import COLOURS, DASHES, HEAT, INK, LIGHT, MARKERS, Picture, canvas, styled
+from tomoe.report.style import COLOURS, DASHES, HEAT, INK, LIGHT, MARKERS, Picture, canvas, styled
 
 
 def layer_axis(axes: Axes, num_layers: int) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tomoe.config import Recipe
 from tomoe.files import own_name
-from tomoe.hub import HUB_ID
+from tomoe.model.hub import HUB_ID
 from tomoe.plan import FINETUNED, Plan
+from tomoe.recipe.conversion import Recipe
 
 ATTENTION = {
     "none": "kept whole",

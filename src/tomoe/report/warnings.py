@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tomoe.evaluation.compare import Row
+from tomoe.evaluation.usage import ExpertUsage
 from tomoe.plan import Plan
-from tomoe.report.compare import Row
 from tomoe.report.summary import recipe_of
-from tomoe.report.usage import ExpertUsage
 
 Kind = Literal[
     "dead experts", "overloaded expert", "narrow attention", "unused neurons", "budget missed", "training text", "context"

@@ -13,7 +13,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from tomoe.fetch import cache_folder
+from tomoe.model.catalog import cache_folder
 
 log = logging.getLogger(__name__)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-w")

@@ -1,0 +1,209 @@
+"""Where text comes from: named hub sets, any hub id, local files and folders; each yields documents."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tomoe.errors import UserError
+from tomoe.model.hub import HUB_ID, patiently
+
+SELF = "self"
+"""The source that samples its text from the dense model (self_text.py)."""
+
+LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
+# Of a long .txt file: long enough for any block, short enough that a shuffle mixes the parts of a single file.
+_PART_CHARACTERS = 2**16
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A named source: `read(split, text_column)` yields documents; `held_out` is its own split for evaluation.
+
+    `hub_id` is that of its data set, with `:config` where it has several; None for local text.
+    """
+
+    read: Callable[[str, str | None], Iterator[str]]
+    held_out: str | None = None
+    hub_id: str | None = None
+
+
+def _hub(split: str, text_column: str | None, *, name: str, column: str | None = None, **load: Any) -> Iterator[str]:
+    for row in _hub_rows(name, split, **load):
+        yield _text(row, text_column or column, f"the source {name}")
+
+
+def _wikitext(split: str, _: str | None, *, config: str) -> Iterator[str]:
+    """Articles; joined by blank lines they give back what WikiText perplexities are computed on.
+
+    The rows are lines. An article opens with a heading of the first level.
+    """
+    article: list[str] = []
+    for row in _hub_rows("Salesforce/wikitext", split, config=config):
+        line = _text(row, "text", "the source wikitext")
+        if re.fullmatch(r" = [^=].* = \n?", line) and any(seen.strip() for seen in article):
+            yield "\n\n".join(article)
+            article = []
+        article.append(line)
+    if any(line.strip() for line in article):
+        yield "\n\n".join(article)
+
+
+def _ptb(split: str, _: str | None) -> Iterator[str]:
+    """Penn Treebank. The hub's own loader of it is a script, which `datasets` no longer runs: read the conversion."""
+    folder = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank"
+    for row in _hub_rows("parquet", split, data_files={split: f"{folder}/{split}/*.parquet"}):
+        yield _text(row, "sentence", "the source ptb")
+
+
+SOURCES: dict[str, Source] = {
+    "wikitext": Source(
+        partial(_wikitext, config="wikitext-2-raw-v1"), held_out="test", hub_id="Salesforce/wikitext:wikitext-2-raw-v1"
+    ),
+    "wikitext-103": Source(
+        partial(_wikitext, config="wikitext-103-raw-v1"),
+        held_out="test",
+        hub_id="Salesforce/wikitext:wikitext-103-raw-v1",
+    ),
+    "c4": Source(
+        partial(_hub, name="allenai/c4", config="en", streaming=True), held_out="validation", hub_id="allenai/c4:en"
+    ),
+    "ptb": Source(_ptb, held_out="test", hub_id="ptb-text-only/ptb_text_only"),
+    "alpaca": Source(partial(_hub, name="tatsu-lab/alpaca", column="text"), hub_id="tatsu-lab/alpaca"),
+    "code-alpaca": Source(partial(_hub, name="sahil2801/CodeAlpaca-20k"), hub_id="sahil2801/CodeAlpaca-20k"),
+}
+
+
+def find(source: str) -> Source:
+    """The source of that name, else of that file or folder, else of that hub id (owner/name, or owner/name:config).
+
+    Raises UserError for anything else, and for a file that is not there.
+    """
+    if source in SOURCES:
+        return SOURCES[source]
+    path = Path(source).expanduser()
+    if path.exists():
+        return Source(partial(_local, path=path))
+    if path.suffix in LOCAL_SUFFIXES or source.startswith((".", "/", "~")):
+        raise UserError(f"there is no file or folder {source} to read text from")
+    name, _, config = source.partition(":")
+    if HUB_ID.fullmatch(name):
+        return Source(partial(_hub, name=name, config=config or None, streaming=True), hub_id=source)
+    near = difflib.get_close_matches(source, [*SOURCES, SELF], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UserError(
+        f"{source!r} is no source: these are {', '.join([*SOURCES, SELF])}, a hub id (owner/name), "
+        f"a {', '.join(LOCAL_SUFFIXES)} file, or a folder of such files{hint}"
+    )
+
+
+def documents(source: str, split: str = "train", text_column: str | None = None) -> Iterator[str]:
+    """Documents of a source, in its own order, without those that are blank.
+
+    A .txt file is one document, or several where two blank lines stand between them; what is longer than 65,536
+    characters comes in parts of about that size, cut at line ends. A row of .jsonl, .parquet or a hub set is one
+    document: its `text_column`, else its column `text`, else `instruction`, `input` and `output` joined by newlines.
+    Named sets know their columns, whatever `text_column` says of the others.
+    Local files have the split `train` only. Raises UserError, also while iterating: no such source, hub out of reach,
+    broken file, no text column.
+    """
+    if source == SELF:
+        raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
+    column = None if source in SOURCES else text_column
+    return (document for document in find(source).read(split, column) if document.strip())
+
+
+def _hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> Iterator[Row]:
+    # Imported here: it takes seconds, and only hub sets need it.
+    import datasets  # type: ignore[import-untyped]
+
+    try:
+        yield from patiently(lambda: datasets.load_dataset(name, config, split=split, **load))
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+        what = load.get("data_files", {}).get(split) or (f"{name}:{config}" if config else name)
+        raise UserError(
+            f"cannot load {what} ({split}) from the hub: {reason}; "
+            f"give a local {', '.join(LOCAL_SUFFIXES)} file instead, or the source self"
+        ) from None
+
+
+def _local(split: str, text_column: str | None, *, path: Path) -> Iterator[str]:
+    if split != "train":
+        raise UserError(f"{path} is local text, which has no split {split!r}")
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in LOCAL_SUFFIXES and file.is_file())
+        if not files:
+            raise UserError(f"the folder {path} holds no {', '.join(LOCAL_SUFFIXES)} file")
+    for file in files:
+        if file.suffix not in LOCAL_SUFFIXES:
+            raise UserError(f"cannot read text from {file}: it should end in {', '.join(LOCAL_SUFFIXES)}")
+        try:
+            if file.suffix == ".txt":
+                yield from _txt(file)
+            else:
+                rows = _jsonl(file) if file.suffix == ".jsonl" else _parquet(file)
+                yield from (_text(row, text_column, str(file)) for row in rows)
+        except UnicodeDecodeError:
+            raise UserError(f"{file} is not text in UTF-8") from None
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror or error}") from None
+
+
+def _txt(file: Path) -> Iterator[str]:
+    with file.open(encoding="utf-8") as lines:
+        while part := lines.readlines(_PART_CHARACTERS):
+            yield from "".join(part).split("\n\n\n")
+
+
+def _jsonl(file: Path) -> Iterator[Row]:
+    # Line by line, because `datasets` infers one schema for all lines and fails where a field is null at first.
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"line {number} of {file} is not valid JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise UserError(f"line {number} of {file} holds a {type(row).__name__}, but it should be an object")
+            yield row
+
+
+def _parquet(file: Path) -> Iterable[Row]:
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches():
+                yield from batch.to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{file} is not a readable parquet file: {str(error).rstrip('.')}") from None
+
+
+def _text(row: Row, text_column: str | None, where: str) -> str:
+    """The text of a row; "" where it is null."""
+    column = text_column or "text"
+    if text_column is None and column not in row and "instruction" in row:
+        parts = [row.get(name) for name in ("instruction", "input", "output")]
+        return "\n".join(part for part in parts if isinstance(part, str) and part)
+    if column not in row:
+        raise UserError(
+            f"{where} has no column {column!r} but {', '.join(map(repr, row)) or 'none'}; "
+            "say with data.text_column which one holds the text"
+        )
+    text = row[column]
+    if text is not None and not isinstance(text, str):
+        raise UserError(f"the column {column!r} of {where} holds a {type(text).__name__}, but it should hold text")
+    return text or ""

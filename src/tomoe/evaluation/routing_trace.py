@@ -1,0 +1,89 @@
+"""Which expert each token of a text goes to, in every layer: for a reader, in colour or in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from tomoe.errors import UserError
+from tomoe.evaluation.perplexity import evaluating, forward_block, has_inner
+from tomoe.evaluation.usage import ROUTER
+
+WINDOW = 8  # tokens before one that say how it is written: some tokenizers drop or add spaces at the very beginning
+UNKNOWN = "\ufffd"
+
+
+@dataclass(frozen=True)
+class RoutingTrace:
+    """`experts[layer][token]` of the `tokens`, which joined are the text. A token without letters of its own is ""."""
+
+    tokens: list[str]
+    experts: list[list[int]]
+    num_experts: int
+
+    def shares(self, layer: int) -> list[float]:
+        """Share of the tokens that each expert of a layer got."""
+        row = self.experts[layer]
+        return [row.count(n) / len(row) for n in range(self.num_experts)]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "experts": self.experts, "num_experts": self.num_experts}
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """How each token is written. Where one character is several tokens, the last of them has it and the others are "".
+
+    What cannot be printed (escape sequences, marks that turn the direction of writing) becomes U+FFFD.
+    """
+    found, pending = [], False
+    for i in range(len(ids)):
+        start = max(0, i - WINDOW)
+        before, after = (str(tokenizer.decode(list(ids[start:end]))) for end in (i, i + 1))
+        if after.endswith(UNKNOWN) and i + 1 < len(ids):  # perhaps a part of a character
+            found.append("")
+            pending = True
+            continue
+        piece = after[len(before.rstrip(UNKNOWN) if pending else before) :]
+        found.append("".join(c if c.isprintable() or c in "\n\t" else UNKNOWN for c in piece))
+        pending = False
+    return found
+
+
+def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> RoutingTrace:
+    """Run the tokens through the model once. Raises UserError for no token, or for a model that has no router."""
+    if not ids:
+        raise UserError("there is no text to route: it has no token")
+    routers = [module for name, module in model.named_modules() if name.endswith(ROUTER)]
+    if not routers:
+        raise UserError("this model has no routers: it is dense; give a folder that `tomoe convert` wrote")
+    rows: list[list[int]] = []
+    width = 0
+
+    def note(_: nn.Module, _args: Any, output: Any) -> None:
+        nonlocal width
+        logits = output[0] if isinstance(output, tuple) else output
+        width = int(logits.shape[-1])
+        rows.append(logits.reshape(-1, width).argmax(-1).tolist())
+
+    hooks = [router.register_forward_hook(note) for router in routers]
+    try:
+        with torch.no_grad(), evaluating(model):
+            tokens = torch.tensor(list(ids))
+            forward_block(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=has_inner(model))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return RoutingTrace(pieces(tokenizer, ids), rows, width)
+
+
+def trace_text(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int | None = None
+) -> RoutingTrace:
+    """`trace_ids` of a text, or of its first `max_tokens` tokens."""
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    return trace_ids(model, tokenizer, list(ids)[:max_tokens])

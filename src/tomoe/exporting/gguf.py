@@ -1,0 +1,227 @@
+"""The same MoE as a GGUF file for llama.cpp and all that is built on it.
+
+llama.cpp's `llama` architecture with experts is Mixtral, and it takes biases of Q, K and V where a file has them; `qwen3moe`
+normalises Q and K. Both make the weight of a single chosen expert exactly 1. (`qwen2moe` does not: it multiplies by the
+router's probability.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tomoe.exporting.gguf_tokenizer import write_tokenizer
+from tomoe.exporting.stock import Carrier, Layout, attention_tensors, expert_tensors, gguf_carrier, make_layout, misfit
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+
+Precision = Literal["f32", "f16", "bf16", "q8_0"]
+TYPES = {name: GGMLQuantizationType[name.upper()] for name in ("f32", "f16", "bf16", "q8_0")}
+FILE_TYPES = {
+    "f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "bf16": LlamaFileType.MOSTLY_BF16,
+    "q8_0": LlamaFileType.MOSTLY_Q8_0,
+}  # fmt: skip
+BLOCK = 32  # numbers of a row that Q8_0 quantises together
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+    make: Callable[[], Tensor]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The same with rows counted in bytes."""
+        return tuple(quants.quant_shape_to_byte_shape(self.shape, self.type))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.stored_shape)
+
+
+def _carrier(moe: ToMoEForCausalLM) -> Carrier:
+    first: Any = moe.model.layers[0]
+    return gguf_carrier(first.self_attn.q_norm is not None)
+
+
+def gguf_misfit(moe: ToMoEForCausalLM) -> str | None:
+    """Why llama.cpp could not compute what this MoE computes, in words; None where it can."""
+    carrier = _carrier(moe)
+    problem = misfit(moe, carrier)
+    if problem:
+        return problem
+    if moe.config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {moe.config.hidden_act}, and llama.cpp's experts use silu"
+    rotary: Any = moe.model.rotary_emb
+    if rotary.rope_type in ("dynamic", "longrope") or rotary.attention_scaling != 1.0:
+        return f"its rotary embedding ({rotary.rope_type}) scales with the length or the scores"
+    if carrier.normed and rotary.rope_type != "default":
+        return f"llama.cpp's qwen3moe takes plain rotary frequencies only, and these are scaled ({rotary.rope_type})"
+    return None
+
+
+def context_length(moe: ToMoEForCausalLM) -> int:
+    """llama.cpp computes no sliding window here, so a file is good for contexts that fit into the window."""
+    windows = [layer.self_attn.sliding_window for layer in moe.model.layers]
+    return min([int(moe.config.max_position_embeddings), *(int(w) for w in windows if w is not None)])
+
+
+def interleaved(t: Float[Tensor, " HC *rest"], head_dim: int) -> Float[Tensor, " HC *rest"]:
+    """Rows of Q or K for a rotary embedding that pairs neighbours (2 j, 2 j + 1) instead of (j, j + C/2)."""
+    return t.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def _type_of(name: str, shape: tuple[int, ...], precision: Precision) -> GGMLQuantizationType:
+    """Routers, norms and biases are small and stay float32; a row that is no multiple of 32 cannot be quantised."""
+    if len(shape) == 1 or "ffn_gate_inp" in name:
+        return GGMLQuantizationType.F32
+    return GGMLQuantizationType.F16 if precision == "q8_0" and shape[-1] % BLOCK else TYPES[precision]
+
+
+@torch.no_grad()
+def entries(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> Iterator[Entry]:
+    """Every tensor of the file, in order, made when it is asked for."""
+    carrier, inner = _carrier(moe), moe.model
+    layout = make_layout(moe, carrier, multiple)
+
+    def entry(name: str, make: Callable[[], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
+        shape = tuple(make().shape) if shape is None else shape
+        return Entry(name, shape, _type_of(name, shape, precision), make)
+
+    def weight(name: str, module: Any) -> Entry:
+        return entry(name, lambda: module.weight)
+
+    yield weight("token_embd.weight", inner.embed_tokens)
+    yield weight("output_norm.weight", inner.norm)
+    if not moe.config.tie_word_embeddings:
+        yield weight("output.weight", moe.lm_head)
+    rotary: Any = inner.rotary_emb
+    if rotary.rope_type != "default":
+        yield entry("rope_freqs.weight", lambda: _plain_frequencies(moe) / rotary.inv_freq.float())
+    for i, layer in enumerate(inner.layers):
+        prefix = f"blk.{i}."
+        yield weight(f"{prefix}attn_norm.weight", layer.input_layernorm)
+        yield weight(f"{prefix}ffn_norm.weight", layer.post_attention_layernorm)
+        for name, t in _attention(layer.self_attn).items():
+            # made again when it is asked for: padded copies of all layers would be as large as the dense attention
+            yield entry(prefix + name, partial(_attention_tensor, layer.self_attn, name), tuple(t.shape))
+        yield weight(f"{prefix}ffn_gate_inp.weight", layer.mlp.router)
+        yield from _experts(layer.mlp, layout, carrier, prefix, entry)
+
+
+def _attention(attention: Any) -> dict[str, Tensor]:
+    places = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+    places |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
+    found = {}
+    for name, t in attention_tensors(attention).items():
+        part, _, kind = name.partition(".")
+        if part in ("q_proj", "k_proj") and attention.q_norm is None:  # qwen3moe pairs halves, as transformers does
+            t = interleaved(t, attention.head_dim)
+        found[f"{places[part]}.{kind}"] = t
+    return found
+
+
+def _attention_tensor(attention: Any, name: str) -> Tensor:
+    return _attention(attention)[name]
+
+
+def _experts(mlp: Any, layout: Layout, carrier: Carrier, prefix: str, entry: Callable[..., Entry]) -> Iterator[Entry]:
+    @cache
+    def own() -> dict[str, Tensor]:
+        return expert_tensors(mlp, layout, carrier.experts)
+
+    n, d, w = mlp.num_experts, mlp.up_proj.shape[1], layout.width
+    shapes = ((n, w, d), (n, w, d), (n, d, w))
+    for place, name, shape in zip(("gate", "up", "down"), carrier.experts, shapes, strict=True):
+
+        def stacked(name: str = name, last: bool = place == "down") -> Tensor:
+            tensors = torch.stack([own()[f"experts.{e}.{name}.weight"] for e in range(n)])
+            if last:
+                own.cache_clear()  # the copies of one layer at a time
+            return tensors
+
+        yield entry(f"{prefix}ffn_{place}_exps.weight", stacked, shape)
+
+
+def _plain_frequencies(moe: ToMoEForCausalLM) -> Tensor:
+    """Rotary frequencies before any scaling; a file holds what they are divided by."""
+    size = 2 * moe.model.rotary_emb.inv_freq.numel()
+    theta = moe.config.rope_parameters["rope_theta"]
+    return 1.0 / theta ** (torch.arange(0, size, 2, device=moe.device).float() / size)
+
+
+def gguf_widths(moe: ToMoEForCausalLM, multiple: int) -> int:
+    """Width of every expert."""
+    return make_layout(moe, _carrier(moe), multiple).width
+
+
+def gguf_bytes(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> int:
+    """Of the tensors."""
+    return sum(entry.nbytes for entry in entries(moe, precision, multiple))
+
+
+def write_gguf(
+    moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, path: Path, precision: Precision, multiple: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:  # fmt: skip
+    """One file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would not follow."""
+    writer = GGUFWriter(None, "qwen3moe" if _carrier(moe).normed else "llama")
+    _write_sizes(writer, moe, precision, make_layout(moe, _carrier(moe), multiple), path)
+    if tokenizer is not None:
+        write_tokenizer(writer, tokenizer, moe.config.vocab_size)
+    tensors = list(entries(moe, precision, multiple))
+    for entry in tensors:
+        # the writer takes the shape in bytes of types that numpy does not have
+        plain = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}.get(entry.type)
+        kind = np.dtype(plain or "uint8")
+        shape = entry.shape if plain else entry.stored_shape
+        writer.add_tensor_info(entry.name, shape, kind, entry.nbytes, raw_dtype=entry.type)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    total, written = sum(entry.nbytes for entry in tensors), 0
+    for entry in tensors:
+        data = quants.quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
+        writer.write_tensor_data(data)
+        written += data.nbytes
+        progress(written, total)
+    writer.close()
+
+
+def _write_sizes(writer: GGUFWriter, moe: ToMoEForCausalLM, precision: Precision, layout: Layout, path: Path) -> None:
+    config, first = moe.config, moe.model.layers[0].self_attn
+    head_dim = first.head_dim
+    writer.add_type("model")
+    writer.add_name(path.stem)
+    writer.add_file_type(FILE_TYPES[precision])
+    writer.add_quantization_version(2)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(context_length(moe))
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(layout.width)
+    if first.q_norm is not None:
+        writer.add_expert_feed_forward_length(layout.width)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(first.k_proj.out_features // first.qk_size)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(1)

@@ -1,0 +1,325 @@
+"""The same MoE as an architecture that transformers, vLLM, SGLang and llama.cpp already know.
+
+A stock architecture wants every expert to have weights of its own and one width for all layers, and every head whole. So
+neurons that experts share are copied, narrow experts get neurons of zeros, and dropped Q/K and V/O dims come back as
+zeros: none of it changes a logit. What no zero can express (V/O dims chosen for each token, biases that the architecture
+has no place for) is refused in one sentence.
+
+Letters: N experts, M width of an expert, S width of the shared expert, D hidden size, C head dim, c kept dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from tomoe.errors import UserError
+from tomoe.model.structure import layer_parts
+from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM, ToMoEMLP
+from tomoe.recipe.conversion import STOCK_MULTIPLE
+
+PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A stock architecture that can hold a top-1 MoE with expert weight exactly 1."""
+
+    name: str
+    config_class: type[PreTrainedConfig]
+    block: str  # of a layer's MoE in a checkpoint
+    experts: tuple[str, str, str]  # gate, up and down projection of an expert in a checkpoint
+    width_key: str  # of M in the config
+    biased: bool = False  # may Q, K and V have biases
+    normed: bool = False  # are Q and K normalised in each head
+    shared: bool = False  # does a shared expert work on every token
+
+
+_QWEN = ("gate_proj", "up_proj", "down_proj")
+CARRIERS = {
+    carrier.name: carrier
+    for carrier in (
+        Carrier("mixtral", MixtralConfig, "block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size"),
+        Carrier("qwen2_moe", Qwen2MoeConfig, "mlp", _QWEN, "moe_intermediate_size", biased=True, shared=True),
+        Carrier("qwen3_moe", Qwen3MoeConfig, "mlp", _QWEN, "moe_intermediate_size", normed=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Widths that every layer of the export has."""
+
+    width: int  # M
+    shared: int  # S; 0 where the carrier has no shared expert
+
+
+def misfit(moe: ToMoEForCausalLM, carrier: Carrier) -> str | None:
+    """Why the carrier cannot compute what this MoE computes, in words; None where it can."""
+    attentions: list[Any] = [layer.self_attn for layer in moe.model.layers]
+    mlp: Any = moe.model.layers[0].mlp
+    first = attentions[0]
+    if any(a.value_router is not None for a in attentions):
+        return "it chooses V/O dims for each token (attention: dynamic), and stock attention has no such choice"
+    biases = any(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, mlp.down_bias))
+    problem = _unplaced(
+        carrier, mlp.gate_proj is not None, biases, first.q_proj, first.o_proj, first.q_norm is not None
+    )
+    if problem:
+        return problem
+    if 2 * moe.model.rotary_emb.inv_freq.numel() != first.head_dim:
+        return "its rotary embedding turns only a part of each head"
+    if abs(first.scaling * first.head_dim**0.5 - 1) > 1e-6:
+        return "its attention has a softmax scale of its own"
+    windows = {a.sliding_window for a in attentions}
+    if len(windows) > (2 if carrier.shared and None in windows else 1):
+        return "its layers have sliding windows of different sizes"
+    return _foreign(moe)
+
+
+def dense_misfit(dense: PreTrainedModel, name: str) -> str | None:
+    """Why no MoE made from this dense model would fit the target `name`, as far as its parts tell; else None."""
+    parts = layer_parts(dense)[0]
+    normed = getattr(parts.attention, "q_norm", None) is not None
+    carrier = gguf_carrier(normed) if name == "gguf" else CARRIERS[name]
+    biases = any(p is not None and p.bias is not None for p in (parts.gate, parts.up, parts.down))
+    return _unplaced(carrier, parts.gate is not None, biases, parts.q, parts.o, normed)
+
+
+def gguf_carrier(normed: bool) -> Carrier:
+    """llama.cpp's `llama` with experts is Mixtral, and takes biases of Q, K and V too; its `qwen3moe` normalises Q and K."""
+    return CARRIERS["qwen3_moe"] if normed else replace(CARRIERS["mixtral"], name="gguf", biased=True)
+
+
+def _unplaced(carrier: Carrier, gated: bool, biases: bool, q: nn.Linear, o: nn.Linear, normed: bool) -> str | None:
+    if not gated:
+        return "its MLP has no gate projection"
+    if biases:
+        return "its MLP has biases"
+    if o.bias is not None:
+        return "its attention output has a bias"
+    if q.bias is not None and not carrier.biased:
+        return "its Q, K and V projections have biases"
+    if normed != carrier.normed:
+        return "it normalises Q and K" if normed else "it does not normalise Q and K"
+    return None
+
+
+@torch.no_grad()
+def _foreign(moe: ToMoEForCausalLM) -> str | None:
+    """Found by running a few tokens: anything around attention and MLP that is not the plain pre-norm residual stream."""
+    layer: Any = moe.model.layers[0]
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    parts = {
+        "layer": layer, "norm1": layer.input_layernorm, "attention": layer.self_attn,
+        "norm2": layer.post_attention_layernorm, "mlp": layer.mlp, "norm": moe.model.norm,
+    }  # fmt: skip
+
+    def listen(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            seen[name] = (args[0] if args else kwargs["hidden_states"], out[0] if isinstance(out, tuple) else out)
+
+        return hook
+
+    handles = [part.register_forward_hook(listen(name), with_kwargs=True) for name, part in parts.items()]
+    try:
+        ids = torch.linspace(
+            moe.config.vocab_size // 4, moe.config.vocab_size - 1, PROBE_TOKENS, device=moe.device
+        ).long()[None]
+        moe(ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    eps = moe.config.rms_norm_eps if hasattr(moe.config, "rms_norm_eps") else 0.0
+    middle = seen["layer"][0] + seen["attention"][1]
+    pairs = [
+        ("its embeddings are scaled", seen["layer"][0], moe.get_input_embeddings()(ids)),
+        ("its attention does not read the normed residual stream", seen["attention"][0], seen["norm1"][1]),
+        ("its attention is not simply added to the residual stream", seen["norm2"][0], middle),
+        ("its MLP does not read the normed residual stream", seen["mlp"][0], seen["norm2"][1]),
+        ("its MLP is not simply added to the residual stream", seen["layer"][1], middle + seen["mlp"][1]),
+    ]
+    for name in ("norm1", "norm2", "norm"):
+        x = seen[name][0].float()
+        plain = parts[name].weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        pairs.append(("its norms are not plain RMS norms", seen[name][1], plain))
+    for problem, found, meant in pairs:
+        if not torch.allclose(found.float(), meant.float(), rtol=2e-2, atol=1e-2 * float(meant.float().std())):
+            return problem
+    known = {"embed_tokens.weight", "norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"}
+    left = [n for n, _ in moe.model.named_parameters() if ".mlp." not in n and ".self_attn." not in n]
+    strange = [n for n in left if not any(n.endswith(k) for k in known)]
+    return f"it has weights beside attention, MLP and norms, for example {strange[0]}" if strange else None
+
+
+def common_neurons(mlp: ToMoEMLP) -> Tensor:
+    """Rows that belong to every expert, ascending."""
+    uses = torch.bincount(mlp.expert_neurons.flatten().long(), minlength=mlp.up_proj.shape[0])
+    return (uses == mlp.num_experts).nonzero().squeeze(1)
+
+
+def make_layout(moe: ToMoEForCausalLM, carrier: Carrier, multiple: int = STOCK_MULTIPLE) -> Layout:
+    """The widths that take the fewest weights. Of what every expert has, a shared expert needs one copy, not N."""
+    mlps: list[ToMoEMLP] = [layer.mlp for layer in moe.model.layers]
+    widths = [mlp.expert_neurons.shape[1] for mlp in mlps]
+
+    def up(size: int) -> int:
+        return max(multiple, -(-size // multiple) * multiple)
+
+    if not carrier.shared:
+        return Layout(up(max(widths)), 0)
+    common = [len(common_neurons(mlp)) for mlp in mlps]
+    choices = [
+        Layout(up(max(w - min(c, shared) for w, c in zip(widths, common, strict=True))), shared)
+        for shared in range(multiple, up(max(common)) + 1, multiple)
+    ]
+    return min(choices, key=lambda layout: (mlps[0].num_experts * layout.width + layout.shared, layout.shared))
+
+
+def stock_config(moe: ToMoEForCausalLM, carrier: Carrier, layout: Layout) -> PreTrainedConfig:
+    """The carrier's config: all that it shares with the dense one, and the sizes of the export."""
+    dense = moe.config.dense_config()
+    values = dense.to_dict()
+    windows = [layer.self_attn.sliding_window for layer in moe.model.layers]
+    window = next((w for w in windows if w is not None), None)
+    known = {f.name for f in fields(carrier.config_class)} | {"head_dim"}
+    kept = {k: v for k, v in values.items() if k in known and k not in ("layer_types", "dtype", "transformers_version")}
+    kept |= {
+        "head_dim": moe.model.layers[0].self_attn.head_dim,
+        carrier.width_key: layout.width,
+        "num_experts_per_tok": 1,
+        "sliding_window": window,
+        "architectures": [carrier.config_class.__name__.replace("Config", "ForCausalLM")],
+        ("num_experts" if carrier.block == "mlp" else "num_local_experts"): moe.config.num_experts,
+    }
+    if carrier.block == "mlp":
+        kept |= {
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": bool(window),
+        }
+    if carrier.shared:
+        types = ["full_attention" if w is None else "sliding_attention" for w in windows]
+        kept |= {"shared_expert_intermediate_size": layout.shared, "layer_types": types}
+        kept["qkv_bias"] = moe.model.layers[0].self_attn.q_proj.bias is not None
+    config: PreTrainedConfig = carrier.config_class(**kept)
+    config.dtype = moe.dtype
+    _check_rotary(moe, config)
+    return config
+
+
+def _check_rotary(moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
+    """The frequencies follow from the config by the carrier's own code; they must be those of the MoE."""
+    ours, theirs = moe.model.rotary_emb, type(empty_stock(config).model.rotary_emb)(config)
+    same = torch.equal(ours.inv_freq.float().cpu(), theirs.inv_freq) and (
+        ours.attention_scaling == theirs.attention_scaling
+    )
+    if not same:
+        raise UserError(f"{config.model_type} makes other rotary frequencies of this config than the model itself")
+
+
+def empty_stock(config: PreTrainedConfig) -> Any:
+    """The carrier's model without memory, to read names and sizes from."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def padded(t: Float[Tensor, "n m"], size: int, dim: int) -> Float[Tensor, "_ _"]:
+    """Zeros up to `size` along `dim`."""
+    shape = list(t.shape)
+    shape[dim] = size - shape[dim]
+    return torch.cat([t, t.new_zeros(shape)], dim).contiguous()
+
+
+def expert_tensors(mlp: ToMoEMLP, layout: Layout, names: tuple[str, str, str]) -> dict[str, Tensor]:
+    """Every expert's own copy of its neurons; what all experts have stands in the shared expert as far as that is wide.
+
+    The shared expert's output is multiplied by sigmoid(gate x). A gate of zeros makes that exactly 1/2 for every token,
+    and down weights that are doubled undo it exactly: powers of two round nothing.
+    """
+    assert mlp.gate_proj is not None
+    shared = common_neurons(mlp)[: layout.shared]
+    inside = torch.zeros(mlp.up_proj.shape[0], dtype=torch.bool, device=shared.device)
+    inside[shared] = True
+
+    def matrices(rows: Tensor, width: int, factor: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        assert mlp.gate_proj is not None
+        gate, up = (padded(t[rows], width, 0) for t in (mlp.gate_proj, mlp.up_proj))
+        return gate, up, padded(factor * mlp.down_proj[rows].t(), width, 1)
+
+    found: dict[str, Tensor] = {"gate.weight": mlp.router.weight.to(mlp.up_proj.dtype)}
+    for n, rows in enumerate(mlp.expert_neurons.long()):
+        own = matrices(rows[~inside[rows]], layout.width)
+        found |= {f"experts.{n}.{name}.weight": t for name, t in zip(names, own, strict=True)}
+    if layout.shared:
+        own = matrices(shared, layout.shared, 2.0)
+        found |= {f"shared_expert.{name}.weight": t for name, t in zip(names, own, strict=True)}
+        found["shared_expert_gate.weight"] = mlp.up_proj.new_zeros(1, mlp.up_proj.shape[1])
+    return found
+
+
+def attention_tensors(attention: ToMoEAttention) -> dict[str, Tensor]:
+    """Whole heads: kept Q/K dims at their places, V/O dims at the first places, zeros elsewhere.
+
+    A norm over a head takes its mean over all C dims, of which the dropped ones are zero: as in the dense model.
+    """
+    size, half = attention.head_dim, attention.head_dim // 2
+    pairs = attention.rotary_ids.long()
+    qk = torch.cat([pairs, pairs + half])
+    values = torch.arange(attention.value_size, device=qk.device)
+
+    def rows(t: Tensor, own: int, dims: Tensor) -> Tensor:
+        heads = t.unflatten(0, (-1, own))
+        return heads.new_zeros(heads.shape[0], size, *heads.shape[2:]).index_copy_(1, dims, heads).flatten(0, 1)
+
+    found = {
+        "q_proj": rows(attention.q_proj.weight, attention.qk_size, qk),
+        "k_proj": rows(attention.k_proj.weight, attention.qk_size, qk),
+        "v_proj": rows(attention.v_proj.weight, attention.value_size, values),
+        "o_proj": rows(attention.o_proj.weight.t(), attention.value_size, values).t().contiguous(),
+    }
+    state = {f"{name}.weight": t for name, t in found.items()}
+    for name, own, dims in (
+        ("q", attention.qk_size, qk),
+        ("k", attention.qk_size, qk),
+        ("v", attention.value_size, values),
+    ):
+        bias = getattr(attention, f"{name}_proj").bias
+        if bias is not None:
+            state[f"{name}_proj.bias"] = rows(bias, own, dims)
+        norm = getattr(attention, f"{name}_norm", None)
+        if norm is not None:
+            state[f"{name}_norm.weight"] = norm.new_ones(size).index_copy_(0, dims, norm.detach())
+    return state
+
+
+@torch.no_grad()
+def stock_tensors(moe: ToMoEForCausalLM, carrier: Carrier, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of every tensor of the checkpoint, layer by layer: only one layer's copies are alive at a time."""
+    inner: Any = moe.model
+    yield "model.embed_tokens.weight", inner.embed_tokens.weight
+    for i, layer in enumerate(inner.layers):
+        prefix = f"model.layers.{i}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}{name}.weight", getattr(layer, name).weight
+        for name, t in attention_tensors(layer.self_attn).items():
+            yield f"{prefix}self_attn.{name}", t
+        for name, t in expert_tensors(layer.mlp, layout, carrier.experts).items():
+            yield f"{prefix}{carrier.block}.{name}", t
+    yield "model.norm.weight", inner.norm.weight
+    if not moe.config.tie_word_embeddings:
+        yield "lm_head.weight", moe.lm_head.weight

@@ -1,0 +1,71 @@
+"""Where a dense model comes from and under which licence, as far as files on this disk say it. Makes no network call."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, try_to_load_from_cache
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from tomoe.model import catalog as fetch
+from tomoe.report.summary import hub_id
+
+
+@dataclass(frozen=True)
+class Origin:
+    """None for what no file says."""
+
+    hub_id: str | None = None
+    license: str | None = None  # as the hub writes it, for example apache-2.0
+
+
+def origin_of(model: str) -> Origin:
+    """Of a hub id (its card in the hub's cache), a folder (its card), a .gguf file (its metadata) or a fetched name."""
+    if not model:  # as a path it would be the working directory, which may have a README.md of its own
+        return Origin()
+    path = Path(model).expanduser()
+    if model in fetch.names():
+        known = fetch.MODELS[model]
+        return Origin(known.hub_id, _gguf_license(fetch.cache_folder() / model / known.gguf))
+    if path.is_file():
+        return Origin(None, _gguf_license(path))
+    if path.is_dir():
+        return Origin(None, _card_license(path / "README.md"))
+    name = hub_id(model)
+    cached = try_to_load_from_cache(name, "README.md") if name else None
+    return Origin(name, _card_license(Path(cached)) if isinstance(cached, str) else None)
+
+
+def _card_license(card: Path) -> str | None:
+    if not card.is_file():
+        return None
+    try:
+        return _plain(ModelCard.load(card, ignore_metadata_errors=True).data.get("license"))
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        YAMLError,
+    ):  # somebody else's card: what is wrong with it is not ours to say
+        return None
+
+
+def _gguf_license(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    import gguf
+
+    try:
+        field = gguf.GGUFReader(file).fields.get("general.license")
+        return None if field is None else _plain(field.contents())
+    except (OSError, ValueError, KeyError, IndexError):  # damaged: whoever loads it says so
+        return None
+
+
+def _plain(license: Any) -> str | None:
+    """An identifier, and no prose; `other` says nothing."""
+    shaped = isinstance(license, str) and re.fullmatch(r"[A-Za-z0-9][\w.+-]{0,40}", license)
+    return license.lower() if shaped and license.lower() not in ("other", "unknown") else None

@@ -1,0 +1,203 @@
+"""The equation: masked model == folded MoE == what comes back from disk, for every family, attention and backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from conftest import ATTENTION_MODES, FAMILIES, make_pico, make_plan, tokens
+from tomoe.model.structure import shape_of
+from tomoe.moe import modeling_tomoe
+from tomoe.moe.checkpoint import save_moe
+from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEForCausalLM
+from tomoe.plan import Plan
+from tomoe.pruning.masking import masked, planned_masks
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+TOLERANCE = 1e-5  # of the largest logit, float32
+
+
+@dataclass(frozen=True)
+class Case:
+    dense: PreTrainedModel
+    plan: Plan
+    folded: ToMoEForCausalLM
+    reloaded: ToMoEForCausalLM
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(family, attention) for family in FAMILIES for attention in ATTENTION_MODES],
+    ids=lambda pair: "-".join(pair),
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family, attention = request.param
+    dense = make_pico(family)
+    plan = make_plan(dense, attention)
+    folded = fold(dense, plan)
+    folder = tmp_path_factory.mktemp("moe") / family
+    save_moe(folded, plan, None, folder)
+    return Case(dense, plan, folded, AutoModelForCausalLM.from_pretrained(folder))
+
+
+@contextmanager
+def running(moe: ToMoEForCausalLM, backend: str) -> Iterator[ToMoEForCausalLM]:
+    before = moe.config.expert_backend
+    moe.config.expert_backend = backend
+    try:
+        yield moe
+    finally:
+        moe.config.expert_backend = before
+
+
+def assert_same(found: Float[Tensor, "*shape V"], meant: Float[Tensor, "*shape V"]) -> None:
+    difference, scale = float((found - meant).abs().max()), float(meant.abs().max())
+    assert difference <= TOLERANCE * max(1.0, scale), f"largest difference {difference:.2g}, largest logit {scale:.2g}"
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_folded_and_reloaded_compute_what_the_masks_mean(case: Case, implementation: str) -> None:
+    ids = tokens(2, 24, seed=5)
+    for model in (case.dense, case.folded, case.reloaded):
+        model.set_attn_implementation(implementation)
+    with masked(case.dense, planned_masks(case.plan)):
+        meant = case.dense(ids).logits
+    assert (meant - case.dense(ids).logits).abs().max() > 1e-2, "the masks changed nothing"
+    for moe in (case.folded, case.reloaded):
+        assert moe.model.layers[0].self_attn.config._attn_implementation == implementation
+        for backend in EXPERT_BACKENDS:
+            with running(moe, backend):
+                assert_same(moe(ids).logits, meant)
+
+
+def test_few_and_many_tokens_take_other_ways_through_the_experts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `auto` chooses for one token, for a few and for many: all must be reached, and be right."""
+    taken: list[str] = []
+    for name, run in list(EXPERT_BACKENDS.items()):
+        if name != "auto":
+            monkeypatch.setitem(EXPERT_BACKENDS, name, lambda *a, run=run, name=name: taken.append(name) or run(*a))
+    monkeypatch.setattr(modeling_tomoe, "BACKEND_CHOICES", [])  # without kernels of the package
+    ids = tokens(8, 32, seed=6)  # 256 tokens, 64 for each of 4 experts
+    with masked(case.dense, planned_masks(case.plan)):
+        meant = case.dense(ids).logits
+    with running(case.folded, "auto") as moe:
+        for rows, backend in ((ids, "runs"), (ids[:1], "masked"), (ids[:1, :1], "runs")):
+            taken.clear()
+            assert_same(moe(rows).logits, meant[: rows.shape[0], : rows.shape[1]])
+            assert set(taken) == {backend}
+
+
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_full_masks_are_the_dense_model(dense: PreTrainedModel, attention: str) -> None:
+    plan = make_plan(dense, attention, active=1.0)
+    shape = shape_of(dense)
+    assert plan.widths() == [(shape.mlp_size, shape.head_dim, shape.head_dim)] * shape.num_layers
+    ids = tokens(2, 24, seed=5)
+    meant = dense(ids).logits
+    with masked(dense, planned_masks(plan)):
+        assert_same(dense(ids).logits, meant)
+    assert_same(fold(dense, plan)(ids).logits, meant)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generating_with_a_cache_is_one_pass_without(case: Case, cache: str) -> None:
+    prompt, length = tokens(2, 7, seed=7), 14  # beyond the sliding window of mistral
+    made = case.reloaded.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=length - 7,
+        min_new_tokens=length - 7,
+        do_sample=False,
+        cache_implementation=cache,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    assert made.sequences.shape == (2, length)
+    one_pass = case.reloaded(made.sequences[:, :-1], use_cache=False).logits[:, 6:]
+    assert_same(torch.stack(made.logits, 1), one_pass)
+    one_pass[..., 2] = -torch.inf  # no end before min_new_tokens
+    assert torch.equal(made.sequences[:, 7:], one_pass.argmax(-1))
+
+
+def test_left_padding_changes_no_row(case: Case) -> None:
+    rows = [tokens(1, n, seed=8)[0] for n in (4, 9, 12)]
+    ids = torch.stack([torch.nn.functional.pad(row, (12 - len(row), 0)) for row in rows])
+    mask = torch.stack([torch.arange(12) >= 12 - len(row) for row in rows]).long()
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    together = case.reloaded(ids, attention_mask=mask, position_ids=positions).logits
+    written = case.reloaded.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    for i, row in enumerate(rows):
+        assert_same(together[i, 12 - len(row) :], case.reloaded(row[None]).logits[0])
+        alone = case.reloaded.generate(
+            row[None], attention_mask=torch.ones(1, len(row)), max_new_tokens=5, do_sample=False
+        )
+        new = alone[0, len(row) :]
+        assert torch.equal(written[i, 12 : 12 + len(new)], new)
+
+
+def decisions(model: PreTrainedModel, plan: Plan, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Logits, and for every layer what each token chose: its expert, and its V/O dims."""
+    chosen: list[Tensor] = []
+    masks = planned_masks(plan)
+    handles = []
+    for m, layer in zip(masks, model.model.layers, strict=True):
+
+        def attend(_: object, args: tuple, kwargs: dict, m: object = m) -> None:
+            if m.value_router is not None:
+                x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+                chosen.append(m.values(x.flatten(0, -2)))
+
+        def route(_: object, args: tuple, m: object = m) -> None:
+            chosen.append(m.router.decide(args[0].flatten(0, -2)).float())
+
+        handles.append(layer.self_attn.register_forward_pre_hook(attend, with_kwargs=True))
+        handles.append(layer.mlp.register_forward_pre_hook(route))
+    try:
+        logits = model(ids).logits.float()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return logits, [c.view(*ids.shape, -1) for c in chosen]
+
+
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_from_disk_rounds_no_worse_than_masked_bfloat16(family: str, attention: str, tmp_path: Path) -> None:
+    """Both are roundings of one float32 function; where they choose alike, their errors must be of one size.
+
+    A wrong float32 part (a rotary table cast to bfloat16, say) would show as an error many times larger.
+    """
+    exact = make_pico(family)
+    plan = make_plan(exact, attention)
+    exact.save_pretrained(tmp_path / "dense")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16)
+    save_moe(fold(exact, plan), plan, None, tmp_path / "moe")
+    moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.bfloat16)
+    for name, parameter in moe.named_parameters():
+        assert parameter.dtype == (torch.float32 if "router." in name else torch.bfloat16), name
+
+    ids = tokens(64, 4, seed=9)
+    with masked(exact, planned_masks(plan)):
+        meant, _ = decisions(exact, plan, ids)
+        _, chosen_exactly = decisions(exact, plan, ids)
+    with masked(dense, planned_masks(plan)):
+        ours, chosen_masked = decisions(dense, plan, ids)
+    theirs, chosen_folded = decisions(moe, plan, ids)
+    alike = torch.ones(ids.shape, dtype=torch.bool)
+    for three in zip(chosen_exactly, chosen_masked, chosen_folded, strict=True):
+        alike &= (three[0] == three[1]).all(-1) & (three[1] == three[2]).all(-1)
+    alike = alike.cumprod(1).bool()  # a token sees those before it
+    assert alike.sum() >= 40, "too few tokens to judge by"
+    error_masked, error_folded = ((logits - meant)[alike].square().mean().sqrt() for logits in (ours, theirs))
+    scale = meant[alike].square().mean().sqrt()
+    assert error_folded <= 1.5 * error_masked
+    assert error_masked <= 0.05 * scale

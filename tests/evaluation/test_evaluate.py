@@ -1,0 +1,394 @@
+"""Sliding windows, one run of the reference, tasks: against plain computations on pico models, and the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from conftest import make_plan, tokens
+from pico_files import CommandLine, small, write_pico
+from tomoe import api
+from tomoe.errors import UserError
+from tomoe.evaluation.compare import compare, from_json, task_table, to_json
+from tomoe.evaluation.perplexity import Predictions, blocks_sha256, measure, sliding
+from tomoe.evaluation.tasks import SUITES, TaskSet, TaskSpec, parse_tasks
+from tomoe.model.loading import load_dense, load_tokenizer
+from tomoe.moe.fold import fold
+
+# -- sliding windows
+
+
+def naive_losses(model: PreTrainedModel, stream: torch.Tensor, context: int, stride: int) -> list[float]:
+    """Each token by a forward pass of its own, from the first window that reaches it."""
+    losses = []
+    for t in range(1, len(stream)):
+        start = 0 if t < context else math.ceil((t - context + 1) / stride) * stride
+        if start < t:
+            logits = model(input_ids=stream[None, start:t]).logits[0, -1].float()
+            losses.append(float(F.cross_entropy(logits, stream[t])))
+    return losses
+
+
+@pytest.mark.parametrize("stride", [1, 5, 11, 12])
+@pytest.mark.parametrize("length", [7, 12, 13, 41])
+def test_sliding_perplexity_is_that_of_single_tokens(llama: PreTrainedModel, stride: int, length: int) -> None:
+    stream = tokens(1, length, seed=5)[0]
+    for model in (llama, fold(llama, make_plan(llama, "dynamic"))):
+        losses = naive_losses(model, stream, 12, stride)
+        m = measure(model, *sliding(stream, 12, stride), stride=stride)
+        assert m.tokens == len(losses)
+        assert m.nll == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+        assert (m.stride, m.context_length) == (stride, 12)
+    if stride < 12:
+        assert m.tokens == length - 1  # every token but the first
+
+
+def test_windows_are_views_and_hash_as_what_they_hold() -> None:
+    stream = tokens(1, 500)[0]
+    ids, mask = sliding(stream, 100, 3)
+    assert ids.untyped_storage().nbytes() < 2 * stream.untyped_storage().nbytes() < ids.numel() * 8
+    assert ids[7, :100].tolist() == stream[21:121].tolist()
+    assert int(mask[-1].sum()) + 3 * (len(ids) - 1) == 500
+    assert blocks_sha256(ids, mask) == blocks_sha256(ids.clone(), mask.clone())
+
+
+def test_routing_counts_each_token_of_overlapping_windows_once(llama: PreTrainedModel) -> None:
+    moe = fold(llama, make_plan(llama, "none"))
+    (row,) = compare([("moe", moe)], *sliding(tokens(1, 41)[0], 12, 5), stride=5)
+    assert row.usage is not None
+    assert row.usage.tokens == 41
+
+
+# -- the reference runs once
+
+
+def test_the_first_model_runs_over_the_text_once(llama: PreTrainedModel) -> None:
+    ids = tokens(5, 12)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    others = [("a", fold(llama, make_plan(llama, "none"))), ("b", fold(llama, make_plan(llama, "dynamic")))]
+    seen = []
+    hook = llama.model.register_forward_hook(lambda _m, _i, out: seen.append(out.last_hidden_state.shape[1]))
+    rows = compare([("dense", llama), *others], ids, mask)
+    hook.remove()
+    assert seen.count(12) == 5
+    for row, (_, model) in zip(rows[1:], others, strict=True):
+        alone = measure(model, ids, mask, llama)
+        assert (row.measurement.kl, row.measurement.top1_agreement) == (alone.kl, alone.top1_agreement)
+        assert alone.kl is not None
+        assert alone.kl > 0
+
+
+@pytest.mark.parametrize(("given", "shown"), [(".", "here"), ("..", "around"), ("../here", "here")])
+def test_a_model_is_named_by_its_folder_however_that_is_reached(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, shown: str
+) -> None:
+    (tmp_path / "around" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "around" / "here")
+    (row,) = compare([(given, llama)], *sliding(tokens(1, 41)[0], 12, 12))
+    assert row.name == shown
+
+
+def test_a_reference_that_scales_its_logits_gives_the_same_distance_twice(llama: PreTrainedModel) -> None:
+    """Its states say too little, so nothing of them is kept."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.base_model, self.config = llama, llama.model, llama.config
+
+        def get_output_embeddings(self) -> torch.nn.Module:
+            return llama.lm_head
+
+        def forward(self, **given: object) -> object:
+            out = self.inner(**given)
+            out.logits = out.logits * 0.5
+            return out
+
+    ids = tokens(3, 12)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    first = Predictions(Scaled(), keep=True)
+    measure(first, ids, mask)
+    moe = fold(llama, make_plan(llama, "none"))
+    assert measure(moe, ids, mask, first).kl == measure(moe, ids, mask, Scaled()).kl
+    assert first.kept == {}
+
+
+# -- text
+
+
+def test_published_perplexities_are_of_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(str(write_pico(tmp_path / "dense")))
+    monkeypatch.setattr(api, "documents", lambda source, split: iter([f"{source} {split}", "b", "c"]))
+    given = api.read_text("wikitext", tokenizer, 64, None)
+    stream = given.blocks.input_ids[given.blocks.mask]
+    assert tokenizer.decode(stream) == "wikitext test\n\nb\n\nc<eos>"
+    assert given.name == "wikitext (test)"
+    assert "ptb test b c" in tokenizer.decode(api.read_text("ptb", tokenizer, 64, None).blocks.input_ids[0])
+
+
+# -- tasks
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    validation: {data}
+output_type: multiple_choice
+training_split: null
+validation_split: validation
+test_split: null
+doc_to_text: "{{{{question}}}}"
+doc_to_target: answer
+doc_to_choice: "{{{{choices}}}}"
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+  - metric: acc_norm
+    aggregation: mean
+    higher_is_better: true
+metadata:
+  version: 1.0
+"""
+GROUP = """
+group: both
+task: [seas, hills]
+aggregate_metric_list:
+  - metric: acc
+    aggregation: mean
+    weight_by_size: true
+metadata:
+  version: 1.0
+"""
+WRITING = """
+task: writing
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    validation: {data}
+output_type: generate_until
+training_split: null
+validation_split: validation
+test_split: null
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{choices[answer]}}}}"
+generation_kwargs:
+  until: ["never"]
+  do_sample: false
+  max_gen_toks: 6
+metric_list:
+  - metric: bypass
+metadata:
+  version: 1.0
+"""
+QUESTIONS = [
+    {"question": "the sea is", "choices": ["wide", "a town"], "answer": 0},
+    {"question": "a boat went over the old and quiet", "choices": ["hills", "sea", "rain on every town"], "answer": 1},
+    {"question": "rain fell", "choices": ["up", "on every quiet town", "under"], "answer": 1},
+    {"question": "stars", "choices": ["went", "fell over the hills near us"], "answer": 0},
+    {"question": "near us", "choices": ["a", "the sea", "town"], "answer": 2},
+]
+
+
+@pytest.fixture
+def task_dir(tmp_path: Path) -> Path:
+    pytest.importorskip("lm_eval", reason="tasks are the extra `eval`")
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    for name in ("seas", "hills"):
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=folder / "data.jsonl"))
+    (folder / "both.yaml").write_text(GROUP)
+    (folder / "writing.yaml").write_text(WRITING.format(data=folder / "data.jsonl"))
+    return folder
+
+
+@pytest.fixture
+def dense_folder(tmp_path: Path) -> Path:
+    return write_pico(tmp_path / "dense")
+
+
+def right_answers(model: PreTrainedModel, tokenizer: object) -> dict[str, list[bool]]:
+    """By the plain rule: the likeliest choice, of all its tokens (acc) or per character (acc_norm)."""
+    found: dict[str, list[bool]] = {"acc": [], "acc_norm": []}
+    for row in QUESTIONS:
+        scores = []
+        for choice in row["choices"]:
+            given, whole = (tokenizer(text)["input_ids"] for text in (row["question"], f"{row['question']} {choice}"))
+            log_probs = model(input_ids=torch.tensor([whole])).logits[0].log_softmax(-1)
+            scores.append(sum(float(log_probs[t - 1, whole[t]]) for t in range(len(given), len(whole))))
+        lengths = [len(choice) for choice in row["choices"]]
+        found["acc"].append(max(range(len(scores)), key=lambda i: scores[i]) == row["answer"])
+        best = max(range(len(scores)), key=lambda i: scores[i] / lengths[i])
+        found["acc_norm"].append(best == row["answer"])
+    return found
+
+
+def test_tasks_score_what_a_plain_computation_scores(dense_folder: Path, task_dir: Path) -> None:
+    dense, tokenizer = load_dense(str(dense_folder), torch.float32), load_tokenizer(str(dense_folder))
+    moe = fold(dense, make_plan(dense, "dynamic"))
+    told: list[tuple[str, int, int]] = []
+    one, four = (TaskSet([TaskSpec("seas")], task_dir, batch_size=size) for size in (1, 4))
+    for model in (dense, moe):
+        (score,) = one.run(model, tokenizer, lambda *at: told.append(at))
+        plain = right_answers(model, tokenizer)
+        assert score.metrics == {name: pytest.approx(sum(hits) / 5) for name, hits in plain.items()}
+        assert (score.metric, score.value, score.examples) == ("acc_norm", score.metrics["acc_norm"], 5)
+        mean = score.value
+        assert score.standard_error == pytest.approx(math.sqrt(mean * (1 - mean) / 4))
+        assert (score.shots, score.truncated) == (0, 0)
+        assert four.run(model, tokenizer) == (score,)  # padding changes nothing
+    assert told[12] == ("seas", 13, 13)
+    assert len(told) == 26
+
+
+def test_every_model_is_asked_the_same(dense_folder: Path, task_dir: Path) -> None:
+    model, tokenizer = load_dense(str(dense_folder), torch.float32), load_tokenizer(str(dense_folder))
+    asked: list[list[int]] = []
+    model.model.register_forward_pre_hook(
+        lambda _m, _a, given: asked.append(given["input_ids"].flatten().tolist()), with_kwargs=True
+    )
+    tasks = TaskSet(parse_tasks("seas:2"), task_dir, limit=3, batch_size=1)
+    first = tasks.run(model, tokenizer)
+    assert (first[0].examples, first[0].shots) == (3, 2)
+    assert tasks.run(model, tokenizer) == first
+    half = len(asked) // 2
+    assert asked[:half] == asked[half:]
+    shown = {tuple(row["question"] in tokenizer.decode(ids) for row in QUESTIONS) for ids in asked}
+    assert {sum(seen) for seen in shown} == {3}  # the question itself and two examples
+    assert len(shown) > 1  # not the same two for each
+
+
+def test_prompts_that_do_not_fit_are_counted(tmp_path: Path, task_dir: Path) -> None:
+    tasks = TaskSet([TaskSpec("seas", metric="acc")], task_dir)
+    folder = write_pico(tmp_path / "short", max_position_embeddings=30)
+    model, tokenizer = load_dense(str(folder), torch.float32), load_tokenizer(str(folder))
+    (score,) = tasks.run(model, tokenizer)
+    lengths = [len(f"{row['question']} {choice}") for row in QUESTIONS for choice in row["choices"]]
+    assert score.truncated == sum(length > 31 for length in lengths) > 0  # the last token is only predicted
+    model.config.max_position_embeddings = 20
+    with pytest.raises(UserError, match="an answer has 28 tokens, but the model takes no more than 20"):
+        tasks.run(model, tokenizer)
+
+
+def test_a_group_is_one_line_and_a_lone_metric_is_shown(dense_folder: Path, task_dir: Path) -> None:
+    model, tokenizer = load_dense(str(dense_folder), torch.float32), load_tokenizer(str(dense_folder))
+    both, seas = TaskSet([TaskSpec("both", 1, "acc"), TaskSpec("seas", 1, "acc")], task_dir).run(model, tokenizer)
+    assert (both.task, both.examples, both.shots, both.metric) == ("both", 10, 1, "acc")
+    assert 0 <= both.value <= 1
+    assert seas.examples == 5
+    with pytest.raises(UserError, match="reports no f1, but acc, acc_norm"):
+        TaskSet([TaskSpec("seas", metric="f1")], task_dir).run(model, tokenizer)
+
+
+def test_written_answers_do_not_depend_on_padding(dense_folder: Path, task_dir: Path) -> None:
+    """Prompts of unequal length are padded on the left there; the MoE must write what it writes for each alone."""
+    from lm_eval.api.instance import Instance
+
+    from tomoe.evaluation import tasks as zero_shot
+
+    dense, tokenizer = load_dense(str(dense_folder), torch.float32), load_tokenizer(str(dense_folder))
+    moe = fold(dense, make_plan(dense, "dynamic"))
+    given = {"until": ["never"], "do_sample": False, "max_gen_toks": 6}
+    asked = [Instance("generate_until", {}, (row["question"], given), i) for i, row in enumerate(QUESTIONS)]
+    for model in (dense, moe):
+        alone, together = (
+            zero_shot._wrapped(model, tokenizer, size, lambda _done, _all: None).generate_until(
+                asked, disable_tqdm=True
+            )
+            for size in (1, 5)
+        )
+        assert alone == together
+        assert any(alone)
+
+
+def test_task_lists_are_read_and_refused_in_a_sentence(
+    tmp_path: Path, task_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parse_tasks("piqa, boolq:32") == (TaskSpec("piqa"), TaskSpec("boolq", 32))
+    for wrong in ("boolq:many", ":3", "boolq:-1"):
+        with pytest.raises(UserError, match="is no task"):
+            parse_tasks(wrong)
+    for nothing in ("", " , "):
+        with pytest.raises(UserError, match="suite: paper, moe"):
+            parse_tasks(nothing)
+    with pytest.raises(UserError, match="there is no folder"):
+        TaskSet([TaskSpec("seas")], tmp_path / "nowhere")
+    (task_dir / "data.jsonl").unlink()
+    with pytest.raises(UserError, match="cannot load the task seas"):
+        TaskSet([TaskSpec("seas")], task_dir)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(UserError, match=r"pip install 'tomoe-llm\[eval\]'"):
+        TaskSet([TaskSpec("seas")], task_dir)
+
+
+def test_suites_are_those_of_the_paper() -> None:
+    paper = {spec.name: (spec.shots, spec.metric) for spec in SUITES["paper"]}
+    assert paper.pop("winogrande") == (0, "acc")
+    assert set(paper.values()) == {(0, "acc_norm")}
+    assert set(paper) == {"arc_easy", "arc_challenge", "piqa", "hellaswag"}
+    shots = {spec.name: spec.shots for spec in SUITES["moe"] if spec.shots}
+    assert shots == {"boolq": 32, "winogrande": 5, "arc_challenge": 25, "hellaswag": 10, "mmlu": 5}
+
+
+# -- the command
+
+
+def test_evaluate_puts_all_models_into_one_table(
+    tomoe: CommandLine, tmp_path: Path, dense_folder: Path, text: Path, task_dir: Path
+) -> None:
+    assert tomoe("carve", dense_folder, "-o", tmp_path / "moe", "--data", text, *small()).code == 0
+    files = ["--json", tmp_path / "rows.json", "--markdown", tmp_path / "rows.md"]
+    tasks = ["--tasks", "seas,hills:1", "--task-dir", task_dir, "--limit", "4", "--batch-size", "2"]
+    windows = ["--text", text, "--context", "32", "--stride", "16", "--tokens", "320", "--dtype", "float32"]
+    done = tomoe("evaluate", dense_folder, tmp_path / "moe", *windows, *tasks, *files)
+    assert done.code == 0, done.err
+    rows = from_json((tmp_path / "rows.json").read_text())
+    assert from_json(to_json(rows)) == rows
+    assert [row.name for row in rows] == ["dense", "moe"]
+    assert [score.task for score in rows[1].tasks] == ["seas", "hills"]
+    assert (rows[0].measurement.stride, rows[0].measurement.tokens) == (16, 319)
+    titles, body = task_table(rows)
+    assert titles == ["task", "shots", "metric", "dense", "moe"]
+    assert [line[0] for line in body] == ["seas", "hills", "mean"]
+    mean = 50 * sum(score.value for score in rows[1].tasks)
+    assert body[2][4].startswith(f"{mean:.1f} ± ")
+    markdown = (tmp_path / "rows.md").read_text()
+    for written in (done.out, markdown):
+        for word in ("hills", "acc norm", "each 16 tokens further on", "lm-eval 0.", body[0][4]):
+            assert word in written
+    assert "seas of moe 10/10" in done.err
+    # the text is what the MoE was fitted on, and it is said so
+    assert rows[1].training_overlap is not None
+    assert rows[1].training_overlap > 0.1
+    assert f"Warning: moe: {rows[1].training_overlap:.1%} of the evaluation tokens stand in the text" in done.out
+    assert rows[0].training_overlap is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--limit", "3"], "no task is asked for"),
+        (["--tasks", "boolq:x"], "is no task"),
+        (["--stride", "4"], "name a text with --text"),
+        (["--text", "wikitext"], "cannot load Salesforce/wikitext"),
+        (["--text", "TEXT", "--context", "16", "--stride", "17"], "between 1 and the context (16)"),
+    ],
+)
+def test_evaluate_refuses_in_one_line(
+    tomoe: CommandLine, tmp_path: Path, dense_folder: Path, text: Path, options: list[str], said: str
+) -> None:
+    if said.startswith("name a text"):
+        assert tomoe("carve", dense_folder, "-o", tmp_path / "moe", "--data", text, *small()).code == 0
+    done = tomoe("evaluate", dense_folder, tmp_path / "moe", *(str(text) if o == "TEXT" else o for o in options))
+    assert done.code == 2
+    assert said in done.err
+    assert len(done.err.strip().splitlines()) == 1

@@ -1,0 +1,143 @@
+"""Tokens by expert: the choice is the router's own, the text comes out whole, and no text gets out of its place."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import make_pico, make_plan, tokens
+from pico_files import CommandLine, carved, refused
+from pico_tokenizer import make_tokenizer
+from tomoe.errors import UserError
+from tomoe.evaluation.routing_trace import RoutingTrace, pieces, trace_ids, trace_text
+from tomoe.moe.fold import fold
+from tomoe.report import html
+
+EVIL = "</script><img src=x onerror=alert(1)> \"&'{{ 7*7 }}"
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_a_trace_is_what_each_router_chooses(family: str) -> None:
+    dense = make_pico(family)
+    moe = fold(dense, make_plan(dense, "dynamic"))
+    ids = tokens(1, 12)[0]
+    trace = trace_ids(moe, make_tokenizer(), ids.tolist())
+    assert (len(trace.tokens), trace.num_experts) == (12, 4)
+    for i, layer in enumerate(moe.model.layers):
+        seen: list[torch.Tensor] = []
+        hook = layer.mlp.register_forward_pre_hook(lambda _m, args, seen=seen: seen.append(args[0]))
+        moe(input_ids=ids[None])
+        hook.remove()
+        logits = seen[0][0].float() @ layer.mlp.router.weight.float().T
+        assert trace.experts[i] == logits.argmax(-1).tolist()
+        assert sum(trace.shares(i)) == pytest.approx(1)
+        assert not layer.mlp.router._forward_hooks
+
+
+def test_what_cannot_be_traced_is_said() -> None:
+    dense = make_pico("llama")
+    with pytest.raises(UserError, match="no routers: it is dense"):
+        trace_ids(dense, make_tokenizer(), [5, 6])
+    with pytest.raises(UserError, match="no text to route"):
+        trace_text(dense, make_tokenizer(), "")
+
+
+def test_characters_of_several_tokens_stand_at_their_last() -> None:
+    tokenizer = make_tokenizer(opens_with_bos=True)
+    text = "a é 日本 🙂\n🙂"
+    found = pieces(tokenizer, tokenizer(text)["input_ids"])
+    assert "".join(found) == "<bos>" + text
+    assert found[:6] == ["<bos>", "a", " ", "", "é", " "]
+    assert found[-4:] == ["", "", "", "🙂"]
+    half = tokenizer("ab é")["input_ids"][:-1]
+    assert pieces(tokenizer, half)[-1] == "\ufffd"  # the rest of it was cut off
+    assert (
+        "".join(pieces(tokenizer, tokenizer("\x1b[31mred\u202e\x07")["input_ids"])) == "<bos>\ufffd[31mred\ufffd\ufffd"
+    )
+
+
+def trace_of(*words: str, layers: int = 3, experts: int = 12) -> RoutingTrace:
+    rows = [[(layer + i) % experts for i in range(len(words))] for layer in range(layers)]
+    return RoutingTrace(list(words), rows, experts)
+
+
+class Spans(HTMLParser):
+    """Tags, and the tokens with their classes."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.classes: list[str] = []
+        self.data: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if dict(attrs).get("data-e"):
+            self.classes.append(str(dict(attrs)["class"]))
+
+    def handle_data(self, data: str) -> None:
+        self.data.append(data)
+
+
+def test_a_page_escapes_names_and_tokens(tmp_path: Path) -> None:
+    words = [EVIL, "b\n", "", *"cdefghi", "j", "k"]
+    page = html.write_route_page(tmp_path / "x.html", EVIL, [(EVIL, trace_of(*words))], layer=1)
+    text = page.read_text(encoding="utf-8")
+    spans = Spans(text)
+    assert "img" not in spans.tags
+    assert spans.tags.count("script") == 2
+    assert EVIL in spans.data
+    assert {"b↵\n", "·"} <= set(spans.data)
+    assert spans.classes == ["x1", "x2", "x3", "x4", "x5", "x6", "x7", "x0 u1", "x1 u1", "x2 u1", "x3 u1", "x0"]
+    data = re.search(r'<script type="application/json">(.*?)</script>', text)
+    assert data is not None
+    assert json.loads(data[1]) == [trace_of(*words).experts]
+    assert " 1  2  3  4  5  6  7  8  9 10 11  0" in text
+    assert not re.search(r"https?://", text)
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    return carved(tmp_path) / "moe"
+
+
+def test_the_command(tomoe: CommandLine, moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = tomoe("route", moe, "ab 12")
+    assert shown.code == 0, shown.err
+    assert re.fullmatch(
+        r"(layer [01]:   0  \d+%   1  \d+%\na[₀₁]b[₀₁] [₀₁]1[₀₁]2[₀₁]\n\n){2}", shown.out
+    ), shown.out  # fmt: skip
+    (tmp_path / "in.txt").write_text("ab 12")
+    assert tomoe("route", moe, "--file", tmp_path / "in.txt").out == shown.out
+    one = tomoe("route", moe, "ab 12", "--layer", "1", "--tokens", "2").out
+    assert re.fullmatch(r"layer 1:.*\na[₀₁]b[₀₁]\n\n", one)
+    page = tmp_path / "page.html"
+    assert tomoe("route", moe, "ab 12", "--html", page, "--layer", "1").code == 0
+    assert len(Spans(page.read_text(encoding="utf-8")).classes) == 5
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    coloured = tomoe("route", moe, "ab 12", "--layer", "0").out
+    assert "48;2;119;170;221" in coloured or "48;2;238;136;102" in coloured
+    assert "₀" not in coloured
+    assert "\x1b[48" not in tomoe("route", moe, "ab 12", "--plain").out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("ab", "--layer", "2"), "there is no layer 2: the model has the layers 0 to 1"),
+        ((), "give a text to route"),
+        (("ab", "--file", "x"), "give a text to route"),
+        (("--file", "nowhere.txt"), "cannot read nowhere.txt"),
+        (("",), "there is no text to route"),
+    ],
+)
+def test_the_command_says_what_is_wrong(tomoe: CommandLine, moe: Path, words: tuple[str, ...], said: str) -> None:
+    refused(tomoe("route", moe, *words), said)

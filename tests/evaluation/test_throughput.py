@@ -1,0 +1,203 @@
+"""`tomoe benchmark`: what is counted equals closed forms; what is timed is only asked for its structure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import make_pico, make_plan, tokens
+from pico_files import CommandLine, small
+from tomoe.api import expert_backends
+from tomoe.evaluation import throughput
+from tomoe.evaluation.throughput import Cell, Pair
+from tomoe.moe import modeling_tomoe
+from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS
+
+D, F, LAYERS, HEADS, KV, VOCAB, N = 32, 48, 2, 4, 2, 64, 4  # the pico qwen2
+C = D // HEADS
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    dense = make_pico("qwen2")
+    dense.set_attn_implementation("eager")
+    moe = fold(dense, make_plan(dense, "static"))
+    return Pair(dense, moe, tokens(4, 64)[0], lambda model, count: "some way", max_seconds=60.0, pairs=3)
+
+
+def flops(pair: Pair, new: int, seen: int, moe: bool) -> int:
+    """2 m n k for every product: projections of the new tokens, scores and sums over all seen ones, one row of logits."""
+    config, total = pair.moe.config, 2 * D * VOCAB
+    for i in range(LAYERS):
+        qk, values, width = (config.qk_dims[i], config.value_dims[i], config.expert_sizes[i]) if moe else (C, C, F)
+        projections = D * (HEADS * qk + KV * qk + KV * values + HEADS * values) + 3 * D * width + (N * D if moe else 0)
+        total += 2 * new * projections + 2 * HEADS * new * seen * (qk + values)
+    return total
+
+
+def test_operations_are_those_of_the_closed_form(pair: Pair) -> None:
+    ids = pair.rows(1, 12)
+    assert throughput.count_flops(pair.dense, ids) == (flops(pair, 12, 12, False), flops(pair, 1, 13, False))
+    found = throughput.count_flops(pair.moe, ids)
+    assert found == (flops(pair, 12, 12, True), flops(pair, 1, 13, True))
+    assert found[0] < flops(pair, 12, 12, False)
+    assert pair.moe.config.expert_backend == "auto"
+
+
+def test_bytes_of_weights_are_those_that_a_pass_needs(pair: Pair) -> None:
+    ids = pair.rows(1, 16)[:, 3:4]
+    embedding = VOCAB * D * 4
+    whole = sum(p.numel() for p in pair.dense.parameters()) * 4
+    assert throughput.weight_bytes(pair.dense) == whole
+    assert throughput.touched_bytes(pair.dense, ids) == whole - embedding + D * 4  # one row of the table
+    idle = [3 * D * 4 * (u - w) for u, w in zip(pair.moe.config.union_sizes, pair.moe.config.expert_sizes, strict=True)]
+    mine = throughput.weight_bytes(pair.moe)
+    stored = sum(t.numel() * t.element_size() for t in pair.moe.state_dict().values())
+    assert mine == stored
+    assert min(idle) > 0
+    assert throughput.touched_bytes(pair.moe, ids) == mine - embedding + D * 4 - sum(idle)
+
+
+def test_bytes_of_a_batch_are_those_of_the_experts_that_it_needs(pair: Pair) -> None:
+    ids = pair.rows(3, 5)
+    chosen: list[set[int]] = []
+    hooks = [
+        layer.mlp.router.register_forward_hook(lambda _, __, out: chosen.append(set(out.argmax(-1).flatten().tolist())))
+        for layer in pair.moe.model.layers
+    ]
+    with torch.no_grad():
+        pair.moe(ids)
+    for hook in hooks:
+        hook.remove()
+    assert any(len(experts) > 1 for experts in chosen)
+    idle = 0
+    for layer, experts in zip(pair.moe.model.layers, chosen, strict=True):
+        needed = {n for e in experts for n in layer.mlp.expert_neurons[e].tolist()}
+        idle += 3 * D * 4 * (layer.mlp.up_proj.shape[0] - len(needed))
+    table = (VOCAB - len(set(ids.flatten().tolist()))) * D * 4
+    meant = throughput.weight_bytes(pair.moe) - table - idle
+    assert throughput.touched_bytes(pair.moe, ids) == meant
+    after = throughput.touched_bytes(pair.moe, ids[:, 4:], throughput.prefill(pair.moe, ids[:, :4]))
+    assert after < meant
+    assert after != throughput.touched_bytes(pair.moe, ids[:, 4:]), "routing depends on what came before"
+
+
+def test_a_tied_output_matrix_is_read_whole() -> None:
+    dense = make_pico("llama3")
+    assert throughput.touched_bytes(dense, tokens(1, 1)) == sum(p.numel() for p in dense.parameters()) * 4
+
+
+def test_cache_bytes(pair: Pair) -> None:
+    ids = pair.rows(1, 7)
+    assert throughput.cache_bytes_per_token(pair.dense, ids) == LAYERS * KV * 2 * C * 4
+    config = pair.moe.config
+    kept = sum(config.qk_dims) + sum(config.value_dims)
+    assert kept < LAYERS * 2 * C
+    assert throughput.cache_bytes_per_token(pair.moe, ids) == KV * kept * 4
+
+
+def test_decoding_goes_on_from_the_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every timed run starts at the same place and makes the logits of one pass over all."""
+    ids = pair.rows(2, 9)
+    meant = pair.moe(ids).logits[:, 5:]
+    kept = throughput.prefill(pair.moe, ids[:, :5])
+    made: list[Tensor] = []
+    hook = pair.moe.lm_head.register_forward_hook(lambda _, __, out: made.append(out))
+    for _ in range(2):
+        made.clear()
+        assert throughput.decode(pair.moe, kept, ids[:, 5:]) > 0
+        torch.testing.assert_close(torch.cat(made, 1), meant, atol=1e-4, rtol=0)
+    hook.remove()
+
+
+def test_rows_are_the_text_again_and_again(pair: Pair) -> None:
+    rows = pair.rows(3, 50)
+    assert torch.equal(rows.flatten(), torch.cat([pair.ids] * 3)[:150])
+
+
+def test_cells(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are scripted: the dense model takes 6, 8, 9 s, the MoE 2, 4, 9 s, after a warm-up that does not count."""
+    script = iter([100.0, 100.0, 6.0, 2.0, 8.0, 4.0, 9.0, 9.0])
+    monkeypatch.setattr(throughput, "seconds", lambda run, device: (run(), next(script))[1])
+    cell = replace(pair, max_seconds=1e6).measure("prefill", 2, 8)
+    assert isinstance(cell, Cell)
+    assert (cell.dense_s, cell.moe_s, cell.ratio) == (8.0, 4.0, 2.0)
+    assert (cell.ratio_low, cell.ratio_high) == (1.5, 2.5)
+    assert (cell.phase, cell.batch, cell.prompt, cell.dtype, cell.runs) == ("prefill", 2, 8, "float32", 3)
+    assert (cell.dense_flops, cell.moe_flops) == (2 * flops(pair, 8, 8, False), 2 * flops(pair, 8, 8, True))
+    assert cell.bound == flops(pair, 8, 8, False) / flops(pair, 8, 8, True)
+    assert (cell.backend, cell.verdict) == ("some way", "faster")
+    assert replace(cell, ratio_low=0.9).verdict == "even"
+    assert replace(cell, ratio_low=0.7, ratio_high=0.9).verdict == "SLOWER"
+
+
+def test_all_cells_and_what_would_take_too_long(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    # A pass takes one second for each of its tokens, whatever it computes.
+    monkeypatch.setattr(Pair, "measure", lambda self, phase, batch, prompt: some_cell(phase, batch, prompt))
+    cells, left_out = throughput.run_cells(pair, [1, 8], [2, 6], lambda *at: told.append(at))
+    assert [(c.phase, c.batch, c.prompt) for c in cells] == [
+        ("prefill", 1, 2), ("decode", 1, 2), ("prefill", 1, 6), ("decode", 1, 6), ("decode", 8, 2),
+    ]  # fmt: skip
+    assert [line.split(":")[0] for line in left_out] == [
+        "prefill of 8 x 2 tokens", "prefill of 8 x 6 tokens", "decode of 8 x 6 tokens",
+    ]  # fmt: skip
+    assert told == [(i, 8) for i in range(9)]
+
+
+def some_cell(phase: str, batch: int, prompt: int) -> Cell:
+    count = float(batch * (prompt if phase == "prefill" else 1))
+    return Cell(phase, batch, prompt, "float32", "cpu", 1, "runs", 3, count, count, 1.0, 0.8, 0.9, 10, 5, 8, 4, 2.0)
+
+
+def test_a_cell_that_is_too_slow_says_so(pair: Pair) -> None:
+    said = replace(pair, max_seconds=1e-9).measure("decode", 1, 8)
+    assert isinstance(said, str)
+    assert "decode of 1 x 8 tokens" in said
+
+
+def test_which_way_the_experts_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = pair.moe
+    assert expert_backends(pair.dense, 4) == "-"
+    assert expert_backends(moe, 4) in EXPERT_BACKENDS
+    monkeypatch.setattr(modeling_tomoe, "BACKEND_CHOICES", [])  # without kernels of the package
+    assert [expert_backends(moe, n) for n in (4, 4000)] == ["masked", "runs"]
+    moe.config.expert_backend = "copies"
+    try:
+        assert expert_backends(moe, 4) == "copies"
+    finally:
+        moe.config.expert_backend = "auto"
+
+
+def test_the_command(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
+    assert tomoe("carve", model, "--active", "0.6", "-o", tmp_path / "moe", "--data", text, *small()).code == 0
+    written = tmp_path / "speed.json"
+    done = tomoe(
+        "benchmark", model, tmp_path / "moe", "--batch", "1,3", "--prompt", "8", "--pairs", "3", "--dtype", "float32",
+        "--threads", "1", "--json", written,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    found = json.loads(written.read_text())
+    assert found["format"] == throughput.FORMAT
+    assert (found["dense"], found["moe"]) == ("dense", "moe")
+    assert found["active_share"] == pytest.approx(0.6, abs=0.002)
+    assert [(c["phase"], c["batch"], c["prompt"]) for c in found["cells"]] == [
+        ("prefill", 1, 8), ("decode", 1, 8), ("prefill", 3, 8), ("decode", 3, 8),
+    ]  # fmt: skip
+    for cell in found["cells"]:
+        assert {"dtype", "dense_s", "moe_s", "ratio", "ratio_low", "ratio_high", "verdict", "backend"} <= set(cell)
+        assert cell["ratio_low"] <= cell["ratio"] <= cell["ratio_high"]
+        assert cell["moe_flops"] < cell["dense_flops"]
+        assert cell["moe_bytes"] < cell["dense_bytes"]
+    for words in ("prefill", "decode", "bound", "cache", "held out", "60.0% of the block weights"):
+        assert words in done.out
+    refused = tomoe("benchmark", model, tmp_path / "moe", "--batch", "1,x")
+    assert refused.code == 2
+    assert "--batch '1,x' is no list of whole numbers" in refused.err
+    assert tomoe("benchmark", model, model).code == 2

@@ -1,0 +1,220 @@
+"""`tomoe export`: what it says, writes, proves and refuses; and the measure that the proof rests on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tomoe.exporting.stock as stock
+import tomoe.exporting.targets as targets
+from conftest import make_pico, tokens
+from pico_files import CommandLine, contents, pico_recipe, write_pico, write_text
+from tomoe.conversion import convert
+from tomoe.errors import UserError
+from tomoe.evaluation.perplexity import measure
+from tomoe.exporting.run import BOUNDS, judge
+from tomoe.exporting.verify import Agreement, agree, record, summarise
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted folder, with the text that it held out."""
+    place = tmp_path_factory.mktemp("made")
+    dense = write_pico(place / "dense")
+    tokenizer = AutoTokenizer.from_pretrained(dense)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(dense)
+    write_text(place / "text.txt")
+    convert(pico_recipe(place, "train.steps=1"), place / "moe")
+    return place / "moe"
+
+
+def test_an_export_says_what_it_costs_and_proves_itself(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    before = contents(made)
+    done = tomoe("export", made, "-o", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert "mixtral: Mixtral holds it exactly" in done.err
+    stored = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert targets.in_words(json.loads((tmp_path / "out" / "export.json").read_text())["bytes"]) in done.err
+    assert "The same model: largest difference" in done.out
+    assert contents(made) == before
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+    papers = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert papers["bytes"] == pytest.approx(stored, rel=0.05)
+    proof = papers["proof"]
+    assert proof["same"] is True
+    assert proof["typical_difference"] <= proof["largest_difference"] <= 1e-4 * proof["largest_logit"]
+    assert proof["kl"] < 1e-6
+    assert proof["top1_agreement"] == 1
+    assert proof["perplexity"] == pytest.approx(proof["reference_perplexity"], rel=1e-5)
+    assert proof["positions"] == 256 * 15 // 16  # all that was held out, but the first token of each block of 16
+
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "trust_remote_code" not in card
+    assert "It predicts the same: largest difference" in card
+    assert "tomoe export moe --format mixtral -o out" in card
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(made).chat_template
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.config.model_type == "mixtral"
+    assert again.generation_config.eos_token_id == 2
+
+
+def test_its_own_form_travels_too(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    done = tomoe("export", made, "--format", "hf", "-o", tmp_path / "out", "--tokens", "32")
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["proof"]["positions"] == 30
+    assert "trust_remote_code=True" in (tmp_path / "out" / "README.md").read_text()
+    ids = tokens()
+    with torch.no_grad():
+        ours, theirs = (AutoModelForCausalLM.from_pretrained(p)(ids).logits for p in (made, tmp_path / "out"))
+    assert torch.equal(ours, theirs)
+
+
+def test_text_of_ones_own_and_a_coarser_dtype(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text.txt", sentences=8)
+    done = tomoe(
+        "export", made, "-o", tmp_path / "out", "--text", text, "--dtype", "bfloat16", "--width-multiple", "256"
+    )
+    assert done.code == 0, done.err
+    papers = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert papers["text"]["name"] == "text.txt"
+    assert papers["proof"]["how"].startswith("bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.intermediate_size % 256 == 0
+
+
+def test_a_failed_proof_says_so_and_deletes_nothing(
+    tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = stock.expert_tensors
+
+    def wrong(*args: object) -> dict[str, Tensor]:
+        found = right(*args)
+        return found | {"experts.0.w2.weight": 1.05 * found["experts.0.w2.weight"]}
+
+    monkeypatch.setattr(stock, "expert_tensors", wrong)
+    done = tomoe("export", made, "-o", tmp_path / "out")
+    assert done.code == 2
+    assert "is not the same model: its predictions differ by" in done.err
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    proof = json.loads((tmp_path / "out" / "export.json").read_text())["proof"]
+    assert proof["same"] is False
+    assert proof["problem"] in " ".join(done.err.split())
+    assert "**It does not: its predictions differ" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_disk_without_room_is_left_alone(
+    tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=12_345))
+    done = tomoe("export", made, "-o", tmp_path / "deep" / "out")
+    assert done.code == 2
+    assert "has only 12.3 kB left" in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_in_the_way_stays(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    before = contents(made)
+    for place in (made, made.parent):
+        assert "holds the converted model itself" in tomoe("export", made, "-o", place, "--force").err
+    assert contents(made) == before
+    out.mkdir()
+    (out / "thesis.txt").write_text("years of work")
+    assert "is no export" in tomoe("export", made, "-o", out, "--force").err
+    (out / "thesis.txt").unlink()
+    assert tomoe("export", made, "-o", out, "--tokens", "16").code == 0
+    first = contents(out)
+    assert "already holds an export" in tomoe("export", made, "-o", out).err
+    assert contents(out) == first
+    assert tomoe("export", made, "-o", out, "--force", "--tokens", "16", "--format", "qwen2_moe").code == 0
+    assert json.loads((out / "config.json").read_text())["model_type"] == "qwen2_moe"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_what_cannot_be_exported_or_proved(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "holds a 'llama' model" in tomoe("export", made.parent / "dense", "-o", out).err
+    assert "holds no converted model" in tomoe("export", tmp_path, "-o", out).err
+    bare = tmp_path / "bare"
+    shutil.copytree(made, bare, ignore=lambda *_: ["run"])
+    assert "name a text file or source with --text" in tomoe("export", bare, "-o", out).err
+    assert "qwen3_moe cannot hold this model exactly" in tomoe("export", made, "-o", out, "--format", "qwen3_moe").err
+    assert not out.exists()
+
+
+def test_a_disk_that_fills_up_leaves_what_was_there(
+    tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert tomoe("export", made, "-o", out, "--tokens", "16").code == 0
+    first = contents(out)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(targets, "save_file", full)
+    done = tomoe("export", made, "-o", out, "--force")
+    assert done.code == 2
+    assert "No space left on device" in done.err
+    assert contents(out) == first
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_agreement_is_what_the_other_measure_says() -> None:
+    """KL, agreement and perplexity by the code of `tomoe evaluate`; differences by hand."""
+    reference, model, ids = make_pico("llama"), make_pico("llama"), tokens(5, 16)
+    with torch.no_grad():
+        model.lm_head.weight[7] += 0.3
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, 9:] = False
+    found = agree(record(reference, ids, mask), record(model, ids, mask), ids, mask)
+    other = measure(model, ids, mask, reference)
+    assert found.positions == other.tokens == 5 * 15 - 7
+    assert found.kl == pytest.approx(other.kl, rel=1e-4)
+    assert found.top1_agreement == pytest.approx(other.top1_agreement)
+    assert found.perplexity == pytest.approx(other.perplexity)
+    assert found.reference_perplexity == pytest.approx(measure(reference, ids, mask).perplexity)
+    with torch.no_grad():
+        difference = (reference(ids).logits - model(ids).logits).abs()[:, :15].amax(-1)
+        difference[1, 8:] = 0
+    assert found.largest_difference == pytest.approx(float(difference.max()), rel=1e-4)
+    assert found.typical_difference == pytest.approx(float(difference.amax(1).median()), rel=1e-4)
+
+
+def test_numbers_that_are_none_are_no_agreement() -> None:
+    def one(make: Callable[[Tensor], Tensor]) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
+        logits = torch.zeros(2, 5)
+        return [[(logits, make(logits), torch.tensor([1, 2]))]]
+
+    with pytest.raises(UserError, match="not finite"):
+        summarise(one(lambda t: t + torch.nan))
+    with pytest.raises(UserError, match="no token"):
+        summarise([])
+    assert summarise(one(lambda t: t)).kl == 0
+
+
+def test_what_counts_as_the_same() -> None:
+    """In float32 a typical block has to agree; one block may be spoiled by a near tie of a router; KL bounds the whole."""
+    good = Agreement(
+        positions=100, blocks=4, largest_difference=3.0, typical_difference=2e-3, expected_difference=0.0,
+        largest_logit=40.0, kl=5e-5, top1_agreement=1.0, reference_perplexity=9.0, perplexity=9.0,
+    )  # fmt: skip
+    assert judge(good, BOUNDS["float32"]) is None
+    assert "0.005 in a typical block" in str(judge(replace(good, typical_difference=5e-3), BOUNDS["float32"]))
+    assert judge(replace(good, typical_difference=3.0), BOUNDS["bfloat16"]) is None
+    assert "KL of 0.0002" in str(judge(replace(good, kl=2e-4), BOUNDS["float32"]))
+    assert "KL of 0.06" in str(judge(replace(good, kl=0.06), BOUNDS["bfloat16"]))
+    assert judge(replace(good, kl=float("nan")), BOUNDS["float32"]) is not None

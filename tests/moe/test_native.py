@@ -1,0 +1,264 @@
+"""The compiled kernel: where it comes from, where it steps aside. What it computes is tested with all backends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import test_experts
+import torch
+from test_experts import (
+    CASES,
+    Case,
+    make_inputs,
+    make_mlp,
+    one_by_one,
+    run_reference,
+)
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from tomoe.moe.fold import neuron_order
+from tomoe.moe.kernels import build, native
+from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, choose_backend
+
+PRODUCT = 'extern "C" int product(int a, int b) { return a * b; }\n'
+WORKING = native.kernel() is not None
+compiled = pytest.mark.skipif(not WORKING, reason="this machine has no C++ compiler with OpenMP")
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TOMOE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "product.cpp"
+    path.write_text(PRODUCT)
+    return path
+
+
+def load_anew(source: Path) -> object:
+    return build.load.__wrapped__(source)
+
+
+def libraries(source: Path) -> list[Path]:
+    return sorted((source.parent / "cache" / "kernels").iterdir())
+
+
+@compiled
+def test_compiled_once_and_kept(source: Path) -> None:
+    assert load_anew(source).product(6, 7) == 42
+    (library,) = libraries(source)
+    before = library.stat().st_mtime_ns
+    assert load_anew(source).product(6, 7) == 42
+    assert [(p, p.stat().st_mtime_ns) for p in libraries(source)] == [(library, before)]
+
+
+@compiled
+def test_another_source_or_processor_is_another_library(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_anew(source)
+    source.write_text(PRODUCT.replace("a * b", "a + b"))
+    assert load_anew(source).product(6, 7) == 13
+    monkeypatch.setattr(build, "_processor", lambda: b"another")
+    load_anew(source)
+    assert len(libraries(source)) == 3
+
+
+def test_no_compiler_no_kernel(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert load_anew(source) is None
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(source.parent))
+    assert load_anew(source) is None
+
+
+@compiled
+def test_what_cannot_be_compiled_or_kept_is_no_error(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.write_text("this is no C++")
+    assert load_anew(source) is None
+    assert libraries(source) == []
+    source.write_text(PRODUCT)
+    monkeypatch.setenv("TOMOE_CACHE", str(source))  # a file, not a folder
+    assert load_anew(source) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners of files here")
+@compiled
+def test_a_library_that_others_can_write_is_not_loaded(source: Path) -> None:
+    load_anew(source)
+    libraries(source)[0].chmod(0o666)
+    assert load_anew(source) is None
+
+
+def test_it_can_be_switched_off(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOMOE_NATIVE", "0")
+    assert load_anew(source) is None
+    assert not (source.parent / "cache").exists()
+
+
+@compiled
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = native._typed
+    monkeypatch.setattr(native, "_typed", lambda library: lambda x, *rest: typed(library)(x, *rest) * 1.1)
+    assert native.kernel.__wrapped__() is None
+
+
+@compiled
+def test_auto_takes_it_wherever_it_fits() -> None:
+    mlp = make_mlp(Case())
+
+    def chosen(tokens: int, dtype: torch.dtype = torch.float32) -> str:
+        return choose_backend(mlp, torch.zeros(tokens, 32, dtype=dtype))
+
+    assert [chosen(n) for n in (1, 8, 512)] == ["native"] * 3
+    assert "native" not in (chosen(0), chosen(8, torch.bfloat16), chosen(8, torch.float64))
+    half = make_mlp(Case(), torch.bfloat16)
+    assert choose_backend(half, torch.zeros(300, 32, dtype=torch.bfloat16)) == "native"
+    mlp.up_proj.requires_grad_()
+    assert chosen(8) == "masked"
+    with torch.no_grad():
+        assert chosen(8) == "native"
+    assert choose_backend(make_mlp(CASES["more experts than bits"]), torch.zeros(8, 32)) == "masked"
+    assert choose_backend(make_mlp(CASES["an activation of its own"]), torch.zeros(8, 32)) == "masked"
+
+
+def in_panels(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr(native, "PANEL_TOKENS", dict.fromkeys(native.PANEL_TOKENS, tokens))
+
+
+@compiled
+@pytest.mark.parametrize("name", CASES)
+def test_panels_compute_the_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of matrices, whatever the number of tokens: in float32 to rounding, in bfloat16 as every backend."""
+    in_panels(monkeypatch, 1)
+    test_experts.test_backends_compute_the_experts(name, "native")
+    test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
+
+
+@compiled
+@pytest.mark.parametrize("dtype", native.DTYPES)
+def test_panels_of_several_experts_and_tiles_of_several_groups(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1,300 neurons in eight experts: groups of five that join in tiles, and more words of down rows than one chunk."""
+    case = Case(tokens=83, experts=8, width=700, union=1300, hidden=45)
+    mlp, (x, expert_ids) = make_mlp(case, dtype), make_inputs(case, dtype)
+    order = torch.zeros(8, 1300, dtype=torch.bool).scatter_(1, mlp.expert_neurons.long(), True)
+    order = neuron_order(order)
+    place = torch.full((1300,), -1).index_put_((order,), torch.arange(len(order)))
+    mlp.expert_neurons.copy_(place[mlp.expert_neurons.long()].sort().values)
+    results = []
+    for tokens in (1, 1000):  # in panels, and row after row
+        in_panels(monkeypatch, tokens)
+        results.append(EXPERT_BACKENDS["native"](mlp, x, expert_ids))
+    meant, sizes = one_by_one(mlp, x, expert_ids)
+    unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
+    for found in results:
+        assert ((found.double() - meant).abs() <= 6 * unit * sizes + unit * meant.abs()).all()
+
+
+@compiled
+@pytest.mark.parametrize("name", ["plain", "no gate", "one token", "an activation of its own"])
+def test_a_graph_holds_it_as_one_operator(name: str) -> None:
+    """Compiled without a break it gives the same bytes; where it does not fit, the graph masks."""
+    mlp, (x, _) = make_mlp(CASES[name], torch.bfloat16), make_inputs(CASES[name], torch.bfloat16)
+    mlp.router.float()
+    called: list[str] = []
+
+    def note(graph: GraphModule, _: list[Tensor]) -> GraphModule:
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        compiled_mlp = torch.compile(mlp, fullgraph=True, backend=note)
+        torch.testing.assert_close(compiled_mlp(x), mlp(x), rtol=0, atol=0)
+        assert ("tomoe.experts.default" in called) == (name != "an activation of its own")
+        # Other experts in place: the graph keeps no neurons of its own.
+        mlp.expert_neurons.copy_(39 - mlp.expert_neurons.flip(1))
+        torch.testing.assert_close(compiled_mlp(x), mlp(x), rtol=0, atol=0)
+
+
+@compiled
+def test_the_operator_is_one_that_pytorch_can_trust() -> None:
+    for case in (Case(), Case(gated=False, bias=True, activation="gelu_new")):
+        mlp, (x, expert_ids) = make_mlp(case), make_inputs(case)
+        weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
+        kind = native.activation_kind(mlp)
+        torch.library.opcheck(native.experts, (x, expert_ids, mlp.expert_neurons, *weights, kind))
+
+
+@pytest.mark.parametrize(
+    ("activation", "kind"),
+    [("silu", 0), ("relu", 1), ("gelu", 2), ("gelu_new", 3), ("gelu_pytorch_tanh", 3), ("quick_gelu", None), ("relu2", None)],
+)  # fmt: skip
+def test_activations_are_known_by_what_they_compute(activation: str, kind: int | None) -> None:
+    assert native.activation_kind(make_mlp(Case(activation=activation))) == kind
+
+
+def test_a_learned_activation_is_another_one() -> None:
+    mlp = make_mlp(Case())
+    mlp.activation = nn.PReLU(init=0.0)  # a relu today
+    assert native.activation_kind(mlp) is None
+
+
+@compiled
+@pytest.mark.parametrize("activation", ["silu", "relu", "gelu", "gelu_new"])
+def test_activations_far_out(activation: str) -> None:
+    """Where exponentials overflow and where they vanish."""
+    mlp = make_mlp(Case(gated=False, activation=activation, hidden=16))
+    mlp.up_proj.zero_()[:, 0] = torch.linspace(-300, 300, 40)
+    x = torch.zeros(37, 16)
+    x[:, 0] = 1.0
+    expert_ids = torch.arange(37) % 4
+    meant, _ = one_by_one(mlp, x, expert_ids)
+    found = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+    torch.testing.assert_close(found.double(), meant, rtol=1e-5, atol=1e-5 * float(meant.abs().max()))
+
+
+@compiled
+@pytest.mark.parametrize("panels_from", [1, 1000])
+def test_numbers_that_are_none_stay_none(panels_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_panels(monkeypatch, panels_from)
+    for dtype in native.DTYPES:
+        mlp, (x, expert_ids) = make_mlp(Case(), dtype), make_inputs(Case(), dtype)
+        x[3, 5] = torch.nan
+        found = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+        assert found[3].isnan().all()
+        assert not found[[0, 1, 2, *range(4, 37)]].isnan().any()
+
+
+@compiled
+@pytest.mark.parametrize("panels_from", [1, 1000])
+def test_any_number_of_threads_gives_the_same_bytes(panels_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_panels(monkeypatch, panels_from)
+    mlp, (x, expert_ids) = make_mlp(CASES["wide"]), make_inputs(CASES["wide"])
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(EXPERT_BACKENDS["native"](mlp, x, expert_ids))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    torch.testing.assert_close(found[0], run_reference(mlp, x, expert_ids), atol=1e-4, rtol=1e-5)
+
+
+@compiled
+def test_tokens_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp, (x, expert_ids) = make_mlp(Case()), make_inputs(Case())
+    whole = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+    monkeypatch.setattr(native, "CHUNK", 10)
+    torch.testing.assert_close(EXPERT_BACKENDS["native"](mlp, x, expert_ids), whole, atol=1e-5, rtol=0)
+
+
+@compiled
+def test_inputs_need_not_be_contiguous() -> None:
+    mlp, (x, expert_ids) = make_mlp(Case()), make_inputs(Case())
+    strided = torch.stack([x, x], -1)[..., 0]
+    ids = torch.stack([expert_ids, expert_ids], -1)[:, 0]
+    assert not strided.is_contiguous()
+    torch.testing.assert_close(
+        EXPERT_BACKENDS["native"](mlp, strided, ids), EXPERT_BACKENDS["native"](mlp, x, expert_ids), rtol=0, atol=0
+    )

@@ -1,0 +1,264 @@
+"""Extraction: the asked budget, exactly; equal widths; the best dims; the same bytes twice."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from conftest import ATTENTION_MODES, make_network, make_pico, tokens
+from tomoe.errors import UserError
+from tomoe.model.structure import ModelShape, shape_of
+from tomoe.plan import Plan
+from tomoe.pruning.extract import (
+    BUDGET_TOLERANCE,
+    Extraction,
+    Site,
+    common_offset,
+    extract_plan,
+    least_active,
+    whole_units,
+)
+from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.pruning.masking import planned_masks
+from tomoe.pruning.routing import ValueRouter
+
+MULTIPLE = 8
+IDS = tokens(4, 16)
+CALIBRATION = (IDS, torch.ones_like(IDS, dtype=torch.bool))
+
+
+@functools.cache
+def model() -> PreTrainedModel:
+    """Fine enough for the budget: eight neurons of one layer are 0.35 % of the blocks."""
+    return make_pico("llama", hidden_size=64, intermediate_size=512, num_hidden_layers=4, num_key_value_heads=2)
+
+
+def network(attention: str, spread: float = 1.0) -> MaskNetwork:
+    return make_network(model(), attention, spread, width_multiple=MULTIPLE)
+
+
+@functools.cache
+def plan_of(attention: str) -> Plan:
+    return extract_plan(network(attention), model(), 0.6, CALIBRATION)
+
+
+@pytest.mark.parametrize(("active", "spread"), [(0.3, 1.0), (0.5, 0.2), (0.62, 3.0), (0.85, 1.0), (1.0, 1.0)])
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_the_budget_is_met(attention: str, active: float, spread: float) -> None:
+    net = network(attention, spread)
+    plan = extract_plan(net, model(), active, CALIBRATION)
+    assert abs(plan.active_fraction() - active) <= BUDGET_TOLERANCE == 0.002
+    for layer in plan.layers:
+        assert layer.expert_neurons.sum(1).unique().numel() == 1
+        assert layer.width % MULTIPLE == 0
+        assert layer.width >= MULTIPLE
+        assert bool(layer.qk_kept.any())
+        assert 1 <= layer.value_top_k <= int(layer.value_kept.sum())
+        assert bool(layer.value_router) == (attention == "dynamic" and layer.value_top_k < plan.shape.head_dim)
+    if attention == "none":
+        assert {(qk, values) for _, qk, values in plan.widths()} == {(16, 16)}
+
+
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_the_kept_dims_are_the_best(attention: str) -> None:
+    net, plan = network(attention), plan_of(attention)
+    with torch.no_grad():
+        embeddings = net.hypernetwork()
+        for i, layer in enumerate(plan.layers):
+            logits = net.neurons[i](embeddings[2 * i + 1])
+            for own, kept in zip(logits, layer.expert_neurons, strict=True):
+                assert own[kept].min() >= own[~kept].max()
+            dims = net.dims[i](net.attention_embeddings(embeddings)[i])
+            values, qk = dims[: plan.shape.head_dim], dims[plan.shape.head_dim :]
+            if not layer.qk_kept.all():
+                assert qk[layer.qk_kept].min() >= qk[~layer.qk_kept].max()
+            if not layer.value_kept.all():
+                assert values[layer.value_kept].min() >= values[~layer.value_kept].max()
+    widths = {layer.width for layer in plan.layers}
+    assert len(widths) > 1, "all layers alike: nothing was learned from the logits"
+
+
+def test_every_token_keeps_exactly_k() -> None:
+    plan = plan_of("dynamic")
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for layer, masks in zip(plan.layers, planned_masks(plan), strict=True):
+            found = masks.values(x)
+            assert layer.value_top_k < 16
+            assert torch.equal(found.sum(-1), torch.full((200,), float(layer.value_top_k)))
+            assert len(found.unique(dim=0)) > 1
+    tied = ValueRouter.decide(torch.zeros(5, 16), 3)
+    assert torch.equal(tied.sum(-1), torch.full((5,), 3.0))
+
+
+def test_the_plan_decides_as_the_network_does() -> None:
+    """The value router of a plan gives the logits that training had, and the router is the trained one."""
+    net, plan = network("dynamic"), plan_of("dynamic")
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        embeddings = net.attention_embeddings(net.hypernetwork())
+        for i, masks in enumerate(planned_masks(plan)):
+            torch.testing.assert_close(masks.value_router(x), net.value_logits(i, x, embeddings[i]))
+            assert torch.equal(masks.router.weight, net.routers[i].weight.bfloat16().float())
+
+
+def test_calibration_reads_real_tokens_only() -> None:
+    extraction, (ids, valid) = Extraction(network("dynamic"), model()), CALIBRATION
+    padded, real = (torch.nn.functional.pad(t, (0, 9), value=value) for t, value in ((ids, 7), (valid, False)))
+    with torch.no_grad():
+        for plan in (None, plan_of("dynamic")):
+            bare, among_padding = (extraction.value_logits(*text, plan) for text in ((ids, valid), (padded, real)))
+            for one, other in zip(bare, among_padding, strict=True):
+                torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_twice_gives_the_same_bytes(attention: str, tmp_path: Path) -> None:
+    net = network(attention)
+    plan_of(attention).save(tmp_path / "one")
+    copy = MaskNetwork(net.shape, net.experts, net.sampling, seed=99)
+    copy.load_state_dict(net.state_dict())
+    torch.manual_seed(5)
+    torch.rand(3)
+    extract_plan(copy, model(), 0.6, CALIBRATION).save(tmp_path / "two")
+    for name in ("plan.json", "plan.safetensors"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_extraction_leaves_network_and_model_alone(attention: str) -> None:
+    net, dense = network(attention), model()
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    logits = dense(IDS).logits
+    extract_plan(net, dense, 0.6, CALIBRATION)
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert torch.equal(dense(IDS).logits, logits)
+    assert all(p.grad is None for p in net.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in dense.modules())
+
+
+def widened(attention: str, change: str) -> tuple[Plan, Plan]:
+    """Plans before and after layer 2's logits of one kind of dim rise."""
+    net = network(attention)
+    before = plan_of(attention)
+    if change == "neurons":
+        net.neurons[2].start += 1.0
+    else:
+        part = slice(0, 16) if change == "values" else slice(16, None)
+        net.dims[2].start[part] += 2.0
+    return before, extract_plan(net, model(), 0.6, CALIBRATION)
+
+
+@pytest.mark.parametrize(
+    ("attention", "change", "place"),
+    [("none", "neurons", 0), ("dynamic", "neurons", 0), ("static", "qk", 1), ("dynamic", "qk", 1),
+     ("static", "values", 2), ("dynamic", "values", 2)],
+)  # fmt: skip
+def test_higher_logits_make_a_wider_layer(attention: str, change: str, place: int) -> None:
+    """... and, as the budget stays, the others no wider."""
+    before, after = (plan.widths() for plan in widened(attention, change))
+    assert after[2][place] > before[2][place]
+    others = [(a, b) for i, (a, b) in enumerate(zip(after, before, strict=True)) if i != 2]
+    assert sum(a[0] for a, _ in others) <= sum(b[0] for _, b in others)
+
+
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_budgets_out_of_reach(attention: str) -> None:
+    net = network(attention)
+    least = least_active(net.shape, MULTIPLE, attention)
+    with pytest.raises(UserError, match=r"needs at least .* but the budget allows .*; ask for more"):
+        extract_plan(net, model(), 0.98 * least, CALIBRATION)
+    plan = extract_plan(net, model(), least, CALIBRATION)
+    assert plan.active_fraction() == pytest.approx(least)
+    assert {width for width, _, _ in plan.widths()} == {MULTIPLE}
+
+
+def test_widths_too_coarse_for_the_budget() -> None:
+    net = make_network(model(), "none", width_multiple=256)
+    with pytest.raises(UserError, match=r"0\.6000; .*width_multiple = 256: choose a smaller one"):
+        extract_plan(net, model(), 0.6, CALIBRATION)
+
+
+def test_a_multiple_that_does_not_divide_the_layer() -> None:
+    net = make_network(model(), "none", width_multiple=24)  # 512 = 21 x 24 + 8
+    plan = extract_plan(net, model(), 1.0, CALIBRATION)
+    assert {layer.width for layer in plan.layers} == {512}
+    assert all(
+        width % 24 == 0 or width == 512 for width, _, _ in extract_plan(net, model(), 0.6, CALIBRATION, 0.01).widths()
+    )
+
+
+def solve(sites: list[Site], target: int) -> list[int]:
+    return whole_units(sites, common_offset(sites, target), target)
+
+
+def sigmoid_site(most: int, cost: int, shift: float) -> Site:
+    return Site(lambda o: most / (1 + 2.718281828 ** -(o + shift)), lambda n: n * cost, most)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_costs_come_as_near_as_any_choice_can(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    draw = functools.partial(torch.randint, size=(), generator=generator)
+    sites = [sigmoid_site(int(draw(2, 6)), 10, float(draw(-3, 4))) for _ in range(4)]
+    least, most = (sum(s.params(n(s)) for s in sites) for n in (lambda s: 1, lambda s: s.most))
+    for target in range(least, most + 7, 11):
+        units = solve(sites, target)
+        assert all(1 <= n <= s.most for n, s in zip(units, sites, strict=True))
+        error = abs(sum(s.params(n) for n, s in zip(units, sites, strict=True)) - target)
+        every = itertools.product(*(range(1, s.most + 1) for s in sites))
+        assert error == min(abs(sum(s.params(n) for n, s in zip(u, sites, strict=True)) - target) for u in every)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_unequal_costs_miss_by_half_a_unit_at_most(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    draw = functools.partial(torch.randint, size=(), generator=generator)
+    sites = [sigmoid_site(int(draw(2, 30)), int(draw(1, 50)), float(draw(-3, 4))) for _ in range(6)]
+    least, most = sum(s.params(1) for s in sites), sum(s.params(s.most) for s in sites)
+    largest = max(s.params(2) - s.params(1) for s in sites)
+    for target in range(least, most + 1, max(1, (most - least) // 12)):
+        units = solve(sites, target)
+        assert abs(sum(s.params(n) for n, s in zip(units, sites, strict=True)) - target) <= largest / 2 + 1
+    with pytest.raises(UserError, match="ask for more"):
+        solve(sites, least - 1)
+
+
+def test_all_sites_move_by_one_offset() -> None:
+    """Widths are the expected ones at a common shift of the logits, to a unit."""
+    sites = [sigmoid_site(1000, 3, shift) for shift in (-2.0, 0.0, 1.0)]
+    units = solve(sites, 3 * 1400)
+    offsets = [
+        torch.logit(torch.tensor(n / 1000)).item() - shift for n, shift in zip(units, (-2.0, 0.0, 1.0), strict=True)
+    ]
+    assert max(offsets) - min(offsets) < 0.02
+
+
+def test_the_plan_remembers_how_wide_training_left_each_expert() -> None:
+    net = make_network(model(), "none", spread=2.0, width_multiple=MULTIPLE)
+    plan = extract_plan(net, model(), 0.6, CALIBRATION)
+    logits = Extraction(net, model()).neuron_logits
+    for row, layer, own in zip(plan.notes["expert_widths"], plan.layers, map(torch.detach, logits), strict=True):
+        mean = sum(row) / len(row)
+        assert abs(mean - layer.width) <= MULTIPLE / 2 + 1  # one width for all is their mean, but for whole units
+        shifted = [(1 - torch.exp(-torch.exp(own + 3.0 + o / 100))).sum(1) for o in range(-500, 500)]
+        nearest = min(shifted, key=lambda kept: abs(float(kept.mean()) - mean))
+        torch.testing.assert_close(torch.tensor(row).float(), nearest, atol=2.0, rtol=0.0)
+        assert max(row) > min(row)
+
+
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_least_active_counts_one_unit_of_everything(attention: str) -> None:
+    whole = ModelShape(2, 32, 48, 4, 2, 8, 8, True)
+    partly = ModelShape(2, 32, 48, 4, 2, 8, 4, False)
+    per_layer = {"none": 16, "static": 3, "dynamic": 3}[attention]  # dims of Q/K and V/O; a pair is two
+    total = 3 * 32 * 48 + 32 * 6 * 16
+    assert least_active(whole, 8, attention) == pytest.approx((3 * 32 * 8 + 32 * 6 * per_layer) / total)
+    alone = 16 if attention == "none" else 2  # a dim that RoPE leaves alone is one
+    assert least_active(partly, 100, attention) == pytest.approx((2 * 32 * 48 + 32 * 6 * alone) / (total - 32 * 48))
+    assert shape_of(model()).num_qk_choices == 8

@@ -1,0 +1,141 @@
+"""The report in a real, headless Chromium: it asks no network, its slider works, it fits a phone, and anyone can use it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from page_samples import EVIL, hostile_facts
+
+from tomoe.report import page
+from tomoe.report.html import write_route_page
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+
+BROWSER = os.environ.get("CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync"]  # fmt: skip
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
+
+
+class Seen:
+    """A page, and all that the browser asked for or complained of while it was open."""
+
+    def __init__(self, shown: playwright.Page):
+        self.page, self.said, self.asked = shown, [], []
+        shown.on("console", lambda message: self.said.append(message.text))
+        shown.on("pageerror", lambda error: self.said.append(str(error)))
+        shown.on("dialog", lambda dialog: self.said.append(dialog.message))
+        shown.on("request", lambda request: self.asked.append(request.url))
+
+    def open(self, path: Path, width: int = 1280) -> playwright.Page:
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.goto(path.as_uri())
+        return self.page
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return page.write_page(tmp_path_factory.mktemp("report"), hostile_facts())
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[playwright.BrowserContext]:
+    with playwright.sync_playwright() as driver:
+        folder = tmp_path_factory.mktemp("profile")
+        context = driver.chromium.launch_persistent_context(folder, executable_path=BROWSER, headless=True, args=FLAGS)
+        yield context
+        context.close()
+
+
+@pytest.fixture
+def seen(browser: playwright.BrowserContext) -> Iterator[Seen]:
+    shown = browser.new_page()
+    yield Seen(shown)
+    shown.close()
+
+
+def colours(shown: playwright.Page) -> list[str]:
+    return shown.eval_on_selector_all(".tokens span", "spans => spans.map(s => getComputedStyle(s).backgroundColor)")
+
+
+def test_it_asks_no_network_and_runs_nothing_that_it_was_given(seen: Seen, report: Path) -> None:
+    shown = seen.open(report)
+    assert seen.said == []
+    assert {url for url in seen.asked if not url.startswith("data:")} == {report.as_uri()}
+    assert EVIL in shown.title()
+    assert shown.locator("img, svg[onload]").count() == 0
+    assert shown.locator("figure svg").count() == shown.locator("figure").count() == 10
+
+
+def test_the_slider_changes_the_colours_by_keyboard_too(seen: Seen, report: Path) -> None:
+    shown = seen.open(report)
+    first = colours(shown)
+    assert len(set(first)) == 4  # one for each expert
+    slider = shown.get_by_role("slider", name="Layer")
+    slider.focus()
+    shown.keyboard.press("ArrowRight")
+    second = colours(shown)
+    assert second == [*first[1:11], first[3], *first[12:], second[-1]]  # by the formula, each token has its neighbour's
+    assert shown.locator("output").inner_text() == "1"
+    assert shown.locator(".tokens span").first.get_attribute("title") == "expert 1"
+    slider.fill("2")
+    assert shown.locator("output").inner_text() == "2"
+    assert shown.locator(".legend li").first.inner_text() == "0 27 %"  # 3 of 11 tokens
+    number = "s => getComputedStyle(s, '::after').content"
+    assert shown.eval_on_selector(".tokens span", number) == "none"
+    shown.get_by_label("expert numbers").check()
+    assert shown.eval_on_selector(".tokens span", number) == '"2"'
+    assert seen.said == []
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_the_window_and_passes_the_accessibility_check(
+    seen: Seen, report: Path, width: int, scheme: str
+) -> None:
+    seen.page.emulate_media(color_scheme=scheme)
+    shown = seen.open(report, width)
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    shown.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    dark = shown.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+    assert dark == (scheme == "dark")
+    found = axe.Axe().run(shown).response["violations"]
+    assert [(v["id"], v["nodes"][0]["html"][:200]) for v in found] == []
+
+
+def test_without_javascript_the_first_layer_and_all_numbers_are_there(
+    browser: playwright.BrowserContext, report: Path
+) -> None:
+    shown = browser.new_page()
+    session = browser.new_cdp_session(shown)
+    session.send("Emulation.setScriptExecutionDisabled", {"value": True})
+    shown.goto(report.as_uri())
+    assert shown.locator(".controls").is_hidden()
+    assert shown.locator(".tokens").count() == 2
+    assert "layer 2" in str(shown.locator("pre.table").first.text_content())
+    shown.close()
+
+
+def test_a_page_of_tomoe_route(seen: Seen, tmp_path: Path) -> None:
+    texts = hostile_facts().texts
+    shown = seen.open(write_route_page(tmp_path / "route.html", EVIL, texts, layer=1), 360)
+    assert shown.locator("output").inner_text() == "1"
+    assert shown.evaluate("document.documentElement.scrollWidth") <= 360
+    assert seen.said == []
+    assert axe.Axe().run(shown).response["violations"] == []
+
+
+def test_it_prints_with_numbers_in_place_of_the_slider(seen: Seen, report: Path) -> None:
+    shown = seen.open(report)
+    shown.emulate_media(media="print")
+    assert shown.locator(".controls").is_hidden()
+    assert shown.locator("nav").is_hidden()
+    assert shown.eval_on_selector(".tokens span", "s => getComputedStyle(s, '::after').content") == '"0"'

@@ -1,0 +1,137 @@
+"""The model card's metadata, read back by the hub's own classes; where licence and base model come from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import huggingface_hub
+import pytest
+from huggingface_hub import EvalResult, ModelCard
+from test_warnings import row, sound_plan
+
+from conftest import make_pico
+from tomoe.evaluation.compare import Row
+from tomoe.evaluation.tasks import TaskScore
+from tomoe.evaluation.usage import ExpertUsage
+from tomoe.model import catalog as fetch
+from tomoe.plan import Plan
+from tomoe.recipe.conversion import Recipe
+from tomoe.report import license as origin
+from tomoe.report.card import write_card
+from tomoe.report.license import Origin, origin_of
+
+
+def plan_of(*sources: str, model: str = "someone/dense-1b") -> Plan:
+    plan = sound_plan()
+    return replace(
+        plan, recipe=Recipe(model=model, active=plan.active_fraction(), data={"sources": sources}).model_dump()
+    )
+
+
+def measured(data: str = "a text", tasks: tuple[TaskScore, ...] = (), **parts: object) -> list[Row]:
+    rows = [row(), row()]
+    m = replace(rows[1].measurement, kl=0.25, top1_agreement=0.75, data=data, perplexity=12.5)
+    return [rows[0], replace(rows[1], measurement=m, tasks=tasks, **parts)]
+
+
+def written(folder: Path, plan: Plan, rows: list[Row]) -> ModelCard:
+    return ModelCard.load(write_card(folder / "moe", plan, rows))
+
+
+def test_every_number_is_a_result_of_the_model_index(tmp_path: Path) -> None:
+    score = TaskScore(
+        "piqa", 5, "acc_norm", 0.625, 0.05, 100, 0, {"acc": 0.6, "acc_norm": 0.625}, "1.0", "lm-eval 0.4.13"
+    )
+    card = written(tmp_path, plan_of("wikitext"), measured("wikitext (test)", (score,)))
+    results: dict[str, EvalResult] = {result.metric_type: result for result in card.data.eval_results}
+    values = {kind: result.metric_value for kind, result in results.items()}
+    assert values == {"perplexity": 12.5, "kl_to_dense": 0.25, "top1_agreement": 0.75, "acc_norm": 0.625}
+    text = results["perplexity"]
+    assert (text.dataset_type, text.dataset_config, text.dataset_split) == (
+        "Salesforce/wikitext", "wikitext-2-raw-v1", "test"
+    )  # fmt: skip
+    assert text.dataset_args["context_length"] == 16
+    assert "stride" not in text.dataset_args
+    task = results["acc_norm"]
+    assert (task.dataset_type, task.dataset_args) == ("piqa", {"num_few_shot": 5, "questions": 100})
+    assert {result.task_type for result in results.values()} == {"text-generation"}
+    assert card.data.metrics == sorted(values)
+    assert (card.data.pipeline_tag, card.data.library_name, card.data.model_name) == (
+        "text-generation",
+        "transformers",
+        "moe",
+    )
+    assert "| piqa | 5 | acc norm |" in card.content
+    assert "No safety or fairness test was run" in card.content
+    assert "No task" not in card.content
+
+
+def test_text_that_is_no_data_set_has_its_own_name(tmp_path: Path) -> None:
+    for data, identifier in (("self, held out", "self, held out"), ("notes (draft)", "notes (draft)"), ("", "text")):
+        (first, *_) = written(tmp_path, plan_of("self"), measured(data)).data.eval_results
+        assert (first.dataset_type, first.dataset_split) == (identifier, None)
+
+
+def test_data_sets_are_named_by_hub_id(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("words")
+    named = plan_of("wikitext", "wikitext-103", "alpaca", "someone/set:part", "self", str(notes))
+    card = written(tmp_path, named, measured())
+    assert card.data.datasets == ["Salesforce/wikitext", "tatsu-lab/alpaca", "someone/set"]
+    assert str(tmp_path) not in card.content
+    assert written(tmp_path, plan_of("self"), measured()).data.datasets is None
+
+
+def test_warnings_stand_in_the_card_with_their_numbers(tmp_path: Path) -> None:
+    assert "## Warnings" not in written(tmp_path, plan_of("self"), measured()).content
+    usage = ExpertUsage([[0.0, 0.5, 0.5]], 5000)
+    card = written(tmp_path, plan_of("self"), measured(usage=usage, training_overlap=0.5))
+    assert "- layer 0: expert 0 got none of the 5,000 tokens\n- 50.0% of the evaluation tokens" in card.content
+
+
+def test_licence_and_base_model_are_known_where_a_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "dense"
+    make_pico("llama").save_pretrained(folder)
+    assert origin_of(str(folder)) == Origin(None, None)
+    (folder / "README.md").write_text("---\nlicense: MIT\n---\nwords\n")
+    assert origin_of(str(folder)) == Origin(None, "mit")
+    card = written(tmp_path, plan_of("self", model=str(folder)), measured())
+    assert (card.data.license, card.data.license_name, card.data.base_model) == ("mit", None, None)
+    assert "mit, as the dense model" in card.content
+    monkeypatch.setattr(origin, "try_to_load_from_cache", lambda repo, name: str(folder / name))
+    assert origin_of("someone/dense-1b") == Origin("someone/dense-1b", "mit")
+    monkeypatch.setattr(origin, "try_to_load_from_cache", huggingface_hub.try_to_load_from_cache)
+    assert origin_of("someone/dense-1b") == Origin("someone/dense-1b", None)
+    monkeypatch.chdir(folder)
+    assert origin_of("") == Origin(None, None)
+
+
+def test_licence_of_gguf_files_and_of_fetched_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (name,) = fetch.names()
+    file = tmp_path / name / fetch.MODELS[name].gguf
+    file.parent.mkdir()
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_license("Apache-2.0")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert origin_of(str(file)) == Origin(None, "apache-2.0")
+    monkeypatch.setenv("TOMOE_CACHE", str(tmp_path))
+    assert origin_of(name) == Origin("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
+    monkeypatch.setenv("TOMOE_CACHE", str(tmp_path / "nowhere"))
+    assert origin_of(name) == Origin("HuggingFaceTB/SmolLM2-135M-Instruct", None)
+    for damaged in (b"", b"GGUF", file.read_bytes()[:40], b"no gguf at all, but some words"):
+        file.write_bytes(damaged)
+        assert origin_of(str(file)) == Origin(None, None)
+
+
+@pytest.mark.parametrize(
+    "head",
+    ["license: [a, b]", "license: see the file <b>there</b>", "license: other", ": :", "license: {", "- a\n- b", ""],
+)
+def test_what_is_no_licence_is_left_out(tmp_path: Path, head: str) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{head}\n---\nwords\n")
+    assert origin_of(str(tmp_path)) == Origin(None, None)

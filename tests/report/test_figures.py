@@ -1,0 +1,228 @@
+"""Figures: what stands in them is what was given, their files are the same twice, and their words are escaped."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from tomoe.errors import UserError
+from tomoe.model.structure import ModelShape
+from tomoe.plan import LayerPlan, Plan
+from tomoe.report import figures, plan_figures
+from tomoe.report import style as picture
+from tomoe.report.style import INK, Picture
+
+EVIL = "</script><img src=x onerror=alert(1)> $\\frac$ \"&'"
+ACCURACY = [
+    {"label": "carved", "active_share": 0.7, "perplexity": 30.2, "dense_perplexity": 16.25},
+    {"label": "carved", "active_share": 0.5, "perplexity": 81.1, "dense_perplexity": 16.25},
+    {"label": EVIL, "active_share": 0.6, "perplexity": 25.2, "dense_perplexity": 16.25},
+]
+
+
+def drawn_lines(drawn: Picture, axes: int = 0) -> dict[str, list[tuple[float, float]]]:
+    """Points of every labelled line."""
+    lines = drawn.figure.axes[axes].get_lines()
+    return {str(x.get_label()): [(float(a), float(b)) for a, b in x.get_xydata()] for x in lines}  # type: ignore[union-attr]
+
+
+def check(drawn: Picture) -> None:
+    """What holds for every figure: words, and SVG that parses, inline and as a file."""
+    assert drawn.title
+    assert len(drawn.alt) > 40
+    assert "Look" in drawn.caption
+    svg = picture.to_svg(drawn)
+    assert svg == picture.to_svg(drawn)
+    inline = str(picture.inline_svg(drawn))
+    for text in (svg, inline):
+        ET.fromstring(text)
+        assert "<img" not in text
+        assert "<script" not in text
+    assert INK not in inline
+    assert "<style" not in inline  # it would hold for the whole page
+    ids = re.findall(r' id="([^"]+)"', inline)
+    assert len(set(ids)) == len(ids)
+    assert all(name.startswith(drawn.name + "-") for name in ids)
+    assert set(re.findall(r'(?:href="|url\()#([^")]+)', inline)) <= set(ids)
+
+
+def test_accuracy_draws_the_rows() -> None:
+    drawn = figures.accuracy_figure(ACCURACY)
+    assert drawn_lines(drawn)["carved"] == [(0.5, 81.1), (0.7, 30.2)]
+    assert "81.1 at 50%" in drawn.alt
+    assert drawn.figure.axes[0].get_yscale() == "log"
+    assert "dense 16.25" in picture.to_svg(drawn)
+    check(drawn)
+
+
+def test_accuracy_on_several_texts_is_against_each_ones_dense_model() -> None:
+    other = [ACCURACY[0], {**ACCURACY[0], "label": "other", "perplexity": 20.0, "dense_perplexity": 10.0}]
+    drawn = figures.accuracy_figure(other)
+    assert drawn_lines(drawn)["other"] == [(0.7, 2.0)]
+    assert drawn.figure.axes[0].get_ylabel() == "perplexity / dense perplexity"
+    alone = figures.accuracy_figure([{"label": "", "active_share": 0.7, "perplexity": 3.0, "dense_perplexity": None}])
+    check(alone)
+    with pytest.raises(UserError, match="no row to draw"):
+        figures.accuracy_figure([])
+
+
+def test_files_are_the_same_twice_and_no_setting_elsewhere_changes_them(tmp_path: Path) -> None:
+    first = [file.read_bytes() for file in picture.save(figures.accuracy_figure(ACCURACY), tmp_path)]
+    with matplotlib.rc_context({"font.size": 20, "svg.hashsalt": "x", "axes.grid": False}):
+        again = [file.read_bytes() for file in picture.save(figures.accuracy_figure(ACCURACY), tmp_path)]
+    assert first == again
+    assert first[1].startswith(b"\x89PNG")
+    assert b"<dc:date>" not in first[0]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["accuracy.png", "accuracy.svg"]
+
+
+def make_plan(
+    num_layers: int = 3, experts: int = 4, mlp: int = 48, values: tuple[int, ...] = (), **notes: object
+) -> Plan:
+    """Random neuron sets, wider in later layers; of layer i only the first `values[i]` V/O dims."""
+    generator = torch.Generator().manual_seed(0)
+    shape, layers = ModelShape(num_layers, 32, mlp, 4, 4, 8, 8, True), []
+    for i in range(num_layers):
+        neurons = torch.zeros(experts, mlp, dtype=torch.bool)
+        for row in neurons:
+            row[torch.randperm(mlp, generator=generator)[: mlp // 4 + i]] = True
+        kept = torch.arange(8) < (values[i] if values else 8)
+        layers.append(LayerPlan(neurons, torch.randn(experts, 32, generator=generator), torch.ones(4, dtype=torch.bool),
+                                kept, int(kept.sum())))  # fmt: skip
+    return Plan(shape, tuple(layers), notes=notes)
+
+
+def bars(drawn: Picture) -> list[float]:
+    return [patch.get_height() for patch in drawn.figure.axes[0].patches if isinstance(patch, Rectangle)]
+
+
+def image(drawn: Picture, axes: int = 0) -> Tensor:
+    (shown,) = (child for child in drawn.figure.axes[axes].get_children() if isinstance(child, AxesImage))
+    return torch.from_numpy(np.ma.filled(shown.get_array(), np.nan))
+
+
+METRICS = [
+    {"step": step, "fidelity": 3.0 / step, "budget": 0.1, "coverage": 0.2, "balance": 0.25, "active_fraction": 0.7}
+    for step in range(1, 101)
+]  # fmt: skip
+
+
+def test_widths_and_unions_are_those_of_the_plan() -> None:
+    plan = make_plan(values=(8, 8, 2))
+    drawn = plan_figures.width_figure(plan)
+    lines = drawn_lines(drawn)
+    assert [y for _, y in lines["MLP neurons"]] == [12 / 48, 13 / 48, 14 / 48]
+    assert [y for _, y in lines["V/O dims"]] == [1, 1, 0.25]
+    assert "25% to 100%" in drawn.alt
+    assert "Q/K and V/O dims (kept whole)" in drawn_lines(plan_figures.width_figure(make_plan()))
+    check(drawn)
+    union = plan_figures.union_figure(plan)
+    assert bars(union) == [layer.union / 48 for layer in plan.layers] + [12 / 48, 13 / 48, 14 / 48]
+    check(union)
+    value = plan_figures.value_figure(plan)
+    assert value is not None
+    assert bars(value) == [8, 8, 2]
+    check(value)
+    assert plan_figures.value_figure(make_plan()) is None
+
+
+def test_spread_of_trained_widths_is_drawn_where_the_plan_knows_it() -> None:
+    assert plan_figures.expert_width_figure(make_plan()) is None
+    drawn = plan_figures.expert_width_figure(make_plan(expert_widths=[[10, 12, 13, 14], [13] * 4, [2, 14, 20, 28]]))
+    assert drawn is not None
+    assert "layer 2: 2 to 28 neurons, all given 14" in drawn.alt
+    medians = [line.get_ydata()[0] for line in drawn.figure.axes[1].get_lines() if line.get_color() == INK]
+    assert medians == [0.5, 0, 3]  # less what was given: 12, 13, 14
+    check(drawn)
+
+
+def test_likeness_of_experts_is_counted_in_neurons() -> None:
+    plan = make_plan(num_layers=9)
+    sets = [[set(row.nonzero()[:, 0].tolist()) for row in layer.expert_neurons] for layer in plan.layers]
+    for layer, own in zip(plan.layers, sets, strict=True):
+        expected = torch.tensor([[len(a & b) / len(a | b) for b in own] for a in own])
+        torch.testing.assert_close(plan_figures.jaccard(layer.expert_neurons), expected)
+    drawn = plan_figures.similarity_figure(plan)
+    assert drawn is not None
+    shown = image(drawn, 1)
+    assert shown.shape == (4 + 2 + 4, 8 * 5 - 1)  # nine layers: a row of eight, then one
+    assert float(shown[6, 1]) == pytest.approx(len(sets[8][0] & sets[8][1]) / len(sets[8][0] | sets[8][1]))
+    assert shown[0, 0].isnan()  # an expert is like itself
+    check(drawn)
+    assert plan_figures.similarity_figure(make_plan(experts=1)) is None
+
+
+def test_usage_shows_each_source_and_crosses_the_dead() -> None:
+    shares = [[0.5, 0.5, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4]]
+    drawn = figures.usage_figure(shares, 1000)
+    torch.testing.assert_close(image(drawn), torch.tensor(shares).T.to(image(drawn).dtype))
+    assert drawn.figure.axes[0].get_lines()[0].get_xydata().tolist() == [[0, 2], [0, 3]]
+    assert "2 experts got none" in drawn.alt
+    assert len(drawn.figure.axes) == 2  # and the scale
+    both = figures.usage_figure(shares, 1000, {"a": (shares, 600), EVIL: (shares[::-1], 400)})
+    assert [axes.get_title(loc="left") for axes in both.figure.axes[:3]] == [
+        "all 1,000 tokens", "a (600 tokens)", f"{EVIL} (400 tokens)"[:59] + "…",
+    ]  # fmt: skip
+    assert len(figures.usage_figure(shares, 1000, {"a": (shares, 1000)}).figure.axes) == 2  # one source is all
+    check(both)
+
+
+def test_training_draws_each_term_and_passes_over_what_is_not_a_number() -> None:
+    spoiled = [
+        {**METRICS[0], "step": 101, "skipped": True},
+        {**METRICS[0], "step": 102, "fidelity": None},
+        {"step": 103},
+    ]
+    drawn = figures.training_figure([*METRICS, *spoiled], 4, 0.7)
+    assert drawn is not None
+    raw, smooth = drawn.figure.axes[0].get_lines()
+    assert [float(y) for y in raw.get_ydata()] == [3.0 / step for step in range(1, 101)]
+    assert float(smooth.get_ydata()[50]) == 3.0 / 51  # the median of what only falls
+    assert "fidelity (nats) 1.5 to 0.0303" in drawn.alt
+    check(drawn)
+    assert figures.training_figure(METRICS[:1], 4, 0.7) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_panels_are_laid_out_the_same_each_time(seed: int) -> None:
+    draws = torch.rand(4, 5, generator=torch.Generator().manual_seed(seed)).tolist()
+    rows = [{"step": i, **dict(zip(figures.TERMS, draw, strict=True))} for i, draw in enumerate(draws)]
+    drawn = [figures.training_figure(rows, 2, 0.5) for _ in range(3)]
+    assert len({picture.to_svg(one) for one in drawn if one is not None}) == 1
+
+
+def test_cost_says_what_it_knows() -> None:
+    known = {
+        "seconds": {"text": 10.0, "learning": 120.0}, "tokens": {"text": 5000}, "peak_memory_bytes": 1_500_000_000,
+        "device": "cpu", "threads": 2, "resumed": True,
+    }  # fmt: skip
+    drawn = figures.cost_figure(known)
+    assert drawn is not None
+    for words in ("2.2 minutes in all", "5,000 tokens of text", "1.50 GB", "2 threads", "last --resume"):
+        assert words in drawn.caption
+    check(drawn)
+    assert figures.cost_figure({}) is None
+
+
+def test_throughput_says_which_cells_are_slower() -> None:
+    cell = {"prompt": 128, "dtype": "bfloat16", "dense_s": 1.0}
+    rows = [
+        {**cell, "phase": "prefill", "batch": 8, "moe_s": 0.8, "ratio": 1.25, "ratio_low": 1.2, "ratio_high": 1.3},
+        {**cell, "phase": "decode", "batch": 1, "moe_s": 1.25, "ratio": 0.8, "ratio_low": 0.7, "ratio_high": 0.9},
+    ]
+    drawn = figures.throughput_figure(rows)
+    assert drawn is not None
+    markers = [[line.get_marker() for line in axes.get_lines()[1:2]] for axes in drawn.figure.axes]
+    assert markers == [["o"], ["s"]]
+    assert "decode 1 x 128 bfloat16: 0.80" in drawn.alt
+    check(drawn)
+    assert figures.throughput_figure([]) is None

@@ -1,0 +1,217 @@
+"""Warnings: each with a case that brings it up and one that does not; overlap against a plain search."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_report import some_plan
+
+from conftest import make_pico
+from pico_files import CommandLine
+from tomoe.data.corpus import Blocks
+from tomoe.evaluation.compare import Row, to_json
+from tomoe.evaluation.overlap import shared_share
+from tomoe.evaluation.param_counts import model_facts
+from tomoe.evaluation.perplexity import Measurement
+from tomoe.evaluation.usage import ExpertUsage
+from tomoe.plan import LayerPlan, Plan
+from tomoe.recipe.conversion import Recipe
+from tomoe.report.warnings import BUDGET, OVERLAP, find_warnings
+
+DENSE = make_pico("llama")
+
+
+def sound_plan() -> Plan:
+    """Nothing to complain of: every neuron is in an expert, and the budget is what it is."""
+    plan = some_plan(DENSE, dynamic=False)
+    layers = []
+    for layer in plan.layers:
+        neurons = layer.expert_neurons.clone()
+        neurons[1] = ~neurons[0]
+        layers.append(replace(layer, expert_neurons=neurons))
+    plan = replace(plan, layers=tuple(layers))
+    return asked(plan, plan.active_fraction())
+
+
+def asked(plan: Plan, active: float, **recipe: object) -> Plan:
+    return replace(plan, recipe=Recipe(model="a/b", active=active, **recipe).model_dump(mode="json"))
+
+
+def changed(plan: Plan, layer: int, **parts: object) -> Plan:
+    """One layer changed, with the budget that comes out of it."""
+    layers = list(plan.layers)
+    layers[layer] = replace(layers[layer], **parts)
+    made = replace(plan, layers=tuple(layers))
+    return asked(made, made.active_fraction())
+
+
+def row(context: int = 16, usage: ExpertUsage | None = None, overlap: float | None = None) -> Row:
+    measured = Measurement(2.0, 0.1, 0.7, 100, 10, context)
+    return Row(measured, model_facts(DENSE), usage, overlap)
+
+
+def kinds(plan: Plan | None = None, *rows: Row) -> list[str]:
+    return [warning.kind for warning in find_warnings(plan, rows)]
+
+
+def test_nothing_is_said_where_nothing_is_wrong() -> None:
+    fair = ExpertUsage([[0.3, 0.3, 0.4], [0.5, 0.25, 0.25]], 4096)
+    assert find_warnings(sound_plan(), [row(), row(64, fair, OVERLAP * 0.9)]) == []
+    assert find_warnings(replace(sound_plan(), recipe={})) == []
+    assert find_warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("off", "told"), [(0.9 * BUDGET, False), (-0.9 * BUDGET, False), (1.1 * BUDGET, True), (-0.1, True)]
+)
+def test_a_missed_budget(off: float, told: bool) -> None:
+    plan = sound_plan()
+    found = find_warnings(asked(plan, plan.active_fraction() + off))
+    assert [warning.kind for warning in found] == ["budget missed"] * told
+    if told:
+        assert f"{plan.active_fraction():.1%} of" in found[0].text
+        assert f"{plan.active_fraction() + off:.1%} were" in found[0].text
+
+
+def test_attention_that_is_nearly_empty() -> None:
+    plan = sound_plan()  # heads of 8 dims: one of eight is nearly nothing, two are not
+    for dims, told in ((1, True), (2, False)):
+        kept = torch.arange(8) < dims
+        found = find_warnings(changed(plan, 1, value_kept=kept, value_top_k=dims))
+        assert [warning.kind for warning in found] == ["narrow attention"] * told
+        if told:
+            assert found[0].text.startswith("layer 1: hardly anything is left of V/O (layer 1: 1 of 8 dims)")
+    one_pair = torch.arange(4) < 1  # 2 of 8 dims: the least that Q and K can have here
+    assert kinds(changed(plan, 0, qk_kept=one_pair)) == []
+    wide = make_pico("llama", hidden_size=64)  # heads of 16
+    narrow = changed(asked(some_plan(wide, dynamic=False), 1.0), 0, qk_kept=torch.arange(8) < 1)
+    texts = [warning.text for warning in find_warnings(narrow) if warning.kind == "narrow attention"]
+    assert len(texts) == 1
+    assert "left of Q/K (layer 0: 2 of 16 dims)" in texts[0]
+
+
+def test_neurons_that_no_expert_uses() -> None:
+    plan = sound_plan()
+    for used, told in ((35, True), (36, False)):  # of 48: 73 % and 75 %
+        neurons = torch.zeros(3, 48, dtype=torch.bool)
+        neurons[:, : used - 12] = True
+        neurons[1] = torch.roll(neurons[0], 12)
+        neurons[2] = neurons[0]
+        found = find_warnings(changed(plan, 0, expert_neurons=neurons))
+        assert [warning.kind for warning in found] == ["unused neurons"] * told
+        if told:
+            assert "layer 0: only 73% are in use" in found[0].text
+
+
+def test_all_layers_of_one_kind_share_a_sentence() -> None:
+    same = torch.zeros(3, 48, dtype=torch.bool)
+    same[:, :30] = True
+    plan = changed(changed(sound_plan(), 0, expert_neurons=same), 1, expert_neurons=same)
+    (found,) = find_warnings(plan)
+    assert found.text.startswith("layers 0, 1: many neurons are in no expert")
+
+
+def test_dead_and_overloaded_experts_are_named() -> None:
+    usage = ExpertUsage([[0.4, 0.6, 0.0], [0.0, 0.5, 0.5], [0.001, 0.499, 0.5], [0.0, 0.0, 1.0]], 4096)
+    found = find_warnings(rows=[row(), row(usage=usage)])
+    assert [(warning.kind, warning.text) for warning in found] == [
+        ("dead experts", "layer 0: expert 2 got none of the 4,096 tokens"),
+        ("overloaded expert", "layer 0: expert 1 got 60% of the 4,096 tokens"),
+        ("dead experts", "layer 1: expert 0 got none of the 4,096 tokens"),
+        ("dead experts", "layer 3: experts 0, 1 got none of the 4,096 tokens"),
+        ("overloaded expert", "layer 3: expert 2 got 100% of the 4,096 tokens"),
+    ]
+    assert kinds(None, row(usage=ExpertUsage([[1.0], [0.4, 0.6]], 4096))) == []
+
+
+def test_few_tokens_say_nothing_about_experts() -> None:
+    shares = [[0.4, 0.6, 0.0]]
+    assert kinds(None, row(usage=ExpertUsage(shares, 1499))) == []
+    assert kinds(None, row(usage=ExpertUsage(shares, 1500))) == ["dead experts", "overloaded expert"]
+
+
+def test_contexts_longer_than_the_model() -> None:
+    assert kinds(None, row(64), row(64)) == []  # pico models are made for 64 tokens
+    (found,) = find_warnings(rows=[row(65), row(65)])
+    assert (found.kind, "of 65 tokens, but is made for 64" in found.text) == ("context", True)
+    plan = replace(sound_plan(), dense_config={"max_position_embeddings": 64})
+    active = plan.active_fraction()
+    assert kinds(asked(plan, active, data={"block_size": 64})) == []
+    assert kinds(asked(plan, active, data={"block_size": 65})) == ["context"]
+    assert kinds(asked(replace(plan, dense_config={}), active, data={"block_size": 65})) == []
+
+
+def test_evaluation_text_out_of_the_training_text() -> None:
+    assert kinds(None, row(overlap=0.0), row(overlap=None)) == []
+    (found,) = find_warnings(rows=[row(), row(overlap=0.5)])
+    assert (found.kind, found.text.startswith("50.0% of the evaluation tokens")) == ("training text", True)
+
+
+def blocks(rows: list[list[int]]) -> Blocks:
+    """Token 0 is padding, wherever it stands."""
+    ids = torch.tensor(rows)
+    return Blocks(ids, ids != 0)
+
+
+def plain_share(text: list[list[int]], fitted: list[list[int]], n: int) -> float:
+    """By looking at every run of n tokens."""
+
+    def runs(rows: list[list[int]]) -> list[tuple[tuple[int, int, int], tuple[int, ...]]]:
+        found = [((b, i, n), tuple(row[i : i + n])) for b, row in enumerate(rows) for i in range(len(row) - n + 1)]
+        return [(place, run) for place, run in found if 0 not in run]
+
+    known = {run for _, run in runs(fitted)}
+    covered = {(b, i + k) for (b, i, n), run in runs(text) for k in range(n) if run in known}
+    return len(covered) / max(sum(token != 0 for row in text for token in row), 1)
+
+
+rows_of = st.integers(3, 9).flatmap(
+    lambda size: st.lists(st.lists(st.integers(0, 2), min_size=size, max_size=size), min_size=1, max_size=4)
+)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(rows_of, rows_of, st.integers(1, 6))
+def test_overlap_is_what_a_plain_search_finds(text: list[list[int]], fitted: list[list[int]], n: int) -> None:
+    assert shared_share(blocks(text), blocks(fitted), n) == pytest.approx(plain_share(text, fitted, n))
+
+
+def test_overlap_of_long_runs_alone() -> None:
+    draw = torch.Generator().manual_seed(0)
+    fitted = torch.randint(1, 50_000, (8, 64), generator=draw)
+    text = torch.randint(1, 50_000, (4, 100), generator=draw)
+    real = torch.ones_like(text, dtype=torch.bool)
+    everything = torch.ones_like(fitted, dtype=torch.bool)
+    assert shared_share(Blocks(text, real), Blocks(fitted, everything)) == 0.0
+    text[1, 20:32] = fitted[5, 10:22]  # twelve tokens in a row are chance
+    assert shared_share(Blocks(text, real), Blocks(fitted, everything)) == 0.0
+    text[2, 7:37] = fitted[3, 30:60]
+    assert shared_share(Blocks(text, real), Blocks(fitted, everything)) == pytest.approx(30 / 400)
+    everything[3, 40] = False
+    assert shared_share(Blocks(text, real), Blocks(fitted, everything)) == pytest.approx(19 / 400)
+    assert shared_share(Blocks(text[:, :12], real[:, :12]), Blocks(fitted, everything)) == 0.0
+
+
+def test_layer_plans_are_not_changed_by_looking() -> None:
+    plan = sound_plan()
+    before = [{name: getattr(layer, name) for name in LayerPlan.__dataclass_fields__} for layer in plan.layers]
+    assert find_warnings(plan) == find_warnings(plan)
+    after = [{name: getattr(layer, name) for name in LayerPlan.__dataclass_fields__} for layer in plan.layers]
+    for old, new in zip(before, after, strict=True):
+        assert all(old[name] is new[name] for name in old)
+
+
+def test_inspect_tells_what_convert_found(tomoe: CommandLine, tmp_path: Path) -> None:
+    asked(sound_plan(), 0.9).save(tmp_path)
+    (tmp_path / "evaluation.json").write_text(to_json([row(overlap=0.5)]))
+    told = json.loads(tomoe("inspect", tmp_path, "--json").out)["warnings"]
+    assert [warning["kind"] for warning in told] == ["budget missed", "training text"]
+    assert f"Warning: {told[1]['text']}.\n" in tomoe("inspect", tmp_path).out
+    (tmp_path / "evaluation.json").write_text("{}")  # of another version
+    assert [w["kind"] for w in json.loads(tomoe("inspect", tmp_path, "--json").out)["warnings"]] == ["budget missed"]

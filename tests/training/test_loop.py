@@ -1,0 +1,133 @@
+"""The loop: schedules, accumulation, objectives, and that it learns what it is asked to learn."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from conftest import ATTENTION_MODES, make_pico, tokens
+from tomoe.model.structure import shape_of
+from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.recipe.conversion import Recipe
+from tomoe.training.loop import Row, Training, budget_target, learning_rate, micro_step
+from tomoe.training.run_folder import RunFolder
+
+
+class Text:
+    """Blocks of random tokens, a few of which come again and again."""
+
+    def __init__(self, rows: int = 4, length: int = 16) -> None:
+        self.ids = tokens(rows, length)
+
+    def batch(self, step: int, micro: int, batch_size: int, accumulation: int, seed: int) -> SimpleNamespace:
+        first = (step * accumulation + micro) * batch_size
+        ids = self.ids[[i % len(self.ids) for i in range(first, first + batch_size)]]
+        return SimpleNamespace(input_ids=ids, mask=torch.ones_like(ids, dtype=torch.bool))
+
+
+def small_recipe(*changes: str) -> Recipe:
+    return Recipe.load(
+        None,
+        [
+            "experts.num_experts=4",
+            "experts.embedding_size=16",
+            "experts.width_multiple=1",
+            "train.dtype=float32",
+            *changes,
+        ],
+    )
+
+
+def train(
+    model: PreTrainedModel, folder: Path, *changes: str, text: Text | None = None
+) -> tuple[MaskNetwork, list[Row]]:
+    recipe = small_recipe(*changes)
+    net = MaskNetwork(shape_of(model), recipe.experts, recipe.sampling, recipe.seed)
+    run, rows = RunFolder(folder), []
+    run.begin(recipe, resume=False)
+    Training(model, net, recipe, text or Text(), run).train(rows.append)
+    return net, rows
+
+
+def test_learning_rate_follows_its_schedule() -> None:
+    cosine = small_recipe("train.steps=100", "train.learning_rate=1.0", "train.warmup_steps=10").train
+    assert learning_rate(cosine, 0) == pytest.approx(0.1)
+    assert learning_rate(cosine, 50) == pytest.approx(0.5)
+    assert learning_rate(cosine, 99) == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.99)))
+    constant = small_recipe("train.steps=100", "train.learning_rate=1.0", "train.schedule=constant").train
+    assert {learning_rate(constant, step) for step in range(100)} == {1.0}
+
+
+def test_the_budget_warms_up_from_the_whole_model() -> None:
+    recipe = small_recipe("active=0.6", "train.budget_warmup_steps=10")
+    assert [budget_target(recipe, step) for step in (0, 5, 10, 500)] == pytest.approx([1.0, 0.8, 0.6, 0.6])
+    assert budget_target(small_recipe("active=0.6"), 0) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_a_random_start_learns_the_budget_and_leaves_the_base_alone(attention: str, tmp_path: Path) -> None:
+    model = make_pico("llama")
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    changes = ["active=0.7", "train.steps=120", "train.learning_rate=1e-2", f"experts.attention={attention}"]
+    _, rows = train(model, tmp_path / "run", *changes)
+    assert rows[0]["active_fraction"] > 0.9
+    assert rows[-1]["active_fraction"] == pytest.approx(0.7, abs=0.06)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_masks_learn_which_neurons_matter(tmp_path: Path) -> None:
+    """Half of the neurons have no output: the objective finds them, since dropping them costs no fidelity."""
+    model = make_pico("llama")
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight[:, 24:] = 0
+    weights = ["loss.coverage_weight=0.0", "loss.budget_weight=2.0", "experts.num_experts=1"]
+    speed = ["train.steps=200", "train.learning_rate=3e-2", "train.gradient_clip=0.0"]
+    net, _ = train(model, tmp_path / "run", "active=0.75", *weights, *speed)
+    embeddings = net.hypernetwork()
+    for i, projection in enumerate(net.neurons):
+        logits = projection(embeddings[2 * i + 1]).detach()
+        assert float(logits[:, :24].mean()) > float(logits[:, 24:].mean()) + 0.5
+
+
+def test_accumulated_micro_batches_are_one_batch() -> None:
+    """Two micro-batches of one block against one batch of both: same gradient, where no token draws for itself."""
+    model = make_pico("mistral")
+    text = Text(2)
+
+    def gradients(size: int, accumulation: int) -> list[torch.Tensor]:
+        changes = [f"train.batch_size={size}", f"train.gradient_accumulation={accumulation}", "experts.num_experts=1"]
+        recipe = small_recipe(*changes, "loss.balance_weight=0.0")
+        net = MaskNetwork(shape_of(model), recipe.experts, recipe.sampling, recipe.seed)
+        for micro in range(accumulation):
+            micro_step(model, net, recipe, text.batch(0, micro, size, accumulation, 0), 0, micro)
+        return [p.grad for name, p in net.named_parameters() if p.grad is not None and "router" not in name]
+
+    for one, two in zip(gradients(2, 1), gradients(1, 2), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["loss.objective=lm", "sampling.noise=logistic", "experts.attention_embedding=local",
+                                    "experts.num_experts=1", "train.gradient_checkpointing=true", "loss.coverage_weight=0.0",
+                                    "train.dtype=bfloat16"])  # fmt: skip
+def test_every_ablation_trains(change: str, tmp_path: Path) -> None:
+    model = make_pico("qwen2").to(torch.float32)
+    _, rows = train(model, tmp_path / "run", "train.steps=3", "experts.attention=dynamic", change)
+    assert len(rows) == 3
+    assert all(math.isfinite(row["loss"]) and not row["skipped"] for row in rows)
+    assert not model.training
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train(make_pico("phi"), tmp_path / name, "train.steps=4", "experts.attention=dynamic")
+    last = Path("masks") / "step-000004"
+    for file in ("masks.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "a" / last / file).read_bytes() == (tmp_path / "b" / last / file).read_bytes()
+    train(make_pico("phi"), tmp_path / "c", "train.steps=4", "experts.attention=dynamic", "seed=1")
+    assert (tmp_path / "c" / last / file).read_bytes() != (tmp_path / "a" / last / file).read_bytes()

@@ -1,0 +1,310 @@
+"""A run that was killed, starved of disk, damaged or fed with NaN: what it made before stays, and it goes on bit by bit."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pico_files import CommandLine, contents, small, steps_of
+from tomoe.training import loop as training
+from tomoe.training import run_folder
+
+# One process that has imported everything forks a fresh `tomoe train` again and again and kills it (-9): every second time
+# after a random while, every second time as soon as a checkpoint is being written.
+KILLER = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from tomoe.cli import main
+
+whole, killed, *options = sys.argv[1:]
+
+def begin(run, *more):
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(run + ".log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        try:
+            main(["train", "-o", run, *options, *more])
+        except SystemExit as left:
+            os._exit(left.code or 0)
+    return pid
+
+def ended(pid, flags=0):
+    done, status = os.waitpid(pid, flags)
+    return None if done == 0 else os.waitstatus_to_exitcode(status)
+
+def being_written(run, since):
+    for part in Path(run).glob("masks/.part-*"):  # one that an earlier kill left does not count
+        try:
+            return part.stat().st_mtime > since
+        except FileNotFoundError:
+            pass
+
+torch.set_num_threads(1)
+began = time.time()
+assert ended(begin(whole)) == 0, Path(whole + ".log").read_text()
+long = time.time() - began
+chance, kills, writing, code = random.Random(0), 0, 0, None
+while kills < 24 and code is None:
+    start, pid = time.time(), begin(killed, "--resume")
+    until = start + (60 if kills % 2 == 0 else chance.uniform(0, 0.8) * long)
+    while time.time() < until and (code := ended(pid, os.WNOHANG)) is None:
+        if kills % 2 == 0 and being_written(killed, start) and chance.random() < 0.02:
+            writing += 1
+            break
+    if code is None:
+        os.kill(pid, signal.SIGKILL)
+        assert ended(pid) == -signal.SIGKILL
+        kills += 1
+if code is None:
+    code = ended(begin(killed, "--resume"))
+assert code == 0, Path(killed + ".log").read_text()
+print(kills, writing)
+"""
+
+
+def test_killed_at_random_moments_it_ends_in_the_same_bytes(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+) -> None:
+    # dynamic attention draws per token, too: the most that a resumed run has to draw again
+    options = [model, "--data", text, "--attention", "dynamic", *small(train_steps="30", train_save_every="5")]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, *map(str, (whole, killed, *options))],
+        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kills, while_writing = map(int, done.stdout.split())
+    assert kills >= 3
+    assert while_writing >= 1
+    last = Path("masks") / "step-000030" / "masks.safetensors"
+    assert (whole / last).read_bytes() == (killed / last).read_bytes()
+    for run in (whole, killed):
+        assert tomoe("plan", run, "-o", tmp_path / f"plan-{run.name}").code == 0
+    assert contents(tmp_path / "plan-whole") == contents(tmp_path / "plan-killed")
+    assert steps_of(whole) == steps_of(killed)
+    assert [row["step"] for row in steps_of(killed)] == list(range(1, 31))
+
+
+@pytest.mark.parametrize("harm", ["cut", "foreign weights", "no state", "state of nothing"])
+def test_a_damaged_checkpoint_is_passed_over(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, harm: str
+) -> None:
+    options = [model, "--data", text, *small(train_steps="6")]
+    assert tomoe("train", *options, "-o", tmp_path / "whole").code == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    masks = tmp_path / "run" / "masks"
+    last = masks / "step-000006"
+    if harm == "cut":
+        (last / "masks.safetensors").write_bytes((last / "masks.safetensors").read_bytes()[:-100])
+    elif harm == "foreign weights":
+        (last / "optimizer.safetensors").write_bytes((tmp_path / "dense" / "model.safetensors").read_bytes())
+    elif harm == "no state":
+        (last / "state.json").unlink()
+    else:
+        (last / "state.json").write_text("[]")
+    assert tomoe("train", *options, "-o", tmp_path / "run", "--resume").code == 0
+    name = Path("masks") / "step-000006" / "masks.safetensors"
+    assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_when_no_checkpoint_is_whole_it_says_so(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    assert tomoe("train", model, "--data", text, "-o", run, *small()).code == 0
+    for file in run.glob("masks/*/masks.safetensors"):
+        file.write_bytes(b"nothing")
+    outcome = tomoe("train", model, "--data", text, "-o", run, "--resume", *small())
+    assert outcome.code == 2
+    assert outcome.err.count("\n") == 1
+    assert "no checkpoint" in outcome.err
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """Writing past `size` bytes of a file fails inside the block, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_while_training_keeps_the_last_checkpoint(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+) -> None:
+    options = [model, "--data", text, *small(train_steps="6")]
+    assert tomoe("train", *options, "-o", tmp_path / "whole").code == 0
+    run = tmp_path / "run"
+    # the checkpoint of step 0 has no moments yet; the moments of step 2 are twice the masks and do not fit
+    masks = (tmp_path / "whole" / "masks" / "step-000006" / "masks.safetensors").stat().st_size
+    with files_no_larger_than(masks + masks // 2):
+        outcome = tomoe("train", *options, "-o", run)
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err
+    assert "step 2" in outcome.err.splitlines()[-1]
+    assert sorted(path.name for path in (run / "masks").iterdir()) == ["step-000000"]
+    assert tomoe("train", *options, "-o", run, "--resume").code == 0
+    name = Path("masks") / "step-000006" / "masks.safetensors"
+    assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_full_disk_while_saving_the_model_loses_nothing(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+) -> None:
+    options = [model, "--data", text, *small(train_steps="0")]
+    out = tmp_path / "out"
+    assert tomoe("convert", *options, "-o", tmp_path / "whole").code == 0
+    weights = (tmp_path / "whole" / "model.safetensors").stat().st_size
+    with files_no_larger_than(weights - 1):
+        outcome = tomoe("convert", *options, "-o", out)
+    assert outcome.code == 2, outcome
+    assert "Traceback" not in outcome.err
+    assert str(out) in outcome.err.splitlines()[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out", "text.txt", "whole"]
+    assert not (out / "config.json").exists()
+    assert tomoe("convert", *options, "-o", out, "--resume").code == 0
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+def test_a_finished_conversion_that_lost_its_report_writes_it_on_resume(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+) -> None:
+    options, out = ["convert", model, "--data", text, "-o", tmp_path / "out", *small()], tmp_path / "out"
+    assert tomoe(*options).code == 0
+    timed = ("cost.json", "README.md", "evaluation.json", "report.html", "cost.svg", "cost.png")
+    before = contents(out, but=timed)
+    (out / "report.html").unlink()
+    assert tomoe(*options, "--resume").code == 0
+    assert (out / "report.html").is_file()
+    assert contents(out, but=timed) == before
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
+    """The loss of these steps (counted from 0) is NaN."""
+    real, calls = training.fidelity_loss, iter(range(10**6))
+
+    def loss(*args: Any) -> Tensor:
+        value: Tensor = real(*args)
+        return value * float("nan") if next(calls) in steps else value
+
+    monkeypatch.setattr(training, "fidelity_loss", loss)
+
+
+def test_a_loss_that_is_not_finite_skips_the_step(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, range(2, 4))
+    run = tmp_path / "run"
+    outcome = tomoe("train", model, "--data", text, "-o", run, *small(train_steps="6", train_save_every="1"))
+    assert outcome.code == 0
+    assert "step 3: the loss was not finite" in outcome.err
+    assert [row["skipped"] for row in steps_of(run)] == [False, False, True, True, False, False]
+    masks = load_file(run / "masks" / "step-000006" / "masks.safetensors")
+    assert all(bool(t.isfinite().all()) for t in masks.values())
+
+
+def test_too_many_in_a_row_stop_the_run_and_the_last_good_checkpoint_stays(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [model, "--data", text, "-o", tmp_path / "run", *small(train_steps="12", train_max_bad_steps="3")]
+    with monkeypatch.context() as only_here:
+        poison(only_here, range(5, 12))
+        outcome = tomoe("train", *options)
+    assert outcome.code == 2
+    assert "3 steps in a row" in outcome.err.splitlines()[-1]
+    last = tmp_path / "run" / "masks" / "step-000004"
+    assert sorted((tmp_path / "run" / "masks").glob("step-*"))[-1] == last
+    assert all(bool(t.isfinite().all()) for t in load_file(last / "masks.safetensors").values())
+    assert tomoe("train", *options, "--resume").code == 0
+    assert steps_of(tmp_path / "run")[-1]["step"] == 12
+    assert torch.isfinite(torch.tensor([row["loss"] for row in steps_of(tmp_path / "run")])).all()
+
+
+def test_a_kill_while_a_checkpoint_is_made_again_leaves_a_whole_one(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was cut off at step 0 writes step 0 again; the kill comes in the middle of the first deletion."""
+    options = [model, "--data", text, *small(train_steps="6")]
+    assert tomoe("train", *options, "-o", tmp_path / "run", "--set", "train.steps=0").code == 0
+    run = run_folder.RunFolder(tmp_path / "run")
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    run.save(0, net, optimizer, {"bad_steps": 0})
+
+    def killed(folder: Path, ignore_errors: bool = False) -> None:
+        if folder.exists():
+            (folder / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_folder.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(0, net, optimizer, {"bad_steps": 0})
+    found = run.last()
+    assert found is not None
+    assert found.step == 0
+
+
+@pytest.mark.parametrize("killed_at", ["recipe.json", "masks"])
+def test_a_kill_while_an_older_run_goes_leaves_nothing_of_it_to_resume(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
+    """--force was killed before the older masks were gone: --resume then begins anew, and does not adopt them."""
+    run, options = tmp_path / "run", [model, "--data", text]
+    assert tomoe("train", *options, "-o", tmp_path / "whole", *small(seed="1")).code == 0
+    assert tomoe("train", *options, "-o", run, *small(train_steps="8")).code == 0
+
+    def killed(path: Path, **_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as only_here:
+        if killed_at == "masks":
+            only_here.setattr(run_folder.shutil, "rmtree", killed)
+        else:
+            unlink = Path.unlink
+            only_here.setattr(Path, "unlink", lambda p, **how: unlink(p, **how) if p.name == killed_at else killed(p))
+        assert tomoe("train", *options, "-o", run, "--force", *small(seed="1")).code != 0
+    assert list(run.glob("masks/step-*"))
+    assert tomoe("train", *options, "-o", run, "--resume", *small(seed="1")).code == 0
+    assert contents(run / "masks") == contents(tmp_path / "whole" / "masks")
+    assert steps_of(run) == steps_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_keeps_its_last_step(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, signum: int
+) -> None:
+    """A scheduler's warning in the middle of step 4: the three whole steps are kept, and the rest ends in the same bytes."""
+    options = [model, "--data", text, *small(train_steps="6", train_save_every="100")]
+    assert tomoe("train", *options, "-o", tmp_path / "whole").code == 0
+    real, calls = training.fidelity_loss, iter(range(10**6))
+
+    def loss(*args: Any) -> Tensor:
+        if next(calls) == 3:
+            signal.raise_signal(signum)
+        return real(*args)
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as only_here:
+        only_here.setattr(training, "fidelity_loss", loss)
+        outcome = tomoe("train", *options, "-o", run)
+    assert outcome.code == 128 + signum
+    assert "--resume" in outcome.err.splitlines()[-1]
+    assert sorted(path.name for path in (run / "masks").iterdir()) == ["step-000000", "step-000003"]
+    assert tomoe("train", *options, "-o", run, "--resume").code == 0
+    name = Path("masks") / "step-000006" / "masks.safetensors"
+    assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert steps_of(run) == steps_of(tmp_path / "whole")

@@ -1,0 +1,40 @@
+"""A scheduler sends SIGTERM to all of a job, and torchrun sends it to its processes again, while they write their checkpoint."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pico_files import CommandLine, small
+from tomoe.training import loop as training
+from tomoe.training import run_folder
+
+
+def test_the_second_warning_does_not_break_what_the_first_one_began(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    options = [model, "--data", text, "-o", run]
+    learn, write, calls = training.fidelity_loss, run_folder.save_file, iter(range(10**6))
+
+    def warned(*args: Any) -> Any:
+        if next(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return learn(*args)
+
+    def warned_again(*args: Any) -> None:
+        if next(calls) > 3:
+            signal.raise_signal(signal.SIGTERM)
+        write(*args)
+
+    with monkeypatch.context() as only_here:
+        only_here.setattr(training, "fidelity_loss", warned)
+        only_here.setattr(run_folder, "save_file", warned_again)
+        stopped = tomoe("train", *options, *small(train_steps="6", train_save_every="100"))
+    assert stopped.code == 143
+    assert sorted(path.name for path in (run / "masks").iterdir())[-1] > "step-000000"
+    assert not list((run / "masks").glob(".part-*"))
+    assert tomoe("train", *options, "--resume", *small(train_steps="6", train_save_every="100")).code == 0
