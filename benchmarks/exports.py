@@ -23,9 +23,10 @@ from transformers.utils import logging
 
 from tomoe.conversion import convert
 from tomoe.exporting.engines import LlamaCpp
-from tomoe.exporting.run import export, load_moe
+from tomoe.exporting.run import export
 from tomoe.exporting.targets import TARGETS, Options
 from tomoe.model.loading import load_dense, load_tokenizer
+from tomoe.moe.checkpoint import load_moe
 from tomoe.recipe.conversion import Recipe
 
 FORMS = [("hf", "f16"), ("mixtral", "f16"), ("qwen2_moe", "f16"), ("qwen3_moe", "f16"),
@@ -58,37 +59,37 @@ def opened(folder: Path, dtype: torch.dtype, tokenizer: Any) -> tuple[Any, float
 
 def speeds(model: Any, dense: Any, ids: torch.Tensor, tokens: int, repeats: int) -> tuple[float, float]:
     """Best tokens a second of the export and of the dense model, in turns."""
-    own, theirs = [], []
+    speeds_of_export, speeds_of_dense = [], []
     for _ in range(repeats):
         if isinstance(model, LlamaCpp):
             began = time.perf_counter()
             model.run(ids[0].tolist(), tokens)
-            own.append(tokens / (time.perf_counter() - began))
+            speeds_of_export.append(tokens / (time.perf_counter() - began))
         else:
-            own.append(generated(model, ids, tokens))
-        theirs.append(generated(dense, ids, tokens))
-    return max(own), max(theirs)
+            speeds_of_export.append(generated(model, ids, tokens))
+        speeds_of_dense.append(generated(dense, ids, tokens))
+    return max(speeds_of_export), max(speeds_of_dense)
 
 
 def measure(args: argparse.Namespace, label: str, dense_name: str, folder: Path, dtype: torch.dtype) -> None:
-    papers = json.loads((folder / "export.json").read_text(encoding="utf-8"))
+    metadata = json.loads((folder / "export.json").read_text(encoding="utf-8"))
     dense, tokenizer = load_dense(dense_name, dtype), load_tokenizer(dense_name)
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     model, seconds = opened(folder, dtype, tokenizer)
-    own, theirs = speeds(model, dense, ids, args.new_tokens, args.repeats)
-    proof = papers["proof"]
+    speed, dense_speed = speeds(model, dense, ids, args.new_tokens, args.repeats)
+    proof = metadata["proof"]
     size = sum(f.stat().st_size for f in folder.iterdir() if f.suffix in (".safetensors", ".gguf"))
-    form = papers["target"] + (f" {papers['options']['precision']}" if papers["target"] == "gguf" else "")
+    form = metadata["target"] + (f" {metadata['options']['precision']}" if metadata["target"] == "gguf" else "")
     line = {
-        "model": label, "form": form, "layout": papers["layout"], **proof, "bytes": size, "load_seconds": seconds,
-        "tokens_per_second": own, "dense_tokens_per_second": theirs, "threads": torch.get_num_threads(),
+        "model": label, "form": form, "layout": metadata["layout"], **proof, "bytes": size, "load_seconds": seconds,
+        "tokens_per_second": speed, "dense_tokens_per_second": dense_speed, "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
     with args.results.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
     print(
         f"| {label} | {form} | {proof['largest_difference']:.1e} of {proof['largest_logit']:.0f} | {proof['kl']:.1e} | "
-        f"{proof['top1_agreement']:.1%} | {size / 1e6:,.3g} MB | {seconds:.2f} s | {own:.1f} | {own / theirs:.2f} |",
+        f"{proof['top1_agreement']:.1%} | {size / 1e6:,.3g} MB | {seconds:.2f} s | {speed:.1f} | {speed / dense_speed:.2f} |",
         flush=True,
     )
 
@@ -107,12 +108,12 @@ def pico(args: argparse.Namespace) -> None:
         window = {"sliding_window": 128} if family == "mistral" else {}  # wide enough for the prompt in llama.cpp
         dense = write_pico(place / "dense", family, vocab_size=len(TOKENIZER), **window)
         TOKENIZER.save_pretrained(dense)
-        changes = SMALL | {"train.steps": "0", "experts.num_experts": "4", "experts.attention": "static"}
+        changes = SMALL | {"train.steps": "0", "experts.num_experts": "4", "attention.pruning": "static"}
         overrides = [f"model={dense}", f"data.sources={text}", *(f"{k}={v}" for k, v in changes.items())]
         convert(Recipe.load(None, overrides), place / "moe")
         for name, precision in FORMS:
             out = place / f"{name}-{precision}"
-            if TARGETS[name].misfit(load_moe(place / "moe", None, "cpu")) is None:
+            if TARGETS[name].incompatibility(load_moe(place / "moe", None, "cpu")) is None:
                 export(place / "moe", name, out, device="cpu", options=Options(precision=precision))
                 measure(args, family, str(dense), out, torch.float32)
 

@@ -14,7 +14,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from tomoe.pruning.losses import distillation_loss
+from tomoe.pruning.losses import kl_loss
 
 
 def one(variant: str, tokens: int, vocab: int, hidden: int) -> None:
@@ -24,7 +24,7 @@ def one(variant: str, tokens: int, vocab: int, hidden: int) -> None:
     teacher = torch.randn(tokens, hidden, dtype=torch.bfloat16)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if variant == "chunked":
-        loss = distillation_loss(student, teacher, head, torch.ones(tokens, dtype=torch.bool))
+        loss = kl_loss(student, teacher, head, torch.ones(tokens, dtype=torch.bool))
     else:
         log_q, log_p = head(student).float().log_softmax(-1), head(teacher).float().log_softmax(-1)
         loss = F.kl_div(log_q, log_p, log_target=True, reduction="sum") / tokens

@@ -1,10 +1,10 @@
-"""What learning needs at the least, on paper, for models that are too large to try everywhere.
+"""Lower bounds of the memory that training needs, by arithmetic, for models that are too large to try everywhere.
 
-    python benchmarks/scale.py [--tokens 2048] [--attention none|static|dynamic]
+    python benchmarks/scale.py [--tokens 2048] [--attention off|static|per_token]
 
 prints the arithmetic of `tomoe.memory.estimate` from sizes of configs alone, as Markdown: one table of its terms, one of
-their sums, with the base in bfloat16, 8 and 4 bits, and shared out over processes. Bits count for the projections of the
-blocks, without their scales; embeddings and norms stay in bfloat16. Folding goes layer by layer.
+their sums, with the base in bfloat16, int8 and nf4, and sharded over processes. int8 and nf4 hold for the projections of the
+decoder layers, without their scales; embeddings and norms stay in bfloat16. Folding goes layer by layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from tomoe.memory.estimate import Sizes, kept_bytes, learned_bytes, least_memory, sizes_of, weight_bytes
+from tomoe.memory.estimate import Sizes, activation_bytes, least_memory, sizes_of, trainable_bytes, weight_bytes
 from tomoe.recipe.conversion import Recipe
 
 # as in the config.json of each; hidden size, MLP size, layers, heads, key/value heads, vocabulary
@@ -48,25 +48,25 @@ MODELS: dict[str, PreTrainedConfig] = {
 
 @dataclass(frozen=True)
 class Paper:
-    """One model on paper: sizes, and the terms of learning in bytes."""
+    """One model on paper: sizes, and the terms of training in bytes."""
 
     name: str
     sizes: Sizes
     recipe: Recipe
     checkpointed: Recipe
 
-    def packed(self, base: str) -> int:
-        """Weights with the projections of the blocks in 8 or 4 bits."""
-        return weight_bytes(self.sizes, self.recipe.changed([f"train.base={base}"]))
+    def quantized(self, quantization: str) -> int:
+        """Bytes of the weights with the projections of the decoder layers in int8 or nf4."""
+        return weight_bytes(self.sizes, self.recipe.changed([f"train.quantization={quantization}"]))
 
     def beside_weights(self) -> int:
-        """All terms of learning but the base, with activation checkpointing."""
-        learning, _ = least_memory(self.sizes, self.checkpointed)
-        return learning.total - weight_bytes(self.sizes, self.recipe)
+        """All terms of training but the base, with activation checkpointing."""
+        training, _ = least_memory(self.sizes, self.checkpointed)
+        return training.total - weight_bytes(self.sizes, self.recipe)
 
 
 def on_paper(name: str, tokens: int, attention: str) -> Paper:
-    recipe = Recipe.load(None, [f"data.block_size={tokens}", "data.tokens=1000000", f"experts.attention={attention}"])
+    recipe = Recipe.load(None, [f"data.seq_len={tokens}", "data.tokens=1000000", f"attention.pruning={attention}"])
     sizes = sizes_of(MODELS[name], recipe)
     return Paper(name, sizes, recipe, recipe.changed(["train.gradient_checkpointing=true"]))
 
@@ -76,23 +76,24 @@ def gb(size: float) -> str:
 
 
 def terms(p: Paper, tokens: int) -> list[str]:
-    learning, _ = least_memory(p.sizes, p.recipe)
+    training, _ = least_memory(p.sizes, p.recipe)
     return [
-        p.name, f"{p.sizes.total / 1e9:.3f} B", f"{p.sizes.blocks / p.sizes.total:.0%}", gb(weight_bytes(p.sizes, p.recipe)),
-        gb(learned_bytes(p.sizes, p.recipe)), f"{kept_bytes(p.sizes, p.recipe) / tokens / 1e6:.2f}",
-        f"{kept_bytes(p.sizes, p.checkpointed) / tokens / 1e6:.2f}", gb(learning.parts["logits"]),
+        p.name, f"{p.sizes.total / 1e9:.3f} B", f"{p.sizes.decoder_params / p.sizes.total:.0%}",
+        gb(weight_bytes(p.sizes, p.recipe)), gb(trainable_bytes(p.sizes, p.recipe)),
+        f"{activation_bytes(p.sizes, p.recipe) / tokens / 1e6:.2f}",
+        f"{activation_bytes(p.sizes, p.checkpointed) / tokens / 1e6:.2f}", gb(training.parts["logits"]),
     ]  # fmt: skip
 
 
 def totals(p: Paper) -> list[str]:
     plain, _ = least_memory(p.sizes, p.recipe)
     rest = p.beside_weights()
-    shared = [gb(weight_bytes(p.sizes, p.recipe, n) + rest) for n in (4, 8)]
-    _, folding = least_memory(p.sizes, p.recipe.changed(["train.base=bnb4"]))
+    sharded = [gb(weight_bytes(p.sizes, p.recipe, n) + rest) for n in (4, 8)]
+    _, folding = least_memory(p.sizes, p.recipe.changed(["train.quantization=nf4"]))
     return [
-        p.name, gb(plain.total), gb(weight_bytes(p.sizes, p.recipe) + rest), gb(p.packed("bnb8") + rest),
-        gb(p.packed("bnb4") + rest),
-        *shared, gb(folding.total),
+        p.name, gb(plain.total), gb(weight_bytes(p.sizes, p.recipe) + rest), gb(p.quantized("int8") + rest),
+        gb(p.quantized("nf4") + rest),
+        *sharded, gb(folding.total),
     ]  # fmt: skip
 
 
@@ -107,15 +108,16 @@ def print_table(titles: list[str], rows: list[list[str]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a forward pass")
-    parser.add_argument("--attention", choices=["none", "static", "dynamic"], default="none")
-    asked = parser.parse_args()
-    papers = [on_paper(name, asked.tokens, asked.attention) for name in MODELS]
+    parser.add_argument("--attention", choices=["off", "static", "per_token"], default="off")
+    args = parser.parse_args()
+    papers = [on_paper(name, args.tokens, args.attention) for name in MODELS]
     titles = [
-        "model", "weights", "in blocks", "in bf16, GB", "learned, GB", "kept a token, MB", "checkpointed, MB", "logits, GB",
+        "model", "weights", "in decoder layers", "in bf16, GB", "trained, GB", "activations a token, MB", "checkpointed, MB",
+        "logits, GB",
     ]  # fmt: skip
-    print_table(titles, [terms(p, asked.tokens) for p in papers])
+    print_table(titles, [terms(p, args.tokens) for p in papers])
     titles = [
-        "learning, GB", "bf16", "bf16, checkpointed", "8 bits", "4 bits", "bf16 over 4", "bf16 over 8", "folding",
+        "training, GB", "bf16", "bf16, checkpointed", "int8", "nf4", "bf16 over 4", "bf16 over 8", "folding",
     ]  # fmt: skip
     print_table(titles, [totals(p) for p in papers])
 

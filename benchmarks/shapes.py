@@ -1,8 +1,8 @@
 """Models of random weights in the shapes that users run, dense against MoE, as `tomoe benchmark` measures.
 
-Experts are random halves of the neurons of every layer; routers are random, so tokens go to all of them about evenly.
+Experts are random halves of every layer's neurons; routers are random, so tokens go to all of them about evenly.
 
-    python benchmarks/shapes.py [--shape llama-1b | llama-7b-two-blocks] [--dtype bfloat16] [--batch 1,8] [--prompt 128]
+    python benchmarks/shapes.py [--shape llama-1b | llama-7b-two-layers] [--dtype bfloat16] [--batch 1,8] [--prompt 128]
         [--threads 2] [--pairs 5] [--seconds 60]
 """
 
@@ -13,8 +13,8 @@ import argparse
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tomoe.api import expert_backends
-from tomoe.evaluation import throughput
+from tomoe.evaluation import throughput, timings
+from tomoe.evaluation.benchmark import expert_backends
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
@@ -25,7 +25,7 @@ SHAPES = {
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, tie_word_embeddings=True,
     ),
-    "llama-7b-two-blocks": dict(
+    "llama-7b-two-layers": dict(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=32,
         vocab_size=32000,
     ),
@@ -40,7 +40,7 @@ def random_plan(dense: LlamaForCausalLM, generator: torch.Generator) -> Plan:
         ranks = torch.stack([torch.randperm(shape.mlp_size, generator=generator) for _ in range(8)])
         layers.append(
             LayerPlan(
-                expert_neurons=ranks < shape.mlp_size // 2,
+                expert_masks=ranks < shape.mlp_size // 2,
                 router_weight=torch.randn(8, shape.hidden_size, generator=generator),
                 qk_kept=torch.ones(shape.num_qk_choices, dtype=torch.bool),
                 value_kept=torch.ones(shape.head_dim, dtype=torch.bool),
@@ -69,17 +69,17 @@ def main() -> None:
     moe = fold(dense, random_plan(dense, generator))
     ids = torch.randint(0, config.vocab_size, (4096,), generator=generator)
     pair = throughput.Pair(dense, moe, ids, expert_backends, args.seconds, args.pairs)
-    batches, prompts = ([int(n) for n in given.split(",")] for given in (args.batch, args.prompt))
+    batches, prompts = ([int(n) for n in sizes.split(",")] for sizes in (args.batch, args.prompt))
     cells, left_out = throughput.run_cells(pair, batches, prompts)
     memory = [
-        throughput.Memory(throughput.weight_bytes(m), None, throughput.cache_bytes_per_token(m, ids[None, :16]))
+        timings.Memory(throughput.weight_bytes(m), None, throughput.cache_bytes_per_token(m, ids[None, :16]))
         for m in (dense, moe)
     ]
     share = model_facts(moe)["active_share"]
-    measured = throughput.Benchmark(
+    measured = timings.Benchmark(
         args.shape, "half of it", "random tokens", share, memory[0], memory[1], tuple(cells), tuple(left_out)
     )
-    print(throughput.to_json(measured))
+    print(timings.to_json(measured))
 
 
 if __name__ == "__main__":

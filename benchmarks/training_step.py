@@ -1,9 +1,9 @@
-"""A training step against its floor, in one run: median seconds and their ratio.
+"""Compare a training step with its floor, in one run: median seconds and their ratio.
 
 The floor is one dense forward plus one dense forward with input-gradient backward on the same tokens and dtype, logits
 and a float32 loss on them included, as a plain distillation step would do them.
 
-    python benchmarks/training_step.py MODEL [--tokens 512] [--dtype bfloat16] [--repeats 7] [--attention none] [--keep-teacher]
+    python benchmarks/training_step.py MODEL [--tokens 512] [--dtype bfloat16] [--repeats 7] [--attention off] [--keep-teacher]
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch
 from tomoe.model.loading import load_dense
 from tomoe.model.structure import shape_of
 from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.pruning.objective import micro_step
 from tomoe.recipe.conversion import Recipe
-from tomoe.training.loop import make_optimizer, micro_step
+from tomoe.training.loop import make_optimizer
 from tomoe.training.teacher import TeacherCache, hidden_states
 
 
@@ -42,18 +43,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--attention", default="none", choices=["none", "static", "dynamic"])
-    parser.add_argument(
-        "--keep-teacher", action="store_true", help="the step reads what the dense model said from disk"
-    )
+    parser.add_argument("--attention", default="off", choices=["off", "static", "per_token"])
+    parser.add_argument("--keep-teacher", action="store_true", help="read the dense model's hidden states from disk")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     model = load_dense(args.model, getattr(torch, args.dtype), args.device)
-    recipe = Recipe.load(None, [f"experts.attention={args.attention}"])
-    net = MaskNetwork(shape_of(model), recipe.experts, recipe.sampling, 0).to(args.device)
+    recipe = Recipe.load(None, [f"attention.pruning={args.attention}"])
+    net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, 0).to(args.device)
     optimizer = make_optimizer(net, recipe.train)
     ids = torch.randint(0, model.config.vocab_size, (1, args.tokens), device=args.device)
-    blocks = SimpleNamespace(input_ids=ids, mask=torch.ones_like(ids, dtype=torch.bool))
+    sequences = SimpleNamespace(input_ids=ids, mask=torch.ones_like(ids, dtype=torch.bool))
 
     def forward() -> None:
         with torch.no_grad():
@@ -65,19 +64,19 @@ def main() -> None:
         torch.nn.functional.cross_entropy(logits[0].float(), ids[0]).backward()
 
     folder = tempfile.TemporaryDirectory()
-    taught = TeacherCache(Path(folder.name), model) if args.keep_teacher else hidden_states
+    teacher = TeacherCache(Path(folder.name), model) if args.keep_teacher else hidden_states
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        micro_step(model, net, recipe, blocks, 0, 0, taught)
+        micro_step(model, net, recipe, sequences, 0, 0, teacher)
         optimizer.step()
 
     timed: dict[str, list[float]] = {"forward": [], "forward_backward": [], "step": []}
     for repeat in range(args.repeats + 1):  # interleaved, the first round is warm-up
         for name, run in (("forward", forward), ("forward_backward", forward_backward), ("step", step)):
-            taken = seconds(run)
+            elapsed = seconds(run)
             if repeat:
-                timed[name].append(taken)
+                timed[name].append(elapsed)
     floors = [a + b for a, b in zip(timed["forward"], timed["forward_backward"], strict=True)]
     ratios = [s / f for s, f in zip(timed["step"], floors, strict=True)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

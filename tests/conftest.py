@@ -48,11 +48,11 @@ from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.mask_network import MaskNetwork
-from tomoe.recipe.conversion import ExpertsSection, SamplingSection
+from tomoe.recipe.conversion import AttentionSection, ExpertsSection, SamplingSection
 
 if TYPE_CHECKING:  # they import this file
+    from launcher import Launcher
     from pico_files import CommandLine
-    from several import Launcher
 
 torch.set_num_threads(1)  # pico matrices are too small to share out, and the tests run side by side
 logging.disable_progress_bar()
@@ -73,7 +73,7 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=16)),
     "phi": (PhiConfig, PhiForCausalLM, dict(num_key_value_heads=4, partial_rotary_factor=0.5, hidden_act="gelu_new")),
 }
-ATTENTION_MODES = ("none", "static", "dynamic")
+ATTENTION_MODES = ("off", "static", "per_token")
 
 
 def randomise(model: PreTrainedModel) -> PreTrainedModel:
@@ -100,8 +100,10 @@ def tokens(rows: int = 2, length: int = 12, seed: int = 0) -> Int[Tensor, "rows 
 
 def make_network(model: PreTrainedModel, attention: str, spread: float = 1.0, **experts: object) -> MaskNetwork:
     """A mask network whose logits differ from dim to dim, so that a share of the dims is really dropped."""
-    own = dict(num_experts=4, embedding_size=16, width_multiple=1, attention=attention) | experts
-    net = MaskNetwork(shape_of(model), ExpertsSection(**own), SamplingSection(), seed=0)
+    sizes = dict(num_experts=4, embedding_size=16, width_multiple=1) | experts
+    net = MaskNetwork(
+        shape_of(model), ExpertsSection(**sizes), AttentionSection(pruning=attention), SamplingSection(), seed=0
+    )
     generator = torch.Generator().manual_seed(1)
     for projection in (*net.neurons, *net.dims):
         projection.start.normal_(-3, spread, generator=generator)
@@ -142,7 +144,7 @@ def no_grad() -> Iterator[None]:
 
 @pytest.fixture
 def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the checks of shapes, as users run it: what a bad file does then is what matters."""
+    """Switch the checks of shapes off, as users run it: what a bad file does then is what matters."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
 
 
@@ -168,10 +170,21 @@ def text(tmp_path: Path) -> Path:
     return write_text(tmp_path / "text.txt")
 
 
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with `dense`, `text.txt` and the conversion `moe` (60 % active, no training); made once, to be read only."""
+    from pico_files import carved, contents
+
+    folder = carved(tmp_path_factory.mktemp("converted"), "--active", "0.6")
+    before = contents(folder)
+    yield folder
+    assert contents(folder) == before, "a test wrote into the shared conversion"
+
+
 @pytest.fixture(scope="module")
 def run() -> Iterator[Launcher]:
     """Several processes on one command."""
-    from several import Launcher
+    from launcher import Launcher
 
     launcher = Launcher()
     with launcher.process:

@@ -20,12 +20,12 @@ WORDS = list(
     "the sea and a boat under stars went over old hills while rain fell on every quiet town near us".split(" ")
 )
 
-# a conversion of a second: short blocks, few tokens, few and narrow parts
+# a conversion of a second: short sequences, few tokens, few and narrow parts
 SMALL = {
     "train.dtype": "float32",
     "train.steps": "4",
     "train.save_every": "2",
-    "data.block_size": "16",
+    "data.seq_len": "16",
     "data.tokens": "1200",
     "data.calibration_tokens": "128",
     "data.evaluation_tokens": "256",
@@ -93,7 +93,7 @@ class CommandLine:
 
 
 def refused(outcome: Outcome, *words: str) -> None:
-    """Exit code 2, and one line that has these words in it."""
+    """Check for exit code 2 and one line that has these words in it."""
     assert outcome.code == 2, outcome
     assert "Traceback" not in outcome.err, outcome.err
     assert outcome.err.count("\n") == 1, outcome.err
@@ -103,7 +103,7 @@ def refused(outcome: Outcome, *words: str) -> None:
 
 
 def carved(folder: Path, *options: str) -> Path:
-    """The folder, with `dense`, `text.txt` and what `tomoe carve` makes of them, `moe`: made once for many tests."""
+    """Fill the folder with `dense`, `text.txt` and `moe`, which `tomoe carve` makes of them; return the folder."""
     dense, text = write_pico(folder / "dense"), write_text(folder / "text.txt")
     with pytest.raises(SystemExit) as left:
         main(["carve", str(dense), "-o", str(folder / "moe"), "--data", str(text), *options, *small()])
@@ -112,13 +112,13 @@ def carved(folder: Path, *options: str) -> Path:
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """The metrics, without what the clock says."""
+    """The metrics of a run without its times."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in rows]
 
 
 def contents(folder: Path, but: Sequence[str] = ()) -> dict[str, str]:
-    """Sha256 of every file below a folder, by name."""
+    """The sha256 of every file below a folder, by name."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))

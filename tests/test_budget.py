@@ -7,16 +7,16 @@ import torch
 from transformers import PreTrainedModel
 
 from conftest import ATTENTION_MODES, make_pico, make_plan
-from tomoe.budget import active_params, attention_params, block_total, mlp_params, router_params
+from tomoe.budget import active_params, attention_params, decoder_params, mlp_params
 from tomoe.model.structure import layer_parts, shape_of
 from tomoe.moe.fold import fold
 
 
-def test_block_total_is_all_projection_weights(dense: PreTrainedModel) -> None:
+def test_decoder_params_are_all_projection_weights(dense: PreTrainedModel) -> None:
     counted = 0
     for p in layer_parts(dense):
         counted += sum(m.weight.numel() for m in (p.gate, p.up, p.down, p.q, p.k, p.v, p.o) if m is not None)
-    assert block_total(shape_of(dense)) == counted
+    assert decoder_params(shape_of(dense)) == counted
 
 
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
@@ -26,21 +26,13 @@ def test_active_parameters_are_those_a_token_meets(dense: PreTrainedModel, atten
     counted = 0
     for i, layer in enumerate(moe.model.layers):
         matrices = [m for m in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj) if m is not None]
-        counted += sum(m[layer.mlp.expert_neurons[0].long()].numel() for m in matrices)
+        counted += sum(m[layer.mlp.expert_rows[0].long()].numel() for m in matrices)
         a = layer.self_attn
         counted += a.q_proj.weight.numel() + a.k_proj.weight.numel()
         share = plan.layers[i].value_top_k / int(plan.layers[i].value_kept.sum())  # of V and O a token uses K dims
         counted += round(share * (a.v_proj.weight.numel() + a.o_proj.weight.numel()))
     assert active_params(s, plan.widths()) == counted
-    assert plan.active_fraction() == counted / block_total(s)
-
-
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
-def test_router_parameters_are_what_the_moe_has_beyond(dense: PreTrainedModel, attention: str) -> None:
-    """Weights as the paper counts them: without biases and norms."""
-    plan = make_plan(dense, attention)
-    counted = sum(p.numel() for name, p in fold(dense, plan).named_parameters() if "router." in name and p.dim() == 2)
-    assert router_params(plan.shape, 4, 16, attention == "dynamic") == counted
+    assert plan.active_fraction() == counted / decoder_params(s)
 
 
 def test_arithmetic_takes_numbers_and_tensors_alike() -> None:
@@ -52,7 +44,7 @@ def test_arithmetic_takes_numbers_and_tensors_alike() -> None:
     assert (width.grad, qk.grad, values.grad) == (2 * 3 * 32, 2 * 32 * 6, 2 * 32 * 6)
 
 
-def test_whole_widths_are_the_whole_block(dense: PreTrainedModel) -> None:
+def test_whole_widths_are_the_whole_model(dense: PreTrainedModel) -> None:
     s = shape_of(dense)
-    assert s.num_layers * (mlp_params(s, s.mlp_size) + attention_params(s, s.head_dim, s.head_dim)) == block_total(s)
+    assert s.num_layers * (mlp_params(s, s.mlp_size) + attention_params(s, s.head_dim, s.head_dim)) == decoder_params(s)
     assert mlp_params(s, 0) == attention_params(s, 0, 0) == 0

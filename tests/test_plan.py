@@ -16,15 +16,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conftest import ATTENTION_MODES, make_pico, make_plan
+from format_1 import format_1
 from tomoe.errors import UserError
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold, neuron_order
 from tomoe.plan import LayerPlan, Plan
+from tomoe.recipe.conversion import Recipe
 
 FILES = ("plan.json", "plan.safetensors")
 
 
-def saved(folder: Path, attention: str = "dynamic") -> Plan:
+def saved(folder: Path, attention: str = "per_token") -> Plan:
     bare = make_plan(make_pico("llama"), attention)
     plan = dataclasses.replace(
         bare,
@@ -54,7 +56,7 @@ def test_round_trip(attention: str, tmp_path: Path) -> None:
     for name in ("shape", "source", "dense_config", "recipe", "notes"):
         assert getattr(again, name) == getattr(plan, name)
     for one, two in zip(plan.layers, again.layers, strict=True):
-        for name in ("expert_neurons", "router_weight", "qk_kept", "value_kept"):
+        for name in ("expert_masks", "router_weight", "qk_kept", "value_kept"):
             assert torch.equal(getattr(one, name), getattr(two, name))
             assert getattr(one, name).dtype == getattr(two, name).dtype
         assert one.value_top_k == two.value_top_k
@@ -64,6 +66,37 @@ def test_round_trip(attention: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == sorted(FILES)
     for name in FILES:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_counting_needs_no_torch(attention: str, tmp_path: Path) -> None:
+    """Loaded for numpy, a plan has the same counts, as plain numbers that JSON can hold."""
+    plan = saved(tmp_path, attention)
+    counted = Plan.load(tmp_path, "numpy")
+    assert not any(isinstance(t, Tensor) for layer in counted.layers for t in vars(layer).values())
+    assert (counted.widths(), counted.totals()) == (plan.widths(), plan.totals())
+    assert counted.describe() == plan.describe()
+    assert json.loads(json.dumps([counted.totals(), counted.describe()])) == [plan.totals(), plan.describe()]
+    # routers are bfloat16 values, and may be stored as such
+    rewrite(
+        tmp_path, lambda _, tensors: tensors.update({"layers.0.router_weight": plan.layers[0].router_weight.bfloat16()})
+    )
+    assert Plan.load(tmp_path, "numpy").totals() == plan.totals()
+
+
+def test_a_plan_of_format_1_loads(tmp_path: Path) -> None:
+    """Its recipe and notes have older keys."""
+    recipe = Recipe(active=0.6, attention={"pruning": "per_token", "share": 0.25}, train={"quantization": "nf4"})
+    plan = saved(tmp_path)
+
+    def older(head: dict[str, Any], _: dict[str, Tensor]) -> None:
+        head.update(recipe=format_1(recipe.model_dump(mode="json")), notes={"steps": 3, "block_size": 128})
+
+    rewrite(tmp_path, older)
+    loaded = Plan.load(tmp_path)
+    assert Recipe(**loaded.recipe) == recipe
+    assert loaded.notes == {"steps": 3, "seq_len": 128}
+    assert loaded.widths() == plan.widths()
 
 
 def test_a_loaded_plan_folds_to_the_same_model(tmp_path: Path) -> None:
@@ -192,7 +225,7 @@ def test_plans_that_contradict_themselves(name: str, tmp_path: Path) -> None:
 
 
 def test_a_choice_of_values_needs_a_router_and_the_other_way_round() -> None:
-    plan = make_plan(make_pico("llama"), "dynamic")
+    plan = make_plan(make_pico("llama"), "per_token")
     layer = plan.layers[0]
     for broken in (
         dataclasses.replace(layer, value_router={}),
@@ -208,7 +241,7 @@ def test_a_choice_of_values_needs_a_router_and_the_other_way_round() -> None:
     "changes", [{"intermediate_size": 64}, {"hidden_size": 64}, {"num_hidden_layers": 3}, {"num_key_value_heads": 2}]
 )
 def test_a_plan_of_another_model_is_not_folded(changes: dict[str, int]) -> None:
-    plan = make_plan(make_pico("llama"), "none")
+    plan = make_plan(make_pico("llama"), "off")
     with pytest.raises(UserError, match=r"the plan was made for .* but this model has .*") as caught:
         fold(make_pico("llama", **changes), plan)
     made_for, has = str(caught.value).split("but this model has")
@@ -216,7 +249,7 @@ def test_a_plan_of_another_model_is_not_folded(changes: dict[str, int]) -> None:
 
 
 def test_describe_counts_what_widths_say(dense: PreTrainedModel) -> None:
-    plan = make_plan(dense, "dynamic")
+    plan = make_plan(dense, "per_token")
     rows = plan.describe()
     assert [(row["width"], row["qk_dims"], row["value_dims"]) for row in rows] == plan.widths()
     assert sum(row["active"] for row in rows) / len(rows) == pytest.approx(plan.active_fraction())

@@ -1,4 +1,4 @@
-"""Sweeps on a pico model: the grid, the tables, going on after a cut, and refusals that come before any work."""
+"""Sweeps on a pico model: the grid, the tables, resuming after an interruption, and refusals that come before any work."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from pico_files import CommandLine, contents, pico_recipe, small, write_pico, write_text
-from tomoe import conversion as convert
+from tomoe import conversion
 from tomoe.data.corpus import Corpus, prepare
 from tomoe.errors import UserError
 from tomoe.recipe.conversion import DataSection, Recipe
-from tomoe.sweep import LINE, Cell, Text, grid, read_axis, sweep, write_tables
+from tomoe.sweep import CELL_FILE, Cell, Text, grid, read_axis, sweep, write_tables
+
+pytestmark = pytest.mark.slow
 
 BASE = Recipe.load(None, small()[1::2])
 
@@ -38,12 +40,12 @@ def test_the_grid_is_every_combination_once() -> None:
     ]  # fmt: skip
     assert (cells[3].recipe.active, cells[3].recipe.experts.num_experts) == (0.5, 8)
     assert cells[3].recipe.train == BASE.train
-    for wrong, said in (
+    for wrong, words in (
         ("actve=0.7", "did you mean active"),
         ("active=2", "less than or equal to 1"),
         ("train=1", "section"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=words):
             grid(BASE, [wrong])
     for axes in ([], ["active=0.7", "active=0.5"]):
         with pytest.raises(UserError, match="name each key"):
@@ -81,7 +83,7 @@ def test_each_cell_is_a_conversion_and_a_line(made: Path) -> None:
     assert [line["values"] for line in lines] == [{"active": 0.6}, {"active": 0.7}]
     for line in lines:
         cell = out / line["cell"]
-        for name in ("model.safetensors", "plan.json", "report.html", "README.md", LINE):
+        for name in ("model.safetensors", "plan.json", "report.html", "README.md", CELL_FILE):
             assert (cell / name).is_file(), name
         measured = json.loads((cell / "evaluation.json").read_text())["rows"]
         assert line["measured"]["perplexity"] == measured[1]["measurement"]["perplexity"]
@@ -95,26 +97,26 @@ def test_each_cell_is_a_conversion_and_a_line(made: Path) -> None:
     assert (out / "accuracy.png").is_file()
 
 
-def test_a_finished_sweep_is_passed_over_and_a_cut_cell_goes_on(made: Path, tmp_path: Path) -> None:
+def test_a_finished_sweep_is_passed_over_and_a_cut_cell_resumes(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "out", out := tmp_path / "out")
-    (out / "active=0.6" / LINE).unlink()  # cut off while it was measured
-    told: list[tuple[str, int, int]] = []
+    (out / "active=0.6" / CELL_FILE).unlink()  # cut off while it was measured
+    cells_run: list[tuple[str, int, int]] = []
     stages: set[str] = set()
 
-    def begin(cell: Cell, before: int, to_do: int) -> object:
-        told.append((cell.name, before, to_do))
+    def on_cell(cell: Cell, before: int, to_do: int) -> object:
+        cells_run.append((cell.name, before, to_do))
         return lambda stage, *_: stages.add(stage)
 
-    lines = sweep(base_of(made), ["active=0.7,0.6"], out, begin=begin)
-    assert told == [("active=0.6", 0, 1)]
+    lines = sweep(base_of(made), ["active=0.7,0.6"], out, on_cell=on_cell)
+    assert cells_run == [("active=0.6", 0, 1)]
     assert "text" not in stages  # its text and its training were there already
     assert "train" not in stages
     before = [json.loads(line) for line in (made / "out" / "sweep.jsonl").read_text().splitlines()]
     assert lines[1] == before[1]
     assert [line["measured"]["perplexity"] for line in lines] == [line["measured"]["perplexity"] for line in before]
-    assert contents(out, [LINE]).keys() == contents(made / "out", [LINE]).keys()
-    sweep(base_of(made), ["active=0.7,0.6"], out, begin=begin)
-    assert len(told) == 1
+    assert contents(out, [CELL_FILE]).keys() == contents(made / "out", [CELL_FILE]).keys()
+    sweep(base_of(made), ["active=0.7,0.6"], out, on_cell=on_cell)
+    assert len(cells_run) == 1
 
 
 def test_cells_with_the_same_text_prepare_it_once(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +126,7 @@ def test_cells_with_the_same_text_prepare_it_once(made: Path, tmp_path: Path, mo
         prepared.append(section)
         return prepare(section, *rest)
 
-    monkeypatch.setattr(convert, "prepare", counted)
+    monkeypatch.setattr(conversion, "prepare", counted)
     base = base_of(made, "train.steps=0", "data.calibration_tokens=128")
     sweep(base, ["active=0.7,0.6", "data.calibration_tokens=128,160"], tmp_path / "out")
     assert [section.calibration_tokens for section in prepared] == [128, 160]
@@ -145,7 +147,7 @@ def test_another_base_recipe_or_text_is_refused_before_anything_runs(made: Path)
 
 
 def test_one_cell_that_cannot_be_made_does_not_stop_the_others(made: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"1 of 2 cells could not be made; active=0.01: .*can reach"):
+    with pytest.raises(UserError, match=r"1 of 2 cells failed; active=0.01: .*can be cut to"):
         sweep(base_of(made, "train.steps=0"), ["active=0.01,0.8"], tmp_path / "out")
     assert len((tmp_path / "out" / "sweep.jsonl").read_text().splitlines()) == 1
 
@@ -153,8 +155,8 @@ def test_one_cell_that_cannot_be_made_does_not_stop_the_others(made: Path, tmp_p
 def test_a_damaged_line_is_named(made: Path, tmp_path: Path) -> None:
     for text in ("{", "[]", '{"cell": "x"}'):
         (tmp_path / "x").mkdir(exist_ok=True)
-        (tmp_path / "x" / LINE).write_text(text)
-        with pytest.raises(UserError, match="is not the line of a cell; delete it"):
+        (tmp_path / "x" / CELL_FILE).write_text(text)
+        with pytest.raises(UserError, match="is not the line of a cell; delete it to measure"):
             write_tables(tmp_path)
 
 
@@ -162,8 +164,8 @@ def test_the_command_measures_on_a_text_of_its_own(tomoe: CommandLine, made: Pat
     out = tmp_path / "out"
     text = write_text(tmp_path / "other.txt", 60)
     options = ["--data", made / "text.txt", "--text", text, "--context", "32", "--tokens", "320"]
-    asked = ["sweep", made / "dense", "--over", "active=0.8", "--over", "seed=0,1", "-o", out, *options]
-    done = tomoe(*asked, *small(train_steps="0"))
+    command = ["sweep", made / "dense", "--over", "active=0.8", "--over", "seed=0,1", "-o", out, *options]
+    done = tomoe(*command, *small(train_steps="0"))
     assert done.code == 0, done.err
     assert "cell 1 of 2: active=0.8,seed=0" in done.err
     assert "cell 2 of 2: active=0.8,seed=1, about" in done.err
@@ -172,7 +174,12 @@ def test_the_command_measures_on_a_text_of_its_own(tomoe: CommandLine, made: Pat
     lines = [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
     assert [(line["measured"]["context_length"], line["measured"]["data"]) for line in lines] == [(32, "other.txt")] * 2
     assert lines[0]["measured"]["dense_perplexity"] == lines[1]["measured"]["dense_perplexity"]
-    again = tomoe(*asked, *small(train_steps="1"))
+    for line in lines:
+        held_out = json.loads((out / line["cell"] / "evaluation.json").read_text())["rows"][1]["measurement"]
+        assert line["held_out"]["perplexity"] == held_out["perplexity"] != line["measured"]["perplexity"]
+    with (out / "sweep.csv").open() as file:
+        assert [float(row["held_out_kl"]) for row in csv.DictReader(file)] == [line["held_out"]["kl"] for line in lines]
+    again = tomoe(*command, *small(train_steps="1"))
     assert again.code == 2
     assert "another base recipe" in again.err
     assert len(again.err.strip().splitlines()) == 1

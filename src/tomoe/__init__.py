@@ -1,15 +1,67 @@
 """ToMoE: turn a dense causal language model into a Mixture-of-Experts that loads anywhere.
 
 Importing this package registers the converted models with transformers, so that
-`AutoModelForCausalLM.from_pretrained(folder)` needs no flag.
+`AutoModelForCausalLM.from_pretrained(folder)` needs no flag. PyTorch and transformers are imported when they are used.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tomoe.errors import UserError
-from tomoe.moe import kernels  # noqa: F401  # enters its own into the backends
-from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
-from tomoe.plan import Plan
-from tomoe.recipe.conversion import Recipe
+from tomoe.moe.registration import register_when_imported
+
+if TYPE_CHECKING:
+    from tomoe.conversion import convert
+    from tomoe.evaluation.run import evaluate
+    from tomoe.exporting.run import export
+    from tomoe.finetuning.run import finetune
+    from tomoe.model.generation import generate, load
+    from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
+    from tomoe.plan import Plan
+    from tomoe.recipe.conversion import Recipe
 
 __version__ = "0.1.0"
+__all__ = [
+    "Plan",
+    "Recipe",
+    "ToMoEConfig",
+    "ToMoEForCausalLM",
+    "UserError",
+    "__version__",
+    "convert",
+    "evaluate",
+    "export",
+    "finetune",
+    "generate",
+    "load",
+]
 
-__all__ = ["Plan", "Recipe", "ToMoEConfig", "ToMoEForCausalLM", "UserError", "__version__"]
+_MODULES = {
+    "Plan": "tomoe.plan",
+    "Recipe": "tomoe.recipe.conversion",
+    "ToMoEConfig": "tomoe.moe.modeling_tomoe",
+    "ToMoEForCausalLM": "tomoe.moe.modeling_tomoe",
+    "convert": "tomoe.conversion",
+    "evaluate": "tomoe.evaluation.run",
+    "export": "tomoe.exporting.run",
+    "finetune": "tomoe.finetuning.run",
+    "generate": "tomoe.model.generation",
+    "load": "tomoe.model.generation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on its first use."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+register_when_imported()

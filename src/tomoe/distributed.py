@@ -1,138 +1,206 @@
-"""Several processes on one piece of work: those that `torchrun` started, and the few things they tell each other.
+"""The ranks that `torchrun` started, and the few collectives that they need. Imports torch only if there are several.
 
-The forward passes of a step (`train.gradient_accumulation`) are shared out over the processes, so a step is the same step
-however many take part: same text, same draws, same gradient but for the order of its sum. Everything that is trained is
-small and stands whole in every process. Blocks of text to be measured, and rounds of text to be sampled, are shared out
-too, and come together by sums in which all but one term are zero: to the bit what one process finds. Process 0 alone
-writes files.
+The forward passes of a step (`train.gradient_accumulation_steps`) are divided among the ranks, so a step is the same for any
+number of ranks: same text, same draws, same gradient up to the order of its sum. All trained parameters are small and
+replicated. Sequences to evaluate and rounds of text to sample are divided, too, and combined by sums in which all but one
+term are zero: bit for bit the result of one process. Only rank 0 writes files.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tomoe.errors import UserError
+from tomoe.locks import folder_lock
 
-PATIENCE = timedelta(hours=12)  # process 0 prepares text, puts tasks and folds while the others wait
-RESUME, ANEW = "give the same command with --resume", "give the same command again"
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# rank 0 prepares text, runs tasks and folds while the others wait
+TIMEOUT = timedelta(hours=12)
+RESUME, RESTART = "run the same command with --resume", "run the same command again"
 
 
-class Elsewhere(SystemExit):
-    """Process 0 has failed and says why; the others leave in silence."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class OtherRankFailed(SystemExit):
+    """Rank 0 failed and printed why; the other ranks exit silently."""
 
 
 def rank() -> int:
-    """Which of the processes this is, from 0."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    """The number of this process, from 0: in its group, or as torchrun set it if torch is not imported yet."""
+    if dist := _initialized():
+        return int(dist.get_rank())
+    return 0 if "torch" in sys.modules or not _launched() else int(os.environ.get("RANK", "0"))
 
 
-def size() -> int:
-    """How many processes there are."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+def world_size() -> int:
+    """The number of processes in the group; 1 without one."""
+    dist = _initialized()
+    return int(dist.get_world_size()) if dist else 1
+
+
+def _initialized() -> Any:
+    """torch.distributed if this process is in a group, else None. Does not import torch."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_initialized() else None
+
+
+def _launched() -> bool:
+    """Whether torchrun started several processes."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Inside the block the processes that torchrun started know each other. Without torchrun: nothing.
+def process_group() -> Iterator[None]:
+    """Connect the processes that torchrun started; without torchrun this does nothing.
 
-    Gloo on the CPU, NCCL beside it where there is CUDA. Raises UserError where the others do not answer.
+    Gloo on the CPU, and NCCL beside it if there is CUDA. Raises UserError if the others do not answer.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    if not _launched() or _initialized():
         yield
         return
+    import torch
+    import torch.distributed as dist
+
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the processes of this run cannot reach each other ({_first_line(error)})") from error
     try:
         yield
     finally:
-        part()
+        leave_group()
 
 
-def first(work: Callable[[], object]) -> bool:
-    """Process 0 does it while the others wait, and all hear whether it returned something true.
+def on_rank_zero(work: Callable[[], object]) -> bool:
+    """Do the work on rank 0 while the others wait; whether it returned something true, in every rank.
 
-    Where it fails there, every process leaves.
+    If it fails there, every rank exits (the others by OtherRankFailed).
     """
-    if size() == 1:
+    if world_size() == 1:
         return bool(work())
-    done = torch.zeros(1)
+    import torch
+    import torch.distributed as dist
+
+    # 0: failed, 1: returned something false, 2: something true
+    outcome = torch.zeros(1)
     try:
         if rank() == 0:
-            done += 2 if work() else 1
+            outcome += 2 if work() else 1
     finally:
-        _say(partial(dist.broadcast, done, 0))
-    if not done:
-        raise Elsewhere(2)
-    return bool(done == 2)
+        _collective(partial(dist.broadcast, outcome, 0))
+    if not outcome:
+        raise OtherRankFailed(2)
+    return bool(outcome == 2)
 
 
-def copy_(tensors: Iterable[Tensor], source: int = 0) -> None:
-    """Fill these tensors with what they hold in process `source`; all processes leave together."""
+@contextmanager
+def locked(folder: Path, verb: str) -> Iterator[None]:
+    """Hold the lock of a folder on rank 0 for all ranks; if another process holds it, every rank exits."""
+    with ExitStack() as stack:
+        on_rank_zero(lambda: stack.enter_context(folder_lock(folder, verb)))
+        yield
+
+
+def locks_out(verb: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function that writes the folder `out`: it holds the lock of that folder while it runs."""
+
+    def decorate(work: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(work)
+
+        @wraps(work)
+        def locked_work(*args: P.args, **kwargs: P.kwargs) -> R:
+            with locked(Path(signature.bind(*args, **kwargs).arguments["out"]), verb):
+                return work(*args, **kwargs)
+
+        return locked_work
+
+    return decorate
+
+
+def broadcast_(tensors: Iterable[Tensor], source: int = 0) -> None:
+    """Fill these tensors with those of rank `source`; all ranks leave together. Raises UserError if one is gone."""
+    if world_size() == 1:
+        return
+    import torch.distributed as dist
+
     for t in tensors:
-        _say(partial(dist.broadcast, t, source))
-    _say(dist.barrier)
+        _collective(partial(dist.broadcast, t, source))
+    _collective(dist.barrier)
 
 
 def sum_gradients_(net: nn.Module) -> None:
-    """Every gradient becomes the sum over all processes, the same bits in each. Raises UserError where one is gone."""
+    """Sum every gradient over all ranks, with the same bits in each. Raises UserError if a rank is gone."""
     gradients = [p.grad for p in net.parameters() if p.grad is not None]
-    if size() == 1 or not gradients:
+    if world_size() == 1 or not gradients:
         return
+    import torch
+    import torch.distributed as dist
+
     flat = torch.cat([g.flatten() for g in gradients])
-    _say(partial(dist.all_reduce, flat))
+    _collective(partial(dist.all_reduce, flat))
     for g, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         g.copy_(part.view_as(g))
 
 
-def sums(values: Iterable[float]) -> list[float]:
-    """The sum over all processes of each number."""
+def all_reduce_scalars(values: Iterable[float]) -> list[float]:
+    """The sum of each number over all ranks. Raises UserError if a rank is gone."""
+    if world_size() == 1:
+        return [float(value) for value in values]
+    import torch
+    import torch.distributed as dist
+
     t = torch.tensor(list(values), dtype=torch.float64)
-    _say(partial(dist.all_reduce, t))
+    _collective(partial(dist.all_reduce, t))
     return [float(v) for v in t]
 
 
-def share(count: int) -> range:
-    """Which of `count` pieces of work are this process's."""
-    return range(rank(), count, size())
+def rank_indices(count: int) -> range:
+    """Which of `count` pieces of work this rank does."""
+    return range(rank(), count, world_size())
 
 
-def shares_out(model: nn.Module) -> bool:
-    """Whether every process holds a part of the model only, so that it runs in all of them at once or not at all."""
+def is_sharded(model: nn.Module) -> bool:
+    """Whether every rank holds only a part of the model, so that it runs in all of them at once or not at all."""
+    from torch.distributed.tensor import DTensor
+
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def collect_(t: Tensor) -> None:
-    """Bring together what every process filled in for its share; elsewhere it has left zeros. Raises UserError as others do."""
-    _say(partial(dist.all_reduce, t), ANEW)
+def all_reduce_(t: Tensor) -> None:
+    """Combine what every rank filled in for its share, leaving zeros elsewhere. Raises UserError if a rank is gone."""
+    if world_size() == 1:
+        return
+    import torch.distributed as dist
+
+    _collective(partial(dist.all_reduce, t), RESTART)
 
 
-def part() -> None:
-    """From here on every process is by itself, and number 0 of 1."""
-    if dist.is_initialized():
+def leave_group() -> None:
+    """From now on every process is alone: rank 0 of 1."""
+    if dist := _initialized():
         dist.destroy_process_group()
 
 
-def _say(talk: Callable[[], object], advice: str = RESUME) -> None:
-    if size() == 1:
-        return
+def _collective(operation: Callable[[], object], advice: str = RESUME) -> None:
     try:
-        talk()
+        operation()
     except RuntimeError as error:
         raise UserError(
-            f"another process of this run ended, so process {rank()} cannot go on ({_first_line(error)}); {advice}"
+            f"another process of this run ended, so rank {rank()} cannot continue ({_first_line(error)}); {advice}"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""The exception that means "you can mend this"."""
+"""The exception for errors that the user can fix."""
 
 
 class UserError(ValueError):
-    """Something the user can mend, told in one sentence: what is wrong, what was found, what to do.
+    """An error that the user can fix, in one sentence: what is wrong, what was found, what to do.
 
-    The command line prints it as one line and exits with code 2; whatever is our own fault is an `assert`.
+    The command line prints it as one line and exits with code 2. A mistake of ours is an `assert`.
     """

@@ -1,77 +1,110 @@
 """The plan: everything ToMoE learned, as data. (dense weights, plan) -> MoE is a pure function of these.
 
 A plan is a folder with `plan.json` (sizes, recipe, source, checksum) and `plan.safetensors` (neuron sets, routers, kept
-dims). It holds no base weight and travels by itself.
+dims). It holds no dense weight, so it can be shared by itself. This module needs no torch unless tensors are asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxtyping import Bool, Float
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor
 
-from tomoe.budget import active_params, block_total
+from tomoe.budget import active_params, decoder_params
 from tomoe.errors import UserError
-from tomoe.files import read_json, sha256, write_whole
-from tomoe.model.structure import ModelShape
+from tomoe.files import atomic_write, read_json, sha256
+from tomoe.model.shape import ModelShape
 
 FORMAT = "tomoe-plan-1"
+# field of LayerPlan -> name of its tensor in plan.safetensors
+_TENSORS = {
+    "expert_masks": "expert_neurons", "router_weight": "router_weight", "qk_kept": "qk_kept", "value_kept": "value_kept",
+}  # fmt: skip
 _MASKS = ("expert_neurons", "qk_kept", "value_kept")
+_FIELDS = {name: field for field, name in _TENSORS.items()}
 _ROUTER = "value_router."
-# No model is larger; a plan that says so is a trap.
-_MOST = {
+# no model is larger: a plan with such sizes is an attack
+MAX_SIZES = {
     "num_layers": 2**16, "hidden_size": 2**24, "mlp_size": 2**24, "num_heads": 2**16, "num_kv_heads": 2**16,
     "head_dim": 2**16, "rotary_size": 2**16,
 }  # fmt: skip
-FINETUNED = "finetuned"  # the note of a plan whose weights learned on after folding: which, how, from what
+_REFIT = "refit."
+REPAIRED = "repair"
+"""The note of a plan whose projections were refitted: how, on what text, with what gain."""
+FINETUNED = "finetuned"
+"""The note of a plan whose weights were fine-tuned after folding: which weights, how, from which model."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one decoder layer keeps. Widths of all experts of a layer are equal."""
+    """What one decoder layer keeps. All experts of a layer have the same width."""
 
-    expert_neurons: Bool[Tensor, "N F"]  # neuron f belongs to expert n; experts may share neurons
-    router_weight: Float[Tensor, "N D"]
-    qk_kept: Bool[Tensor, " Q"]  # rotary pairs, then unpaired dims, kept in Q and K for every token
-    value_kept: Bool[Tensor, " C"]  # dims of V and O that exist at all
-    value_top_k: int  # K, the value dims of one token; fewer than exist only where a value router chooses
-    value_router: dict[str, Tensor] = field(default_factory=dict)  # state of routing.ValueRouter, or empty
+    expert_masks: Bool[Any, "N F"]
+    """Neuron f belongs to expert n; experts may share neurons. Stored as the tensor `expert_neurons`."""
+    router_weight: Float[Any, "N D"]
+    """One row per expert."""
+    qk_kept: Bool[Any, " Q"]
+    """Rotary pairs, then unpaired dims, that Q and K keep for every token."""
+    value_kept: Bool[Any, " C"]
+    """Dims of V and O that any token uses."""
+    value_top_k: int
+    """K, the value dims of one token; fewer than are kept only if a value router chooses among them."""
+    value_router: dict[str, Any] = field(default_factory=dict)
+    """The state of `routing.ValueRouter`, or empty."""
+    refit: dict[str, Any] = field(default_factory=dict)
+    """Refitted projections by repair: `down.weight` [D F], or `down.left` [D r] and `down.right` [r F], whose product is
+    added to the dense matrix; the same under `output` [D H*C]. Empty: the dense matrices stay."""
+
+    def refitted(self, part: Literal["down", "output"], weight: Any) -> Any:
+        """Return the matrix that replaces the dense `weight` [D n] of a projection, in its dtype; `weight` if none does."""
+        if f"{part}.weight" in self.refit:
+            return self.refit[f"{part}.weight"].to(weight)
+        if f"{part}.left" in self.refit:
+            left, right = (self.refit[f"{part}.{side}"].to(weight.device).float() for side in ("left", "right"))
+            return (weight.float() + left @ right).to(weight.dtype)
+        return weight
 
     @property
     def width(self) -> int:
-        return int(self.expert_neurons[0].sum())
+        """Neurons of each expert."""
+        return int(self.expert_masks[0].sum())
 
     @property
     def union(self) -> int:
         """Neurons that some expert uses."""
-        return int(self.expert_neurons.any(0).sum())
+        return int(self.expert_masks.any(0).sum())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A validated plan. Raises UserError at construction where the parts contradict each other."""
+    """A validated plan. Raises UserError at construction if its parts contradict each other."""
 
     shape: ModelShape
+    """Sizes of the dense model."""
     layers: tuple[LayerPlan, ...]
-    source: str = ""  # fingerprint of the dense weights
+    """One per decoder layer."""
+    source: str = ""
+    """Fingerprint of the dense weights."""
     dense_config: dict[str, Any] = field(default_factory=dict)
+    """Config of the dense model, as transformers writes it."""
     recipe: dict[str, Any] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)  # how it was made: steps, tokens, versions
+    """The recipe of the conversion; a plan of format 1 may have older keys, which `Recipe` understands."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """How the plan was made: steps, sequence length, versions."""
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.shape.num_layers:
             raise UserError(f"the plan has {len(self.layers)} layers, but its model has {self.shape.num_layers}")
         for i, layer in enumerate(self.layers):
-            problem = _problem(layer, self.shape)
-            if problem:
-                raise UserError(f"layer {i} of the plan is broken: {problem}; make the plan again with `tomoe plan`")
+            error = _validation_error(layer, self.shape)
+            if error:
+                raise UserError(f"layer {i} of the plan is broken: {error}; make the plan again with `tomoe plan`")
         experts = sorted({len(layer.router_weight) for layer in self.layers})
         embeddings = sorted({len(layer.value_router["norm.bias"]) for layer in self.layers if layer.value_router})
         if len(experts) > 1 or len(embeddings) > 1:
@@ -79,32 +112,52 @@ class Plan:
             raise UserError(f"the layers of the plan differ: {sizes}; make the plan again with `tomoe plan`")
 
     def qk_dims(self, i: int) -> int:
-        return int(self.shape.qk_dims(self.layers[i].qk_kept).numel())
+        """Return how many dims of a head Q and K keep in layer i."""
+        kept, pairs = self.layers[i].qk_kept, self.shape.rotary_size // 2
+        return self.shape.kept_qk_dims(int(kept[:pairs].sum()), int(kept[pairs:].sum()))
 
     def widths(self) -> list[tuple[int, int, int]]:
-        """(MLP width, Q/K dims, V/O dims of a token) of every layer."""
+        """Return (MLP width, Q/K dims, V/O dims of a token) of every layer."""
         return [(layer.width, self.qk_dims(i), layer.value_top_k) for i, layer in enumerate(self.layers)]
 
     @property
     def num_experts(self) -> int:
-        return int(self.layers[0].expert_neurons.shape[0])
+        """Experts of a layer (N)."""
+        return int(self.layers[0].expert_masks.shape[0])
 
     @property
     def dynamic_values(self) -> bool:
+        """Whether tokens choose their V/O dims in any layer."""
         return any(layer.value_router for layer in self.layers)
 
     def active_fraction(self) -> float:
-        """Active share of the block parameters, the paper's p; the same for every token."""
-        return float(active_params(self.shape, self.widths())) / block_total(self.shape)
+        """Return the fraction of decoder parameters that are active for a token, the paper's p; the same for all tokens."""
+        return float(active_params(self.shape, self.widths())) / decoder_params(self.shape)
+
+    def totals(self) -> dict[str, Any]:
+        """Return counts over all layers: layers, experts, and decoder parameters that exist, are active, are stored."""
+        total = decoder_params(self.shape)
+        stored = [(layer.union, self.qk_dims(i), int(layer.value_kept.sum())) for i, layer in enumerate(self.layers)]
+        routers = [t for layer in self.layers for t in (layer.router_weight, *layer.value_router.values())]
+        return {
+            "num_layers": self.shape.num_layers,
+            "num_experts": self.num_experts,
+            "active_fraction": self.active_fraction(),
+            "decoder_params": total,
+            "active_decoder_params": round(self.active_fraction() * total),
+            "stored_decoder_params": int(active_params(self.shape, stored)),
+            "router_params": sum(math.prod(t.shape) for t in routers),
+        }
 
     def save(self, folder: Path) -> None:
-        """Write both files under temporary names, then rename; the same plan gives the same bytes."""
-        tensors: dict[str, Tensor] = {}
+        """Write both files atomically; the same plan gives the same bytes. Raises UserError if they cannot be written."""
+        from safetensors.torch import save
+
+        tensors: dict[str, Any] = {}
         for i, layer in enumerate(self.layers):
-            parts = {
-                name: getattr(layer, name) for name in ("expert_neurons", "router_weight", "qk_kept", "value_kept")
-            }
-            parts |= {f"value_router.{k}": v for k, v in layer.value_router.items()}
+            parts = {name: getattr(layer, field) for field, name in _TENSORS.items()}
+            parts |= {f"{_ROUTER}{k}": v for k, v in layer.value_router.items()}
+            parts |= {f"{_REFIT}{k}": v for k, v in layer.refit.items()}
             tensors |= {f"layers.{i}.{name}": t.contiguous().cpu() for name, t in parts.items()}
         data = save(tensors, metadata={"format": FORMAT})
         head = {
@@ -118,12 +171,15 @@ class Plan:
             "recipe": self.recipe,
             "notes": self.notes,
         }
-        write_whole(folder / "plan.safetensors", data)
-        write_whole(folder / "plan.json", json.dumps(head, indent=2, sort_keys=True) + "\n")
+        atomic_write(folder / "plan.safetensors", data)
+        atomic_write(folder / "plan.json", json.dumps(head, indent=2, sort_keys=True) + "\n")
 
     @classmethod
-    def load(cls, folder: Path) -> Plan:
-        """Raises UserError where the folder holds no plan, a damaged one, or one of a format we do not know."""
+    def load(cls, folder: Path, arrays: Literal["torch", "numpy"] = "torch") -> Plan:
+        """Read and check a plan. Its tensors are of torch, or of numpy for callers that only count (torch loads slowly).
+
+        Raises UserError if the folder holds no plan, a damaged one, or one of an unknown format.
+        """
         head_path, tensor_path = folder / "plan.json", folder / "plan.safetensors"
         if not head_path.is_file() or not tensor_path.is_file():
             raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
@@ -135,21 +191,21 @@ class Plan:
             )
         if sha256(tensor_path) != head.get("tensors_sha256"):
             raise UserError(
-                f"{tensor_path} is not the file that {head_path.name} speaks of (checksums differ); copy both again"
+                f"{tensor_path} does not belong to {head_path.name} (checksums differ); copy both files again"
             )
         try:
-            shape, top_k, papers = _read_papers(head)
-            return cls(shape, _read_layers(tensor_path, shape, top_k), **papers)
+            shape, top_k, metadata = _read_header(head)
+            return cls(shape, _read_layers(tensor_path, shape, top_k, arrays), **metadata)
+        except UserError:
+            raise
         except (KeyError, TypeError, ValueError, SafetensorError) as error:
-            if isinstance(error, UserError):
-                raise
-            why = f"it lacks {error}" if isinstance(error, KeyError) else error
-            raise UserError(f"{folder} holds a damaged plan ({why}); make it again with `tomoe plan`") from error
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+            raise UserError(f"{folder} holds a damaged plan ({reason}); make it again with `tomoe plan`") from error
 
     def describe(self) -> list[dict[str, Any]]:
-        """One row per layer, for a table."""
+        """Return one row per layer, for a table; the keys are columns, `active` is the fraction of the layer's parameters."""
         s = self.shape
-        whole = block_total(s) / s.num_layers
+        layer_params = decoder_params(s) / s.num_layers
         return [
             {
                 "layer": i,
@@ -158,7 +214,7 @@ class Plan:
                 "union_share": self.layers[i].union / s.mlp_size,
                 "qk_dims": qk,
                 "value_dims": v,
-                "active": float(active_params(s, [(width, qk, v)])) / whole,
+                "active": float(active_params(s, [(width, qk, v)])) / layer_params,
             }
             for i, (width, qk, v) in enumerate(self.widths())
         ]
@@ -174,12 +230,13 @@ def _router_shapes(s: ModelShape, e: int) -> dict[str, tuple[int, ...]]:
             "project_out.weight": (s.head_dim, e), "project_out.bias": (s.head_dim,)}  # fmt: skip
 
 
-def _problem(layer: LayerPlan, s: ModelShape) -> str | None:
-    n = layer.expert_neurons.shape[0]
+def _validation_error(layer: LayerPlan, s: ModelShape) -> str | None:
+    n = layer.expert_masks.shape[0]
     for name, shape in _shapes(s, n).items():
-        if tuple(getattr(layer, name).shape) != shape:
-            return f"{name} has shape {tuple(getattr(layer, name).shape)}, the model asks for {shape}"
-    widths = layer.expert_neurons.sum(1)
+        t = getattr(layer, _FIELDS[name])
+        if tuple(t.shape) != shape:
+            return f"{name} has shape {tuple(t.shape)}, the model needs {shape}"
+    widths = layer.expert_masks.sum(1)
     if n < 1 or int(widths.min()) < 1:
         return "an expert has no neuron"
     if int(widths.min()) != int(widths.max()):
@@ -187,72 +244,119 @@ def _problem(layer: LayerPlan, s: ModelShape) -> str | None:
     if not bool(layer.qk_kept.any()) or not 1 <= layer.value_top_k <= int(layer.value_kept.sum()):
         return f"it keeps no Q/K dim, or K = {layer.value_top_k} of {int(layer.value_kept.sum())} V/O dims"
     if not layer.value_router and layer.value_top_k != int(layer.value_kept.sum()):
-        return "it asks for a choice of value dims per token, but has no value router"
+        return "tokens are to choose value dims, but it has no value router"
     if layer.value_router:
         parts = _router_shapes(s, len(layer.value_router.get("norm.bias", ())))
-        found = {name: tuple(t.shape) for name, t in layer.value_router.items()}
-        if found != parts:
-            return f"its value router holds {found}, the model asks for {parts}"
+        shapes = {name: tuple(t.shape) for name, t in layer.value_router.items()}
+        if shapes != parts:
+            return f"its value router holds {shapes}, the model needs {parts}"
         if not bool(layer.value_kept.all()) or layer.value_top_k == s.head_dim:
             return "it has a value router, but no choice among all V/O dims"
-    tensors = [layer.router_weight, *layer.value_router.values()]
-    if not all(bool(t.isfinite().all()) for t in tensors):
-        return "a router holds a number that is not finite"
+    refit_shapes = {name: tuple(t.shape) for name, t in layer.refit.items()}
+    if refit_shapes != (needed := _refit_shapes(s, refit_shapes)):
+        return f"its refitted projections are {refit_shapes}, the model needs {needed}"
+    tensors = {
+        "router": [layer.router_weight, *layer.value_router.values()],
+        "refitted projection": layer.refit.values(),
+    }
+    for what, group in tensors.items():
+        if not all(bool((abs(t) < math.inf).all()) for t in group):
+            return f"a {what} holds a number that is not finite"
     return None
 
 
-def _read_papers(head: dict[str, Any]) -> tuple[ModelShape, list[int], dict[str, Any]]:
-    """Sizes, K of each layer, and the rest of plan.json. Raises ValueError, KeyError or TypeError for what cannot be."""
+def _refit_shapes(s: ModelShape, stored: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that the refitted projections named in `stored` must have."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for part, size in (("down", s.mlp_size), ("output", s.num_heads * s.head_dim)):
+        if f"{part}.weight" in stored:
+            expected[f"{part}.weight"] = (s.hidden_size, size)
+        elif any(name.startswith(f"{part}.") for name in stored):
+            rank = stored.get(f"{part}.left", (0, 1))[-1]
+            expected |= {f"{part}.left": (s.hidden_size, rank), f"{part}.right": (rank, size)}
+    return expected
+
+
+def _read_header(head: dict[str, Any]) -> tuple[ModelShape, list[int], dict[str, Any]]:
+    """Return the sizes, K of each layer, and the other fields of a Plan.
+
+    Raises ValueError, KeyError or TypeError for values that no plan has.
+    """
     shape = ModelShape(**head["shape"])
-    for name, value in shape.to_dict().items():
-        wanted, most = (bool, True) if name == "gated" else (int, _MOST[name])
-        if type(value) is not wanted or (not name == "gated" and not (name != "rotary_size") <= value <= most):
+    if type(shape.gated) is not bool:
+        raise ValueError(f"its model has {str(shape.gated)[:40]!r} as gated")
+    for name, most in MAX_SIZES.items():
+        value, least = getattr(shape, name), 0 if name == "rotary_size" else 1
+        if type(value) is not int or not least <= value <= most:
             raise ValueError(f"its model has {str(value)[:40]!r} as {name}")
     if shape.num_heads % shape.num_kv_heads or shape.rotary_size % 2 or shape.rotary_size > shape.head_dim:
         raise ValueError("its heads, key/value heads and rotary dims do not fit each other")
     top_k, notes = head["value_top_k"], head["notes"]
     if not isinstance(top_k, list) or any(type(k) is not int for k in top_k):
-        raise TypeError("value_top_k is no list of numbers")
+        raise TypeError("value_top_k is not a list of integers")
     if len(top_k) != shape.num_layers:
         raise ValueError(f"it holds {len(top_k)} layers, its model has {shape.num_layers}")
-    papers = {name: head[name] for name in ("source", "dense_config", "recipe", "notes")}
-    for name, value in papers.items():
+    metadata = {name: head[name] for name in ("source", "dense_config", "recipe", "notes")}
+    for name, value in metadata.items():
         if not isinstance(value, str if name == "source" else dict):
             raise TypeError(f"{name} is a {type(value).__name__}")
-    if not isinstance(notes.get(FINETUNED, {}), dict):
-        raise TypeError(f"its note {FINETUNED} is a {type(notes[FINETUNED]).__name__}")
-    if any(type(notes.get(name, 0)) is not int for name in ("steps", "block_size")):
-        raise TypeError("its notes count in words")
-    return shape, top_k, papers
+    for name in (FINETUNED, REPAIRED):
+        if not isinstance(notes.get(name, {}), dict):
+            raise TypeError(f"its note {name} is a {type(notes[name]).__name__}")
+    # plans of format 1 call it block_size
+    if "block_size" in notes:
+        seq_len = {"seq_len": notes["block_size"]}
+        metadata["notes"] = notes = {name: note for name, note in notes.items() if name != "block_size"} | seq_len
+    if any(type(notes.get(name, 0)) is not int for name in ("steps", "seq_len")):
+        raise TypeError("steps or seq_len in its notes is not an integer")
+    return shape, top_k, metadata
 
 
-def _read_layers(path: Path, shape: ModelShape, top_k: list[int]) -> tuple[LayerPlan, ...]:
-    """Raises ValueError or KeyError for a tensor that is no plan's before it is read: a file may be of any size."""
+def _read_layers(path: Path, shape: ModelShape, top_k: list[int], arrays: str) -> tuple[LayerPlan, ...]:
+    """Read the layers. Raises ValueError or KeyError for a wrong tensor before it is read: it may be of any size."""
     layers = []
-    with safe_open(path, "pt") as file:
+    with safe_open(path, "pt" if arrays == "torch" else "np") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        unread = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        # numpy has no bfloat16
+        if arrays == "numpy" and "BF16" in {dtype for _, dtype in unread.values()}:
+            return _read_layers(path, shape, top_k, "torch")
         for i, k in enumerate(top_k):
-            own = {}
-            for part, wanted in _wanted(found, f"layers.{i}.", shape).items():
-                size, kind = found.pop(f"layers.{i}.{part}")
-                kinds = ("BOOL",) if part in _MASKS else ("F32", "BF16", "F16")
-                if size != wanted or kind not in kinds:
-                    raise ValueError(f"{part} has shape {size} of {kind}, the model asks for {wanted} of {kinds[0]}")
-                own[part] = file.get_tensor(f"layers.{i}.{part}")
-            routers = {part.removeprefix(_ROUTER): t.float() for part, t in own.items() if part.startswith(_ROUTER)}
-            masks = [own[name] for name in _MASKS]
-            layers.append(LayerPlan(masks[0], own["router_weight"].float(), masks[1], masks[2], k, routers))
-        if found:
-            raise ValueError(f"it holds {min(found)[:40]!r}, which no plan has")
+            tensors = {}
+            for part, expected in _expected_shapes(unread, f"layers.{i}.", shape).items():
+                size, dtype = unread.pop(f"layers.{i}.{part}")
+                dtypes = ("BOOL",) if part in _MASKS else ("F32", "BF16", "F16")
+                if size != expected or dtype not in dtypes:
+                    raise ValueError(f"{part} has shape {size} of {dtype}, the model needs {expected} of {dtypes[0]}")
+                if part.startswith(_REFIT):
+                    # numpy has no bfloat16, and who only counts does not look at them
+                    if arrays == "torch":
+                        tensors[part] = file.get_tensor(f"layers.{i}.{part}")
+                else:
+                    tensors[part] = _float32(file.get_tensor(f"layers.{i}.{part}"), dtype)
+            router = {part.removeprefix(_ROUTER): t for part, t in tensors.items() if part.startswith(_ROUTER)}
+            fields = {field: tensors[name] for field, name in _TENSORS.items()}
+            refit = {part.removeprefix(_REFIT): t for part, t in tensors.items() if part.startswith(_REFIT)}
+            layers.append(LayerPlan(**fields, value_top_k=k, value_router=router, refit=refit))
+        if unread:
+            raise ValueError(f"it holds {min(unread)[:40]!r}, which no plan has")
     return tuple(layers)
 
 
-def _wanted(found: dict[str, Any], prefix: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """What a layer should hold, by its number of experts and, where it has a value router, its embedding size."""
-    (experts, *_), _ = found[f"{prefix}router_weight"]
+def _float32(t: Any, dtype: str) -> Any:
+    """Convert routers to float32 from whatever they are stored in; masks stay as they are."""
+    if dtype == "BOOL":
+        return t
+    return t.float() if hasattr(t, "float") else t.astype("float32")
+
+
+def _expected_shapes(stored: dict[str, Any], prefix: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's tensors, by its number of experts and the embedding size of its value router."""
+    (experts, *_), _ = stored[f"{prefix}router_weight"]
     parts = _shapes(shape, experts)
-    if any(name.startswith(prefix + _ROUTER) for name in found):
-        (embedding, *_), _ = found[f"{prefix}{_ROUTER}norm.bias"]
+    if any(name.startswith(prefix + _ROUTER) for name in stored):
+        (embedding, *_), _ = stored[f"{prefix}{_ROUTER}norm.bias"]
         parts |= {_ROUTER + name: size for name, size in _router_shapes(shape, embedding).items()}
-    return parts
+    refit = prefix + _REFIT
+    stored_refit = {name.removeprefix(refit): size for name, (size, _) in stored.items() if name.startswith(refit)}
+    return parts | {_REFIT + name: size for name, size in _refit_shapes(shape, stored_refit).items()}

@@ -1,8 +1,9 @@
-"""Whatever a user can mend ends in one line on stderr and exit code 2; nothing is written, nothing lost."""
+"""Whatever a user can fix ends in one line on stderr and exit code 2; nothing is written, nothing lost."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def test_active_outside_its_range(tomoe: CommandLine, tmp_path: Path, model: Pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("active", ["nan", "inf", "1.5"])
 def test_a_plan_with_active_outside_its_range(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, active: str
@@ -41,11 +43,11 @@ def test_a_plan_with_active_outside_its_range(
     assert not (tmp_path / "plan").exists()
 
 
-def test_active_below_what_the_blocks_can_reach(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
+def test_active_below_what_can_be_reached(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     refused(
         tomoe("convert", model, "--active", "0.01", "-o", tmp_path / "out", "--data", text, *small()),
         "0.01",
-        "at the least",
+        "decoder parameters",
     )
     assert not (tmp_path / "out").exists()
 
@@ -65,7 +67,7 @@ def test_text_that_is_not_there(tomoe: CommandLine, tmp_path: Path, model: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_text_shorter_than_a_block(tomoe: CommandLine, tmp_path: Path, model: Path) -> None:
+def test_text_shorter_than_a_sequence(tomoe: CommandLine, tmp_path: Path, model: Path) -> None:
     (tmp_path / "short.txt").write_text("the sea")
     refused(tomoe("convert", model, "-o", tmp_path / "out", "--data", tmp_path / "short.txt", *small()), "16")
     assert not (tmp_path / "out").exists()
@@ -78,17 +80,19 @@ def test_an_output_that_cannot_be_written(
     refused(tomoe(verb, model, "-o", text / "out", "--data", text, *small()), "text.txt")
 
 
+@pytest.mark.slow
 def test_an_existing_output_stays_without_force(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     out = tmp_path / "out"
     assert tomoe("carve", model, "-o", out, "--data", text, *small()).code == 0
     before = contents(out)
     refused(tomoe("carve", model, "-o", out, "--data", text, *small()), "--force")
-    refused(tomoe("fold", out, model, "-o", out), "--force")
+    refused(tomoe("apply", out, model, "-o", out), "--force")
     refused(tomoe("train", model, "-o", out / "run", "--data", text, *small()), "--force")
     assert contents(out) == before
     assert tomoe("carve", model, "-o", out, "--data", text, "--force", *small()).code == 0
 
 
+@pytest.mark.slow
 def test_a_plan_is_not_overwritten_unasked_and_that_of_a_model_never(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
 ) -> None:
@@ -103,18 +107,20 @@ def test_a_plan_is_not_overwritten_unasked_and_that_of_a_model_never(
     assert contents(plan) != before[1]
 
 
-def test_the_dense_model_is_never_overwritten(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    assert tomoe("carve", model, "-o", tmp_path / "out", "--data", text, *small()).code == 0
+def test_the_dense_model_is_never_overwritten(
+    tomoe: CommandLine, tmp_path: Path, converted: Path, model: Path, text: Path
+) -> None:
     before = contents(model)
-    refused(tomoe("convert", model, "-o", model, "--data", text, "--force", *small()), "the model to begin with")
-    refused(tomoe("apply", tmp_path / "out", model, "-o", model, "--force"), "the model to begin with")
+    refused(tomoe("convert", model, "-o", model, "--data", text, "--force", *small()), "holds the input model")
+    refused(tomoe("apply", converted / "moe", model, "-o", model, "--force"), "holds the input model")
     assert contents(model) == before
 
 
+@pytest.mark.slow
 def test_dense_weights_that_changed_since_the_run_began(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
 ) -> None:
-    """What was learned with one teacher is not gone on with under another, nor planned for it."""
+    """A run resumes and is planned with the teacher that it learned from, and no other."""
     options, run = [model, "-o", tmp_path / "run", "--data", text, *small()], tmp_path / "run"
     assert tomoe("train", *options).code == 0
     before = contents(run)
@@ -128,6 +134,7 @@ def test_dense_weights_that_changed_since_the_run_began(
     assert tomoe("plan", run, "-o", tmp_path / "plan").code == 0
 
 
+@pytest.mark.slow
 def test_force_loses_nothing_when_the_new_input_is_bad(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
 ) -> None:
@@ -144,7 +151,7 @@ def test_force_loses_nothing_when_the_new_input_is_bad(
     ("wrong", "right"),
     [
         ("train.step=4", "train.steps"),
-        ("data.blocksize=4", "data.block_size"),
+        ("data.seqlen=4", "data.seq_len"),
         ("learning_rate=1", "train.learning_rate"),
     ],
 )
@@ -162,6 +169,7 @@ def test_a_recipe_that_is_not_there(tomoe: CommandLine, tmp_path: Path, model: P
     refused(tomoe("convert", model, "-o", tmp_path / "out", "--recipe", "dmo"), "demo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"intermediate_size": 256}, {"rms_norm_eps": 1e-6}])
 def test_a_plan_for_another_model(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, other: dict[str, object]
@@ -174,9 +182,12 @@ def test_a_plan_for_another_model(
 
 
 @pytest.mark.parametrize("damage", ["cut", "not json", "other format", "half a head", "no tensors"])
-def test_a_damaged_plan(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, damage: str) -> None:
-    assert tomoe("carve", model, "-o", tmp_path / "moe", "--data", text, *small()).code == 0
-    head, tensors = tmp_path / "moe" / "plan.json", tmp_path / "moe" / "plan.safetensors"
+def test_a_damaged_plan(tomoe: CommandLine, tmp_path: Path, converted: Path, damage: str) -> None:
+    model, folder = converted / "dense", tmp_path / "moe"
+    folder.mkdir()
+    for name in ("plan.json", "plan.safetensors"):
+        shutil.copy(converted / "moe" / name, folder)
+    head, tensors = folder / "plan.json", folder / "plan.safetensors"
     if damage == "cut":
         tensors.write_bytes(tensors.read_bytes()[:-7])
     elif damage == "not json":
@@ -187,8 +198,8 @@ def test_a_damaged_plan(tomoe: CommandLine, tmp_path: Path, model: Path, text: P
         head.write_text(json.dumps({k: v for k, v in json.loads(head.read_text()).items() if k != "shape"}))
     else:
         tensors.unlink()
-    refused(tomoe("apply", tmp_path / "moe", model, "-o", tmp_path / "out"))
-    refused(tomoe("inspect", tmp_path / "moe"))
+    refused(tomoe("apply", folder, model, "-o", tmp_path / "out"))
+    refused(tomoe("inspect", folder))
     assert not (tmp_path / "out").exists()
 
 
@@ -198,14 +209,15 @@ def test_a_folder_that_holds_nothing(tomoe: CommandLine, tmp_path: Path) -> None
     refused(tomoe("apply", tmp_path, "-o", tmp_path / "out"), "holds no plan")
 
 
+@pytest.mark.slow
 def test_resume_with_another_recipe(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     run = tmp_path / "run"
     assert tomoe("train", model, "-o", run, "--data", text, *small()).code == 0
     before = contents(run)
     refused(tomoe("train", model, "-o", run, "--data", text, "--resume", *small(train_steps="9")), "train.steps")
     assert contents(run) == before
-    anew = tomoe("train", model, "-o", run, "--data", text, "--resume", "--force", *small(train_steps="2"))
-    assert anew.code == 0
+    restarted = tomoe("train", model, "-o", run, "--data", text, "--resume", "--force", *small(train_steps="2"))
+    assert restarted.code == 0
     assert [path.name for path in sorted(run.glob("masks/step-*"))] == ["step-000000", "step-000002"]
 
 
@@ -220,19 +232,31 @@ def test_a_device_that_does_not_exist(tomoe: CommandLine, tmp_path: Path, model:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_learning_in_float16(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     half = small(train_dtype="float16")
-    refused(tomoe("convert", model, "-o", tmp_path / "out", "--data", text, *half), "float16", "bfloat16", "4 steps")
+    refused(
+        tomoe("convert", model, "-o", tmp_path / "out", "--data", text, *half),
+        "float16",
+        "bfloat16",
+        "train.steps is 4",
+    )
     assert not (tmp_path / "out").exists()
     assert tomoe("carve", model, "-o", tmp_path / "out", "--data", text, *half).code == 0
 
 
 def test_nothing_to_go_on_from(tomoe: CommandLine, model: Path) -> None:
-    refused(tomoe("generate", model, ""), "no text to go on from")
+    refused(tomoe("generate", model, ""), "nothing to continue")
 
 
-def test_a_name_that_nothing_can_fetch(tomoe: CommandLine) -> None:
-    refused(tomoe("fetch", "smollm3"), "smollm2-135m")
+def test_a_name_close_to_a_known_one(tomoe: CommandLine) -> None:
+    refused(tomoe("generate", "smollm2-135", "the sea"), "smollm2-135m")
+
+
+def test_only_what_is_ours_is_pushed(tomoe: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense model has a config.json, too."""
+    monkeypatch.setattr("tomoe.exporting.publish.push", lambda *_: pytest.fail("it was uploaded"))
+    refused(tomoe("push", model, "ada/sea"), "no plan, converted model or export")
 
 
 def test_wrong_usage_exits_2_too(tomoe: CommandLine) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -18,32 +22,49 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tomoe as package
 from pico_files import CommandLine, contents, small
+from tomoe.cli import VERBS, evaluate, export
+from tomoe.cli.convert import next_commands
+from tomoe.cli.options import with_fractions
+from tomoe.evaluation.tasks import BATCH
+from tomoe.exporting import gguf, targets
+from tomoe.exporting.run import PROOF_TOKENS
 from tomoe.plan import Plan
-from tomoe.recipe.conversion import DataSection
+from tomoe.recipe.conversion import DataSection, Recipe
 
 
 def test_version_and_help(tomoe: CommandLine) -> None:
     assert tomoe("--version").out == f"tomoe {package.__version__}\n"
     shown = tomoe("--help")
     assert shown.code == 0
-    for verb in [
-        "convert",
-        "carve",
-        "train",
-        "plan",
-        "apply",
-        "evaluate",
-        "benchmark",
-        "generate",
-        "report",
-        "route",
-        "inspect",
-        "fetch",
-        "push",
-    ]:
-        assert verb in shown.out
+    found = [line.split()[1] for line in shown.out.splitlines() if re.match(r"│ [a-z]+  ", line)]
+    assert found == [verb.__name__ for verbs in VERBS.values() for verb in verbs]
+    for verb in found:
+        assert tomoe(verb, "--help").code == 0, verb
 
 
+def test_an_unknown_verb_names_the_nearest(tomoe: CommandLine) -> None:
+    done = tomoe("convrt", "model")
+    assert done.code == 2
+    assert "Did you mean 'convert'?" in done.err
+
+
+def test_defaults_that_the_command_line_repeats() -> None:
+    """They stand there twice, so that `--help` imports no torch."""
+    import inspect
+
+    defaults = {name: p.default for name, p in inspect.signature(export).parameters.items()}
+    assert defaults["tokens"] == PROOF_TOKENS
+    assert (defaults["width_multiple"], defaults["weights"]) == (
+        targets.Options.width_multiple,
+        targets.Options.precision,
+    )
+    exporting = importlib.import_module("tomoe.cli.export")
+    assert get_args(exporting.Precision) == get_args(gguf.Precision)
+    assert set(get_args(exporting.Format)) == {"auto", *targets.TARGETS}
+    assert inspect.signature(evaluate).parameters["batch_size"].default == BATCH
+
+
+@pytest.mark.slow
 def test_convert_writes_all_and_says_what_came_out(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     out = tmp_path / "moe"
     done = tomoe("convert", model, "--active", "0.6", "-o", out, "--data", text, "--seed", "3", *small())
@@ -65,6 +86,53 @@ def test_convert_writes_all_and_says_what_came_out(tomoe: CommandLine, tmp_path:
     assert json.loads((out / "recipe.json").read_text())["seed"] == 3
 
 
+def test_suggested_commands_are_quoted() -> None:
+    recipe = Recipe(model="my models/$(touch x)", train={"steps": 0})
+    for command, _ in next_commands(recipe, Path("rx my out")):
+        words = shlex.split(command)
+        assert "$(touch" not in words
+        assert {"my models/$(touch x)", "rx my out"} & set(words), command
+
+
+def test_percentages(tomoe: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversions: list[Recipe] = []
+    carving = importlib.import_module("tomoe.cli.carve")
+    monkeypatch.setattr(carving, "run_conversion", lambda recipe, *_: conversions.append(recipe))
+    for options in (["--active", "62.5%"], ["--active", "0.625"], ["--set", "active=62.5%"]):
+        assert tomoe("carve", "pico", "-o", "out", *options).code == 0
+    assert [recipe.active for recipe in conversions] == [0.625] * 3
+    assert with_fractions("active=70%, 0.5") == "active=0.7, 0.5"
+    assert with_fractions("data.sources=50%.txt") == "data.sources=50%.txt"
+    wrong = tomoe("carve", "pico", "-o", "out", "--active", "half")
+    assert wrong.code == 2
+    assert "neither a fraction" in " ".join(wrong.err.split())
+
+
+def test_keys_of_format_1_are_noted_in_one_line_each(
+    tomoe: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carving = importlib.import_module("tomoe.cli.carve")
+    monkeypatch.setattr(carving, "run_conversion", lambda *_: None)
+    (tmp_path / "old.toml").write_text('track = "none"\n[data]\nblock_size = 64\n')
+    done = tomoe("carve", "pico", "-o", "out", "--recipe", tmp_path / "old.toml", "--set", "train.max_bad_steps=3")
+    assert done.code == 0, done.err
+    lines = done.err.splitlines()
+    assert len(lines) == 3, lines
+    for line, (old, new) in zip(
+        sorted(lines),
+        [
+            ("data.block_size", "data.seq_len"),
+            ("track", "report_to"),
+            ("train.max_bad_steps", "train.max_nonfinite_steps"),
+        ],
+        strict=True,
+    ):
+        assert line.startswith("tomoe: note: ")
+        assert old in line
+        assert new in line
+
+
+@pytest.mark.slow
 def test_the_stages_make_what_convert_makes(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     options = ["--active", "0.6", "--data", text, *small()]
     assert tomoe("convert", model, "-o", tmp_path / "whole", *options).code == 0
@@ -89,13 +157,16 @@ def test_carve_prepares_the_text_that_it_needs(tomoe: CommandLine, monkeypatch: 
     carving = importlib.import_module("tomoe.cli.carve")
     monkeypatch.setattr(carving, "run_conversion", lambda recipe, *_: made.append(recipe.data))
     much = ["--set", "data.calibration_tokens=100000"]
-    for own in ([], ["--set", "data.tokens=200000"], ["--set", "data.tokens=5000"]):
-        done = tomoe("carve", "pico", "-o", "out", *much, *own)
-    assert [(data.calibration_tokens, data.tokens) for data in made] == [(100_000, 116_896), (100_000, 200_000)]
+    for settings in (["--repair", "none"], [], ["--set", "data.tokens=200000"], ["--set", "data.tokens=5000"]):
+        done = tomoe("carve", "pico", "-o", "out", *much, *settings)
+    # repair fits to 32,768 tokens more
+    sizes = [(100_000, 116_896), (100_000, 149_152), (100_000, 200_000)]
+    assert [(data.calibration_tokens, data.tokens) for data in made] == sizes
     assert done.code == 2
     assert "data.tokens is 5000" in done.err
 
 
+@pytest.mark.slow
 def test_carve_learns_nothing_and_needs_little_text(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
 ) -> None:
@@ -106,15 +177,14 @@ def test_carve_learns_nothing_and_needs_little_text(
     assert "Nothing was learned" in (tmp_path / "moe" / "README.md").read_text()
 
 
-def test_evaluate(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    assert tomoe("carve", model, "-o", tmp_path / "moe", "--data", text, *small()).code == 0
-    held_out = tomoe("evaluate", model, tmp_path / "moe", "--dtype", "float32")
+@pytest.mark.slow
+def test_evaluate(tomoe: CommandLine, tmp_path: Path, converted: Path) -> None:
+    model, moe, text = converted / "dense", converted / "moe", converted / "text.txt"
+    held_out = tomoe("evaluate", model, moe, "--dtype", "float32")
     assert held_out.code == 0, held_out.err
     assert "held out" in held_out.out
     written = tmp_path / "numbers.json"
-    given = tomoe(
-        "evaluate", model, tmp_path / "moe", "--text", text, "--context", "32", "--tokens", "320", "--json", written
-    )
+    given = tomoe("evaluate", model, moe, "--text", text, "--context", "32", "--tokens", "320", "--json", written)
     assert given.code == 0, given.err
     first, second = (row["measurement"] for row in json.loads(written.read_text())["rows"])
     assert first["context_length"] == 32
@@ -123,9 +193,9 @@ def test_evaluate(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -
     assert second["kl"] > 0
 
 
-def test_generate(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    assert tomoe("carve", model, "-o", tmp_path / "moe", "--data", text, *small()).code == 0
-    for folder in (model, tmp_path / "moe"):
+@pytest.mark.slow
+def test_generate(tomoe: CommandLine, converted: Path) -> None:
+    for folder in (converted / "dense", converted / "moe"):
         greedy = tomoe("generate", folder, "the sea", "--max-new-tokens", "5")
         assert greedy.code == 0, greedy.err
         assert greedy.out.startswith("the sea")
@@ -134,6 +204,7 @@ def test_generate(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -
         assert drawn[0] == drawn[1] != drawn[2]
 
 
+@pytest.mark.slow
 def test_inspect(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     out = tmp_path / "moe"
     assert tomoe("convert", model, "--active", "0.6", "-o", out, "--data", text, *small()).code == 0
@@ -152,23 +223,64 @@ def test_inspect(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) ->
     assert "step 4" in tomoe("inspect", out / "run").out
 
 
-def test_the_tokenizer_travels(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    assert tomoe("carve", model, "-o", tmp_path / "moe", "--data", text, *small()).code == 0
-    here, there = (AutoTokenizer.from_pretrained(folder) for folder in (model, tmp_path / "moe"))
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 5, "distill": null, "active_fraction": null, "tokens_per_second": null}',
+        '{"step": null, "distill": "much", "budget": [1], "coverage": {}, "balance": true}',
+        f'{{"distill": 1{"0" * 400}}}',
+        "3",
+        "null",
+        "[[]]",
+    ],
+)
+def test_a_run_whose_metrics_are_no_numbers(tomoe: CommandLine, tmp_path: Path, converted: Path, line: str) -> None:
+    """A loss that was not finite is null in the rows; anything else stands there if somebody else wrote it."""
+    run = tmp_path / "run"
+    shutil.copytree(converted / "moe" / "run", run)
+    (run / "metrics.jsonl").write_text(f"{line}\n")
+    for option in ([], ["--json"]):
+        done = tomoe("inspect", run, *option)
+        assert done.code == 0, done.err
+        assert "Traceback" not in done.err
+
+
+def test_names_in_a_plan_cannot_steer_the_terminal(tomoe: CommandLine, tmp_path: Path, converted: Path) -> None:
+    folder, name = tmp_path / "plan", "sea\x1b[2J\x1b]0;owned\x07[red]\u202e"
+    folder.mkdir()
+    plan = Plan.load(converted / "moe")
+    dataclasses.replace(plan, recipe=plan.recipe | {"model": name}).save(folder)
+    (folder / "run" / "masks").mkdir(parents=True)
+    Recipe(**plan.recipe | {"model": name}).save(folder / "run" / "recipe.json")
+    for done in (
+        tomoe("inspect", folder),
+        tomoe("inspect", folder / "run"),
+        tomoe("apply", folder, "-o", tmp_path / "x"),
+    ):
+        assert "sea" in done.out + done.err
+        assert "[red]" in done.out + done.err
+        assert not {"\x1b", "\x07", "\u202e"} & set(done.out + done.err)
+
+
+@pytest.mark.slow
+def test_the_tokenizer_travels(tmp_path: Path, converted: Path) -> None:
+    moe = converted / "moe"
+    here, there = (AutoTokenizer.from_pretrained(folder) for folder in (converted / "dense", moe))
     assert here("the sea").input_ids == there("the sea").input_ids
     # and in a process that cannot import tomoe, by the words of the card, with nobody there to be asked
-    *_, words = re.findall(r"```python\n(.*?)```", (tmp_path / "moe" / "README.md").read_text("utf-8"), re.DOTALL)
+    *_, words = re.findall(r"```python\n(.*?)```", (moe / "README.md").read_text("utf-8"), re.DOTALL)
     script = f"import sys; sys.modules['tomoe'] = None\n{words}\nprint(tokenizer('the sea').input_ids, type(model).__module__)"
     ran = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        [sys.executable, "-c", script], cwd=converted, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.startswith(f"{here('the sea').input_ids} transformers_modules."), ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_in_one_sentence_and_the_run_goes_on(
+def test_a_signal_ends_in_one_sentence_and_the_run_resumes(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, signum: signal.Signals, code: int
 ) -> None:
     run = tmp_path / "run"

@@ -25,19 +25,20 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 from conftest import make_network, make_pico, make_plan, tokens
-from tomoe.data.corpus import Blocks, Corpus
+from tomoe.data.corpus import Corpus, Sequences
 from tomoe.errors import UserError
 from tomoe.model.loading import load_dense
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import OWN_KEYS, ToMoEConfig
+from tomoe.moe.modeling_tomoe import ToMoEConfig
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import TrainSection
 from tomoe.training.loop import make_optimizer
 from tomoe.training.run_folder import RunFolder
 
-ROOM = 2**29  # bytes beyond what the process holds when a test begins; most hostile sizes ask for far more
-pytestmark = pytest.mark.usefixtures("as_shipped", "little_memory")
+# bytes beyond what the process holds when a test begins; most hostile sizes need far more
+ROOM = 2**29
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_shipped", "little_memory")]
 
 
 def cases(count: int) -> Callable[[Any], Any]:
@@ -185,7 +186,7 @@ PLANS: dict[str, tuple[dict[str, Any], bytes]] = {}
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder to write hostile plans to; good ones to begin with are kept in memory."""
     folder = tmp_path_factory.mktemp("plans")
-    for attention in ("none", "dynamic"):
+    for attention in ("off", "per_token"):
         make_plan(make_pico("llama"), attention).save(folder)
         head = json.loads((folder / "plan.json").read_text())
         head["recipe"], head["notes"], head["source"] = {"active": 0.6}, {"steps": 3}, "00" * 32
@@ -196,7 +197,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cases(900)
 @given(data=st.data())
 def test_plans(plans: Path, data: st.DataObject) -> None:
-    head, tensors = PLANS[data.draw(st.sampled_from(["none", "dynamic"]))]
+    head, tensors = PLANS[data.draw(st.sampled_from(["off", "per_token"]))]
     kind = data.draw(st.sampled_from(["head", "head", "tensors", "tensors", "both", "raw"]))
     if kind in ("head", "both"):
         head = change(data.draw, head)
@@ -224,7 +225,7 @@ def test_plans(plans: Path, data: st.DataObject) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Any, Any, Path]:
     """A checkpoint, its network and optimizer, and a file beside the run that nobody may ask for."""
     folder = RunFolder(tmp_path_factory.mktemp("runs") / "run")
-    net = make_network(make_pico("llama"), "none")
+    net = make_network(make_pico("llama"), "off")
     optimizer = make_optimizer(net, TrainSection())
     sum(p.float().sum() for p in net.parameters()).backward()
     optimizer.step()
@@ -297,7 +298,7 @@ def test_a_checkpoint_cannot_ask_for_other_files(run: tuple[RunFolder, Any, Any,
 def test_corpora(run: tuple[RunFolder, Any, Any, Path], data: st.DataObject) -> None:
     folder = run[0].path
     ids = tokens(2, 4)
-    parts = [Blocks(ids + i, torch.ones_like(ids).bool()) for i in range(3)]
+    parts = [Sequences(ids + i, torch.ones_like(ids).bool()) for i in range(3)]
     corpus, path = Corpus(*parts, ("self",), "pico", 0), folder / "corpus.safetensors"
     if not path.exists():
         corpus.save(path)
@@ -328,7 +329,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`good`, a converted model; `dense`, a dense one; `hostile` is made of them again and again."""
     place = tmp_path_factory.mktemp("folders")
     dense = make_pico("llama")
-    plan = make_plan(dense, "dynamic")
+    plan = make_plan(dense, "per_token")
     save_moe(fold(dense, plan), plan, None, place / "good")
     dense.save_pretrained(place / "dense")
     (place / "secret.safetensors").write_bytes((place / "good" / "model.safetensors").read_bytes())
@@ -341,7 +342,7 @@ def test_configs(folders: Path, data: st.DataObject) -> None:
     """The modelling file may not import tomoe: its config says ValueError, which `load_dense` turns into a UserError."""
     config = json.loads((folders / "good" / "config.json").read_text())
     config = change(data.draw, {k: v for k, v in config.items() if k not in ("model_type", "auto_map")})
-    own = {k: v for k, v in config.items() if k in OWN_KEYS or k in SIZES}
+    own = {k: v for k, v in config.items() if k in ToMoEConfig.__annotations__ or k in SIZES}
     good = {k: v for k, v in json.loads((folders / "good" / "config.json").read_text()).items() if k != "model_type"}
     try:
         made = ToMoEConfig(**good | own)

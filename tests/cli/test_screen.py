@@ -15,7 +15,7 @@ from tomoe.cli.screen import Screen, duration
 from tomoe.cli.stopping import Stopped, check, stoppable
 
 ROW = {
-    "fidelity": 1.25,
+    "distill": 1.25,
     "budget": 0.5,
     "coverage": 0.25,
     "balance": 0.125,
@@ -41,32 +41,32 @@ def test_without_a_terminal_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyP
     clock, (screen, shown) = Clock(monkeypatch), a_screen(terminal=False)
     with screen:
         for step in range(11, 111):  # a resumed run: ten steps were done before
-            screen.listen("train", step, 110, ROW)
+            screen.on_progress("train", step, 110, ROW)
             clock.now += 1
     lines = shown.getvalue().splitlines()
     # 99 steps take 99 seconds; what is left counts the steps of this process alone
     assert len(lines) == 10
     assert lines[0].startswith("learning 21/110  1:29 left")
     assert lines[-1].startswith("learning 110/110  took 1:39")
-    for word in ("fidelity 1.250", "budget 0.500", "coverage 0.250", "balance 0.125", "active 0.700", "50 tokens/s"):
+    for word in ("distill 1.250", "budget 0.500", "coverage 0.250", "balance 0.125", "active 0.700", "50 tokens/s"):
         assert word in lines[0]
 
 
 def test_on_a_terminal_there_are_bars() -> None:
     screen, shown = a_screen(terminal=True)
     with screen:
-        screen.listen("text", 5, 10, {})
-        screen.listen("train", 1, 2, ROW)
-        screen.listen("train", 2, 2, ROW)
+        screen.on_progress("text", 5, 10, {})
+        screen.on_progress("train", 1, 2, ROW)
+        screen.on_progress("train", 2, 2, ROW)
         assert screen.live
         screen.live.refresh()
-    for word in ("preparing text", "5/10", "learning", "2/2", "fidelity 1.250"):
+    for word in ("preparing text", "5/10", "learning", "2/2", "distill 1.250"):
         assert word in shown.getvalue()
 
 
 def test_a_skipped_step_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, shown = a_screen(terminal=False)
-    screen.listen("train", 7, 100, {**ROW, "skipped": True})
+    screen.on_progress("train", 7, 100, {**ROW, "skipped": True})
     assert shown.getvalue() == "step 7: the loss was not finite, the step was skipped\n"
 
 
@@ -81,7 +81,7 @@ def test_a_signal_that_python_dropped_is_raised_at_the_next_step() -> None:
         with pytest.raises(Stopped):  # this one gets lost, as it does inside a destructor
             os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Stopped):
-            Screen().listen("train", 1, 2, {})
+            Screen().on_progress("train", 1, 2, {})
     assert signal.getsignal(signal.SIGTERM) is before
     with stoppable():
         check()

@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import FAMILIES, make_pico, make_plan, tokens
 from tomoe.errors import UserError
-from tomoe.exporting.stock import CARRIERS, common_neurons, make_layout
+from tomoe.exporting.stock import STOCK_ARCHS, common_neurons, make_layout
 from tomoe.exporting.targets import TARGETS, Options, choose, write_export
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 from tomoe.pruning.masking import masked, planned_masks
+
+pytestmark = pytest.mark.slow
 
 # the first is what `auto` takes
 HOLDS = {
@@ -32,7 +34,7 @@ HOLDS = {
     "qwen2": ("qwen2_moe",),
     "qwen3": ("qwen3_moe",),
 }
-CASES = [(f, attention, c) for f in HOLDS for attention in ("none", "static") for c in HOLDS[f]]
+CASES = [(f, attention, c) for f in HOLDS for attention in ("off", "static") for c in HOLDS[f]]
 SMALL = Options(width_multiple=8)
 
 
@@ -77,7 +79,7 @@ def test_the_export_computes_what_the_masks_mean(case: Case, implementation: str
 def test_what_all_experts_have_is_stored_once_where_there_is_a_shared_expert(tmp_path: Path) -> None:
     case = make_case("qwen2", "static", "qwen2_moe", tmp_path / "out")
     mlps = [layer.mlp for layer in case.folded.model.layers]
-    layout = make_layout(case.folded, CARRIERS["qwen2_moe"], 8)
+    layout = make_layout(case.folded, STOCK_ARCHS["qwen2_moe"], 8)
     shared = [min(len(common_neurons(mlp)), layout.shared) for mlp in mlps]
     assert max(shared) > 0
     stored = load_file(case.folder / "model.safetensors")
@@ -105,25 +107,25 @@ def test_what_cannot_be_held_is_refused_in_one_sentence(tmp_path: Path) -> None:
         return str(refused.value)
 
     for family in ("llama", "qwen2", "qwen3"):
-        assert "V/O dims for each token" in refusal(family, "dynamic", HOLDS[family][0])
-    assert "what can: hf" in refusal("phi", "none", "mixtral")
-    assert "no gate" in refusal("phi", "none", "qwen2_moe")
-    assert refusal("qwen2", "none", "mixtral").startswith(
-        "mixtral cannot hold this model exactly: its Q, K and V projections have biases; what can: qwen2_moe"
+        assert "V/O dims for each token" in refusal(family, "per_token", HOLDS[family][0])
+    assert "these can: hf" in refusal("phi", "off", "mixtral")
+    assert "no gate" in refusal("phi", "off", "qwen2_moe")
+    assert refusal("qwen2", "off", "mixtral").startswith(
+        "mixtral cannot hold this model exactly: its Q, K and V projections have biases; these can: qwen2_moe"
     )
-    assert "does not normalise Q and K" in refusal("llama", "none", "qwen3_moe")
-    assert "normalises Q and K" in refusal("qwen3", "none", "qwen2_moe")
-    assert "output has a bias" in refusal("llama", "none", "qwen2_moe", attention_bias=True)
-    assert "MLP has biases" in refusal("llama", "none", "mixtral", mlp_bias=True)
+    assert "does not normalize Q and K" in refusal("llama", "off", "qwen3_moe")
+    assert "normalizes Q and K" in refusal("qwen3", "off", "qwen2_moe")
+    assert "output has a bias" in refusal("llama", "off", "qwen2_moe", attention_bias=True)
+    assert "MLP has biases" in refusal("llama", "off", "mixtral", mlp_bias=True)
     windows = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
-    assert "sliding windows" in refusal("qwen3", "none", "qwen3_moe", **windows)
-    assert "no export target 'mixtrel'" in refusal("llama", "none", "mixtrel")
+    assert "sliding windows" in refusal("qwen3", "off", "qwen3_moe", **windows)
+    assert "no export target 'mixtrel'" in refusal("llama", "off", "mixtrel")
 
 
 @pytest.mark.parametrize(("layers", "family"), [(1, "qwen2"), (0, "qwen2"), (0, "qwen3")])
 def test_sliding_windows_of_some_or_all_layers_are_kept(layers: int, family: str, tmp_path: Path) -> None:
     windows = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": layers}
-    case = make_case(family, "none", HOLDS[family][0], tmp_path / "out", **windows)
+    case = make_case(family, "off", HOLDS[family][0], tmp_path / "out", **windows)
     exported, ids = AutoModelForCausalLM.from_pretrained(case.folder), tokens(2, 24, seed=5)
     with torch.no_grad():
         meant = case.folded(ids).logits
@@ -135,33 +137,33 @@ def test_sliding_windows_of_some_or_all_layers_are_kept(layers: int, family: str
 
 def test_a_model_that_does_more_than_its_parts_say_is_refused() -> None:
     """Some families differ in ways that no config key or tensor name tells; a few tokens run through it do."""
-    moe = fold(make_pico("llama"), make_plan(make_pico("llama"), "none"))
-    assert TARGETS["mixtral"].misfit(moe) is None
+    moe = fold(make_pico("llama"), make_plan(make_pico("llama"), "off"))
+    assert TARGETS["mixtral"].incompatibility(moe) is None
     norm = moe.model.layers[0].input_layernorm
     with torch.no_grad():
         handle = norm.register_forward_hook(lambda module, args, out: out + args[0])
-        assert "RMS norms" in str(TARGETS["mixtral"].misfit(moe))
+        assert "RMS norms" in str(TARGETS["mixtral"].incompatibility(moe))
         handle.remove()
         handle = moe.model.layers[0].register_forward_hook(lambda module, args, out: 2 * out)
-        assert "not simply added" in str(TARGETS["mixtral"].misfit(moe))
+        assert "not simply added" in str(TARGETS["mixtral"].incompatibility(moe))
         handle.remove()
         handle = moe.model.layers[0].register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:]))
-        assert "embeddings are scaled" in str(TARGETS["mixtral"].misfit(moe))
+        assert "embeddings are scaled" in str(TARGETS["mixtral"].incompatibility(moe))
         handle.remove()
-    assert TARGETS["mixtral"].misfit(moe) is None
+    assert TARGETS["mixtral"].incompatibility(moe) is None
 
 
 def test_auto_takes_a_stock_architecture_where_one_fits_and_says_why() -> None:
     for family in FAMILIES:
-        for attention in ("static", "dynamic") if family in ("llama", "qwen2", "phi") else ("static",):
+        for attention in ("static", "per_token") if family in ("llama", "qwen2", "phi") else ("static",):
             dense = make_pico(family)
             choice = choose(fold(dense, make_plan(dense, attention)), "auto")
-            if family in HOLDS and attention != "dynamic":
+            if family in HOLDS and attention != "per_token":
                 assert choice.target.name == HOLDS[family][0]
                 assert "exactly" in choice.reason
             else:
                 assert choice.target.name == "hf"
-                assert all(carrier in choice.reason for carrier in CARRIERS)
+                assert all(carrier in choice.reason for carrier in STOCK_ARCHS)
 
 
 @pytest.mark.parametrize(("family", "target"), [(f, c) for f in HOLDS for c in HOLDS[f]])
@@ -251,7 +253,7 @@ def test_a_process_without_tomoe_loads_generates_and_saves_again(tmp_path: Path)
 
 def test_large_exports_come_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tomoe.exporting.targets.SHARD_BYTES", 20_000)
-    case = make_case("llama", "none", "mixtral", tmp_path / "out")
+    case = make_case("llama", "off", "mixtral", tmp_path / "out")
     shards = sorted(case.folder.glob("*.safetensors"))
     assert len(shards) > 2
     assert all(shard.stat().st_size < 30_000 for shard in shards)

@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 
 import tomoe.pruning.masking as masking
 from conftest import FAMILIES, make_network, make_pico, make_plan, tokens
-from tomoe.model.structure import ModelShape
+from tomoe.model.shape import ModelShape
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM
 from tomoe.plan import Plan
 from tomoe.pruning.gumbel import gumbel_noise
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.routing import ExpertRouter, ValueRouter
+from tomoe.pruning.routing import ExpertRouter, Routing, ValueRouter, route
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 RED = 1e-3
@@ -54,7 +54,7 @@ def test_softmax_scale_of_the_kept_dims(family: str) -> None:
 def test_output_mask_missing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks on V only: other tokens' dims then leak through the output of a token that did not choose them."""
     dense = make_pico(family)
-    plan = make_plan(dense, "dynamic")
+    plan = make_plan(dense, "per_token")
     assert difference(dense, plan) < 1e-4
     whole = masking._hooks
 
@@ -69,7 +69,7 @@ def test_output_mask_missing(family: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def biases(family: str) -> list[str]:
     dense = make_pico(family)
-    moe = fold(dense, make_plan(dense, "none"))
+    moe = fold(dense, make_plan(dense, "off"))
     replaced = [
         f"{part}.{name}"
         for part in ("mlp", "self_attn")
@@ -81,7 +81,7 @@ def biases(family: str) -> list[str]:
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family in ("qwen2", "phi") for name in biases(family)])
 def test_bias_forgotten(family: str, name: str) -> None:
     dense = make_pico(family)
-    plan = make_plan(dense, "dynamic")
+    plan = make_plan(dense, "per_token")
     damage = lambda moe: moe.model.layers[0].get_parameter(name).zero_()  # noqa: E731
     assert difference(dense, plan, damage) > RED
 
@@ -133,7 +133,7 @@ def test_rotary_frequencies_of_other_pairs(family: str) -> None:
     assert difference(dense, make_plan(dense, "static"), damage) > RED
 
 
-@pytest.mark.parametrize("attention", ["none", "static", "dynamic"])
+@pytest.mark.parametrize("attention", ["off", "static", "per_token"])
 def test_noise_left_on(dense: PreTrainedModel, attention: str) -> None:
     """What training samples is not what the plan says, even from the same logits."""
     net = make_network(dense, attention)
@@ -144,12 +144,12 @@ def test_noise_left_on(dense: PreTrainedModel, attention: str) -> None:
 
 
 def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def noisy(router: ExpertRouter, x: Tensor) -> Tensor:
+    def noisy(router: ExpertRouter, x: Tensor) -> Routing:
         logits = router(x)
-        return (logits + gumbel_noise(tuple(logits.shape), 0, logits.device)).argmax(-1)
+        return route(logits + gumbel_noise(tuple(logits.shape), 0, logits.device))
 
-    monkeypatch.setattr(ExpertRouter, "decide", noisy)
-    assert difference(dense, make_plan(dense, "none")) > RED
+    monkeypatch.setattr(ExpertRouter, "route", noisy)
+    assert difference(dense, make_plan(dense, "off")) > RED
 
 
 def test_noise_left_on_the_values(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_noise_left_on_the_values(dense: PreTrainedModel, monkeypatch: pytest.Mo
         noisy_logits = logits + gumbel_noise(tuple(logits.shape), 0, logits.device)
         return torch.zeros_like(logits).scatter_(-1, noisy_logits.topk(top_k, -1).indices, 1.0)
 
-    plan = make_plan(dense, "dynamic")
+    plan = make_plan(dense, "per_token")
     monkeypatch.setattr(ValueRouter, "decide", staticmethod(noisy))
     assert difference(dense, plan) > RED
 
@@ -170,7 +170,7 @@ def test_top_k_as_a_cap_only(dense: PreTrainedModel, monkeypatch: pytest.MonkeyP
         logits = router.project_out(nn.functional.gelu(router.norm(router.project_in(x))))
         return true_top_k(router, x, top_k) * (logits > 0)
 
-    plan = make_plan(dense, "dynamic")
+    plan = make_plan(dense, "per_token")
     monkeypatch.setattr(modeling_tomoe.ValueRouter, "forward", capped)
     assert difference(dense, plan) > RED
 
@@ -183,7 +183,7 @@ def test_largest_k_for_all_tokens(dense: PreTrainedModel, monkeypatch: pytest.Mo
         mask = true_top_k(router, x, top_k)
         return mask.amax((0, 1), keepdim=True).expand_as(mask)
 
-    plan = make_plan(dense, "dynamic")
+    plan = make_plan(dense, "per_token")
     monkeypatch.setattr(modeling_tomoe.ValueRouter, "forward", union)
     assert difference(dense, plan) > RED
 
@@ -193,9 +193,9 @@ def test_neurons_of_another_expert(dense: PreTrainedModel, backend: str) -> None
     def damage(moe: ToMoEForCausalLM) -> None:
         moe.config.expert_backend = backend
         for layer in moe.model.layers:
-            layer.mlp.expert_neurons.copy_(layer.mlp.expert_neurons.roll(1, 0))
+            layer.mlp.expert_rows.copy_(layer.mlp.expert_rows.roll(1, 0))
 
-    assert difference(dense, make_plan(dense, "none"), damage) > RED
+    assert difference(dense, make_plan(dense, "off"), damage) > RED
 
 
 def test_expert_weighted_by_its_probability(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +203,9 @@ def test_expert_weighted_by_its_probability(dense: PreTrainedModel, monkeypatch:
 
     def weighted(mlp: nn.Module, x: Tensor, expert_ids: Tensor) -> Tensor:
         weight = mlp.router(x).softmax(-1).gather(1, expert_ids[:, None])
-        return modeling_tomoe.run_reference(mlp, x, expert_ids) * weight
+        return modeling_tomoe.run_masked(mlp, x, expert_ids) * weight
 
-    plan = make_plan(dense, "none")
+    plan = make_plan(dense, "off")
     monkeypatch.setitem(modeling_tomoe.EXPERT_BACKENDS, "auto", weighted)
     assert difference(dense, plan) > RED
 
@@ -224,7 +224,7 @@ def test_query_heads_on_the_wrong_key_heads(monkeypatch: pytest.MonkeyPatch) -> 
     right = modeling_tomoe.eager_attention
     dense = make_pico("qwen2")
     dense.set_attn_implementation("eager")
-    plan = make_plan(dense, "none")
+    plan = make_plan(dense, "off")
     assert difference(dense, plan) < 1e-4
     monkeypatch.setattr(modeling_tomoe, "eager_attention", eager)
     assert difference(dense, plan) > RED

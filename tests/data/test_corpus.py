@@ -1,4 +1,4 @@
-"""Text becomes blocks: packed, mixed, kept apart, and the same again whenever asked."""
+"""Text becomes sequences: packed, mixed, kept apart, and the same again every time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import make_pico
 from pico_tokenizer import make_tokenizer
-from tomoe.data import sampling as self_text
-from tomoe.data.corpus import Blocks, Corpus, pack, prepare
-from tomoe.data.sampling import draw, ordinary_tokens, sample_documents
+from tomoe.data import sampling
+from tomoe.data.corpus import Corpus, Sequences, pack, prepare
+from tomoe.data.sampling import ordinary_tokens, sample_documents, sample_from_logits
 from tomoe.data.sources import documents
 from tomoe.errors import UserError
 from tomoe.recipe.conversion import DataSection
@@ -37,7 +37,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def section(*sources: str | Path, **values: Any) -> DataSection:
-    small = {"block_size": 8, "tokens": 400, "calibration_tokens": 40, "evaluation_tokens": 80}
+    small = {"seq_len": 8, "tokens": 400, "calibration_tokens": 40, "evaluation_tokens": 80}
     return DataSection(sources=tuple(map(str, sources)), **small | values)
 
 
@@ -47,22 +47,22 @@ def lines(path: Path, letter: str, count: int = 60) -> Path:
     return path
 
 
-def rows(blocks: Blocks) -> Counter[tuple[int, ...]]:
-    return Counter(tuple(row) for row in blocks.input_ids.tolist())
+def rows(sequences: Sequences) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(row) for row in sequences.input_ids.tolist())
 
 
-def text(tokenizer: PreTrainedTokenizerFast, blocks: Blocks) -> str:
-    return tokenizer.decode(blocks.input_ids[blocks.mask])
+def text(tokenizer: PreTrainedTokenizerFast, sequences: Sequences) -> str:
+    return tokenizer.decode(sequences.input_ids[sequences.mask])
 
 
 # ---- packing
 
 
-def test_documents_are_closed_by_eos_and_cut_into_blocks(tokenizer: PreTrainedTokenizerFast) -> None:
-    blocks = pack(tokenizer, ["abc", "de"], block_size=4)
-    assert text(tokenizer, blocks) == "abc<eos>de<eos>"
-    assert blocks.mask.tolist() == [[True] * 4, [True, True, True, False]]
-    assert blocks.tokens == 7
+def test_documents_are_closed_by_eos_and_cut_into_sequences(tokenizer: PreTrainedTokenizerFast) -> None:
+    sequences = pack(tokenizer, ["abc", "de"], seq_len=4)
+    assert text(tokenizer, sequences) == "abc<eos>de<eos>"
+    assert sequences.mask.tolist() == [[True] * 4, [True, True, True, False]]
+    assert sequences.tokens == 7
 
 
 def test_bos_opens_documents_where_the_tokenizer_says_so() -> None:
@@ -81,9 +81,9 @@ def test_no_more_tokens_than_asked_and_no_more_text_read_than_needed(tokenizer: 
         while True:
             yield "abcdefg"
 
-    blocks = pack(tokenizer, endless(), block_size=8, max_tokens=20)
-    assert blocks.tokens == 20
-    assert len(blocks) == 3
+    sequences = pack(tokenizer, endless(), seq_len=8, max_tokens=20)
+    assert sequences.tokens == 20
+    assert len(sequences) == 3
 
 
 def test_no_text(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -235,7 +235,7 @@ def test_parts_are_disjoint_and_of_the_asked_size(tmp_path: Path, tokenizer: Pre
     corpus = prepare(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=0)
     assert [len(corpus.train), len(corpus.calibration), len(corpus.evaluation)] == [35, 5, 10]
     together = rows(corpus.train) + rows(corpus.calibration) + rows(corpus.evaluation)
-    assert max(together.values()) == 1  # every row of the file differs, so would every block
+    assert max(together.values()) == 1  # every row of the file differs, so would every sequence
 
 
 def test_a_mixture_has_equal_parts_by_tokens_even_when_one_source_is_short(
@@ -254,15 +254,15 @@ def test_a_mixture_has_equal_parts_by_tokens_even_when_one_source_is_short(
             assert set("abc") <= set(text(tokenizer, part))
 
 
-def test_each_block_knows_its_source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_each_sequence_knows_its_source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     corpus = prepare(section(*(lines(tmp_path / f"{c}.jsonl", c) for c in "abc")), tokenizer, seed=0)
     corpus.save(tmp_path / "tokens.safetensors")
     for read in (corpus, Corpus.load(tmp_path / "tokens.safetensors")):
-        for part in (read.train, read.calibration, read.evaluation.pick(torch.arange(2))):
+        for part in (read.train, read.calibration, read.evaluation.select(torch.arange(2))):
             assert part.source_ids is not None
             for i, source in enumerate(part.source_ids.tolist()):
-                assert "abc"[source] in text(tokenizer, part.pick(torch.tensor([i])))
-    older = Corpus(*(Blocks(part.input_ids, part.mask) for part in (corpus.train, corpus.calibration, corpus.evaluation)),
+                assert "abc"[source] in text(tokenizer, part.select(torch.tensor([i])))
+    older = Corpus(*(Sequences(part.input_ids, part.mask) for part in (corpus.train, corpus.calibration, corpus.evaluation)),
                    corpus.sources, corpus.tokenizer, corpus.seed)  # fmt: skip
     older.save(tmp_path / "older.safetensors")
     assert Corpus.load(tmp_path / "older.safetensors").evaluation.source_ids is None
@@ -276,11 +276,11 @@ def test_documents_are_taken_from_all_of_a_source(tmp_path: Path, tokenizer: Pre
     assert set(written[0].split("<eos>")) != set(written[1].split("<eos>"))
 
 
-def test_any_run_of_blocks_is_a_mixture(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_any_run_of_sequences_is_a_mixture(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     sources = [lines(tmp_path / f"{letter}.jsonl", letter, 500) for letter in "ab"]
     corpus = prepare(section(*sources, evaluation_tokens=160), tokenizer, seed=0)
     for part in (corpus.train, corpus.evaluation):
-        half = text(tokenizer, part.pick(torch.arange(len(part) // 2)))
+        half = text(tokenizer, part.select(torch.arange(len(part) // 2)))
         assert min(half.count("a"), half.count("b")) > 0.15 * len(part)
 
 
@@ -329,7 +329,7 @@ def test_a_corpus_that_is_not_what_was_written(tmp_path: Path, tokenizer: PreTra
         "absent": "no prepared tokens",
         "cut": "whole file",
         "foreign": "no tokens prepared",
-        "altered": "written",
+        "altered": "were altered",
     }
     with pytest.raises(UserError, match=expected[damage]):
         Corpus.load(path)
@@ -343,15 +343,15 @@ def test_blank_text_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFas
 
 
 @pytest.mark.parametrize("characters", [3, 15])
-def test_too_little_text_for_three_blocks_is_refused(
+def test_too_little_text_for_three_sequences_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, characters: int
 ) -> None:
     (tmp_path / "a.txt").write_text("x" * characters)
-    with pytest.raises(UserError, match=rf"{characters + 1} tokens.*data\.block_size"):
+    with pytest.raises(UserError, match=rf"{characters + 1} tokens.*data\.seq_len"):
         prepare(section(tmp_path / "a.txt"), tokenizer, seed=0)
 
 
-def test_three_blocks_are_enough(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_three_sequences_are_enough(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (tmp_path / "a.txt").write_text("x" * 16)
     corpus = prepare(section(tmp_path / "a.txt"), tokenizer, seed=0)
     assert [len(corpus.train), len(corpus.calibration), len(corpus.evaluation)] == [1, 1, 1]
@@ -371,7 +371,7 @@ def corpus(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Corpus:
     return prepare(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=0)
 
 
-def test_an_epoch_is_every_block_once_in_an_order_of_its_own(corpus: Corpus) -> None:
+def test_an_epoch_is_every_sequence_once_in_its_own_order(corpus: Corpus) -> None:
     count = len(corpus.train)
     epochs = [[corpus.batch(epoch * count + step, 0, 1, 1, seed=0) for step in range(count)] for epoch in range(2)]
     for batches in epochs:
@@ -402,14 +402,14 @@ def test_batch_size_and_accumulation_cut_the_same_stream(corpus: Corpus) -> None
 def test_draws_follow_the_distribution_and_never_take_what_is_impossible() -> None:
     probabilities = torch.tensor([0.0, 0.1, 0.0, 0.6, 0.3, 0.0])
     levels = (torch.arange(1000) + 0.5) / 1000
-    drawn = draw(probabilities.log().expand(1000, -1), levels[:, None], rows_at_once=7)
+    drawn = sample_from_logits(probabilities.log().expand(1000, -1), levels[:, None], rows_at_once=7)
     assert torch.bincount(drawn, minlength=6).tolist() == [0, 100, 0, 600, 300, 0]
-    assert draw(probabilities.log()[None], torch.zeros(1, 1)).item() == 1
+    assert sample_from_logits(probabilities.log()[None], torch.zeros(1, 1)).item() == 1
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
     with pytest.raises(UserError, match="not finite"):
-        draw(torch.tensor([[0.0, float("nan")]]), torch.zeros(1, 1))
+        sample_from_logits(torch.tensor([[0.0, float("nan")]]), torch.zeros(1, 1))
 
 
 def test_a_row_is_what_the_whole_model_says_of_it(
@@ -423,9 +423,9 @@ def test_a_row_is_what_the_whole_model_says_of_it(
         said.append(logits)
         return logits.argmax(-1)
 
-    monkeypatch.setattr(self_text, "draw", likeliest)
-    monkeypatch.setattr(self_text, "ordinary_tokens", lambda tokenizer: torch.arange(3, 64))
-    monkeypatch.setattr(self_text, "_split", lambda row, eos: [row])  # so that rows stay rows
+    monkeypatch.setattr(sampling, "sample_from_logits", likeliest)
+    monkeypatch.setattr(sampling, "ordinary_tokens", lambda tokenizer: torch.arange(3, 64))
+    monkeypatch.setattr(sampling, "_split", lambda row, eos: [row])  # so that rows stay rows
     written = sample_documents(dense, tokenizer, tokens=200, seed=0, batch_size=5, length=40)
     assert dense.config._attn_implementation == before
     window = getattr(dense.config, "sliding_window", None) or 40
@@ -460,25 +460,25 @@ def test_self_text_is_repeatable_and_opens_with_an_ordinary_token(tokenizer: Pre
     assert all(EOS not in document[:-1] for document in first)
 
 
-def test_rounds_are_shared_out_and_come_together_to_the_same_text(
+def test_rounds_are_divided_among_ranks_and_come_together_to_the_same_text(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, count = make_model(tokenizer), 3
     alone = sample_documents(model, tokenizer, 500, 7, 8, 16)  # four rounds
     parts: list[torch.Tensor] = []
-    monkeypatch.setattr(self_text.distributed, "size", lambda: count)
-    monkeypatch.setattr(self_text.distributed, "collect_", lambda t: parts.append(t.clone()))
+    monkeypatch.setattr(sampling.distributed, "world_size", lambda: count)
+    monkeypatch.setattr(sampling.distributed, "all_reduce_", lambda t: parts.append(t.clone()))
     for rank in range(count):
-        monkeypatch.setattr(self_text.distributed, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(sampling.distributed, "rank", lambda rank=rank: rank)
         sample_documents(model, tokenizer, 500, 7, 8, 16)
     assert [int((part != 0).any((1, 2)).sum()) for part in parts] == [2, 1, 1], "each did its own rounds only"
-    monkeypatch.setattr(self_text.distributed, "collect_", lambda t: t.copy_(torch.stack(parts).sum(0)))
+    monkeypatch.setattr(sampling.distributed, "all_reduce_", lambda t: t.copy_(torch.stack(parts).sum(0)))
     assert sample_documents(model, tokenizer, 500, 7, 8, 16) == alone
 
 
 def test_a_document_that_ends_early_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tokenizer(opens_with_bos=True)
-    monkeypatch.setattr(self_text, "draw", lambda logits, uniform: torch.full((len(logits),), EOS))
+    monkeypatch.setattr(sampling, "sample_from_logits", lambda logits, uniform: torch.full((len(logits),), EOS))
     written = sample_documents(make_model(tokenizer), tokenizer, tokens=40, seed=0, batch_size=4, length=10)
     assert [len(document) for document in written] == [3, 3, 3, 1] * 4
     assert all(document[0] == BOS for document in written)

@@ -14,13 +14,18 @@ from transformers import PreTrainedModel
 
 from conftest import make_plan, tokens
 from pico_files import CommandLine, small, write_pico
-from tomoe import api
+from tomoe.data import evaluation_text
+from tomoe.data.evaluation_text import read_text
 from tomoe.errors import UserError
-from tomoe.evaluation.compare import compare, from_json, task_table, to_json
-from tomoe.evaluation.perplexity import Predictions, blocks_sha256, measure, sliding
+from tomoe.evaluation.compare import compare
+from tomoe.evaluation.perplexity import Predictions, measure, sequences_sha256, sliding
+from tomoe.evaluation.rows import from_json, to_json
+from tomoe.evaluation.tables import task_table
 from tomoe.evaluation.tasks import SUITES, TaskSet, TaskSpec, parse_tasks
 from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.moe.fold import fold
+
+pytestmark = pytest.mark.slow
 
 # -- sliding windows
 
@@ -40,7 +45,7 @@ def naive_losses(model: PreTrainedModel, stream: torch.Tensor, context: int, str
 @pytest.mark.parametrize("length", [7, 12, 13, 41])
 def test_sliding_perplexity_is_that_of_single_tokens(llama: PreTrainedModel, stride: int, length: int) -> None:
     stream = tokens(1, length, seed=5)[0]
-    for model in (llama, fold(llama, make_plan(llama, "dynamic"))):
+    for model in (llama, fold(llama, make_plan(llama, "per_token"))):
         losses = naive_losses(model, stream, 12, stride)
         m = measure(model, *sliding(stream, 12, stride), stride=stride)
         assert m.tokens == len(losses)
@@ -56,11 +61,11 @@ def test_windows_are_views_and_hash_as_what_they_hold() -> None:
     assert ids.untyped_storage().nbytes() < 2 * stream.untyped_storage().nbytes() < ids.numel() * 8
     assert ids[7, :100].tolist() == stream[21:121].tolist()
     assert int(mask[-1].sum()) + 3 * (len(ids) - 1) == 500
-    assert blocks_sha256(ids, mask) == blocks_sha256(ids.clone(), mask.clone())
+    assert sequences_sha256(ids, mask) == sequences_sha256(ids.clone(), mask.clone())
 
 
 def test_routing_counts_each_token_of_overlapping_windows_once(llama: PreTrainedModel) -> None:
-    moe = fold(llama, make_plan(llama, "none"))
+    moe = fold(llama, make_plan(llama, "off"))
     (row,) = compare([("moe", moe)], *sliding(tokens(1, 41)[0], 12, 5), stride=5)
     assert row.usage is not None
     assert row.usage.tokens == 41
@@ -72,7 +77,7 @@ def test_routing_counts_each_token_of_overlapping_windows_once(llama: PreTrained
 def test_the_first_model_runs_over_the_text_once(llama: PreTrainedModel) -> None:
     ids = tokens(5, 12)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    others = [("a", fold(llama, make_plan(llama, "none"))), ("b", fold(llama, make_plan(llama, "dynamic")))]
+    others = [("a", fold(llama, make_plan(llama, "off"))), ("b", fold(llama, make_plan(llama, "per_token")))]
     seen = []
     hook = llama.model.register_forward_hook(lambda _m, _i, out: seen.append(out.last_hidden_state.shape[1]))
     rows = compare([("dense", llama), *others], ids, mask)
@@ -115,7 +120,7 @@ def test_a_reference_that_scales_its_logits_gives_the_same_distance_twice(llama:
     mask = torch.ones_like(ids, dtype=torch.bool)
     first = Predictions(Scaled(), keep=True)
     measure(first, ids, mask)
-    moe = fold(llama, make_plan(llama, "none"))
+    moe = fold(llama, make_plan(llama, "off"))
     assert measure(moe, ids, mask, first).kl == measure(moe, ids, mask, Scaled()).kl
     assert first.kept == {}
 
@@ -125,12 +130,12 @@ def test_a_reference_that_scales_its_logits_gives_the_same_distance_twice(llama:
 
 def test_published_perplexities_are_of_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(str(write_pico(tmp_path / "dense")))
-    monkeypatch.setattr(api, "documents", lambda source, split: iter([f"{source} {split}", "b", "c"]))
-    given = api.read_text("wikitext", tokenizer, 64, None)
-    stream = given.blocks.input_ids[given.blocks.mask]
+    monkeypatch.setattr(evaluation_text, "documents", lambda source, split: iter([f"{source} {split}", "b", "c"]))
+    given = read_text("wikitext", tokenizer, 64, None)
+    stream = given.sequences.input_ids[given.sequences.mask]
     assert tokenizer.decode(stream) == "wikitext test\n\nb\n\nc<eos>"
     assert given.name == "wikitext (test)"
-    assert "ptb test b c" in tokenizer.decode(api.read_text("ptb", tokenizer, 64, None).blocks.input_ids[0])
+    assert "ptb test b c" in tokenizer.decode(read_text("ptb", tokenizer, 64, None).sequences.input_ids[0])
 
 
 # -- tasks
@@ -234,11 +239,11 @@ def right_answers(model: PreTrainedModel, tokenizer: object) -> dict[str, list[b
 
 def test_tasks_score_what_a_plain_computation_scores(dense_folder: Path, task_dir: Path) -> None:
     dense, tokenizer = load_dense(str(dense_folder), torch.float32), load_tokenizer(str(dense_folder))
-    moe = fold(dense, make_plan(dense, "dynamic"))
-    told: list[tuple[str, int, int]] = []
+    moe = fold(dense, make_plan(dense, "per_token"))
+    progress: list[tuple[str, int, int]] = []
     one, four = (TaskSet([TaskSpec("seas")], task_dir, batch_size=size) for size in (1, 4))
     for model in (dense, moe):
-        (score,) = one.run(model, tokenizer, lambda *at: told.append(at))
+        (score,) = one.run(model, tokenizer, lambda task, i, n, _: progress.append((task, i, n)))
         plain = right_answers(model, tokenizer)
         assert score.metrics == {name: pytest.approx(sum(hits) / 5) for name, hits in plain.items()}
         assert (score.metric, score.value, score.examples) == ("acc_norm", score.metrics["acc_norm"], 5)
@@ -246,8 +251,8 @@ def test_tasks_score_what_a_plain_computation_scores(dense_folder: Path, task_di
         assert score.standard_error == pytest.approx(math.sqrt(mean * (1 - mean) / 4))
         assert (score.shots, score.truncated) == (0, 0)
         assert four.run(model, tokenizer) == (score,)  # padding changes nothing
-    assert told[12] == ("seas", 13, 13)
-    assert len(told) == 26
+    assert progress[12] == ("seas", 13, 13)
+    assert len(progress) == 26
 
 
 def test_every_model_is_asked_the_same(dense_folder: Path, task_dir: Path) -> None:
@@ -293,17 +298,15 @@ def test_written_answers_do_not_depend_on_padding(dense_folder: Path, task_dir: 
     """Prompts of unequal length are padded on the left there; the MoE must write what it writes for each alone."""
     from lm_eval.api.instance import Instance
 
-    from tomoe.evaluation import tasks as zero_shot
+    from tomoe.evaluation import tasks
 
     dense, tokenizer = load_dense(str(dense_folder), torch.float32), load_tokenizer(str(dense_folder))
-    moe = fold(dense, make_plan(dense, "dynamic"))
+    moe = fold(dense, make_plan(dense, "per_token"))
     given = {"until": ["never"], "do_sample": False, "max_gen_toks": 6}
     asked = [Instance("generate_until", {}, (row["question"], given), i) for i, row in enumerate(QUESTIONS)]
     for model in (dense, moe):
         alone, together = (
-            zero_shot._wrapped(model, tokenizer, size, lambda _done, _all: None).generate_until(
-                asked, disable_tqdm=True
-            )
+            tasks._wrapped(model, tokenizer, size, lambda _done, _all: None).generate_until(asked, disable_tqdm=True)
             for size in (1, 5)
         )
         assert alone == together
@@ -363,7 +366,7 @@ def test_evaluate_puts_all_models_into_one_table(
     assert body[2][4].startswith(f"{mean:.1f} ± ")
     markdown = (tmp_path / "rows.md").read_text()
     for written in (done.out, markdown):
-        for word in ("hills", "acc norm", "each 16 tokens further on", "lm-eval 0.", body[0][4]):
+        for word in ("hills", "acc norm", "each starting 16 tokens after", "lm-eval 0.", body[0][4]):
             assert word in written
     assert "seas of moe 10/10" in done.err
     # the text is what the MoE was fitted on, and it is said so
@@ -376,7 +379,7 @@ def test_evaluate_puts_all_models_into_one_table(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--limit", "3"], "no task is asked for"),
+        (["--limit", "3"], "name some with --tasks, or a suite with --suite"),
         (["--tasks", "boolq:x"], "is no task"),
         (["--stride", "4"], "name a text with --text"),
         (["--text", "wikitext"], "cannot load Salesforce/wikitext"),
@@ -386,9 +389,11 @@ def test_evaluate_puts_all_models_into_one_table(
 def test_evaluate_refuses_in_one_line(
     tomoe: CommandLine, tmp_path: Path, dense_folder: Path, text: Path, options: list[str], said: str
 ) -> None:
+    moe = dense_folder
     if said.startswith("name a text"):
-        assert tomoe("carve", dense_folder, "-o", tmp_path / "moe", "--data", text, *small()).code == 0
-    done = tomoe("evaluate", dense_folder, tmp_path / "moe", *(str(text) if o == "TEXT" else o for o in options))
+        moe = tmp_path / "moe"
+        assert tomoe("carve", dense_folder, "-o", moe, "--data", text, *small()).code == 0
+    done = tomoe("evaluate", dense_folder, moe, *(str(text) if o == "TEXT" else o for o in options))
     assert done.code == 2
     assert said in done.err
     assert len(done.err.strip().splitlines()) == 1

@@ -24,7 +24,7 @@ EVIL = "</script><img src=x onerror=alert(1)> \"&'{{ 7*7 }}"
 @pytest.mark.parametrize("family", ["llama", "phi"])
 def test_a_trace_is_what_each_router_chooses(family: str) -> None:
     dense = make_pico(family)
-    moe = fold(dense, make_plan(dense, "dynamic"))
+    moe = fold(dense, make_plan(dense, "per_token"))
     ids = tokens(1, 12)[0]
     trace = trace_ids(moe, make_tokenizer(), ids.tolist())
     assert (len(trace.tokens), trace.num_experts) == (12, 4)

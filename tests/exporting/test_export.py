@@ -24,7 +24,10 @@ from tomoe.conversion import convert
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import measure
 from tomoe.exporting.run import BOUNDS, judge
-from tomoe.exporting.verify import Agreement, agree, record, summarise
+from tomoe.exporting.verify import Agreement, agree, record, summarize
+from tomoe.files import format_bytes
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +49,15 @@ def test_an_export_says_what_it_costs_and_proves_itself(tomoe: CommandLine, made
     assert done.code == 0, done.err
     assert "mixtral: Mixtral holds it exactly" in done.err
     stored = (tmp_path / "out" / "model.safetensors").stat().st_size
-    assert targets.in_words(json.loads((tmp_path / "out" / "export.json").read_text())["bytes"]) in done.err
+    assert format_bytes(json.loads((tmp_path / "out" / "export.json").read_text())["bytes"]) in done.err
+    assert "It is for loading elsewhere, not for speed" in done.err
     assert "The same model: largest difference" in done.out
     assert contents(made) == before
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
-    papers = json.loads((tmp_path / "out" / "export.json").read_text())
-    assert papers["bytes"] == pytest.approx(stored, rel=0.05)
-    proof = papers["proof"]
+    metadata = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert metadata["bytes"] == pytest.approx(stored, rel=0.05)
+    proof = metadata["proof"]
     assert proof["same"] is True
     assert proof["typical_difference"] <= proof["largest_difference"] <= 1e-4 * proof["largest_logit"]
     assert proof["kl"] < 1e-6
@@ -89,9 +93,9 @@ def test_text_of_ones_own_and_a_coarser_dtype(tomoe: CommandLine, made: Path, tm
         "export", made, "-o", tmp_path / "out", "--text", text, "--dtype", "bfloat16", "--width-multiple", "256"
     )
     assert done.code == 0, done.err
-    papers = json.loads((tmp_path / "out" / "export.json").read_text())
-    assert papers["text"]["name"] == "text.txt"
-    assert papers["proof"]["how"].startswith("bfloat16")
+    metadata = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert metadata["text"]["name"] == "text.txt"
+    assert metadata["proof"]["how"].startswith("bfloat16")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.intermediate_size % 256 == 0
 
 
@@ -101,8 +105,8 @@ def test_a_failed_proof_says_so_and_deletes_nothing(
     right = stock.expert_tensors
 
     def wrong(*args: object) -> dict[str, Tensor]:
-        found = right(*args)
-        return found | {"experts.0.w2.weight": 1.05 * found["experts.0.w2.weight"]}
+        tensors = right(*args)
+        return tensors | {"experts.0.w2.weight": 1.05 * tensors["experts.0.w2.weight"]}
 
     monkeypatch.setattr(stock, "expert_tensors", wrong)
     done = tomoe("export", made, "-o", tmp_path / "out")
@@ -121,7 +125,7 @@ def test_a_disk_without_room_is_left_alone(
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=12_345))
     done = tomoe("export", made, "-o", tmp_path / "deep" / "out")
     assert done.code == 2
-    assert "has only 12.3 kB left" in done.err
+    assert "has only 12 kB left" in done.err
     assert not list(tmp_path.iterdir())
 
 
@@ -133,7 +137,7 @@ def test_what_is_in_the_way_stays(tomoe: CommandLine, made: Path, tmp_path: Path
     assert contents(made) == before
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
-    assert "is no export" in tomoe("export", made, "-o", out, "--force").err
+    assert "holds no export" in tomoe("export", made, "-o", out, "--force").err
     (out / "thesis.txt").unlink()
     assert tomoe("export", made, "-o", out, "--tokens", "16").code == 0
     first = contents(out)
@@ -180,18 +184,18 @@ def test_agreement_is_what_the_other_measure_says() -> None:
         model.lm_head.weight[7] += 0.3
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, 9:] = False
-    found = agree(record(reference, ids, mask), record(model, ids, mask), ids, mask)
+    agreement = agree(record(reference, ids, mask), record(model, ids, mask), ids, mask)
     other = measure(model, ids, mask, reference)
-    assert found.positions == other.tokens == 5 * 15 - 7
-    assert found.kl == pytest.approx(other.kl, rel=1e-4)
-    assert found.top1_agreement == pytest.approx(other.top1_agreement)
-    assert found.perplexity == pytest.approx(other.perplexity)
-    assert found.reference_perplexity == pytest.approx(measure(reference, ids, mask).perplexity)
+    assert agreement.positions == other.tokens == 5 * 15 - 7
+    assert agreement.kl == pytest.approx(other.kl, rel=1e-4)
+    assert agreement.top1_agreement == pytest.approx(other.top1_agreement)
+    assert agreement.perplexity == pytest.approx(other.perplexity)
+    assert agreement.reference_perplexity == pytest.approx(measure(reference, ids, mask).perplexity)
     with torch.no_grad():
         difference = (reference(ids).logits - model(ids).logits).abs()[:, :15].amax(-1)
         difference[1, 8:] = 0
-    assert found.largest_difference == pytest.approx(float(difference.max()), rel=1e-4)
-    assert found.typical_difference == pytest.approx(float(difference.amax(1).median()), rel=1e-4)
+    assert agreement.largest_difference == pytest.approx(float(difference.max()), rel=1e-4)
+    assert agreement.typical_difference == pytest.approx(float(difference.amax(1).median()), rel=1e-4)
 
 
 def test_numbers_that_are_none_are_no_agreement() -> None:
@@ -200,10 +204,10 @@ def test_numbers_that_are_none_are_no_agreement() -> None:
         return [[(logits, make(logits), torch.tensor([1, 2]))]]
 
     with pytest.raises(UserError, match="not finite"):
-        summarise(one(lambda t: t + torch.nan))
+        summarize(one(lambda t: t + torch.nan))
     with pytest.raises(UserError, match="no token"):
-        summarise([])
-    assert summarise(one(lambda t: t)).kl == 0
+        summarize([])
+    assert summarize(one(lambda t: t)).kl == 0
 
 
 def test_what_counts_as_the_same() -> None:
@@ -213,7 +217,7 @@ def test_what_counts_as_the_same() -> None:
         largest_logit=40.0, kl=5e-5, top1_agreement=1.0, reference_perplexity=9.0, perplexity=9.0,
     )  # fmt: skip
     assert judge(good, BOUNDS["float32"]) is None
-    assert "0.005 in a typical block" in str(judge(replace(good, typical_difference=5e-3), BOUNDS["float32"]))
+    assert "0.005 in a typical sequence" in str(judge(replace(good, typical_difference=5e-3), BOUNDS["float32"]))
     assert judge(replace(good, typical_difference=3.0), BOUNDS["bfloat16"]) is None
     assert "KL of 0.0002" in str(judge(replace(good, kl=2e-4), BOUNDS["float32"]))
     assert "KL of 0.06" in str(judge(replace(good, kl=0.06), BOUNDS["bfloat16"]))

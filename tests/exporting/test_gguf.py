@@ -21,11 +21,13 @@ from tomoe.conversion import convert
 from tomoe.errors import UserError
 from tomoe.exporting import engines as llama_cpp
 from tomoe.exporting.engines import LlamaCpp
-from tomoe.exporting.gguf import Precision, entries, gguf_bytes, gguf_misfit, write_gguf
+from tomoe.exporting.gguf import Precision, entries, gguf_bytes, gguf_incompatibility, write_gguf
 from tomoe.exporting.gguf_tokenizer import SPLITS, splitting_rule
 from tomoe.exporting.targets import Options, choose, write_export
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 FITTING = ("llama", "llama3", "mistral", "qwen2", "qwen3")
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "b"), ("Ġb", "o"), ("o", "l")]
@@ -50,7 +52,7 @@ def run(path: Path, prompt: list[int] | str) -> Tensor:
 
 
 @pytest.mark.usefixtures("needs_llama_cpp")
-@pytest.mark.parametrize("attention", ["none", "static"])
+@pytest.mark.parametrize("attention", ["off", "static"])
 @pytest.mark.parametrize("family", FITTING)
 def test_llama_cpp_predicts_what_the_folded_model_does(family: str, attention: str, tmp_path: Path) -> None:
     moe = make_moe(family, attention)
@@ -104,7 +106,7 @@ def test_sentencepiece_vocabularies_too(tmp_path: Path) -> None:
     assert len(ids) < len(text)
     dense = make_pico("llama", vocab_size=300)  # more rows than tokens
     assert len(tokenizer) < 300
-    write_gguf(fold(dense, make_plan(dense, "none")), tokenizer, path, "f32", 32)
+    write_gguf(fold(dense, make_plan(dense, "off")), tokenizer, path, "f32", 32)
     types = GGUFReader(path).fields["tokenizer.ggml.token_type"].contents()
     assert types[:4] == [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, TokenType.BYTE]
     assert types[258:260] == [TokenType.BYTE, TokenType.NORMAL]
@@ -114,15 +116,15 @@ def test_sentencepiece_vocabularies_too(tmp_path: Path) -> None:
 
 
 def test_what_llama_cpp_cannot_do_is_refused() -> None:
-    assert gguf_misfit(make_moe("llama")) is None
-    assert "V/O dims" in str(gguf_misfit(make_moe("llama", "dynamic")))
-    assert "no gate" in str(gguf_misfit(fold(make_pico("phi"), make_plan(make_pico("phi"), "none"))))
-    assert "silu" in str(gguf_misfit(make_moe("llama", hidden_act="gelu")))
+    assert gguf_incompatibility(make_moe("llama")) is None
+    assert "V/O dims" in str(gguf_incompatibility(make_moe("llama", "per_token")))
+    assert "no gate" in str(gguf_incompatibility(fold(make_pico("phi"), make_plan(make_pico("phi"), "off"))))
+    assert "silu" in str(gguf_incompatibility(make_moe("llama", hidden_act="gelu")))
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
-    assert "(yarn)" in str(gguf_misfit(make_moe("llama", rope_parameters=yarn)))
+    assert "(yarn)" in str(gguf_incompatibility(make_moe("llama", rope_parameters=yarn)))
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    assert gguf_misfit(make_moe("llama", rope_parameters=linear)) is None
-    assert "plain rotary" in str(gguf_misfit(make_moe("qwen3", rope_parameters=linear)))
+    assert gguf_incompatibility(make_moe("llama", rope_parameters=linear)) is None
+    assert "plain rotary" in str(gguf_incompatibility(make_moe("qwen3", rope_parameters=linear)))
 
 
 @pytest.mark.parametrize("precision", ["f16", "q8_0"])
@@ -211,13 +213,13 @@ def test_the_command_proves_a_file_by_running_it(tomoe: CommandLine, made: Path,
     done = tomoe("export", made, "--format", "gguf", "-o", tmp_path / "out", "--weights", "f32", "--tokens", "64")
     assert done.code == 0, done.err
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "export.json", "model-f32.gguf"]
-    papers = json.loads((tmp_path / "out" / "export.json").read_text())
-    proof = papers["proof"]
+    metadata = json.loads((tmp_path / "out" / "export.json").read_text())
+    proof = metadata["proof"]
     assert proof["same"] is True
     assert proof["positions"] == 4 * 8
     assert proof["largest_difference"] < 1e-4
     assert proof["written"]["llama.cpp"] == proof["written"]["converted"] != ""
-    assert papers["bytes"] == pytest.approx((tmp_path / "out" / "model-f32.gguf").stat().st_size, rel=0.05)
+    assert metadata["bytes"] == pytest.approx((tmp_path / "out" / "model-f32.gguf").stat().st_size, rel=0.05)
     assert "llama-cli -m" in done.out
 
 
@@ -227,7 +229,7 @@ def test_without_llama_cpp_the_file_is_written_and_called_unproved(
     monkeypatch.setitem(__import__("sys").modules, "xllamacpp", None)
     done = tomoe("export", made, "--format", "gguf", "-o", tmp_path / "out", "--weights", "q8_0")
     assert done.code == 0, done.err
-    assert "Not proved" in done.out
+    assert "Not verified" in done.out
     assert json.loads((tmp_path / "out" / "export.json").read_text())["proof"]["same"] is None
     with pytest.raises(UserError, match="pip install xllamacpp"):
         llama_cpp.binding()

@@ -17,19 +17,22 @@ from transformers import AutoModelForCausalLM
 
 from conftest import tokens
 from pico_files import CommandLine, contents, pico_recipe, steps_of, write_pico, write_text
-from tomoe.api import held_out_text, training_overlap
 from tomoe.cli import main
 from tomoe.conversion import convert
 from tomoe.data.corpus import Corpus
-from tomoe.evaluation.compare import from_json
-from tomoe.finetuning.students import Healing
+from tomoe.data.evaluation_text import held_out_text
+from tomoe.evaluation.rows import from_json
+from tomoe.evaluation.run import training_overlap
+from tomoe.finetuning.students import FinetuneStep
 from tomoe.plan import FINETUNED, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.summary import conversion_summary
 from tomoe.training import run_folder
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = (
-    "train.steps=4", "train.save_every=2", "train.learning_rate=1e-3", "data.block_size=16", "data.tokens=1200",
+    "train.steps=4", "train.save_every=2", "train.learning_rate=1e-3", "data.seq_len=16", "data.tokens=1200",
     "data.calibration_tokens=128", "data.evaluation_tokens=64",
 )  # fmt: skip
 
@@ -55,10 +58,10 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def test_the_result_is_a_converted_model_like_any_other(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
-    out = tmp_path / "healed"
+    out = tmp_path / "tuned"
     outcome = tomoe(*options(place), "-o", out)
     assert outcome.code == 0, outcome.err
-    assert all(name in outcome.out for name in ("dense", "out", "healed", "perplexity"))
+    assert all(name in outcome.out for name in ("dense", "out", "tuned", "perplexity"))
     assert "fine-tuning 4/4" in outcome.err
     moe, plan, before = AutoModelForCausalLM.from_pretrained(out), Plan.load(out), Plan.load(place / "out")
     assert not torch.equal(logits(out), logits(place / "out"))
@@ -66,11 +69,11 @@ def test_the_result_is_a_converted_model_like_any_other(tomoe: CommandLine, plac
         assert torch.equal(layer.mlp.router.weight, own.router_weight)
         assert torch.equal(own.router_weight, own.router_weight.bfloat16().float())
         assert not torch.equal(own.router_weight, old.router_weight)
-        assert torch.equal(own.expert_neurons, old.expert_neurons)
+        assert torch.equal(own.expert_masks, old.expert_masks)
     assert (plan.notes[FINETUNED]["steps"], plan.notes[FINETUNED]["dense"]) == (4, before.source)
     assert plan.source == moe.config.plan_source != before.source
     assert Recipe.load(out / "recipe.json") == Recipe.load(place / "out" / "recipe.json")
-    assert [row.name for row in from_json((out / "evaluation.json").read_text())] == ["dense", "out", "healed"]
+    assert [row.name for row in from_json((out / "evaluation.json").read_text())] == ["dense", "out", "tuned"]
     card = (out / "README.md").read_text()
     assert "Fine-tuning" in card
     assert "tomoe finetune out" in card
@@ -82,15 +85,13 @@ def test_the_result_is_a_converted_model_like_any_other(tomoe: CommandLine, plac
 
 
 def test_its_plan_fits_no_dense_model_and_says_so(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
-    out, again = tmp_path / "healed", tmp_path / "again"
+    out, again = tmp_path / "tuned", tmp_path / "again"
     assert tomoe(*options(place), "-o", out).code == 0
     applied = tomoe("apply", out, place / "dense", "-o", again)
     assert applied.code == 2
     assert "fine-tuned after folding" in applied.err
     shutil.rmtree(out / "run" / "weights")
     more: list[str | Path] = ["finetune", out, *options(place)[2:], "-o", again]
-    assert "take form = moe" in tomoe(*more, "--form", "pseudo").err
-    assert not again.exists()
     assert tomoe(*more).code == 0
     assert Plan.load(again).notes[FINETUNED]["dense"] == Plan.load(place / "out").source
 
@@ -98,11 +99,10 @@ def test_its_plan_fits_no_dense_model_and_says_so(tomoe: CommandLine, place: Pat
 @pytest.mark.filterwarnings(
     "ignore:.*is deprecated and will be removed:FutureWarning"
 )  # peft asks as transformers did before
-@pytest.mark.parametrize("form", ["moe", "pseudo"])
-def test_adapters_end_as_ordinary_weights(tomoe: CommandLine, place: Path, tmp_path: Path, form: str) -> None:
+def test_adapters_end_as_ordinary_weights(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    out = tmp_path / "healed"
-    outcome = tomoe(*options(place, "lora.rank=2"), "-o", out, "--form", form, "--weights", "lora", "--objective", "lm")
+    out = tmp_path / "tuned"
+    outcome = tomoe(*options(place, "lora.rank=2"), "-o", out, "--weights", "lora", "--objective", "lm")
     assert outcome.code == 0, outcome.err
     assert (out / "model.safetensors").stat().st_size == (place / "out" / "model.safetensors").stat().st_size
     assert not torch.equal(logits(out), logits(place / "out"))
@@ -110,9 +110,9 @@ def test_adapters_end_as_ordinary_weights(tomoe: CommandLine, place: Path, tmp_p
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 def test_a_kept_teacher_teaches_the_same(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
-    """Kept by one run, read by the next; what is kept must be the dense model, without the adapters beside it."""
+    """Kept by one run, read by the next; what is kept must be the dense model's."""
     pytest.importorskip("peft")
-    own = [*options(place, "lora.rank=2"), "--form", "pseudo", "--weights", "lora"]
+    own = [*options(place, "lora.rank=2"), "--weights", "lora"]
     assert tomoe(*own, "-o", tmp_path / "plain").code == 0
     for name in ("keeps", "reads"):
         kept = tomoe(*own, "--set", f"train.teacher_cache={tmp_path / 'cache'}", "-o", tmp_path / name)
@@ -134,43 +134,42 @@ def test_what_the_conversion_kept_is_the_text_where_none_is_given(
     tomoe: CommandLine, place: Path, tmp_path: Path
 ) -> None:
     sets = [word for setting in SETTINGS[:3] for word in ("--set", setting)]
-    out = tmp_path / "healed"
+    out = tmp_path / "tuned"
     assert tomoe("finetune", place / "out", *sets, "-o", out).code == 0
-    mine, theirs = (Corpus.load(folder / "run" / "corpus.safetensors") for folder in (out, place / "out"))
-    assert mine.digest() == theirs.digest()
+    tuned, converted = (Corpus.load(folder / "run" / "corpus.safetensors") for folder in (out, place / "out"))
+    assert tuned.digest() == converted.digest()
 
 
 def test_text_of_the_conversion_counts_as_trained_on(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
     """Fine-tuned on other text, it still knows what the conversion learned from."""
     (tmp_path / "other.txt").write_text(" ".join(f"{i} apples" for i in range(900)))
-    out, own = tmp_path / "healed", options(place, "data.block_size=32")
+    out, own = tmp_path / "tuned", options(place, "data.seq_len=32")
     own[3] = tmp_path / "other.txt"
     assert tomoe(*own, "-o", out).code == 0
     seen = Corpus.load(place / "out" / "run" / "corpus.safetensors").train
     assert training_overlap(str(out), seen) == 1.0
-    assert training_overlap(str(out), held_out_text([str(place / "out")]).blocks) < 1.0
+    assert training_overlap(str(out), held_out_text([str(place / "out")]).sequences) < 1.0
 
 
 def die_at(call: int, how: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of that forward pass, counted from 0."""
-    real, calls = Healing.__call__, iter(range(10**6))
+    real, calls = FinetuneStep.__call__, iter(range(10**6))
 
-    def lesson(self: Healing, *args: Any) -> dict[str, float]:
+    def step(self: FinetuneStep, *args: Any) -> dict[str, float]:
         if next(calls) == call:
             how()
         return real(self, *args)
 
-    monkeypatch.setattr(Healing, "__call__", lesson)
+    monkeypatch.setattr(FinetuneStep, "__call__", step)
 
 
 LEARNED = ("model.safetensors", "plan.safetensors", "plan.json")
 
 
-@pytest.mark.parametrize("form", ["moe", "pseudo"])
 def test_killed_and_resumed_it_ends_in_the_same_bytes(
-    tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = [*options(place), "--form", form]
+    own = options(place)
     assert tomoe(*own, "-o", tmp_path / "whole").code == 0
     out = tmp_path / "cut"
     pid = os.fork()
@@ -183,7 +182,7 @@ def test_killed_and_resumed_it_ends_in_the_same_bytes(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert not (out / "config.json").exists()
     assert "Last whole checkpoint: step 2" in tomoe("inspect", out).out
-    assert tomoe(*own, "-o", out).code == 2, "a run that is there was begun anew, unasked"
+    assert tomoe(*own, "-o", out).code == 2, "a run that is there was started over without --force"
     assert tomoe(*own, "-o", out, "--resume").code == 0
     for name in LEARNED:
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
@@ -210,7 +209,7 @@ def test_a_scheduler_s_warning_keeps_the_last_whole_step(
 def test_a_full_disk_keeps_the_last_checkpoint(
     tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, real, calls = tmp_path / "healed", run_folder.save_file, iter(range(10**6))
+    out, real, calls = tmp_path / "tuned", run_folder.save_file, iter(range(10**6))
 
     def full(*args: Any, **kwargs: Any) -> None:
         if next(calls) >= 3:  # two files of step 0, one of step 2
@@ -228,7 +227,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(
 
 
 def test_what_cannot_be_trained_is_refused_in_one_sentence(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
-    out, own = tmp_path / "healed", options(place)
+    out, own = tmp_path / "tuned", options(place)
 
     def refused(*args: str | Path) -> str:
         outcome = tomoe(*args)
@@ -237,11 +236,11 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(tomoe: CommandLine, p
 
     assert "choose another folder for the result" in refused(*own, "-o", place / "out", "--force")
     assert "already holds a model" in refused(*own, "-o", place / "dense")
-    assert "which is none that `tomoe convert` wrote" in refused("finetune", place / "dense", "-o", out)
+    assert "name a folder that `tomoe convert` wrote" in refused("finetune", place / "dense", "-o", out)
     assert "holds no converted model" in refused("finetune", tmp_path, "-o", out)
     other = write_pico(tmp_path / "other", "llama3")
     assert "did not come from" in refused(*own, "--dense", other, "-o", out)
-    assert "name it with --dense" in refused(*own, "--dense", tmp_path / "none", "-o", out)
+    assert "name it with --dense" in refused(*own, "--dense", tmp_path / "off", "-o", out)
     shutil.copytree(place / "out", tmp_path / "bare", ignore=shutil.ignore_patterns("run"))
     assert "name some with --data" in refused("finetune", tmp_path / "bare", "-o", out)
     assert "no key 'shrad'" in refused(*own, "--set", "train.shrad=1", "-o", out)
@@ -249,8 +248,8 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(tomoe: CommandLine, p
 
 
 def test_the_recipe_of_another_run_is_not_resumed(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
-    assert tomoe(*options(place), "-o", tmp_path / "healed").code == 0
-    outcome = tomoe(*options(place), "--weights", "lora", "-o", tmp_path / "healed", "--resume")
+    assert tomoe(*options(place), "-o", tmp_path / "tuned").code == 0
+    outcome = tomoe(*options(place), "--weights", "lora", "-o", tmp_path / "tuned", "--resume")
     assert outcome.code == 2
     assert 'weights: "full" here, "lora" there' in outcome.err
 
@@ -259,7 +258,7 @@ def test_a_run_does_not_go_on_from_another_conversion(tomoe: CommandLine, place:
     """The same path, recipe and sizes: only what the folder holds tells that what was learned belongs to another model."""
     shutil.copytree(place / "out", tmp_path / "out")
     shutil.copy(place / "text.txt", tmp_path)
-    own, out = [*options(tmp_path), "--dense", place / "dense"], tmp_path / "healed"
+    own, out = [*options(tmp_path), "--dense", place / "dense"], tmp_path / "tuned"
     assert tomoe(*own, "-o", out).code == 0
     for name in LEARNED:
         shutil.copy(out / name, tmp_path / "out" / name)
@@ -276,8 +275,8 @@ def test_weights_stay_of_the_dtype_that_they_had(tomoe: CommandLine, place: Path
     moe.save_pretrained(tmp_path / "half")
     own = options(place, "train.dtype=float32")
     own[1] = tmp_path / "half"
-    assert tomoe(*own, "-o", tmp_path / "healed").code == 0
-    healed = AutoModelForCausalLM.from_pretrained(tmp_path / "healed")
-    assert {name for name, p in healed.named_parameters() if p.dtype != torch.bfloat16} == {
-        name for name, _ in healed.named_parameters() if "router." in name
+    assert tomoe(*own, "-o", tmp_path / "tuned").code == 0
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert {name for name, p in tuned.named_parameters() if p.dtype != torch.bfloat16} == {
+        name for name, _ in tuned.named_parameters() if "router." in name
     }

@@ -1,4 +1,4 @@
-"""The doctor: counts from the config alone, trials that really run, a line through two of them, and what it says."""
+"""The doctor: counts from the config alone, trials that really run, a line through two of them, and what it prints."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from transformers import GPT2Config
 from conftest import FAMILIES, make_pico
 from pico_files import CommandLine, small, write_pico
 from tomoe.errors import UserError
-from tomoe.memory import doctor
-from tomoe.memory import estimate as room
-from tomoe.memory import probe as trial
-from tomoe.memory.probe import STAGES, Took, Trial
+from tomoe.memory import doctor, estimate, probe
+from tomoe.memory.probe import STAGES, StageCost, Trial
 from tomoe.model.structure import shape_of
 from tomoe.recipe.conversion import Recipe
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_counts_from_the_config_are_those_of_the_weights(family: str) -> None:
     model = make_pico(family)
-    found = room.sizes_of(model.config, Recipe())
+    found = estimate.sizes_of(model.config, Recipe())
     assert found.shape == shape_of(model)
     assert found.total == sum(p.numel() for p in model.parameters())
     assert found.of_all(1.0) == 1.0
-    assert found.of_all(0.0) == pytest.approx(1 - found.blocks / found.total)
+    assert found.of_all(0.0) == pytest.approx(1 - found.decoder_params / found.total)
 
 
 def test_what_does_not_fit_is_refused_without_weights() -> None:
     with pytest.raises(UserError, match="decoder layers"):
-        room.sizes_of(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64), Recipe())
+        estimate.sizes_of(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64), Recipe())
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_can_be_tried(stage: trial.Stage, tmp_path: Path) -> None:
+def test_every_stage_can_be_tried(stage: probe.Stage, tmp_path: Path) -> None:
     folder = write_pico(tmp_path / "dense")
     recipe = Recipe.load(None, [f"model={folder}", *small()[1::2]])
-    took = trial.run(Trial(stage, str(folder), recipe.model_dump(mode="json")))
-    assert took.memory > 10**8  # Python and torch alone take more
-    assert took.seconds > 0
+    cost = probe.run_trial(Trial(stage, str(folder), recipe.model_dump(mode="json")))
+    assert cost.memory > 10**8  # Python and torch alone take more
+    assert cost.seconds > 0
 
 
-def linear(asked: Trial) -> Took:
+def linear(trial: Trial) -> StageCost:
     """The first layer takes 130 MB, every other one 30 MB more; checkpointing saves half of that in training."""
-    layers = int(Path(asked.folder).name)
-    a_layer = 15 if asked.recipe["train"]["gradient_checkpointing"] and asked.stage == "train" else 30
-    return Took((100 + a_layer * layers) * 10**6, 0, 2.0 + layers)
+    layers = int(Path(trial.folder).name)
+    a_layer = 15 if trial.recipe["train"]["gradient_checkpointing"] and trial.stage == "train" else 30
+    return StageCost((100 + a_layer * layers) * 10**6, 0, 2.0 + layers)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def deep(tmp_path: Path) -> Path:
 def test_the_line_through_two_trials(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
     recipe = Recipe.load(None, [f"model={deep}", "train.steps=10"])
-    found = doctor.examine(recipe)
+    found = doctor.examine(recipe, trials=True)
     memory = {e.stage: e.memory for e in found.estimates}
     assert memory["train"] == memory["fold"] == 700 * 10**6
     layer = sum(
@@ -73,21 +73,36 @@ def test_too_little_memory_is_said_with_what_would_help(
     tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch, free: int, remedy: str | None
 ) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
-    monkeypatch.setattr(doctor, "free_room", lambda device: room.Room(free * 10**6, 0))
-    outcome = tomoe("doctor", deep)
+    monkeypatch.setattr(doctor, "available_memory", lambda device: estimate.AvailableMemory(free * 10**6, 0))
+    outcome = tomoe("doctor", deep, "--trial")
     assert outcome.code == 2
     assert "too little free memory for " in outcome.err.splitlines()[-1]
-    assert "0.70 GB" in outcome.out
+    assert "700 MB" in outcome.out
     assert (f"would fit with {remedy}" in outcome.err) if remedy else ("would fit" not in outcome.err)
+
+
+def test_nothing_runs_unless_it_is_requested(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_try", None)
+    found = doctor.examine(Recipe.load(None, [f"model={deep}", "train.steps=10"]))
+    assert found.estimates == []
+    assert [need.stage for need in found.least] == ["training", "folding"]
+
+
+def test_progress_counts_the_trials(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_try", linear)
+    progress: list[tuple[str, int, int]] = []
+    recipe = Recipe.load(None, [f"model={deep}"])
+    doctor.examine(recipe, lambda stage, i, n, _: progress.append((stage, i, n)), trials=True)
+    assert progress == [("trying on few layers", i, 6) for i in range(7)]
 
 
 def test_a_trial_that_fails_is_one_sentence(tomoe: CommandLine, tmp_path: Path) -> None:
     """For real, in a process of its own."""
     folder = write_pico(tmp_path / "dense")
     (folder / "tokenizer.json").unlink()
-    outcome = tomoe("doctor", folder, *small())
+    outcome = tomoe("doctor", folder, "--trial", *small())
     assert outcome.code == 2
-    assert outcome.err.splitlines()[-1].startswith("tomoe: the stage carve failed on a model of 2 layers already")
+    assert outcome.err.splitlines()[-1].startswith("tomoe: the stage carve failed on a model of only 2 layers")
     assert "cannot load the tokenizer" in outcome.err
     assert "Traceback" not in outcome.err
 
@@ -100,7 +115,7 @@ def test_a_budget_out_of_reach_needs_no_trial(tomoe: CommandLine, deep: Path) ->
 
 def test_what_it_prints_as_json(tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
-    outcome = tomoe("doctor", deep, "--json", "--active", "0.6")
+    outcome = tomoe("doctor", deep, "--trial", "--json", "--active", "0.6")
     assert outcome.code == 0
     found = json.loads(outcome.out)
     assert found["sizes"]["shape"]["num_layers"] == 20
@@ -112,12 +127,12 @@ def test_what_it_prints_as_json(tomoe: CommandLine, deep: Path, monkeypatch: pyt
 def test_a_model_that_is_read_layer_by_layer(tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Carving takes no more for more layers; nothing is learned."""
     monkeypatch.setattr(doctor, "_try", linear)
-    values = ["--set", "stream=true", "--set", "train.steps=0", "--set", "data.sources=text.txt"]
-    done = tomoe("doctor", deep, "--json", *values)
+    values = ["--set", "offload=true", "--set", "train.steps=0", "--set", "data.sources=text.txt"]
+    done = tomoe("doctor", deep, "--trial", "--json", *values)
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert {e["stage"]: e["memory"] for e in found["estimates"]} == {"carve": 310 * 10**6, "fold": 700 * 10**6}
-    monkeypatch.setattr(doctor, "free_room", lambda device: room.Room(650 * 10**6, 0))
-    assert "too little free memory for fold\n" in tomoe("doctor", deep, *values).err
-    monkeypatch.setattr(doctor, "free_room", lambda device: room.Room(300 * 10**6, 0))
-    assert "with stream=true, train.steps=0" in tomoe("doctor", deep).err
+    monkeypatch.setattr(doctor, "available_memory", lambda device: estimate.AvailableMemory(650 * 10**6, 0))
+    assert "too little free memory for fold\n" in tomoe("doctor", deep, "--trial", *values).err
+    monkeypatch.setattr(doctor, "available_memory", lambda device: estimate.AvailableMemory(300 * 10**6, 0))
+    assert "with offload=true, train.steps=0" in tomoe("doctor", deep, "--trial").err

@@ -1,4 +1,4 @@
-"""What a conversion needs at the least: held against real tensors; and a run that cannot fit does not begin."""
+"""Lower bounds of memory, compared with real tensors; and a run that cannot fit does not begin."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 
 from conftest import FAMILIES, make_pico, tokens
 from pico_files import CommandLine, small, write_pico
-from tomoe.data.corpus import Blocks
+from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
-from tomoe.memory import estimate as room
+from tomoe.memory import estimate
 from tomoe.model.structure import shape_of
 from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.pruning.objective import micro_step
 from tomoe.recipe.conversion import Recipe
-from tomoe.training.loop import _checkpointing, make_optimizer, micro_step
+from tomoe.training.loop import activation_checkpointing, make_optimizer
 
 
 def a_recipe(*changes: str) -> Recipe:
-    return Recipe.load(None, ["train.dtype=float32", "data.block_size=32", "experts.num_experts=4", *changes])
+    return Recipe.load(None, ["train.dtype=float32", "data.seq_len=32", "experts.num_experts=4", *changes])
 
 
 class _Kept(Exception):
@@ -31,7 +32,7 @@ class _Kept(Exception):
 def kept_for_backward(family: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes of all tensors that autograd holds when a forward pass is over, weights not counted."""
     model = make_pico(family, num_hidden_layers=4, intermediate_size=256)
-    net = MaskNetwork(shape_of(model), recipe.experts, recipe.sampling, 0)
+    net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, 0)
     weights = {t.untyped_storage().data_ptr() for m in (model, net) for t in (*m.parameters(), *m.buffers())}
     held: dict[int, torch.Tensor] = {}
 
@@ -44,9 +45,9 @@ def kept_for_backward(family: str, recipe: Recipe, monkeypatch: pytest.MonkeyPat
         raise _Kept
 
     monkeypatch.setattr(torch.Tensor, "backward", stop)
-    ids = tokens(1, recipe.data.block_size)
-    text = Blocks(ids, torch.ones_like(ids, dtype=torch.bool))
-    checkpointing = _checkpointing(model) if recipe.train.gradient_checkpointing else nullcontext()
+    ids = tokens(1, recipe.data.seq_len)
+    text = Sequences(ids, torch.ones_like(ids, dtype=torch.bool))
+    checkpointing = activation_checkpointing(model) if recipe.train.gradient_checkpointing else nullcontext()
     with (
         pytest.raises(_Kept),
         checkpointing,
@@ -56,12 +57,12 @@ def kept_for_backward(family: str, recipe: Recipe, monkeypatch: pytest.MonkeyPat
     return sum(t.untyped_storage().nbytes() for t in held.values())
 
 
-@pytest.mark.parametrize("attention", ["none", "dynamic"])
+@pytest.mark.parametrize("attention", ["off", "per_token"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_waits_for_the_backward_pass(family: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = a_recipe(f"experts.attention={attention}")
+    recipe = a_recipe(f"attention.pruning={attention}")
     config = make_pico(family, num_hidden_layers=4, intermediate_size=256).config
-    least = room.kept_bytes(room.sizes_of(config, recipe), recipe)
+    least = estimate.activation_bytes(estimate.sizes_of(config, recipe), recipe)
     found = kept_for_backward(family, recipe, monkeypatch)
     assert least <= found
     assert found < 4 * least, "so loose a bound refuses nothing"
@@ -69,18 +70,18 @@ def test_what_waits_for_the_backward_pass(family: str, attention: str, monkeypat
 
 def test_checkpointing_keeps_the_inputs_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = a_recipe("train.gradient_checkpointing=true")
-    sizes = room.sizes_of(make_pico("llama", num_hidden_layers=4, intermediate_size=256).config, recipe)
+    sizes = estimate.sizes_of(make_pico("llama", num_hidden_layers=4, intermediate_size=256).config, recipe)
     inputs = 4 * 32 * sizes.shape.hidden_size * 4
     assert inputs < kept_for_backward("llama", recipe, monkeypatch)
     # and one layer that runs again; the plain pass keeps three of them
-    plain = room.kept_bytes(sizes, recipe.changed(["train.gradient_checkpointing=false"]))
-    assert room.kept_bytes(sizes, recipe) == inputs + plain // 3
+    plain = estimate.activation_bytes(sizes, recipe.changed(["train.gradient_checkpointing=false"]))
+    assert estimate.activation_bytes(sizes, recipe) == inputs + plain // 3
 
 
-@pytest.mark.parametrize("attention", ["none", "static", "dynamic"])
+@pytest.mark.parametrize("attention", ["off", "static", "per_token"])
 def test_what_is_learned(attention: str) -> None:
-    recipe, model = a_recipe(f"experts.attention={attention}"), make_pico("qwen2")
-    net = MaskNetwork(shape_of(model), recipe.experts, recipe.sampling, 0)
+    recipe, model = a_recipe(f"attention.pruning={attention}"), make_pico("qwen2")
+    net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, 0)
     optimizer = make_optimizer(net, recipe.train)
     for p in net.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
@@ -88,47 +89,51 @@ def test_what_is_learned(attention: str) -> None:
     held = [t for m in (net.parameters(), net.buffers()) for t in m]
     held += [p.grad for p in net.parameters() if p.grad is not None]
     held += [t for slots in optimizer.state.values() for key, t in slots.items() if key != "step"]
-    sizes = room.sizes_of(model.config, recipe)
-    assert room.learned_bytes(sizes, recipe) == sum(t.nbytes for t in held)
+    sizes = estimate.sizes_of(model.config, recipe)
+    assert estimate.trainable_bytes(sizes, recipe) == sum(t.nbytes for t in held)
     carved = recipe.changed(["train.steps=0"])
-    assert room.learned_bytes(sizes, carved) == sum(t.nbytes for m in (net.parameters(), net.buffers()) for t in m)
+    assert estimate.trainable_bytes(sizes, carved) == sum(
+        t.nbytes for m in (net.parameters(), net.buffers()) for t in m
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_and_shares_of_them(family: str) -> None:
     model, recipe = make_pico(family), a_recipe()
-    sizes = room.sizes_of(model.config, recipe)
+    sizes = estimate.sizes_of(model.config, recipe)
     assert sizes.shape == shape_of(model)
     assert sizes.output == model.lm_head.weight.numel()
-    assert room.weight_bytes(sizes, recipe) == sum(p.nbytes for p in model.parameters())
-    halves, quarters = (room.weight_bytes(sizes, recipe, n) for n in (2, 4))
-    assert room.weight_bytes(sizes, recipe) > halves > quarters
-    whole = sizes.blocks // 2 + sizes.output  # two layers: the one that runs, and the output matrix
+    assert estimate.weight_bytes(sizes, recipe) == sum(p.nbytes for p in model.parameters())
+    halves, quarters = (estimate.weight_bytes(sizes, recipe, n) for n in (2, 4))
+    assert estimate.weight_bytes(sizes, recipe) > halves > quarters
+    whole = sizes.decoder_params // 2 + sizes.output  # two layers: the one that runs, and the output matrix
     assert quarters == pytest.approx(4 * (whole + (sizes.total - whole) / 4), abs=4)
     half = recipe.changed(["train.dtype=bfloat16"])
-    assert 2 * room.weight_bytes(sizes, half) == room.weight_bytes(sizes, recipe)
+    assert 2 * estimate.weight_bytes(sizes, half) == estimate.weight_bytes(sizes, recipe)
 
 
 def test_a_run_that_cannot_fit_does_not_begin(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe.load(None, [f"model={model}", *small()[1::2]])
-    learning, folding = room.least_memory(room.sizes_of(make_config(model), recipe), recipe)
-    assert learning.total > folding.total
+    training, folding = estimate.least_memory(estimate.sizes_of(make_config(model), recipe), recipe)
+    assert training.total > folding.total
     command = [model, "--data", text, *small(), "-o", tmp_path / "out"]
-    monkeypatch.setattr(room, "free_room", lambda device: room.Room(learning.total - 1, 0))
+    monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(training.total - 1, 0))
     for verb in ("train", "convert"):
         refused = tomoe(verb, *command)
         assert refused.code == 2
         assert refused.err.count("\n") == 1
-        assert refused.err.startswith("tomoe: learning needs 0.0")
-        for words in ("GB for weights in float32", "of main memory", f"tomoe doctor {model}", "--try-anyway"):
+        assert refused.err.startswith("tomoe: training needs at least ")
+        for words in ("kB for weights in float32", "of main memory", f"tomoe doctor {model}", "--skip-memory-check"):
             assert words in refused.err
         assert not (tmp_path / "out").exists()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(room, "free_room", lambda device: room.Room(4 * learning.total - 1, 0))
+    monkeypatch.setattr(
+        estimate, "available_memory", lambda device: estimate.AvailableMemory(4 * training.total - 1, 0)
+    )
     assert "in each of 4 processes" in tomoe("train", *command).err
-    assert tomoe("train", *command, "--try-anyway").code == 0
+    assert tomoe("train", *command, "--skip-memory-check").code == 0
 
 
 def make_config(folder: Path) -> object:
@@ -141,15 +146,15 @@ def test_folding_holds_dense_model_and_a_file_of_experts_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = a_recipe(f"model={write_pico(tmp_path / 'dense')}", "train.steps=0", "experts.embedding_size=4")
-    carving, folding = room.least_memory(room.sizes_of(make_config(tmp_path / "dense"), recipe), recipe)
+    carving, folding = estimate.least_memory(estimate.sizes_of(make_config(tmp_path / "dense"), recipe), recipe)
     assert carving.stage == "carving"
     assert folding.total > carving.total
-    monkeypatch.setattr(room, "free_room", lambda device: room.Room(folding.total - 1, 0))
-    room.check_room(recipe, folds=False)
+    monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(folding.total - 1, 0))
+    estimate.check_memory(recipe, folds=False)
     with pytest.raises(UserError, match="folding needs"):
-        room.check_room(recipe, folds=True)
-    monkeypatch.setattr(room, "free_room", lambda device: room.Room(folding.total, 0))
-    room.check_room(recipe, folds=True)
+        estimate.check_memory(recipe, folds=True)
+    monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(folding.total, 0))
+    estimate.check_memory(recipe, folds=True)
 
 
 def test_a_config_that_claims_too_much_is_found_before_it_is_counted(tmp_path: Path) -> None:
@@ -157,19 +162,19 @@ def test_a_config_that_claims_too_much_is_found_before_it_is_counted(tmp_path: P
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
     with pytest.raises(UserError, match="1,000,000,000 layers by its config"):
-        room.check_room(a_recipe(f"model={folder}"), folds=False)
+        estimate.check_memory(a_recipe(f"model={folder}"), folds=False)
 
 
 def test_counting_needs_the_config_alone(tomoe: CommandLine, tmp_path: Path) -> None:
     make_pico("llama", intermediate_size=512).config.save_pretrained(tmp_path / "paper")
-    done = tomoe("doctor", tmp_path / "paper", "--count-only")
+    done = tomoe("doctor", tmp_path / "paper")
     assert done.code == 0, done.err
     assert "The structure fits: 2 layers" in done.out
-    assert "For learning, by arithmetic, at the least" in done.out
+    assert "training" in done.out
     assert "free now" not in done.out
-    found = json.loads(tomoe("doctor", tmp_path / "paper", "--count-only", "--json").out)
+    found = json.loads(tomoe("doctor", tmp_path / "paper", "--json").out)
     assert found["estimates"] == []
-    assert [need["stage"] for need in found["least"]] == ["learning", "folding"]
+    assert [need["stage"] for need in found["least"]] == ["training", "folding"]
 
 
 def test_limits_of_the_group_and_of_those_around_it(tmp_path: Path) -> None:
@@ -180,7 +185,7 @@ def test_limits_of_the_group_and_of_those_around_it(tmp_path: Path) -> None:
         (group / "memory.max").write_text(most + "\n")
         (group / "memory.current").write_text(used + "\n")
         (group / "memory.stat").write_text("anon 500\ninactive_file 150\n")
-    assert list(room._left_in_cgroups(tmp_path / "fs", own)) == [1000 - 700 + 150]
+    assert list(estimate._left_in_cgroups(tmp_path / "fs", own)) == [1000 - 700 + 150]
 
 
 def test_limits_of_the_older_groups(tmp_path: Path) -> None:
@@ -189,5 +194,5 @@ def test_limits_of_the_older_groups(tmp_path: Path) -> None:
     own.write_text("4:memory:/job\n0::/\n")
     for name, value in (("limit_in_bytes", "500"), ("usage_in_bytes", "450"), ("stat", "total_inactive_file 20\n")):
         (group / f"memory.{name}").write_text(value)
-    assert list(room._left_in_cgroups(tmp_path / "fs", own)) == [70]
-    assert list(room._left_in_cgroups(tmp_path / "fs", tmp_path / "none")) == []
+    assert list(estimate._left_in_cgroups(tmp_path / "fs", own)) == [70]
+    assert list(estimate._left_in_cgroups(tmp_path / "fs", tmp_path / "none")) == []

@@ -1,4 +1,4 @@
-"""Plans travel: applied to the public weights, pushed and fetched; whatever the hub refuses is one sentence."""
+"""Plans are applied to the public weights, uploaded and downloaded; whatever the hub refuses is one sentence."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM
 
-import tomoe.api as api
 from pico_files import CommandLine, carved, contents, refused
 from tomoe.errors import UserError
+from tomoe.exporting.publish import push_folder
 from tomoe.model import hub
+from tomoe.model.hub import find_plan
 from tomoe.plan import Plan
 
 
@@ -36,20 +37,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What was asked of the hub's client, instead of asking the hub."""
-    asked: list[dict[str, Any]] = []
+    """The calls of the hub's client, which do not reach the hub."""
+    calls: list[dict[str, Any]] = []
 
     def create_repo(_: HfApi, repo: str, **options: Any) -> str:
-        asked.append({"create": repo} | options)
+        calls.append({"create": repo} | options)
         return f"https://hub/{repo}"
 
     def upload_folder(_: HfApi, **options: Any) -> None:
-        asked.append(options)
+        calls.append(options)
 
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
-    monkeypatch.setattr(HfApi, "repo_info", lambda *_: SimpleNamespace(private=asked[0]["private"]))
+    monkeypatch.setattr(HfApi, "repo_info", lambda *_: SimpleNamespace(private=calls[0]["private"]))
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
-    return asked
+    return calls
 
 
 def test_a_plan_and_the_dense_weights_make_the_same_model(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
@@ -81,16 +82,16 @@ def test_other_weights_of_the_same_sizes_are_refused(tomoe: CommandLine, made: P
 def test_a_plan_comes_from_the_hub(
     tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, list[str]]] = []
+    calls: list[tuple[str, list[str]]] = []
 
     def download(repo: str, allow_patterns: list[str]) -> str:
-        asked.append((repo, allow_patterns))
+        calls.append((repo, allow_patterns))
         return str(made / "plan")
 
     monkeypatch.setattr(hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     assert tomoe("apply", "ada/plan", made / "dense", "-o", "out").code == 0
-    assert asked == [("ada/plan", ["plan.json", "plan.safetensors"])]
+    assert calls == [("ada/plan", ["plan.json", "plan.safetensors"])]
     assert Plan.load(Path("out")).widths() == Plan.load(made / "plan").widths()
     # a plan from elsewhere may not choose a folder of this machine as its dense model
     refused(
@@ -102,7 +103,7 @@ def test_a_plan_comes_from_the_hub(
 
 def test_a_folder_goes_before_a_repository_of_the_same_name(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made.parent)
-    assert api.find_plan(f"{made.name}/plan") == Path(made.name) / "plan"
+    assert find_plan(f"{made.name}/plan") == Path(made.name) / "plan"
 
 
 @pytest.mark.parametrize("what", ["plan", "moe"])
@@ -137,18 +138,18 @@ def test_the_card_of_a_plan_says_how_to_use_it(made: Path, tmp_path: Path, uploa
     head = json.loads((folder / "plan.json").read_text())
     head["recipe"]["model"] = "ada/ocean-1b"
     (folder / "plan.json").write_text(json.dumps(head))
-    api.push_folder(folder, "ada/sea")
+    push_folder(folder, "ada/sea")
     card = (folder / "README.md").read_text()
     for words in (
         "base_model: ada/ocean-1b",
         "tomoe apply ada/sea ada/ocean-1b -o OUT",
         "60%",
-        " MB",
+        " kB",
         head["source"][:16],
     ):
         assert words in card
     (folder / "README.md").write_text("my own words")
-    api.push_folder(folder, "ada/sea")
+    push_folder(folder, "ada/sea")
     assert (folder / "README.md").read_text() == "my own words"
 
 
@@ -167,10 +168,17 @@ def test_what_is_no_plan_and_no_model_is_not_uploaded(
     refused(tomoe("push", made / "moe", "sea"), "owner/name")
     refused(tomoe("push", made / "moe", "../../etc"), "owner/name")
     assert not uploads
-    for name in ("config.json", "model.gguf"):  # an export has no plan
+    for name in ("config.json", "model.gguf"):
         (tmp_path / name).write_text("{}")
+        refused(tomoe("push", tmp_path, "ada/sea"), "nothing was uploaded")
+        assert not uploads
+        # an export has no plan, but says what it is
+        (tmp_path / "export.json").write_text("{}")
         assert tomoe("push", tmp_path, "ada/sea").code == 0
+        assert uploads
+        uploads.clear()
         (tmp_path / name).unlink()
+        (tmp_path / "export.json").unlink()
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -228,5 +236,5 @@ def test_offline(tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: py
     refused(tomoe("push", made / "moe", "ada/sea"), "HF_HUB_OFFLINE")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     refused(tomoe("apply", "ada/nowhere", "x", "-o", tmp_path / "out"), "cannot get the plan ada/nowhere")
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE"), hub._telling("do it"):
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE"), hub._one_sentence("do it"):
         raise OfflineModeIsEnabled("offline")

@@ -1,4 +1,4 @@
-"""Layers that stay in their files: the same bytes as from the whole model, and never two layers in memory."""
+"""Offloaded layers: the same bytes as from the whole model, and never two layers in memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from torch import nn
 
 from conftest import FAMILIES, make_pico, make_plan, tokens
 from pico_files import CommandLine, contents, pico_recipe, small, write_pico, write_text
-from tomoe import api
-from tomoe import conversion as convert
+from tomoe import conversion
 from tomoe.errors import UserError
-from tomoe.memory import estimate as room
+from tomoe.evaluation.run import evaluate
+from tomoe.memory import estimate
 from tomoe.model import loading
 from tomoe.model.loading import fingerprint, load_config, load_dense
-from tomoe.model.offload import CannotStream, StoredWeights
+from tomoe.model.offload import CannotOffload, StoredWeights
 from tomoe.model.structure import check_output, decoder_layers
 from tomoe.moe import checkpoint
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import FoldedLayers, fold
 from tomoe.recipe.conversion import Recipe
 
-PAPERS = ("recipe.json", "plan.json", "SHA256SUMS")  # say how it was made
+pytestmark = pytest.mark.slow
+
+# they say how it was made
+METADATA = ("recipe.json", "plan.json", "SHA256SUMS", "README.md")
 
 
 def recipe(folder: Path, *changes: str) -> Recipe:
@@ -34,7 +37,7 @@ def recipe(folder: Path, *changes: str) -> Recipe:
 
 def weights(out: Path) -> dict[str, str]:
     """What a conversion is, without the run that it came from."""
-    return {name: value for name, value in contents(out, PAPERS).items() if not name.startswith("run/")}
+    return {name: value for name, value in contents(out, METADATA).items() if not name.startswith("run/")}
 
 
 def in_memory(model: nn.Module) -> list[int]:
@@ -45,19 +48,19 @@ def in_memory(model: nn.Module) -> list[int]:
 def test_carving_and_folding_from_files_give_the_bytes_of_the_whole_model(family: str, tmp_path: Path) -> None:
     write_pico(tmp_path / "dense", family)
     write_text(tmp_path / "text.txt")
-    kind = {"llama3": ("train.dtype=bfloat16",), "qwen3": ("experts.attention=dynamic",)}.get(family, ())
+    kind = {"llama3": ("train.dtype=bfloat16",), "qwen3": ("attention.pruning=per_token",)}.get(family, ())
     made = [
-        convert.convert(recipe(tmp_path, *kind, f"stream={stream}"), tmp_path / f"streamed-{stream}")
-        for stream in ("false", "true")
+        conversion.convert(recipe(tmp_path, *kind, f"offload={offload}"), tmp_path / f"offload-{offload}")
+        for offload in ("false", "true")
     ]
     assert made[0].source == made[1].source
     assert made[0].dense_config == made[1].dense_config
-    whole, streamed = (weights(tmp_path / f"streamed-{stream}") for stream in ("false", "true"))
+    whole, offloaded = (weights(tmp_path / f"offload-{offload}") for offload in ("false", "true"))
     assert {"plan.safetensors", "model.safetensors", "config.json"} <= set(whole)
-    assert streamed == whole
+    assert offloaded == whole
     # the stages by themselves read layer by layer too
-    convert.plan(tmp_path / "streamed-false" / "run", tmp_path / "plan")
-    convert.fold_plan(tmp_path / "plan", None, tmp_path / "applied")
+    conversion.plan(tmp_path / "offload-false" / "run", tmp_path / "plan")
+    conversion.apply_plan(str(tmp_path / "plan"), None, tmp_path / "applied")
     assert weights(tmp_path / "applied") == whole
     moe = load_dense(str(tmp_path / "applied"), torch.float32)
     dense = load_dense(str(tmp_path / "dense"), torch.bfloat16 if family == "llama3" else torch.float32)
@@ -73,7 +76,7 @@ def dense(tmp_path: Path) -> Path:
 
 
 def test_one_layer_is_in_memory_at_a_time(dense: Path) -> None:
-    model, whole = load_dense(str(dense), torch.float32, stream=True), load_dense(str(dense), torch.float32)
+    model, whole = load_dense(str(dense), torch.float32, offload=True), load_dense(str(dense), torch.float32)
     held: list[list[int]] = []
     for layer in decoder_layers(model):
         layer.mlp.register_forward_hook(lambda *_: held.append(in_memory(model)))
@@ -86,8 +89,8 @@ def test_one_layer_is_in_memory_at_a_time(dense: Path) -> None:
 
 
 def test_a_model_is_folded_while_it_is_written(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into several files, from a streamed and from a whole model; each layer once, and no two at a time."""
-    monkeypatch.setattr(checkpoint, "SHARD", "30KB")
+    """Into several files, from an offloaded and from a whole model; each layer once, and no two at a time."""
+    monkeypatch.setattr(checkpoint, "CHECKPOINT_SHARD_BYTES", "30KB")
     whole = load_dense(str(dense), torch.float32)
     plan = make_plan(whole, "static")
     meant = fold(whole, plan)
@@ -98,41 +101,41 @@ def test_a_model_is_folded_while_it_is_written(dense: Path, tmp_path: Path, monk
         if self.number != i:
             folded.append(i)
         found = asked(self, i)
-        assert in_memory(streamed) == []
+        assert in_memory(offloaded) == []
         return found
 
-    for name, streamed in (("streamed", load_dense(str(dense), torch.float32, stream=True)), ("whole", whole)):
-        lazy = fold(streamed, plan, lazily=True)
-        if name == "streamed":
+    for name, offloaded in (("offloaded", load_dense(str(dense), torch.float32, offload=True)), ("whole", whole)):
+        lazy = fold(offloaded, plan, lazily=True)
+        if name == "offloaded":
             monkeypatch.setattr(FoldedLayers, "layer", layer)
         save_moe(lazy, plan, None, tmp_path / name)
         monkeypatch.setattr(FoldedLayers, "layer", asked)
         with torch.no_grad():
             assert torch.equal(lazy(tokens()).logits, meant(tokens()).logits)
     assert folded == [0, 1, 2]
-    assert contents(tmp_path / "streamed") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "offloaded") == contents(tmp_path / "whole")
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 4
     found = load_dense(str(tmp_path / "whole"), torch.float32).state_dict()
     assert all(torch.equal(t, found[name]) for name, t in meant.state_dict().items())
 
 
-def test_streamed_models_are_measured_as_whole_ones_are(tmp_path: Path) -> None:
+def test_offloaded_models_are_measured_as_whole_ones_are(tmp_path: Path) -> None:
     write_pico(tmp_path / "dense", "qwen2")
     write_text(tmp_path / "text.txt")
-    convert.convert(recipe(tmp_path, "train.dtype=bfloat16"), tmp_path / "moe")
+    conversion.convert(recipe(tmp_path, "train.dtype=bfloat16"), tmp_path / "moe")
     names = [str(tmp_path / "dense"), str(tmp_path / "moe")]
-    whole, streamed = (api.evaluate(names, tokens=64, stream=stream) for stream in (False, True))
-    assert streamed == whole
+    whole, offloaded = (evaluate(names, tokens=64, offload=offload) for offload in (False, True))
+    assert offloaded == whole
     assert whole[1].measurement.kl != 0
 
 
 def test_the_command_says_that_nothing_was_measured(tomoe: CommandLine, tmp_path: Path) -> None:
     write_pico(tmp_path / "dense")
     text = write_text(tmp_path / "text.txt")
-    command = ["carve", tmp_path / "dense", "--data", text, "-o", tmp_path / "moe", *small(), "--stream"]
+    command = ["carve", tmp_path / "dense", "--data", text, "-o", tmp_path / "moe", *small(), "--offload"]
     done = tomoe(*command)
     assert done.code == 0, done.err
-    assert f"tomoe evaluate {tmp_path / 'dense'} {tmp_path / 'moe'} --stream" in done.err.replace("\n", " ")
+    assert f"tomoe evaluate {tmp_path / 'dense'} {tmp_path / 'moe'} --offload" in done.err.replace("\n", " ")
     assert (tmp_path / "moe" / "README.md").exists()
     assert not (tmp_path / "moe" / "evaluation.json").exists()
 
@@ -140,20 +143,20 @@ def test_the_command_says_that_nothing_was_measured(tomoe: CommandLine, tmp_path
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (["train.steps=3", "data.sources=text.txt"], "learning .3 steps. takes thousands"),
-        (["data.sources=text.txt,self"], "the source self takes one for each token"),
-        (["data.sources=text.txt", "train.shard=true"], "exclude each other"),
+        (["train.steps=3", "data.sources=text.txt"], r"learning takes thousands of passes \(train.steps is 3\)"),
+        (["data.sources=text.txt,self"], "the source self takes one pass per token"),
+        (["data.sources=text.txt", "train.shard=true"], "offload and train.shard cannot be combined"),
     ],
 )
-def test_what_cannot_be_streamed(changes: list[str], why: str) -> None:
+def test_what_cannot_be_offloaded(changes: list[str], why: str) -> None:
     with pytest.raises(UserError, match=why):
-        Recipe.load(None, ["stream=true", "train.steps=0", *changes])
+        Recipe.load(None, ["offload=true", "train.steps=0", *changes])
 
 
 def test_a_gguf_file_is_loaded_whole(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError, match="cannot be read layer by layer; load it whole"):
-        load_dense(str(tmp_path / "model.gguf"), torch.float32, stream=True)
+        load_dense(str(tmp_path / "model.gguf"), torch.float32, offload=True)
 
 
 def rewrite(folder: Path, name: str, change: dict[str, torch.Tensor | None]) -> None:
@@ -167,66 +170,66 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     make_pico("llama").save_pretrained(tmp_path / "dense")
     (name,) = (key for key in StoredWeights(tmp_path / "dense") if key == "model.layers.1.mlp.up_proj.weight")
     rewrite(tmp_path / "dense", "model.safetensors", {name: None, "model.norm.weight": torch.ones(7)})
-    with pytest.raises(UserError, match=rf"1 tensors of the model are not there .* {name}"):
-        load_dense(str(tmp_path / "dense"), torch.float32, stream=True)
+    with pytest.raises(UserError, match=rf"1 tensors of the model are missing .* {name}"):
+        load_dense(str(tmp_path / "dense"), torch.float32, offload=True)
     rewrite(tmp_path / "dense", "model.safetensors", {name: torch.ones(48, 32)})
     with pytest.raises(UserError, match=r"model.norm.weight has shape \(7,\)"):
-        load_dense(str(tmp_path / "dense"), torch.float32, stream=True)
+        load_dense(str(tmp_path / "dense"), torch.float32, offload=True)
     rewrite(tmp_path / "dense", "model.safetensors", {name: torch.ones(47, 32), "model.norm.weight": torch.ones(32)})
     with pytest.raises(UserError, match=r"model.layers.1.mlp.up_proj.weight has shape \(47, 32\)"):
-        load_dense(str(tmp_path / "dense"), torch.float32, stream=True)
+        load_dense(str(tmp_path / "dense"), torch.float32, offload=True)
 
 
-def test_row_numbers_of_a_streamed_moe_are_checked(dense: Path, tmp_path: Path) -> None:
+def test_row_numbers_of_an_offloaded_moe_are_checked(dense: Path, tmp_path: Path) -> None:
     whole = load_dense(str(dense), torch.float32)
-    plan = make_plan(whole, "none")
+    plan = make_plan(whole, "off")
     save_moe(fold(whole, plan), plan, None, tmp_path / "moe")
     rows = load_file(tmp_path / "moe" / "model.safetensors")["model.layers.1.mlp.expert_neurons"]
     rewrite(tmp_path / "moe", "model.safetensors", {"model.layers.1.mlp.expert_neurons": rows + 1000})
     with pytest.raises(UserError, match="layer 1 numbers its neurons of an expert out of order or outside"):
-        load_dense(str(tmp_path / "moe"), torch.float32, stream=True)
+        load_dense(str(tmp_path / "moe"), torch.float32, offload=True)
 
 
-def test_what_a_run_is_does_not_hang_on_how_it_was_read() -> None:
+def test_what_a_run_is_does_not_depend_on_how_it_was_read() -> None:
     values = ["train.steps=0", "data.sources=text.txt"]
-    whole, streamed = Recipe.load(None, values), Recipe.load(None, [*values, "stream=true"])
-    assert whole.digest() == streamed.digest()
-    assert json.loads(streamed.model_dump_json())["stream"] is True
+    whole, offloaded = Recipe.load(None, values), Recipe.load(None, [*values, "offload=true"])
+    assert whole.digest() == offloaded.digest()
+    assert json.loads(offloaded.model_dump_json())["offload"] is True
 
 
-def test_what_is_read_layer_by_layer_needs_the_room_of_a_layer(
+def test_what_is_read_layer_by_layer_needs_the_memory_of_a_layer(
     tomoe: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_pico(tmp_path / "dense", num_hidden_layers=6)
     text = write_text(tmp_path / "text.txt")
-    whole, streamed = recipe(tmp_path), recipe(tmp_path, "stream=true")
-    sizes = room.sizes_of(load_config(str(tmp_path / "dense")), whole)
-    layer, all_layers = (weights.total for weights in (least(sizes, streamed), least(sizes, whole)))
+    whole, offloaded = recipe(tmp_path), recipe(tmp_path, "offload=true")
+    sizes = estimate.sizes_of(load_config(str(tmp_path / "dense")), whole)
+    layer, all_layers = (weights.total for weights in (largest(sizes, offloaded), largest(sizes, whole)))
     assert all_layers - layer == 4 * sizes.blocks * 5 // 6
-    monkeypatch.setattr(room, "free_room", lambda device: room.Room(all_layers - 1, 0))
+    monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(all_layers - 1, 0))
     command = ["carve", tmp_path / "dense", "--data", text, "-o", tmp_path / "moe", *small()]
     refused = tomoe(*command)
     assert refused.code == 2
-    assert "--stream holds one layer at a time" in refused.err
-    assert tomoe(*command, "--stream").code == 0
+    assert "--offload holds one layer at a time" in refused.err
+    assert tomoe(*command, "--offload").code == 0
 
 
-def least(sizes: room.Sizes, recipe: Recipe) -> room.Need:
-    return max(room.least_memory(sizes, recipe), key=lambda need: need.total)
+def largest(sizes: estimate.Sizes, recipe: Recipe) -> estimate.MemoryEstimate:
+    return max(estimate.least_memory(sizes, recipe), key=lambda need: need.total)
 
 
 def test_files_with_other_names_are_folded_whole(tmp_path: Path) -> None:
     """transformers finds tensors that lack the first part of their name; we do not, and need not."""
     write_pico(tmp_path / "dense")
     write_text(tmp_path / "text.txt")
-    convert.convert(recipe(tmp_path), tmp_path / "moe")
+    conversion.convert(recipe(tmp_path), tmp_path / "moe")
     stored = load_file(tmp_path / "dense" / "model.safetensors")
     short = {name.removeprefix("model."): t for name, t in stored.items()}
     save_file(short, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CannotStream, match="cannot be read layer by layer: 20 tensors"):
-        load_dense(str(tmp_path / "dense"), torch.float32, stream=True)
-    convert.plan(tmp_path / "moe" / "run", tmp_path / "plan")
-    convert.fold_plan(tmp_path / "plan", None, tmp_path / "again")
+    with pytest.raises(CannotOffload, match="cannot be read layer by layer: 20 tensors"):
+        load_dense(str(tmp_path / "dense"), torch.float32, offload=True)
+    conversion.plan(tmp_path / "moe" / "run", tmp_path / "plan")
+    conversion.apply_plan(str(tmp_path / "plan"), None, tmp_path / "again")
     assert weights(tmp_path / "again") == weights(tmp_path / "moe")
 
 
@@ -236,21 +239,23 @@ def test_output_matrices_are_tied_as_the_whole_models(tied: bool, tmp_path: Path
     make_pico("llama3").save_pretrained(tmp_path / "dense")
     if not tied:
         rewrite(tmp_path / "dense", "model.safetensors", {"lm_head.weight": torch.randn(64, 32)})
-    whole, streamed = (load_dense(str(tmp_path / "dense"), torch.float32, stream=stream) for stream in (False, True))
-    assert (streamed.lm_head.weight is streamed.model.embed_tokens.weight) is tied
-    assert fingerprint(streamed) == fingerprint(whole)
+    whole, offloaded = (
+        load_dense(str(tmp_path / "dense"), torch.float32, offload=offload) for offload in (False, True)
+    )
+    assert (offloaded.lm_head.weight is offloaded.model.embed_tokens.weight) is tied
+    assert fingerprint(offloaded) == fingerprint(whole)
     with torch.no_grad():
-        assert torch.equal(streamed(tokens()).logits, whole(tokens()).logits)
+        assert torch.equal(offloaded(tokens()).logits, whole(tokens()).logits)
 
 
 def test_a_model_on_the_hub(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(loading, "snapshot_download", lambda name, **_: asked.append(name) or str(dense))
-    streamed = load_dense("owner/name", torch.float32, stream=True)
+    offloaded = load_dense("owner/name", torch.float32, offload=True)
     assert asked == ["owner/name"]
-    assert fingerprint(streamed) == fingerprint(load_dense(str(dense), torch.float32))
+    assert fingerprint(offloaded) == fingerprint(load_dense(str(dense), torch.float32))
 
 
 def test_a_hub_out_of_reach_is_one_sentence() -> None:
     with pytest.raises(UserError, match="cannot load the model owner/nothing-there from the hub"):
-        load_dense("owner/nothing-there", torch.float32, stream=True)
+        load_dense("owner/nothing-there", torch.float32, offload=True)

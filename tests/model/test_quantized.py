@@ -1,4 +1,4 @@
-"""A frozen base in 8 or 4 bits: it is learned from, and nothing else; all that comes out is about the original weights."""
+"""A frozen base in 8 or 4 bits serves training only: everything that comes out is about the original weights."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from torch import Tensor, nn
 
 from conftest import make_network, tokens
 from pico_files import CommandLine, pico_recipe, small, write_pico, write_text
-from tomoe import api
-from tomoe import conversion as convert
-from tomoe.data.corpus import Blocks
+from tomoe import conversion
+from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
-from tomoe.memory import doctor
-from tomoe.memory import estimate as room
-from tomoe.memory.probe import Took, Trial
+from tomoe.evaluation.run import evaluate
+from tomoe.memory import doctor, estimate
+from tomoe.memory.probe import StageCost, Trial
 from tomoe.model import quantized
 from tomoe.model.loading import fingerprint, load_config, load_dense
 from tomoe.model.structure import check_output, layer_parts, shape_of
 from tomoe.moe.fold import fold
+from tomoe.pruning.objective import micro_step
 from tomoe.recipe.conversion import Recipe
-from tomoe.training.loop import micro_step
 from tomoe.training.teacher import TeacherCache, hidden_states
 
-BASES = [
-    pytest.param(name, marks=pytest.mark.skipif(find_spec(library) is None, reason=f"{library} is not installed"))
-    for name, library in (("bnb8", "bitsandbytes"), ("bnb4", "bitsandbytes"), ("torchao8", "torchao"))
-]
+pytestmark = pytest.mark.slow
+
+needs_library = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+KINDS = [pytest.param(kind, marks=needs_library) for kind in ("int8", "nf4")]
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
@@ -45,16 +44,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def unpacked(module: Any) -> Tensor:
-    """The numbers that a packed projection stands for, by each library's own account of its format."""
+    """The numbers that a quantized projection stands for, by the library's own definition of its format."""
     weight = module.weight
     if type(weight).__name__ == "Int8Params":
         codes, scales = (module.state.CB, module.state.SCB) if module.state.CB is not None else (weight.CB, weight.SCB)
         return codes.float() * scales.float()[:, None] / 127
-    if type(weight).__name__ == "Params4bit":
-        import bitsandbytes as bnb
+    import bitsandbytes as bnb
 
-        return bnb.functional.dequantize_4bit(weight.data, weight.quant_state).float()
-    return weight.dequantize().float()
+    return bnb.functional.dequantize_4bit(weight.data, weight.quant_state).float()
 
 
 def round_inputs(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
@@ -67,16 +64,16 @@ def round_inputs(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
     return (args[0] + (rounded.view_as(args[0]) - args[0]).detach(),)
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_masks_learn_what_they_would_from_the_unpacked_weights(base: str, folder: Path) -> None:
-    packed = load_dense(str(folder / "dense"), torch.float32, base=base)
+@pytest.mark.parametrize("quantization", KINDS)
+def test_masks_learn_what_they_would_from_the_unpacked_weights(quantization: str, folder: Path) -> None:
+    packed = load_dense(str(folder / "dense"), torch.float32, quantization=quantization)
     plain = load_dense(str(folder / "dense"), torch.float32)
     original = {name: t.clone() for name, t in plain.state_dict().items()}
     assert shape_of(packed) == shape_of(plain)
     for theirs, ours in zip(layer_parts(packed), layer_parts(plain), strict=True):
         for part in ("gate", "up", "down", "q", "k", "v", "o"):
             getattr(ours, part).weight.data = unpacked(getattr(theirs, part))
-            if base == "bnb8":
+            if quantization == "int8":
                 getattr(ours, part).register_forward_pre_hook(round_inputs)
     for name, t in original.items():
         off = float((plain.state_dict()[name] - t).norm() / t.norm())
@@ -84,15 +81,15 @@ def test_masks_learn_what_they_would_from_the_unpacked_weights(base: str, folder
     assert torch.equal(packed.lm_head.weight, plain.lm_head.weight)
     check_output(packed)
     ids = tokens(2, 16)
-    blocks = Blocks(ids, torch.ones_like(ids, dtype=torch.bool))
+    blocks = Sequences(ids, torch.ones_like(ids, dtype=torch.bool))
     grads = []
     for model in (packed, plain):
-        net = make_network(plain, "dynamic")
+        net = make_network(plain, "per_token")
         micro_step(model, net, pico_recipe(folder), blocks, 0, 0)
         grads.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
     assert float(grads[1].norm()) > 0
     # a rounded activation near the middle between two levels falls to the other side: over all layers that adds up
-    assert apart(grads[0], grads[1]) < (0.05 if base == "bnb8" else 1e-4)
+    assert apart(grads[0], grads[1]) < (0.05 if quantization == "int8" else 1e-4)
 
 
 def learned(run: Path, step: int) -> dict[str, Tensor]:
@@ -103,10 +100,10 @@ def apart(found: Tensor, meant: Tensor) -> float:
     return float((found - meant).norm() / meant.norm())
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_gradients_come_through_every_projection(base: str, folder: Path) -> None:
+@pytest.mark.parametrize("quantization", KINDS)
+def test_gradients_come_through_every_projection(quantization: str, folder: Path) -> None:
     """Also after a pass without gradients, at which some libraries change how weights are stored."""
-    packed = load_dense(str(folder / "dense"), torch.float32, base=base)
+    packed = load_dense(str(folder / "dense"), torch.float32, quantization=quantization)
     generator = torch.Generator().manual_seed(0)
     for parts in layer_parts(packed):
         for module in (parts.gate, parts.up, parts.down, parts.q, parts.o):
@@ -115,19 +112,19 @@ def test_gradients_come_through_every_projection(base: str, folder: Path) -> Non
             with torch.no_grad():
                 module(x)
             y = module(x.requires_grad_())
-            inputs = round_inputs(module, (x.detach(),))[0] if base == "bnb8" else x.detach()
+            inputs = round_inputs(module, (x.detach(),))[0] if quantization == "int8" else x.detach()
             assert apart(y.detach(), inputs @ weight.T) < 1e-3
             given = torch.randn(y.shape, generator=generator)
             y.backward(given)
             assert apart(x.grad, given @ weight) < 1e-5
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_a_conversion_is_carved_planned_and_folded_from_the_original_weights(base: str, folder: Path) -> None:
+@pytest.mark.parametrize("quantization", KINDS)
+def test_a_conversion_is_carved_planned_and_folded_from_the_original_weights(quantization: str, folder: Path) -> None:
     original = load_dense(str(folder / "dense"), torch.float32)
     both = ["train.save_every=4"]
-    made = convert.convert(pico_recipe(folder, f"train.base={base}", *both), folder / "moe")
-    plain = convert.convert(pico_recipe(folder, *both), folder / "plain")
+    made = conversion.convert(pico_recipe(folder, f"train.quantization={quantization}", *both), folder / "moe")
+    plain = conversion.convert(pico_recipe(folder, *both), folder / "plain")
     assert made.source == plain.source == fingerprint(original)
     assert made.dense_config == plain.dense_config
     for step, same in (
@@ -140,14 +137,18 @@ def test_a_conversion_is_carved_planned_and_folded_from_the_original_weights(bas
     found = load_dense(str(folder / "moe"), torch.float32)
     assert "quantization_config" not in found.config.to_dict()
     assert all(torch.equal(t, found.state_dict()[name]) for name, t in meant.state_dict().items())
-    convert.plan(folder / "moe" / "run", folder / "plan")
+    conversion.plan(folder / "moe" / "run", folder / "plan")
     assert (folder / "plan" / "plan.safetensors").read_bytes() == (folder / "moe" / "plan.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_a_run_that_was_cut_off_goes_on(base: str, folder: Path) -> None:
+@pytest.mark.parametrize("quantization", KINDS)
+def test_a_run_that_was_cut_off_resumes(quantization: str, folder: Path) -> None:
     for steps, out, resume in (("4", "whole", False), ("4", "halves", False), ("4", "halves", True)):
-        convert.train(pico_recipe(folder, f"train.base={base}", f"train.steps={steps}"), folder / out, resume=resume)
+        conversion.train(
+            pico_recipe(folder, f"train.quantization={quantization}", f"train.steps={steps}"),
+            folder / out,
+            resume=resume,
+        )
         found = learned(folder / out, 4)
         if out == "halves" and not resume:
             shutil.rmtree(folder / out / "masks" / "step-000004")
@@ -155,9 +156,9 @@ def test_a_run_that_was_cut_off_goes_on(base: str, folder: Path) -> None:
     assert all(torch.equal(t, whole[name]) for name, t in found.items())
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_a_kept_teacher_is_the_packed_model(base: str, folder: Path) -> None:
-    models = [load_dense(str(folder / "dense"), torch.float32, base=name) for name in (base, "dense")]
+@pytest.mark.parametrize("quantization", KINDS)
+def test_a_kept_teacher_is_the_packed_model(quantization: str, folder: Path) -> None:
+    models = [load_dense(str(folder / "dense"), torch.float32, quantization=kind) for kind in (quantization, "none")]
     ids = tokens(1, 16)
     mask = torch.ones_like(ids, dtype=torch.bool)
     with torch.no_grad():
@@ -168,61 +169,58 @@ def test_a_kept_teacher_is_the_packed_model(base: str, folder: Path) -> None:
     assert len(list((folder / "taught").rglob("*.safetensors"))) == 2
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("quantization", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_packed_layers_take_the_room_that_is_counted(base: str, dtype: str, folder: Path) -> None:
-    packed = load_dense(str(folder / "dense"), getattr(torch, dtype), base=base)
-    own = pico_recipe(folder, f"train.base={base}", f"train.dtype={dtype}")
-    sizes = room.sizes_of(load_config(str(folder / "dense")), own)
-    least = room.weight_bytes(sizes, own)
-    assert least < 0.8 * room.weight_bytes(sizes, pico_recipe(folder, f"train.dtype={dtype}"))
-    if base != "torchao8":  # whose tensors say that they are of the dtype that they stand for
-        assert least <= sum(p.nbytes for p in packed.parameters()) < 1.1 * least
+def test_packed_layers_take_the_memory_that_is_counted(quantization: str, dtype: str, folder: Path) -> None:
+    packed = load_dense(str(folder / "dense"), getattr(torch, dtype), quantization=quantization)
+    own = pico_recipe(folder, f"train.quantization={quantization}", f"train.dtype={dtype}")
+    sizes = estimate.sizes_of(load_config(str(folder / "dense")), own)
+    least = estimate.weight_bytes(sizes, own)
+    assert least < 0.8 * estimate.weight_bytes(sizes, pico_recipe(folder, f"train.dtype={dtype}"))
+    assert least <= sum(p.nbytes for p in packed.parameters()) < 1.1 * least
     with torch.no_grad():
         assert packed(tokens()).logits.dtype == getattr(torch, dtype)
 
 
 def test_a_library_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
-    for base, command in (("bnb4", "tomoe-llm[quantized]"), ("torchao8", "tomoe-llm[torchao]")):
-        with pytest.raises(UserError) as refused:
-            convert.train(pico_recipe(folder, f"train.base={base}"), folder / "run")
-        assert command in str(refused.value)
+    with pytest.raises(UserError, match=r"tomoe-llm\[quantized\]"):
+        conversion.train(pico_recipe(folder, "train.quantization=nf4"), folder / "run")
     assert not (folder / "run").exists()
 
 
 def test_what_cannot_be_packed(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train\.shard and train\.base = bnb8 exclude each other"):
-        Recipe.load(None, ["train.base=bnb8", "train.shard=true"])
+    with pytest.raises(UserError, match=r"train\.shard and train\.quantization = int8 cannot be combined"):
+        Recipe.load(None, ["train.quantization=int8", "train.shard=true"])
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match="cannot be packed anew"):
-        load_dense(str(tmp_path / "model.gguf"), torch.float32, base="bnb4")
+    with pytest.raises(UserError, match=r"\.gguf file, which is quantized already"):
+        load_dense(str(tmp_path / "model.gguf"), torch.float32, quantization="nf4")
 
 
 def test_the_doctor_knows_packed_bases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As remedies where learning does not fit, if they can be had; carving then reads layer by layer."""
+    """As remedies if training does not fit and the library is installed; carving then reads layer by layer."""
     recipe = Recipe(model=str(write_pico(tmp_path / "dense", **SIZES | {"num_hidden_layers": 20})))
 
-    def took(asked: Trial) -> Took:
-        layers = int(Path(asked.folder).name)
-        packed = asked.stage == "train" and asked.recipe["train"]["base"] == "bnb4"
-        return Took((100 + (5 if packed else 30) * layers) * 10**6, 0, 1.0)
+    def cost(trial: Trial) -> StageCost:
+        layers = int(Path(trial.folder).name)
+        packed = trial.stage == "train" and trial.recipe["train"]["quantization"] == "nf4"
+        return StageCost((100 + (5 if packed else 30) * layers) * 10**6, 0, 1.0)
 
-    monkeypatch.setattr(doctor, "_try", took)
-    monkeypatch.setattr(doctor, "free_room", lambda device: room.Room(300 * 10**6, 0))
-    for there, remedies in ((True, ["train.base=bnb4"]), (False, [])):
-        monkeypatch.setattr(doctor, "available", lambda base, there=there: there)
-        assert list(doctor.examine(recipe).remedies) == remedies
-    packed = doctor.examine(recipe.changed(["train.base=bnb4"]))
+    monkeypatch.setattr(doctor, "_try", cost)
+    monkeypatch.setattr(doctor, "available_memory", lambda device: estimate.AvailableMemory(300 * 10**6, 0))
+    for installed, remedies in ((True, ["train.quantization=nf4"]), (False, [])):
+        monkeypatch.setattr(doctor, "available", lambda installed=installed: installed)
+        assert list(doctor.examine(recipe, trials=True).remedies) == remedies
+    packed = doctor.examine(recipe.changed(["train.quantization=nf4"]), trials=True)
     assert {e.stage: e.memory for e in packed.estimates}["carve"] == 310 * 10**6
 
 
-@pytest.mark.parametrize("base", BASES[1:2])
-def test_what_came_out_is_measured_beside_the_original(tomoe: CommandLine, base: str, folder: Path) -> None:
+@needs_library
+def test_what_came_out_is_measured_beside_the_original(tomoe: CommandLine, folder: Path) -> None:
     command = ["convert", folder / "dense", "--data", folder / "text.txt", "-o", folder / "moe"]
-    done = tomoe(*command, *small(train_base=base, data_evaluation_tokens="32"))
+    done = tomoe(*command, *small(train_quantization="nf4", data_evaluation_tokens="32"))
     assert done.code == 0, done.err
     assert (folder / "moe" / "report.html").exists()
     rows = json.loads((folder / "moe" / "evaluation.json").read_text())["rows"]
-    whole = api.evaluate([str(folder / "dense"), str(folder / "moe")], dtype="float32")
+    whole = evaluate([str(folder / "dense"), str(folder / "moe")], dtype="float32")
     assert [row["measurement"]["nll"] for row in rows] == [row.measurement.nll for row in whole]

@@ -16,9 +16,11 @@ from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.plan import Plan
 from tomoe.pruning.masking import masked, planned_masks
 
+pytestmark = pytest.mark.slow
+
 NAME = "smollm2-135m"
 QUICK = {
-    "train.steps": 2, "data.block_size": 128, "data.tokens": 3072,
+    "train.steps": 2, "data.seq_len": 128, "data.tokens": 3072,
     "data.calibration_tokens": 1024, "data.evaluation_tokens": 512,
 }  # fmt: skip
 

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 from conftest import ATTENTION_MODES, PICO, make_pico, make_plan, randomise, tokens
 from tomoe.errors import UserError
-from tomoe.model.structure import ModelShape, check_output, shape_of
+from tomoe.model.shape import ModelShape
+from tomoe.model.structure import check_output, shape_of
 from tomoe.moe.fold import fold
 from tomoe.pruning.masking import masked, planned_masks
 
@@ -168,7 +169,7 @@ def test_refused_by_what_is_computed(name: str) -> None:
 def test_what_is_refused_is_not_folded() -> None:
     model = pico_of("smollm3", num_hidden_layers=4)
     with pytest.raises(UserError, match="not the usual formula"):
-        fold(model, make_plan(model, "none"))
+        fold(model, make_plan(model, "off"))
 
 
 def test_an_mlp_that_does_more() -> None:

@@ -24,7 +24,7 @@ from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 
 
-def converted(family: str, attention: str = "dynamic", active: float = 0.6) -> tuple[ToMoEForCausalLM, Plan]:
+def converted(family: str, attention: str = "per_token", active: float = 0.6) -> tuple[ToMoEForCausalLM, Plan]:
     dense = make_pico(family)
     plan = make_plan(dense, attention, active)
     return fold(dense, plan), plan
@@ -119,7 +119,7 @@ def test_loading_misses_nothing_and_saving_again_keeps_everything(family: str, t
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_kept_and_routers_stay_float32(family: str, tmp_path: Path) -> None:
     exact = make_pico(family)
-    plan = make_plan(exact, "dynamic")
+    plan = make_plan(exact, "per_token")
     exact.save_pretrained(tmp_path / "dense")
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16)
     folded = fold(dense, plan)
@@ -309,7 +309,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_router_keeps_a_gradient_for_fine_tuning() -> None:
     """The chosen expert counts exactly 1, and its probability still has a gradient."""
-    moe, _ = converted("llama", "none")
+    moe, _ = converted("llama", "off")
     with torch.no_grad():
         meant = moe(tokens()).logits
     moe.requires_grad_(True).train()

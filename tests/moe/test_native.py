@@ -23,6 +23,8 @@ from tomoe.moe.fold import neuron_order
 from tomoe.moe.kernels import build, native
 from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, choose_backend
 
+pytestmark = pytest.mark.slow
+
 PRODUCT = 'extern "C" int product(int a, int b) { return a * b; }\n'
 WORKING = native.kernel() is not None
 compiled = pytest.mark.skipif(not WORKING, reason="this machine has no C++ compiler with OpenMP")
@@ -142,10 +144,10 @@ def test_panels_of_several_experts_and_tiles_of_several_groups(
     """Of 1,300 neurons in eight experts: groups of five that join in tiles, and more words of down rows than one chunk."""
     case = Case(tokens=83, experts=8, width=700, union=1300, hidden=45)
     mlp, (x, expert_ids) = make_mlp(case, dtype), make_inputs(case, dtype)
-    order = torch.zeros(8, 1300, dtype=torch.bool).scatter_(1, mlp.expert_neurons.long(), True)
+    order = torch.zeros(8, 1300, dtype=torch.bool).scatter_(1, mlp.expert_rows.long(), True)
     order = neuron_order(order)
     place = torch.full((1300,), -1).index_put_((order,), torch.arange(len(order)))
-    mlp.expert_neurons.copy_(place[mlp.expert_neurons.long()].sort().values)
+    mlp.expert_rows.copy_(place[mlp.expert_rows.long()].sort().values)
     results = []
     for tokens in (1, 1000):  # in panels, and row after row
         in_panels(monkeypatch, tokens)
@@ -174,7 +176,7 @@ def test_a_graph_holds_it_as_one_operator(name: str) -> None:
         torch.testing.assert_close(compiled_mlp(x), mlp(x), rtol=0, atol=0)
         assert ("tomoe.experts.default" in called) == (name != "an activation of its own")
         # Other experts in place: the graph keeps no neurons of its own.
-        mlp.expert_neurons.copy_(39 - mlp.expert_neurons.flip(1))
+        mlp.expert_rows.copy_(39 - mlp.expert_rows.flip(1))
         torch.testing.assert_close(compiled_mlp(x), mlp(x), rtol=0, atol=0)
 
 
@@ -184,7 +186,7 @@ def test_the_operator_is_one_that_pytorch_can_trust() -> None:
         mlp, (x, expert_ids) = make_mlp(case), make_inputs(case)
         weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
         kind = native.activation_kind(mlp)
-        torch.library.opcheck(native.experts, (x, expert_ids, mlp.expert_neurons, *weights, kind))
+        torch.library.opcheck(native.experts, (x, expert_ids, mlp.expert_rows, *weights, kind))
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM, ToMoEModel
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-def converted(family: str, attention: str = "dynamic") -> ToMoEForCausalLM:
+def converted(family: str, attention: str = "per_token") -> ToMoEForCausalLM:
     dense = make_pico(family)
     return fold(dense, make_plan(dense, attention))
 
 
-def save(family: str, folder: Path, attention: str = "dynamic") -> ToMoEForCausalLM:
+def save(family: str, folder: Path, attention: str = "per_token") -> ToMoEForCausalLM:
     dense = make_pico(family)
     moe = fold(dense, make_plan(dense, attention))
     save_moe(moe, make_plan(dense, attention), None, folder)
@@ -79,14 +79,14 @@ def narrow(seen: list[tuple[int, int, int]]) -> Callable[..., tuple[Tensor, None
     return attend
 
 
-@pytest.mark.parametrize("attention", ["static", "dynamic"])
+@pytest.mark.parametrize("attention", ["static", "per_token"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_attention_functions_are_handed_the_dense_width(
     family: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moe, seen = converted(family, attention), []
     assert min(moe.config.qk_dims) < moe.model.layers[0].self_attn.head_dim, "nothing to be padded"
-    if attention == "dynamic":
+    if attention == "per_token":
         assert any(qk < v for qk, v in zip(moe.config.qk_dims, moe.config.value_dims, strict=True)), (
             "no V to be cropped"
         )
@@ -220,7 +220,7 @@ def test_hostile_configs_are_refused_before_anything_is_allocated(name: str) -> 
 def test_numbers_that_point_outside_are_refused(
     name: str, values: Callable[[Tensor], Tensor], words: str, tmp_path: Path
 ) -> None:
-    save("llama", tmp_path / "moe", "none")
+    save("llama", tmp_path / "moe", "off")
     stored = load_file(tmp_path / "moe" / "model.safetensors")
     key = f"model.layers.1.{name}"
     save_file(

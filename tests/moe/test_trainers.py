@@ -16,6 +16,8 @@ from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, balance_loss
 
+pytestmark = pytest.mark.slow
+
 ARGUMENTS = dict(
     max_steps=8, per_device_train_batch_size=4, learning_rate=3e-3, lr_scheduler_type="constant", logging_steps=1, report_to=[],
     use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, seed=0, dataloader_pin_memory=False,
@@ -27,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     """A converted model with a tokenizer, whose experts are balanced while it is trained."""
     tokenizer = make_tokenizer()
     dense = make_pico("llama", vocab_size=len(tokenizer))
-    plan = make_plan(dense, "dynamic")
+    plan = make_plan(dense, "per_token")
     save_moe(fold(dense, plan), plan, tokenizer, tmp_path / "moe")
     return tmp_path / "moe"
 
@@ -85,7 +87,7 @@ def test_the_supervised_trainer_of_trl(folder: Path, tmp_path: Path) -> None:
 def test_balance_loss_of_the_model(family: str) -> None:
     """Written out token by token; padding does not count, and the loss has its share of it."""
     dense = make_pico(family)
-    moe = fold(dense, make_plan(dense, "none")).requires_grad_(True)
+    moe = fold(dense, make_plan(dense, "off")).requires_grad_(True)
     ids, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
     mask[1, 8:] = 0
     bare = moe(ids, attention_mask=mask, labels=ids)

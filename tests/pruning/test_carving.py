@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from conftest import make_network, make_pico, tokens
-from tomoe.budget import active_params, block_total, mlp_params
+from tomoe.budget import active_params, decoder_params, mlp_params
 from tomoe.model.structure import shape_of
 from tomoe.pruning.carving import (
     ROUTER_CONFIDENCE,
@@ -131,7 +131,7 @@ def test_attention_importance_sees_pairs_and_groups() -> None:
     assert (values > 0).sum() == s.head_dim - 1
 
 
-@pytest.mark.parametrize("attention", ["none", "static", "dynamic"])
+@pytest.mark.parametrize("attention", ["off", "static", "per_token"])
 def test_step_0_is_the_carved_plan(dense: PreTrainedModel, attention: str) -> None:
     net = make_network(dense, attention)
     ids = tokens(8, 24)
@@ -142,8 +142,8 @@ def test_step_0_is_the_carved_plan(dense: PreTrainedModel, attention: str) -> No
     assert all(torch.equal(t, before[name]) for name, t in dense.state_dict().items())
     plan = extract_plan(net, dense, 0.7, (ids, mask), tolerance=0.02)
     for i, layer in enumerate(plan.layers):  # each expert keeps the first of its ranking
-        lowest_kept = net.neurons[i].start.masked_fill(~layer.expert_neurons, torch.inf).amin(1)
-        highest_gone = net.neurons[i].start.masked_fill(layer.expert_neurons, -torch.inf).amax(1)
+        lowest_kept = net.neurons[i].start.masked_fill(~layer.expert_masks, torch.inf).amin(1)
+        highest_gone = net.neurons[i].start.masked_fill(layer.expert_masks, -torch.inf).amax(1)
         assert bool((lowest_kept >= highest_gone).all())
     again = make_network(dense, attention)
     carve_(again, dense, ids, mask, 0.7, seed=5)
@@ -151,9 +151,9 @@ def test_step_0_is_the_carved_plan(dense: PreTrainedModel, attention: str) -> No
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["none", "static", "dynamic"])
+@pytest.mark.parametrize("attention", ["off", "static", "per_token"])
 def test_sampling_keeps_the_widths_of_the_plan_on_average(dense: PreTrainedModel, attention: str) -> None:
-    """And so meets the budget, but for the maximum over experts that it is counted with (eq. pr)."""
+    """And so meets the budget, but for the maximum over experts that it is counted with (Eq. 8)."""
     net, ids, draws = make_network(dense, attention), tokens(8, 24), 16
     mask = torch.ones_like(ids, dtype=torch.bool)
     carve_(net, dense, ids, mask, 0.7, seed=5)
@@ -166,7 +166,7 @@ def test_sampling_keeps_the_widths_of_the_plan_on_average(dense: PreTrainedModel
         assert abs(width - float(means[0])) < 1.01
         dims = (
             keep_probability(net.dims[i].start, 3.0, "gumbel")
-            if attention != "none"
+            if attention != "off"
             else torch.ones(c + s.num_qk_choices)
         )
         chosen.append((means[0], s.expand_qk(dims[c:]).sum(), dims[:c].sum()))
@@ -174,9 +174,9 @@ def test_sampling_keeps_the_widths_of_the_plan_on_average(dense: PreTrainedModel
         assert abs(values - float(chosen[i][2])) < 1.01
         # the largest of n draws exceeds their mean by no more than this (Hartley and David), whatever they are drawn from
         n = len(means)
-        excess += float(mlp_params(s, (n - 1) / (2 * n - 1) ** 0.5 * variance**0.5)) / block_total(s)
-    unit = mlp_params(s, 1) / block_total(s)
-    assert float(active_params(s, chosen)) / block_total(s) == pytest.approx(0.7, abs=unit / 2 + 1e-3)
+        excess += float(mlp_params(s, (n - 1) / (2 * n - 1) ** 0.5 * variance**0.5)) / decoder_params(s)
+    unit = mlp_params(s, 1) / decoder_params(s)
+    assert float(active_params(s, chosen)) / decoder_params(s) == pytest.approx(0.7, abs=unit / 2 + 1e-3)
 
     def sampled(seed: int) -> float:
         masks = net(seed)
@@ -184,7 +184,7 @@ def test_sampling_keeps_the_widths_of_the_plan_on_average(dense: PreTrainedModel
             m.values(ids.new_zeros(1, s.hidden_size).float())  # one token: no maximum over tokens
         return float(active_fraction(masks, s))
 
-    found = torch.tensor([sampled(seed) for seed in range(draws)])
-    noise = 3 * float(found.std()) / draws**0.5 + unit / 2
-    assert 0.7 - noise <= float(found.mean()) <= 0.7 + excess + noise
+    actual = torch.tensor([sampled(seed) for seed in range(draws)])
+    noise = 3 * float(actual.std()) / draws**0.5 + unit / 2
+    assert 0.7 - noise <= float(actual.mean()) <= 0.7 + excess + noise
     assert excess + noise < 0.07

@@ -12,12 +12,14 @@ from transformers import PreTrainedModel
 
 from conftest import ATTENTION_MODES, make_network, make_pico, tokens
 from tomoe.errors import UserError
-from tomoe.model.structure import ModelShape, shape_of
+from tomoe.model.shape import ModelShape
+from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.extract import (
     BUDGET_TOLERANCE,
     Extraction,
     Site,
+    check_budget,
     common_offset,
     extract_plan,
     least_active,
@@ -26,6 +28,7 @@ from tomoe.pruning.extract import (
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import planned_masks
 from tomoe.pruning.routing import ValueRouter
+from tomoe.recipe.conversion import Recipe
 
 MULTIPLE = 8
 IDS = tokens(4, 16)
@@ -34,7 +37,7 @@ CALIBRATION = (IDS, torch.ones_like(IDS, dtype=torch.bool))
 
 @functools.cache
 def model() -> PreTrainedModel:
-    """Fine enough for the budget: eight neurons of one layer are 0.35 % of the blocks."""
+    """Fine enough for the budget: eight neurons of one layer are 0.35 % of the decoder parameters."""
     return make_pico("llama", hidden_size=64, intermediate_size=512, num_hidden_layers=4, num_key_value_heads=2)
 
 
@@ -54,13 +57,13 @@ def test_the_budget_is_met(attention: str, active: float, spread: float) -> None
     plan = extract_plan(net, model(), active, CALIBRATION)
     assert abs(plan.active_fraction() - active) <= BUDGET_TOLERANCE == 0.002
     for layer in plan.layers:
-        assert layer.expert_neurons.sum(1).unique().numel() == 1
+        assert layer.expert_masks.sum(1).unique().numel() == 1
         assert layer.width % MULTIPLE == 0
         assert layer.width >= MULTIPLE
         assert bool(layer.qk_kept.any())
         assert 1 <= layer.value_top_k <= int(layer.value_kept.sum())
-        assert bool(layer.value_router) == (attention == "dynamic" and layer.value_top_k < plan.shape.head_dim)
-    if attention == "none":
+        assert bool(layer.value_router) == (attention == "per_token" and layer.value_top_k < plan.shape.head_dim)
+    if attention == "off":
         assert {(qk, values) for _, qk, values in plan.widths()} == {(16, 16)}
 
 
@@ -71,8 +74,8 @@ def test_the_kept_dims_are_the_best(attention: str) -> None:
         embeddings = net.hypernetwork()
         for i, layer in enumerate(plan.layers):
             logits = net.neurons[i](embeddings[2 * i + 1])
-            for own, kept in zip(logits, layer.expert_neurons, strict=True):
-                assert own[kept].min() >= own[~kept].max()
+            for row, kept in zip(logits, layer.expert_masks, strict=True):
+                assert row[kept].min() >= row[~kept].max()
             dims = net.dims[i](net.attention_embeddings(embeddings)[i])
             values, qk = dims[: plan.shape.head_dim], dims[plan.shape.head_dim :]
             if not layer.qk_kept.all():
@@ -84,21 +87,21 @@ def test_the_kept_dims_are_the_best(attention: str) -> None:
 
 
 def test_every_token_keeps_exactly_k() -> None:
-    plan = plan_of("dynamic")
+    plan = plan_of("per_token")
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for layer, masks in zip(plan.layers, planned_masks(plan), strict=True):
-            found = masks.values(x)
+            actual = masks.values(x)
             assert layer.value_top_k < 16
-            assert torch.equal(found.sum(-1), torch.full((200,), float(layer.value_top_k)))
-            assert len(found.unique(dim=0)) > 1
+            assert torch.equal(actual.sum(-1), torch.full((200,), float(layer.value_top_k)))
+            assert len(actual.unique(dim=0)) > 1
     tied = ValueRouter.decide(torch.zeros(5, 16), 3)
     assert torch.equal(tied.sum(-1), torch.full((5,), 3.0))
 
 
 def test_the_plan_decides_as_the_network_does() -> None:
     """The value router of a plan gives the logits that training had, and the router is the trained one."""
-    net, plan = network("dynamic"), plan_of("dynamic")
+    net, plan = network("per_token"), plan_of("per_token")
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         embeddings = net.attention_embeddings(net.hypernetwork())
@@ -108,10 +111,10 @@ def test_the_plan_decides_as_the_network_does() -> None:
 
 
 def test_calibration_reads_real_tokens_only() -> None:
-    extraction, (ids, valid) = Extraction(network("dynamic"), model()), CALIBRATION
+    extraction, (ids, valid) = Extraction(network("per_token"), model()), CALIBRATION
     padded, real = (torch.nn.functional.pad(t, (0, 9), value=value) for t, value in ((ids, 7), (valid, False)))
     with torch.no_grad():
-        for plan in (None, plan_of("dynamic")):
+        for plan in (None, plan_of("per_token")):
             bare, among_padding = (extraction.value_logits(*text, plan) for text in ((ids, valid), (padded, real)))
             for one, other in zip(bare, among_padding, strict=True):
                 torch.testing.assert_close(one, other)
@@ -121,7 +124,7 @@ def test_calibration_reads_real_tokens_only() -> None:
 def test_twice_gives_the_same_bytes(attention: str, tmp_path: Path) -> None:
     net = network(attention)
     plan_of(attention).save(tmp_path / "one")
-    copy = MaskNetwork(net.shape, net.experts, net.sampling, seed=99)
+    copy = MaskNetwork(net.shape, net.experts, net.attention, net.sampling, seed=99)
     copy.load_state_dict(net.state_dict())
     torch.manual_seed(5)
     torch.rand(3)
@@ -156,8 +159,8 @@ def widened(attention: str, change: str) -> tuple[Plan, Plan]:
 
 @pytest.mark.parametrize(
     ("attention", "change", "place"),
-    [("none", "neurons", 0), ("dynamic", "neurons", 0), ("static", "qk", 1), ("dynamic", "qk", 1),
-     ("static", "values", 2), ("dynamic", "values", 2)],
+    [("off", "neurons", 0), ("per_token", "neurons", 0), ("static", "qk", 1), ("per_token", "qk", 1),
+     ("static", "values", 2), ("per_token", "values", 2)],
 )  # fmt: skip
 def test_higher_logits_make_a_wider_layer(attention: str, change: str, place: int) -> None:
     """... and, as the budget stays, the others no wider."""
@@ -171,7 +174,7 @@ def test_higher_logits_make_a_wider_layer(attention: str, change: str, place: in
 def test_budgets_out_of_reach(attention: str) -> None:
     net = network(attention)
     least = least_active(net.shape, MULTIPLE, attention)
-    with pytest.raises(UserError, match=r"needs at least .* but the budget allows .*; ask for more"):
+    with pytest.raises(UserError, match=r"needs at least .* but the budget allows .*; set a larger"):
         extract_plan(net, model(), 0.98 * least, CALIBRATION)
     plan = extract_plan(net, model(), least, CALIBRATION)
     assert plan.active_fraction() == pytest.approx(least)
@@ -179,13 +182,34 @@ def test_budgets_out_of_reach(attention: str) -> None:
 
 
 def test_widths_too_coarse_for_the_budget() -> None:
-    net = make_network(model(), "none", width_multiple=256)
+    net = make_network(model(), "off", width_multiple=256)
     with pytest.raises(UserError, match=r"0\.6000; .*width_multiple = 256: choose a smaller one"):
         extract_plan(net, model(), 0.6, CALIBRATION)
 
 
+@pytest.mark.parametrize("multiple", [8, 64, 256])
+def test_what_is_known_of_a_budget_is_what_extraction_finds(multiple: int) -> None:
+    """With attention whole, the sizes alone tell which budgets can be met; they are refused in the same words."""
+    net, outcomes = make_network(model(), "off", width_multiple=multiple), set()
+    for active in (0.05, 0.3, 0.45, 0.6, 0.61, 0.75, 1.0):
+        recipe = Recipe(active=active, experts={"width_multiple": multiple})
+        errors = []
+        for check in (
+            lambda r: check_budget(net.shape, r),
+            lambda r: extract_plan(net, model(), r.active, CALIBRATION),
+        ):
+            try:
+                check(recipe)
+            except UserError as error:
+                errors.append(str(error))
+        assert len(errors) in (0, 2), (active, errors)
+        assert not errors or errors[0] == errors[1] or "can be cut to" in errors[0]
+        outcomes.add(len(errors))
+    assert outcomes == {0, 2}
+
+
 def test_a_multiple_that_does_not_divide_the_layer() -> None:
-    net = make_network(model(), "none", width_multiple=24)  # 512 = 21 x 24 + 8
+    net = make_network(model(), "off", width_multiple=24)  # 512 = 21 x 24 + 8
     plan = extract_plan(net, model(), 1.0, CALIBRATION)
     assert {layer.width for layer in plan.layers} == {512}
     assert all(
@@ -206,12 +230,12 @@ def test_equal_costs_come_as_near_as_any_choice_can(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     draw = functools.partial(torch.randint, size=(), generator=generator)
     sites = [sigmoid_site(int(draw(2, 6)), 10, float(draw(-3, 4))) for _ in range(4)]
-    least, most = (sum(s.params(n(s)) for s in sites) for n in (lambda s: 1, lambda s: s.most))
+    least, most = (sum(s.params(n(s)) for s in sites) for n in (lambda s: 1, lambda s: s.max_units))
     for target in range(least, most + 7, 11):
         units = solve(sites, target)
-        assert all(1 <= n <= s.most for n, s in zip(units, sites, strict=True))
+        assert all(1 <= n <= s.max_units for n, s in zip(units, sites, strict=True))
         error = abs(sum(s.params(n) for n, s in zip(units, sites, strict=True)) - target)
-        every = itertools.product(*(range(1, s.most + 1) for s in sites))
+        every = itertools.product(*(range(1, s.max_units + 1) for s in sites))
         assert error == min(abs(sum(s.params(n) for n, s in zip(u, sites, strict=True)) - target) for u in every)
 
 
@@ -220,12 +244,12 @@ def test_unequal_costs_miss_by_half_a_unit_at_most(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     draw = functools.partial(torch.randint, size=(), generator=generator)
     sites = [sigmoid_site(int(draw(2, 30)), int(draw(1, 50)), float(draw(-3, 4))) for _ in range(6)]
-    least, most = sum(s.params(1) for s in sites), sum(s.params(s.most) for s in sites)
+    least, most = sum(s.params(1) for s in sites), sum(s.params(s.max_units) for s in sites)
     largest = max(s.params(2) - s.params(1) for s in sites)
     for target in range(least, most + 1, max(1, (most - least) // 12)):
         units = solve(sites, target)
         assert abs(sum(s.params(n) for n, s in zip(units, sites, strict=True)) - target) <= largest / 2 + 1
-    with pytest.raises(UserError, match="ask for more"):
+    with pytest.raises(UserError, match="set a larger active fraction"):
         solve(sites, least - 1)
 
 
@@ -240,13 +264,15 @@ def test_all_sites_move_by_one_offset() -> None:
 
 
 def test_the_plan_remembers_how_wide_training_left_each_expert() -> None:
-    net = make_network(model(), "none", spread=2.0, width_multiple=MULTIPLE)
+    net = make_network(model(), "off", spread=2.0, width_multiple=MULTIPLE)
     plan = extract_plan(net, model(), 0.6, CALIBRATION)
     logits = Extraction(net, model()).neuron_logits
-    for row, layer, own in zip(plan.notes["expert_widths"], plan.layers, map(torch.detach, logits), strict=True):
+    for row, layer, layer_logits in zip(
+        plan.notes["expert_widths"], plan.layers, map(torch.detach, logits), strict=True
+    ):
         mean = sum(row) / len(row)
         assert abs(mean - layer.width) <= MULTIPLE / 2 + 1  # one width for all is their mean, but for whole units
-        shifted = [(1 - torch.exp(-torch.exp(own + 3.0 + o / 100))).sum(1) for o in range(-500, 500)]
+        shifted = [(1 - torch.exp(-torch.exp(layer_logits + 3.0 + o / 100))).sum(1) for o in range(-500, 500)]
         nearest = min(shifted, key=lambda kept: abs(float(kept.mean()) - mean))
         torch.testing.assert_close(torch.tensor(row).float(), nearest, atol=2.0, rtol=0.0)
         assert max(row) > min(row)
@@ -256,9 +282,9 @@ def test_the_plan_remembers_how_wide_training_left_each_expert() -> None:
 def test_least_active_counts_one_unit_of_everything(attention: str) -> None:
     whole = ModelShape(2, 32, 48, 4, 2, 8, 8, True)
     partly = ModelShape(2, 32, 48, 4, 2, 8, 4, False)
-    per_layer = {"none": 16, "static": 3, "dynamic": 3}[attention]  # dims of Q/K and V/O; a pair is two
+    per_layer = {"off": 16, "static": 3, "per_token": 3}[attention]  # dims of Q/K and V/O; a pair is two
     total = 3 * 32 * 48 + 32 * 6 * 16
     assert least_active(whole, 8, attention) == pytest.approx((3 * 32 * 8 + 32 * 6 * per_layer) / total)
-    alone = 16 if attention == "none" else 2  # a dim that RoPE leaves alone is one
+    alone = 16 if attention == "off" else 2  # a dim that RoPE leaves alone is one
     assert least_active(partly, 100, attention) == pytest.approx((2 * 32 * 48 + 32 * 6 * alone) / (total - 32 * 48))
     assert shape_of(model()).num_qk_choices == 8

@@ -7,15 +7,8 @@ import itertools
 import pytest
 import torch
 
-from tomoe.pruning.gumbel import (
-    derive_seed,
-    gumbel_noise,
-    gumbel_sigmoid,
-    gumbel_softmax,
-    keep_logit,
-    keep_probability,
-    mask_noise,
-)
+from tomoe.pruning.gumbel import gumbel_noise, gumbel_sigmoid, gumbel_softmax, keep_logit, keep_probability, mask_noise
+from tomoe.seeds import derive_seed
 
 NOISES = ("gumbel", "logistic")
 DRAWS = 200_000
@@ -26,9 +19,9 @@ DRAWS = 200_000
 def test_keep_probability_is_how_often_a_dim_is_kept(noise: str, keep_bias: float) -> None:
     logits = torch.tensor([-6.0, -3.0, -1.0, 0.0, 0.5])
     kept = gumbel_sigmoid(logits.expand(DRAWS, -1), 0.4, keep_bias, seed=0, noise=noise).mean(0)
-    meant = keep_probability(logits, keep_bias, noise)
-    deviation = (meant * (1 - meant) / DRAWS).sqrt()
-    assert ((kept - meant).abs() <= 5 * deviation + 1e-6).all()
+    expected = keep_probability(logits, keep_bias, noise)
+    deviation = (expected * (1 - expected) / DRAWS).sqrt()
+    assert ((kept - expected).abs() <= 5 * deviation + 1e-6).all()
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -61,14 +54,14 @@ def test_mask_is_hard_and_its_gradient_soft(noise: str) -> None:
     weight = torch.randn(5, 7, generator=torch.Generator().manual_seed(2))
     mask = gumbel_sigmoid(logits, 0.4, 1.0, seed=3, noise=noise)
     assert set(mask.unique().tolist()) == {0.0, 1.0}
-    (found,) = torch.autograd.grad((mask * weight).sum(), logits)
+    (actual,) = torch.autograd.grad((mask * weight).sum(), logits)
 
     x = logits.detach().clone().requires_grad_()
     drawn = mask_noise((5, 7), 3, torch.device("cpu"), noise)
     soft = torch.sigmoid((x + drawn + 1.0) / 0.4)
     assert torch.equal(mask, (x + drawn + 1.0 > 0).float())
-    (meant,) = torch.autograd.grad((soft * weight).sum(), x)
-    torch.testing.assert_close(found, meant)
+    (expected,) = torch.autograd.grad((soft * weight).sum(), x)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_assignment_is_one_hot_and_its_gradient_soft() -> None:
@@ -77,14 +70,14 @@ def test_assignment_is_one_hot_and_its_gradient_soft() -> None:
     assignment, probs = gumbel_softmax(logits, 0.4, seed=3)
     assert torch.equal(assignment.detach().sum(-1), torch.ones(6))
     assert set(assignment.detach().unique().tolist()) == {0.0, 1.0}
-    (found,) = torch.autograd.grad((assignment * weight).sum(), logits, retain_graph=True)
+    (actual,) = torch.autograd.grad((assignment * weight).sum(), logits, retain_graph=True)
 
     x = logits.detach().clone().requires_grad_()
     soft = torch.softmax((x + gumbel_noise((6, 4), 3, torch.device("cpu"))) / 0.4, -1)
     torch.testing.assert_close(probs, soft)
     assert torch.equal(assignment.argmax(-1), soft.argmax(-1))
-    (meant,) = torch.autograd.grad((soft * weight).sum(), x)
-    torch.testing.assert_close(found, meant)
+    (expected,) = torch.autograd.grad((soft * weight).sum(), x)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.4, 2.0])
@@ -92,8 +85,8 @@ def test_experts_are_drawn_as_often_as_softmax_says(temperature: float) -> None:
     """Whatever the temperature: it sharpens the gradient, not the draw."""
     logits = torch.tensor([0.0, 1.0, -1.0, 0.5])
     drawn = gumbel_softmax(logits.expand(DRAWS, -1), temperature, seed=0)[0].mean(0)
-    meant = logits.softmax(-1)
-    assert ((drawn - meant).abs() <= 5 * (meant * (1 - meant) / DRAWS).sqrt()).all()
+    expected = logits.softmax(-1)
+    assert ((drawn - expected).abs() <= 5 * (expected * (1 - expected) / DRAWS).sqrt()).all()
 
 
 def test_a_seed_is_a_draw() -> None:
@@ -110,11 +103,11 @@ def test_a_seed_is_a_draw() -> None:
 
 def test_a_draw_leaves_the_global_stream_alone() -> None:
     torch.manual_seed(0)
-    meant = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(0)
     gumbel_sigmoid(torch.zeros(9), 0.4, 0.0, seed=1)
     gumbel_softmax(torch.zeros(2, 9), 0.4, seed=1)
-    assert torch.equal(torch.rand(3), meant)
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_derived_seeds_differ() -> None:

@@ -20,15 +20,16 @@ from tomoe.pruning.losses import (
     balance_penalty,
     budget_penalty,
     coverage_penalty,
-    distillation_loss,
+    kl_loss,
     language_model_loss,
     layer_widths,
     log_ratio,
-    objective,
     shift_targets,
 )
 from tomoe.pruning.mask_network import SampledLayerMasks
 from tomoe.pruning.masking import masked
+from tomoe.pruning.objective import objective
+from tomoe.pruning.routing import Routing
 from tomoe.recipe.conversion import LossSection
 
 D, V = 16, 50
@@ -63,30 +64,30 @@ def test_distillation_is_the_divergence_from_the_teacher(length: int, bias: bool
         padding(length),
         head(bias=bias),
     )
-    loss = distillation_loss(student, teacher, out, valid)
-    meant = plain_distillation(student, teacher, out, valid)
-    torch.testing.assert_close(loss, meant, rtol=1e-5, atol=1e-7)
+    loss = kl_loss(student, teacher, out, valid)
+    expected = plain_distillation(student, teacher, out, valid)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
     # a factor in front, as gradient accumulation puts there
-    (found,), (grad,) = (torch.autograd.grad(value / 3, student) for value in (loss, meant))
-    torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-7)
-    assert not found[~valid].any()
+    (actual,), (grad,) = (torch.autograd.grad(value / 3, student) for value in (loss, expected))
+    torch.testing.assert_close(actual, grad, rtol=1e-4, atol=1e-7)
+    assert not actual[~valid].any()
 
 
 def test_distillation_gradient_by_finite_differences() -> None:
     student, teacher, valid, out = states(3, 1).requires_grad_(), states(3, 2), torch.ones(3, dtype=torch.bool), head()
-    (found,) = torch.autograd.grad(distillation_loss(student, teacher, out, valid), student)
+    (actual,) = torch.autograd.grad(kl_loss(student, teacher, out, valid), student)
     exact, x, step = head().double(), student.detach().double(), 1e-5
     differences = torch.zeros_like(x)
     for i in range(x.numel()):
         shift = torch.zeros_like(x).index_put_((torch.tensor(i // D), torch.tensor(i % D)), torch.tensor(step).double())
         up, down = (plain_distillation(x + sign * shift, teacher.double(), exact, valid) for sign in (1, -1))
         differences.view(-1)[i] = (up - down) / (2 * step)
-    torch.testing.assert_close(found.double(), differences, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(actual.double(), differences, rtol=1e-4, atol=1e-6)
 
 
 def test_distillation_is_zero_at_the_teacher() -> None:
     student = states(20, 1).requires_grad_()
-    loss = distillation_loss(student, student.detach(), head(), padding(20))
+    loss = kl_loss(student, student.detach(), head(), padding(20))
     (grad,) = torch.autograd.grad(loss, student)
     assert loss.abs() < 1e-7
     assert grad.abs().max() < 1e-7
@@ -95,26 +96,26 @@ def test_distillation_is_zero_at_the_teacher() -> None:
 def test_distillation_with_a_bfloat16_head_computes_in_float32() -> None:
     student, teacher = states(CHUNK + 5, 1, torch.bfloat16).requires_grad_(), states(CHUNK + 5, 2, torch.bfloat16)
     valid, out = padding(CHUNK + 5), head(torch.bfloat16)
-    loss = distillation_loss(student, teacher, out, valid)
-    meant = plain_distillation(student, teacher, lambda h: out(h).float(), valid)
+    loss = kl_loss(student, teacher, out, valid)
+    expected = plain_distillation(student, teacher, lambda h: out(h).float(), valid)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, meant, rtol=1e-5, atol=1e-6)
-    (found,), (grad,) = (torch.autograd.grad(value, student) for value in (loss, meant))
-    assert found.dtype == torch.bfloat16
-    assert (found - grad).float().norm() <= 0.01 * grad.float().norm()  # two roundings of 2^-9 each
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    (actual,), (grad,) = (torch.autograd.grad(value, student) for value in (loss, expected))
+    assert actual.dtype == torch.bfloat16
+    assert (actual - grad).float().norm() <= 0.01 * grad.float().norm()  # two roundings of 2^-9 each
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_language_model_loss_is_the_cross_entropy(length: int) -> None:
     student, valid, out = states(length, 1).requires_grad_(), padding(length), head()
     targets = torch.randint(V, (length,), generator=torch.Generator().manual_seed(3))
-    loss, meant = (
+    loss, expected = (
         language_model_loss(student, targets, out, valid),
         F.cross_entropy(out(student[valid]), targets[valid]),
     )
-    torch.testing.assert_close(loss, meant, rtol=1e-5, atol=1e-7)
-    (found,), (grad,) = (torch.autograd.grad(value, student) for value in (loss, meant))
-    torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
+    (actual,), (grad,) = (torch.autograd.grad(value, student) for value in (loss, expected))
+    torch.testing.assert_close(actual, grad, rtol=1e-4, atol=1e-7)
 
 
 class Sizes(TorchDispatchMode):
@@ -141,7 +142,7 @@ def test_no_tensor_of_all_logits_ever_exists(kind: str) -> None:
 
     with Sizes() as sizes:
         if kind == "kl":
-            loss = distillation_loss(student, states(length, 2), recording, valid)
+            loss = kl_loss(student, states(length, 2), recording, valid)
         else:
             loss = language_model_loss(student, torch.zeros(length, dtype=torch.long), recording, valid)
         loss.backward()
@@ -164,10 +165,10 @@ def test_log_ratio() -> None:
 
 
 def drawn(neuron_masks: Tensor, **others: Tensor) -> SampledLayerMasks:
-    """What the penalties read of a draw, without a network behind it."""
+    """What the penalties read of sampled masks, without a network behind them."""
     masks = object.__new__(SampledLayerMasks)
-    given = dict.fromkeys(("value_masks", "qk_mask", "static_values", "assignment", "route_probs")) | others
-    vars(masks).update(given, neuron_masks=neuron_masks)
+    fields = dict.fromkeys(("value_masks", "qk_mask", "static_values")) | others
+    vars(masks).update(fields, neuron_masks=neuron_masks)
     return masks
 
 
@@ -207,7 +208,7 @@ def test_balance_is_least_where_tokens_spread_evenly() -> None:
         p = torch.tensor(shares)
         ids = torch.repeat_interleave(torch.arange(4), (p * 100).round().long())
         one_hot = F.one_hot(ids, 4).float()
-        return float(balance_penalty([drawn(neuron_masks=p, assignment=one_hot, route_probs=p.expand(100, 4))]))
+        return float(balance_penalty([Routing(one_hot, p.expand(100, 4))]))
 
     assert penalty([0.25] * 4) == pytest.approx(1 / 4)
     assert 1 / 4 < penalty([0.3, 0.2, 0.25, 0.25]) < penalty([0.7, 0.1, 0.1, 0.1]) < penalty([1.0, 0, 0, 0])
@@ -217,7 +218,7 @@ def test_balance_is_least_where_tokens_spread_evenly() -> None:
 def test_balance_pulls_probability_away_from_the_busy_expert() -> None:
     probs = torch.full((10, 2), 0.5, requires_grad=True)
     assignment = F.one_hot(torch.tensor([0] * 8 + [1] * 2), 2).float().requires_grad_()
-    balance_penalty([drawn(neuron_masks=probs, assignment=assignment, route_probs=probs)]).backward()
+    balance_penalty([Routing(assignment, probs)]).backward()
     torch.testing.assert_close(probs.grad, torch.tensor([0.08, 0.02]).expand(10, 2))
     assert assignment.grad is None
 
@@ -227,15 +228,15 @@ def test_active_fraction_of_whole_and_half_masks(attention: str) -> None:
     dense = make_pico("qwen2")
     shape = shape_of(dense)
     net = make_network(dense, attention)
-    for start, meant in ((50.0, 1.0), (-50.0, 0.0)):
+    for start, expected in ((50.0, 1.0), (-50.0, 0.0)):
         for projection in (*net.neurons, *net.dims):
             projection.start.fill_(start)
         masks = net(seed=0)
         with masked(dense, masks), torch.no_grad():
             dense(tokens())
-        kept_whole = 32 * 6 * 16 / (3 * 32 * 48 + 32 * 6 * 16) if attention == "none" else 0.0
-        found = active_fraction(masks, shape)
-        assert found.item() == pytest.approx(max(meant, kept_whole), abs=1e-6)
+        kept_whole = 32 * 6 * 16 / (3 * 32 * 48 + 32 * 6 * 16) if attention == "off" else 0.0
+        actual = active_fraction(masks, shape)
+        assert actual.item() == pytest.approx(max(expected, kept_whole), abs=1e-6)
 
 
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
@@ -243,7 +244,7 @@ def test_budget_penalty_narrows_and_widens(attention: str) -> None:
     """Its gradient lowers every kind of mask logit above the budget, and raises it below."""
     dense = make_pico("llama")
     net = make_network(dense, attention)
-    watched = [*net.neurons] if attention == "none" else [*net.neurons, *net.dims]
+    watched = [*net.neurons] if attention == "off" else [*net.neurons, *net.dims]
     for projection in watched:
         projection.linear.weight.requires_grad_(False)
         del projection._buffers["start"]
@@ -258,14 +259,14 @@ def test_budget_penalty_narrows_and_widens(attention: str) -> None:
         for grad in torch.autograd.grad(budget_penalty(fraction, target), starts):
             assert (sign * grad).sum() > 0
             # choices of V/O see what layers before them gave, so single neurons may count either way there
-            assert attention == "dynamic" or (sign * grad >= 0).all()
+            assert attention == "per_token" or (sign * grad >= 0).all()
 
 
 @pytest.mark.parametrize("off", ["budget_weight", "coverage_weight", "balance_weight"])
 def test_a_weight_of_zero_is_an_ablation(off: str) -> None:
     """The term is still reported, and gives no gradient."""
     dense = make_pico("llama")
-    net = make_network(dense, "dynamic")
+    net = make_network(dense, "per_token")
     for projection in net.neurons:
         projection.start -= 2  # few enough neurons that some are in no expert
 

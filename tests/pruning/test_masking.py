@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from conftest import ATTENTION_MODES, FAMILIES, make_network, make_pico, make_plan, tokens
 from tomoe.model.structure import shape_of
 from tomoe.pruning.carving import carve_
-from tomoe.pruning.losses import distillation_loss, objective
+from tomoe.pruning.losses import kl_loss
 from tomoe.pruning.mask_network import MaskNetwork, SampledLayerMasks
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.recipe.conversion import LossSection
+from tomoe.pruning.objective import objective
+from tomoe.recipe.conversion import AttentionSection, LossSection
 
 
 def student_and_teacher(
@@ -30,7 +31,17 @@ def student_and_teacher(
     with masked(model, masks):
         student = model.model(input_ids=ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     student, teacher = student.flatten(0, 1), teacher.flatten(0, 1)
-    return distillation_loss(student, teacher, model.lm_head, mask.flatten()), student, teacher
+    return kl_loss(student, teacher, model.lm_head, mask.flatten()), student, teacher
+
+
+def local_network(model: PreTrainedModel, attention: str) -> MaskNetwork:
+    """The ablation: every layer has its own attention embedding."""
+    net = make_network(model, attention)
+    local = MaskNetwork(
+        net.shape, net.experts, AttentionSection(pruning=attention, embedding="local"), net.sampling, seed=0
+    )
+    local.load_state_dict(net.state_dict(), strict=False)
+    return local
 
 
 def hooks(model: PreTrainedModel) -> int:
@@ -54,7 +65,7 @@ def test_outside_the_block_the_dense_model_is_untouched(dense: PreTrainedModel, 
 
 def test_hooks_are_gone_where_there_are_too_few_masks() -> None:
     dense = make_pico("llama")
-    with pytest.raises(ValueError, match="shorter"), masked(dense, planned_masks(make_plan(dense, "none"))[:1]):
+    with pytest.raises(ValueError, match="shorter"), masked(dense, planned_masks(make_plan(dense, "off"))[:1]):
         pass
     assert hooks(dense) == 0
 
@@ -62,7 +73,7 @@ def test_hooks_are_gone_where_there_are_too_few_masks() -> None:
 def test_masks_are_hard_and_shared_as_the_method_says() -> None:
     """One mask per expert, one of Q and K for all tokens, one of V and O per token; rope partners share their fate."""
     dense = make_pico("phi")  # rotates 4 of 8 dims
-    shape, net, ids = shape_of(dense), make_network(dense, "dynamic"), tokens(2, 12)
+    shape, net, ids = shape_of(dense), make_network(dense, "per_token"), tokens(2, 12)
     masks = net(seed=0)
     with masked(dense, masks):
         dense(ids)
@@ -70,8 +81,8 @@ def test_masks_are_hard_and_shared_as_the_method_says() -> None:
         assert m.neuron_masks.shape == (4, shape.mlp_size)
         assert m.qk_mask.shape == (shape.head_dim,)
         assert m.value_masks.shape == (24, shape.head_dim)
-        assert m.assignment.shape == m.route_probs.shape == (24, 4)
-        for mask in (m.neuron_masks, m.qk_mask, m.value_masks, m.assignment):
+        assert m.routing.assignment.shape == m.routing.probs.shape == (24, 4)
+        for mask in (m.neuron_masks, m.qk_mask, m.value_masks, m.routing.assignment):
             assert set(mask.unique().tolist()) <= {0.0, 1.0}
         assert torch.equal(m.qk_mask[:2], m.qk_mask[2:4])
         assert len(m.value_masks.unique(dim=0)) > 1
@@ -93,7 +104,7 @@ class Randoms(TorchDispatchMode):
 
 def test_no_noise_for_each_token_and_neuron() -> None:
     dense = make_pico("llama")
-    net, ids = make_network(dense, "dynamic"), tokens(4, 16)
+    net, ids = make_network(dense, "per_token"), tokens(4, 16)
     dense.set_attn_implementation("eager")  # the kernels of sdpa count as random, because they could drop out
     with Randoms() as randoms:
         masks = net(seed=0)
@@ -105,13 +116,13 @@ def test_no_noise_for_each_token_and_neuron() -> None:
 
 def test_seeds_decide_the_draw() -> None:
     dense = make_pico("qwen3")
-    net, ids = make_network(dense, "dynamic"), tokens()
+    net, ids = make_network(dense, "per_token"), tokens()
 
     def draw(*seeds: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         masks = net(*seeds)
         with masked(dense, masks):
             dense(ids)
-        return masks[0].neuron_masks, masks[0].qk_mask, masks[0].assignment, masks[0].value_masks
+        return masks[0].neuron_masks, masks[0].qk_mask, masks[0].routing.assignment, masks[0].value_masks
 
     one, again, other, others_tokens = draw(0), draw(0), draw(1), draw(0, 1)
     assert all(map(torch.equal, one, again))
@@ -123,10 +134,10 @@ def test_seeds_decide_the_draw() -> None:
 def test_a_network_is_its_seed() -> None:
     dense = make_pico("llama")
     torch.manual_seed(3)
-    one, again = (make_network(dense, "dynamic").state_dict() for _ in range(2))
+    one, again = (make_network(dense, "per_token").state_dict() for _ in range(2))
     assert all(torch.equal(one[name], again[name]) for name in one)
-    net = make_network(dense, "dynamic")
-    other = MaskNetwork(net.shape, net.experts, net.sampling, seed=1).state_dict()
+    net = make_network(dense, "per_token")
+    other = MaskNetwork(net.shape, net.experts, net.attention, net.sampling, seed=1).state_dict()
     drawn = {"hypernetwork.inputs", "routers.0.weight", "neurons.0.linear.weight", "token_embeddings.0.weight"}
     assert not any(torch.equal(one[name], other[name]) for name in drawn)
     assert "hypernetwork.inputs" not in dict(net.named_parameters())
@@ -134,14 +145,14 @@ def test_a_network_is_its_seed() -> None:
 
 def test_a_dropped_neuron_keeps_its_gradient(dense: PreTrainedModel) -> None:
     """One multiplication, behind the product of gate and up: with two, nothing dropped could ever come back."""
-    net, ids = make_network(dense, "none"), tokens(4, 16)
+    net, ids = make_network(dense, "off"), tokens(4, 16)
     masks = net(seed=0)
     for m in masks:
         m.neuron_masks.retain_grad()
     loss, _, _ = student_and_teacher(dense, masks, ids, torch.ones_like(ids, dtype=torch.bool))
     loss.backward()
     for m in masks:
-        used = m.assignment.sum(0) > 0
+        used = m.routing.assignment.sum(0) > 0
         dropped = m.neuron_masks.grad[used][m.neuron_masks[used] == 0]
         assert len(dropped) > 10
         assert (dropped != 0).float().mean() > 0.95
@@ -160,8 +171,8 @@ def test_everything_trainable_gets_a_gradient_and_nothing_else(family: str, atte
         assert (parameter.grad is not None and bool(parameter.grad.any())) == parameter.requires_grad, name
         assert parameter.dtype == torch.float32
     untrained = {name.split(".")[0] for name, p in net.named_parameters() if not p.requires_grad}
-    meant = {"none": {"dims", "token_embeddings"}, "static": {"token_embeddings"}, "dynamic": set()}
-    assert untrained == meant[attention]
+    expected = {"off": {"dims", "token_embeddings"}, "static": {"token_embeddings"}, "per_token": set()}
+    assert untrained == expected[attention]
     torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1).step()
     assert all(parameter.grad is None for parameter in dense.parameters())
     assert all(torch.equal(value, weights[name]) for name, value in dense.state_dict().items())
@@ -170,7 +181,7 @@ def test_everything_trainable_gets_a_gradient_and_nothing_else(family: str, atte
 def test_local_embeddings_learn_without_the_hypernetwork() -> None:
     """The ablation: what attention keeps is each layer's own matter, and it can still be learned."""
     dense = make_pico("llama")
-    net, ids = make_network(dense, "dynamic", attention_embedding="local"), tokens(2, 12)
+    net, ids = local_network(dense, "per_token"), tokens(2, 12)
     trained = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
     for step in range(2):  # the first step moves the projections' biases away from zero, the second all the rest
@@ -187,15 +198,13 @@ def test_a_carved_static_mask_learns_without_the_hypernetwork() -> None:
     """Its embedding is all that it is made from: were that zero, beside weights that start at zero, nothing would move."""
     model, ids = make_pico("llama"), tokens(2, 12)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    net = make_network(model, "static", attention_embedding="local")
+    net = local_network(model, "static")
     carve_(net, model, ids, mask, 0.7, seed=5)
     loss, _, _ = student_and_teacher(model, net(seed=0), ids, mask)
     loss.backward()
     assert all(bool(p.linear.weight.grad.any()) for p in net.dims)
     assert len(net.attention_embeddings(net.hypernetwork()).unique(dim=0)) == 2, "the same in both layers"
-    assert torch.equal(
-        make_network(model, "static", attention_embedding="local").attention_inputs, net.attention_inputs
-    )
+    assert torch.equal(local_network(model, "static").attention_inputs, net.attention_inputs)
 
 
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
@@ -207,10 +216,8 @@ def test_activation_checkpointing_changes_no_gradient(dense: PreTrainedModel, at
         masks = net(seed=0)
         with masked(dense, masks):  # around the backward pass too: layers run again there
             student = dense.model(input_ids=ids, use_cache=False).last_hidden_state
-            fidelity = distillation_loss(
-                student.flatten(0, 1), teacher, dense.lm_head, torch.ones(24, dtype=torch.bool)
-            )
-            objective(fidelity, masks, net.shape, 0.5, LossSection())[0].backward()
+            distill = kl_loss(student.flatten(0, 1), teacher, dense.lm_head, torch.ones(24, dtype=torch.bool))
+            objective(distill, masks, net.shape, 0.5, LossSection())[0].backward()
         return [p.grad for p in net.parameters() if p.grad is not None]
 
     with torch.no_grad():
@@ -244,11 +251,11 @@ def test_padding_counts_nowhere(attention: str, side: str) -> None:
         for m in masks:
             m.valid = real.flatten()
         loss, _, _ = student_and_teacher(dense, masks, ids, real)
-        assert all(len(m.assignment) == len(m.route_probs) == int(real.sum()) for m in masks)
+        assert all(len(m.routing.assignment) == len(m.routing.probs) == int(real.sum()) for m in masks)
         return objective(loss, masks, net.shape, 0.5, LossSection())[1]
 
     one, other = terms(seed=1), terms(seed=2)
-    assert set(one) == {"fidelity", "budget", "coverage", "balance", "active_fraction"}
+    assert set(one) == {"distill", "budget", "coverage", "balance", "active_fraction"}
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=0, msg=name)
 
@@ -264,4 +271,4 @@ def test_bfloat16_base_with_float32_masks(attention: str, tmp_path: Any) -> None
     assert loss.dtype == torch.float32
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in net.neurons.parameters())
-    assert masks[0].route_probs.dtype == masks[0].neuron_masks.dtype == torch.float32
+    assert masks[0].routing.probs.dtype == masks[0].neuron_masks.dtype == torch.float32

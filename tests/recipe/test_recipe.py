@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
+import warnings
 from importlib import resources
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from tomoe.errors import UserError
-from tomoe.recipe.conversion import DataSection, Recipe, TrainSection
+from tomoe.recipe.base import BaseRecipe, RenamedKey
+from tomoe.recipe.conversion import Recipe, TrainSection
 from tomoe.recipe.files import presets
+from tomoe.recipe.finetuning import FinetuneRecipe
 
 
 def test_the_default_recipe_says_in_its_comments_what_the_defaults_are() -> None:
@@ -21,20 +26,18 @@ def test_the_default_recipe_says_in_its_comments_what_the_defaults_are() -> None
     defaults = Recipe().model_dump(mode="json")
     assert defaults.pop("model") == ""
     assert defaults["data"].pop("text_column") is None
-    assert written["experts"].pop("attention_share") == pytest.approx(
-        defaults["experts"].pop("attention_share"), abs=1e-3
-    )
+    assert written["attention"].pop("share") == pytest.approx(defaults["attention"].pop("share"), abs=1e-3)
     assert written == defaults
     assert Recipe.load(None) == Recipe.load("default") == Recipe()
 
 
 def test_the_paper_preset_is_the_papers_setting() -> None:
     paper = Recipe.load("paper")
-    assert (paper.start, paper.experts.attention, paper.experts.num_experts) == ("random", "dynamic", 8)
+    assert (paper.start, paper.attention.pruning, paper.experts.num_experts) == ("random", "per_token", 8)
     train = paper.train
     assert (train.learning_rate, train.schedule, train.steps, train.batch_size) == (1e-3, "constant", 10_000, 1)
     assert (train.weight_decay, train.gradient_clip) == (0.05, 0)
-    assert (paper.data.sources, paper.data.block_size) == (("wikitext", "alpaca", "code-alpaca"), 2048)
+    assert (paper.data.sources, paper.data.seq_len) == (("wikitext", "alpaca", "code-alpaca"), 2048)
 
 
 @pytest.mark.parametrize("name", presets())
@@ -70,7 +73,11 @@ def test_a_recipe_is_frozen() -> None:
         ("learning_rate=1", ["train.learning_rate"]),
         ("loss.steps=1", ["section loss", "train.steps"]),
         ("actve=1", ["did you mean active"]),
-        ("experts.zzz=1", ["experts.num_experts", "experts.attention"]),
+        ("experts.zzz=1", ["experts.num_experts", "experts.width_multiple"]),
+        ("data.blocksize=9", ["did you mean data.seq_len?"]),
+        ("block_size=9", ["did you mean data.seq_len?"]),
+        ("experts.atention=off", ["did you mean attention.pruning?"]),
+        ("streem=true", ["did you mean offload?"]),
         ("train=3", ["section", "train.steps"]),
         ("train.steps", ["section.key=value"]),
         ("train.steps=-1", ["train.steps is -1", "greater than or equal to 0"]),
@@ -121,13 +128,17 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
         Recipe.load(tmp_path / "none.toml")
 
 
-def test_sections_made_in_python_speak_as_plainly() -> None:
+def test_recipes_made_in_python_speak_as_plainly() -> None:
     with pytest.raises(UserError, match=r"^section train of the recipe has no key 'step'; did you mean train.steps\?$"):
-        TrainSection(step=3)
-    with pytest.raises(UserError, match=r"^data.block_size is 4"):
-        DataSection(block_size=4)
+        Recipe(train={"step": 3})
+    with pytest.raises(UserError, match=r"^data.seq_len is 4"):
+        Recipe(data={"seq_len": 4})
     with pytest.raises(UserError, match=r"^train.steps is 'x'"):
         Recipe(train={"steps": "x"})
+    with pytest.raises(UserError, match=r"^train.dtype is float16"):
+        Recipe(train={"dtype": "float16"})
+    with pytest.raises(ValidationError, match="step"):
+        TrainSection(step=3)
 
 
 def test_digest_and_differences_see_what_decides_and_nothing_else() -> None:
@@ -139,6 +150,113 @@ def test_digest_and_differences_see_what_decides_and_nothing_else() -> None:
     other = Recipe.load(None, ["train.steps=150", "start=random"])
     assert other.digest() != recipe.digest()
     assert recipe.differences(other) == ['start: "carved" here, "random" there', "train.steps: 500 here, 150 there"]
+
+
+# (recipe, old key, value as JSON, key = value of today; without "=" the value stays)
+OLD_KEYS = [
+    (Recipe, "track", '"wandb"', "report_to"),
+    (Recipe, "train.gradient_accumulation", "4", "train.gradient_accumulation_steps"),
+    (Recipe, "train.max_bad_steps", "3", "train.max_nonfinite_steps"),
+    (Recipe, "data.block_size", "128", "data.seq_len"),
+    (Recipe, "experts.attention", '"none"', 'attention.pruning="off"'),
+    (Recipe, "experts.attention", '"static"', "attention.pruning"),
+    (Recipe, "experts.attention", '"dynamic"', 'attention.pruning="per_token"'),
+    (Recipe, "experts.attention_embedding", '"local"', "attention.embedding"),
+    (Recipe, "experts.attention_share", "0.5", "attention.share"),
+    (Recipe, "train.base", '"dense"', 'train.quantization="none"'),
+    (Recipe, "train.base", '"bnb8"', 'train.quantization="int8"'),
+    (Recipe, "train.base", '"bnb4"', 'train.quantization="nf4"'),
+    (FinetuneRecipe, "track", '"wandb"', "report_to"),
+    (FinetuneRecipe, "train.gradient_accumulation", "4", "train.gradient_accumulation_steps"),
+    (FinetuneRecipe, "train.max_bad_steps", "3", "train.max_nonfinite_steps"),
+    (FinetuneRecipe, "data.block_size", "128", "data.seq_len"),
+]
+
+
+def written(path: Path, key: str, value: str) -> Path:
+    section, _, leaf = key.rpartition(".")
+    path.write_text((f"[{section}]\n" if section else "") + f"{leaf} = {value}\n")
+    return path
+
+
+@pytest.mark.parametrize(("kind", "old", "value", "today"), OLD_KEYS)
+def test_a_key_of_format_1_is_the_key_of_today(
+    kind: type[BaseRecipe], old: str, value: str, today: str, tmp_path: Path
+) -> None:
+    new, equals, changed = today.partition("=")
+    meant = kind.load(written(tmp_path / "new.toml", new, changed if equals else value))
+    with pytest.warns(RenamedKey, match=rf"^recipe .*old\.toml: the recipe key {old} is now called {new}") as told:
+        loaded = kind.load(written(tmp_path / "old.toml", old, value))
+    assert len(told) == 1
+    assert loaded == meant
+    assert loaded.flatten()[new] == json.loads(changed if equals else value)
+    with pytest.warns(RenamedKey, match=new) as told:
+        assert kind.load(None, [f"{old}={value}"]) == meant
+    assert len(told) == 1
+    # plans and runs hold the raw values: no warning there
+    assert kind(**tomllib.loads((tmp_path / "old.toml").read_text())) == meant
+    assert loaded.digest() == meant.digest()
+    assert not loaded.differences(meant)
+
+
+def test_every_renamed_key_is_tried() -> None:
+    for kind, tried in ((Recipe, {"stream"}), (FinetuneRecipe, {"form"})):
+        assert set(kind.RENAMED) == {old for k, old, *_ in OLD_KEYS if k is kind} | tried
+
+
+def test_a_run_of_format_1_is_the_run_of_today(tmp_path: Path) -> None:
+    old = {
+        "stream": True,
+        "experts": {"attention": "none"},
+        "train": {"steps": 0, "base": "dense"},
+        "data": {"sources": "a.txt"},
+    }
+    (tmp_path / "recipe.json").write_text(json.dumps(old))
+    with pytest.warns(RenamedKey) as told:
+        loaded = Recipe.load(tmp_path / "recipe.json")
+    assert [str(one.message).rpartition("key ")[2].partition(" is")[0] for one in told] == [
+        "stream", "experts.attention", "train.base",
+    ]  # fmt: skip
+    assert loaded.offload
+    assert loaded.digest() == Recipe.load(None, ["train.steps=0", "data.sources=a.txt"]).digest()
+
+
+def test_the_name_of_today_counts_where_both_stand(tmp_path: Path) -> None:
+    (tmp_path / "both.toml").write_text("[data]\nblock_size = 64\nseq_len = 128\n")
+    with pytest.warns(RenamedKey):
+        assert Recipe.load(tmp_path / "both.toml").data.seq_len == 128
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "advice"),
+    [
+        (Recipe, "train.base", "torchao8", "use train.quantization = int8"),
+        (FinetuneRecipe, "form", "pseudo", "remove the key"),
+    ],
+)
+def test_values_that_are_gone(kind: type[BaseRecipe], key: str, value: str, advice: str, tmp_path: Path) -> None:
+    sentence = f"{key} = {value} is no longer supported; {advice}"
+    with pytest.raises(UserError, match=f"old.toml: {sentence}"):
+        kind.load(written(tmp_path / "old.toml", key, f'"{value}"'))
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        kind.load(None, [f"{key}={value}"])
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        kind(**tomllib.loads((tmp_path / "old.toml").read_text()))
+
+
+def test_a_key_that_is_gone_is_ignored(tmp_path: Path) -> None:
+    for load in (
+        lambda: FinetuneRecipe.load(written(tmp_path / "old.toml", "form", '"moe"')),
+        lambda: FinetuneRecipe.load(None, ["form=moe"]),
+    ):
+        with pytest.warns(RenamedKey, match="the recipe key form no longer exists and is ignored"):
+            assert load() == FinetuneRecipe()
+
+
+def test_keys_of_today_are_not_warned_about() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Recipe.load("paper", ["data.seq_len=64", "attention.pruning=off"])
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tomoe.evaluation.compare import compare
 from tomoe.evaluation.routing_trace import RoutingTrace
 from tomoe.moe.fold import fold
 from tomoe.recipe.conversion import Recipe
-from tomoe.report.gallery import figures
+from tomoe.report.all_figures import all_figures
 from tomoe.report.page import Generation, PageFacts, commands
 
 EVIL = "</script><img src=x onerror=alert(1)><svg onload=alert(2)> & \"more\" 'x' {{ 7 * 7 }} $x$"
@@ -24,7 +24,7 @@ TIMED = [{"phase": "decode", "batch": 1, "prompt": 8, "dtype": EVIL, "dense_s": 
 def hostile_facts() -> PageFacts:
     """Of a pico model, measured; its texts are traced by a formula, so that layers and tokens are known."""
     dense = make_pico("llama3")
-    plan = make_plan(dense, "dynamic")
+    plan = make_plan(dense, "per_token")
     recipe = Recipe(model=f"someone/{EVIL}").model_dump(mode="json")
     widths = [[layer.width - 1, layer.width, layer.width, layer.width + 1] for layer in plan.layers]
     plan = replace(plan, recipe=recipe, source="0" * 64, notes={"steps": 8, "torch": EVIL, "expert_widths": widths})
@@ -32,7 +32,7 @@ def hostile_facts() -> PageFacts:
     rows = compare([(f"dense {EVIL}", dense), (f"moe {EVIL}", fold(dense, plan))], ids, torch.ones_like(ids, dtype=torch.bool),
                    data=EVIL, sources=["a", EVIL, "a", EVIL])  # fmt: skip
     metrics = [
-        {"step": i, "fidelity": 1 / i, "budget": 0.1, "coverage": 0.1, "balance": 0.3, "active_fraction": 0.9}
+        {"step": i, "distill": 1 / i, "budget": 0.1, "coverage": 0.1, "balance": 0.3, "active_fraction": 0.9}
         for i in range(1, 9)
     ]
     words = [EVIL, "two\n", "", *"abcdefgh"]
@@ -40,7 +40,7 @@ def hostile_facts() -> PageFacts:
     return PageFacts(
         title=f"t {EVIL}", plan=plan, rows=rows, texts=[(f"source {EVIL}", trace), ("other", trace)],
         generations=[Generation(f"p {EVIL}", [(f"model {EVIL}", f"a {EVIL}"), ("moe", "b\n  c")])],
-        pictures=figures(plan, rows, metrics, COST, TIMED),
+        figures=all_figures(plan, rows, metrics, COST, TIMED),
         commands=[(f"tomoe x {EVIL}", f"does {EVIL}"), *commands(Recipe(model=f"x/{EVIL}"), f"out {EVIL}")],
         cost=COST, timed=True,
     )  # fmt: skip

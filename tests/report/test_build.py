@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from pico_files import CommandLine, contents, small, write_pico, write_text
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_report_is_made_again_from_what_was_measured(tomoe: CommandLine, tmp_path: Path) -> None:
@@ -23,7 +27,7 @@ def test_a_report_is_made_again_from_what_was_measured(tomoe: CommandLine, tmp_p
     assert (cost["device"], cost["resumed"]) == ("cpu", False)
 
     names = {path.stem for path in (out / "figures").iterdir()}
-    assert {"accuracy", "training", "width", "union", "expert-widths", "similarity", "usage", "cost"} == names
+    assert {"training", "width", "union", "expert-widths", "similarity", "usage", "cost"} == names
     assert {path.suffix for path in (out / "figures").iterdir()} == {".svg", ".png"}
     row = json.loads((out / "evaluation.json").read_text())["rows"][1]
     assert set(row["usage_by_source"]) == {"a.txt", "b.txt"}

@@ -1,4 +1,4 @@
-"""The model card's metadata, read back by the hub's own classes; where licence and base model come from."""
+"""The model card's metadata, read back by the hub's own classes; where license and base model come from."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from huggingface_hub import EvalResult, ModelCard
 from test_warnings import row, sound_plan
 
 from conftest import make_pico
-from tomoe.evaluation.compare import Row
-from tomoe.evaluation.tasks import TaskScore
-from tomoe.evaluation.usage import ExpertUsage
-from tomoe.model import catalog as fetch
+from tomoe.evaluation.rows import ExpertUsage, Row, TaskScore
+from tomoe.model import catalog
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
-from tomoe.report import license as origin
+from tomoe.report import license
 from tomoe.report.card import write_card
-from tomoe.report.license import Origin, origin_of
+from tomoe.report.license import BaseModelInfo, base_model_info
 
 
 def plan_of(*sources: str, model: str = "someone/dense-1b") -> Plan:
@@ -91,26 +89,26 @@ def test_warnings_stand_in_the_card_with_their_numbers(tmp_path: Path) -> None:
     assert "- layer 0: expert 0 got none of the 5,000 tokens\n- 50.0% of the evaluation tokens" in card.content
 
 
-def test_licence_and_base_model_are_known_where_a_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_license_and_base_model_are_known_where_a_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "dense"
     make_pico("llama").save_pretrained(folder)
-    assert origin_of(str(folder)) == Origin(None, None)
+    assert base_model_info(str(folder)) == BaseModelInfo(None, None)
     (folder / "README.md").write_text("---\nlicense: MIT\n---\nwords\n")
-    assert origin_of(str(folder)) == Origin(None, "mit")
+    assert base_model_info(str(folder)) == BaseModelInfo(None, "mit")
     card = written(tmp_path, plan_of("self", model=str(folder)), measured())
     assert (card.data.license, card.data.license_name, card.data.base_model) == ("mit", None, None)
     assert "mit, as the dense model" in card.content
-    monkeypatch.setattr(origin, "try_to_load_from_cache", lambda repo, name: str(folder / name))
-    assert origin_of("someone/dense-1b") == Origin("someone/dense-1b", "mit")
-    monkeypatch.setattr(origin, "try_to_load_from_cache", huggingface_hub.try_to_load_from_cache)
-    assert origin_of("someone/dense-1b") == Origin("someone/dense-1b", None)
+    monkeypatch.setattr(license, "try_to_load_from_cache", lambda repo, name: str(folder / name))
+    assert base_model_info("someone/dense-1b") == BaseModelInfo("someone/dense-1b", "mit")
+    monkeypatch.setattr(license, "try_to_load_from_cache", huggingface_hub.try_to_load_from_cache)
+    assert base_model_info("someone/dense-1b") == BaseModelInfo("someone/dense-1b", None)
     monkeypatch.chdir(folder)
-    assert origin_of("") == Origin(None, None)
+    assert base_model_info("") == BaseModelInfo(None, None)
 
 
-def test_licence_of_gguf_files_and_of_fetched_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (name,) = fetch.names()
-    file = tmp_path / name / fetch.MODELS[name].gguf
+def test_license_of_gguf_files_and_of_known_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (name,) = catalog.names()
+    file = tmp_path / name / catalog.MODELS[name].gguf
     file.parent.mkdir()
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_license("Apache-2.0")
@@ -118,20 +116,20 @@ def test_licence_of_gguf_files_and_of_fetched_models(tmp_path: Path, monkeypatch
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert origin_of(str(file)) == Origin(None, "apache-2.0")
+    assert base_model_info(str(file)) == BaseModelInfo(None, "apache-2.0")
     monkeypatch.setenv("TOMOE_CACHE", str(tmp_path))
-    assert origin_of(name) == Origin("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
+    assert base_model_info(name) == BaseModelInfo("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
     monkeypatch.setenv("TOMOE_CACHE", str(tmp_path / "nowhere"))
-    assert origin_of(name) == Origin("HuggingFaceTB/SmolLM2-135M-Instruct", None)
+    assert base_model_info(name) == BaseModelInfo("HuggingFaceTB/SmolLM2-135M-Instruct", None)
     for damaged in (b"", b"GGUF", file.read_bytes()[:40], b"no gguf at all, but some words"):
         file.write_bytes(damaged)
-        assert origin_of(str(file)) == Origin(None, None)
+        assert base_model_info(str(file)) == BaseModelInfo(None, None)
 
 
 @pytest.mark.parametrize(
     "head",
     ["license: [a, b]", "license: see the file <b>there</b>", "license: other", ": :", "license: {", "- a\n- b", ""],
 )
-def test_what_is_no_licence_is_left_out(tmp_path: Path, head: str) -> None:
+def test_what_is_no_license_is_left_out(tmp_path: Path, head: str) -> None:
     (tmp_path / "README.md").write_text(f"---\n{head}\n---\nwords\n")
-    assert origin_of(str(tmp_path)) == Origin(None, None)
+    assert base_model_info(str(tmp_path)) == BaseModelInfo(None, None)

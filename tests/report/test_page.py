@@ -16,13 +16,14 @@ from page_samples import EVIL, hostile_facts
 from tomoe.errors import UserError
 from tomoe.evaluation.routing_trace import RoutingTrace
 from tomoe.evaluation.usage import ExpertUsage
-from tomoe.model.structure import ModelShape
+from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan, Plan
 from tomoe.report import page
-from tomoe.report.gallery import figures
+from tomoe.report.all_figures import all_figures
 from tomoe.report.warnings import find_warnings
 
-VOID = {"meta", "input", "br"}
+VOID = {"meta", "input", "br", "img"}
+DRAWING = "data:image/svg+xml;base64,"
 
 
 class Reader(HTMLParser):
@@ -75,7 +76,8 @@ def test_everything_given_is_escaped(facts: page.PageFacts, tmp_path: Path) -> N
     assert written == tmp_path / "out" / "report.html"
     reader = read(written)
     assert reader.tags.count("script") == 2  # our own, and the routing as JSON
-    assert "img" not in reader.tags
+    images = [value for tag, name, value in reader.attributes if (tag, name) == ("img", "src")]
+    assert all(source.startswith(DRAWING) for source in images)
     assert not [name for _, name, _ in reader.attributes if name.startswith("on")]
     for start in ("t", "p", "model", "a", "tomoe x", "does", "source", "dense", "moe"):
         assert f"{start} {EVIL}" in reader.text
@@ -85,21 +87,22 @@ def test_everything_given_is_escaped(facts: page.PageFacts, tmp_path: Path) -> N
     assert list(written.parent.iterdir()) == [written]
 
 
-def test_the_page_needs_nothing_else_and_tells_every_figure_in_words(facts: page.PageFacts, tmp_path: Path) -> None:
+def test_the_page_needs_nothing_else_and_describes_every_figure(facts: page.PageFacts, tmp_path: Path) -> None:
     reader = read(page.write_page(tmp_path, facts))
     assert not {"link", "iframe", "object", "form"} & set(reader.tags)
     places = reader.values("src") + reader.values("href") + reader.values("xlink:href")
-    assert all(place.startswith(("#", "data:image/png;base64,")) for place in places)
+    assert all(place.startswith(("#", DRAWING)) for place in places)
     anchors = [place.removeprefix("#") for place in places if place.startswith("#")]
     ids = reader.values("id")
     assert set(anchors) <= set(ids)
     assert len(set(ids)) == len(ids)
-    names = {picture.name for picture in facts.pictures}
-    assert names == {"accuracy", "throughput", "training", "width", "union", "expert-widths", "similarity", "value-dims",
+    names = {figure.name for figure in facts.figures}
+    assert names == {"throughput", "training", "width", "union", "expert-widths", "similarity", "value-dims",
                      "usage", "cost"}  # fmt: skip
     assert {f"figure-{name}" for name in names} <= set(ids)
     assert reader.tags.count("figure") == reader.tags.count("figcaption") == len(names)
-    assert [picture.alt for picture in facts.pictures if picture.alt not in reader.values("aria-label")] == []
+    assert [figure.alt for figure in facts.figures if figure.alt not in reader.values("alt")] == []
+    assert reader.tags.count("img") == len(reader.values("alt"))
     assert ("meta", "name", "viewport") in reader.attributes
 
 
@@ -144,11 +147,11 @@ def test_a_large_model_gives_a_small_page(facts: page.PageFacts, tmp_path: Path)
     usage = ExpertUsage(torch.rand(32, 8, generator=torch.Generator().manual_seed(1)).softmax(1).tolist(), 10_000)
     rows = [*facts.rows[:1], replace(facts.rows[1], usage=usage, usage_by_source={"a": usage, "b": usage, "c": usage})]
     metrics = [
-        {"step": i, "fidelity": 1 / i, "budget": 0.1 / i, "coverage": 0.1, "balance": 0.3, "active_fraction": 0.9}
+        {"step": i, "distill": 1 / i, "budget": 0.1 / i, "coverage": 0.1, "balance": 0.3, "active_fraction": 0.9}
         for i in range(1, 10_001)
     ]
     texts = [(f"text {n}", RoutingTrace(["word"] * 120, [[n] * 120] * 32, 8)) for n in range(4)]
-    shown = replace(facts, plan=plan, rows=rows, texts=texts, pictures=figures(plan, rows, metrics, facts.cost))
+    shown = replace(facts, plan=plan, rows=rows, texts=texts, figures=all_figures(plan, rows, metrics, facts.cost))
     assert page.write_page(tmp_path, shown).stat().st_size < 5_000_000
 
 
@@ -159,6 +162,7 @@ def test_the_page_leaves_out_what_is_not_there(tmp_path: Path) -> None:
     assert headings == ["warnings", "experts", "how", "speed"]
     assert [place for place in reader.values("href")] == [f"#{name}" for name in headings]
     assert "Speed was not measured." in reader.text
+    assert f"tomoe benchmark DENSE {tmp_path.name} --json {tmp_path.name}/benchmark.json" in reader.text
 
 
 def test_a_report_that_travels_names_no_folder(facts: page.PageFacts, tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from conftest import FAMILIES, make_pico
-from tomoe.budget import active_params, block_total
+from tomoe.budget import active_params, decoder_params
 from tomoe.errors import UserError
-from tomoe.evaluation import compare, perplexity, usage
-from tomoe.evaluation import param_counts as facts
-from tomoe.evaluation.perplexity import Measurement, measure
+from tomoe.evaluation import param_counts, perplexity, tables, usage
+from tomoe.evaluation.compare import compare
+from tomoe.evaluation.perplexity import measure
+from tomoe.evaluation.rows import ExpertUsage, Measurement, Row, from_json, to_json
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import LayerPlan, Plan
@@ -30,17 +31,19 @@ from tomoe.pruning.routing import ValueRouter
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import card, summary
 
+pytestmark = pytest.mark.slow
 
-def some_blocks(blocks: int = 4, length: int = 12) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
-    """Random tokens; padding on the right of one block, on the left of another."""
-    ids = torch.randint(3, 64, (blocks, length), generator=torch.Generator().manual_seed(1))
+
+def some_sequences(count: int = 4, length: int = 12) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
+    """Random tokens; padding on the right of one sequence, on the left of another."""
+    ids = torch.randint(3, 64, (count, length), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, -5:] = False
     mask[2, :3] = False
     return ids, mask
 
 
-def some_plan(model: PreTrainedModel, dynamic: bool = True) -> Plan:
+def some_plan(model: PreTrainedModel, per_token: bool = True) -> Plan:
     """Three experts, half of the neurons each; attention narrower in layer 1 alone."""
     s, generator = shape_of(model), torch.Generator().manual_seed(3)
     layers = []
@@ -51,8 +54,8 @@ def some_plan(model: PreTrainedModel, dynamic: bool = True) -> Plan:
         qk, values = torch.ones(s.num_qk_choices, dtype=torch.bool), torch.ones(s.head_dim, dtype=torch.bool)
         router: dict[str, Tensor] = {}
         if i == 1:
-            qk[0], values[1:4] = False, dynamic
-            if dynamic:
+            qk[0], values[1:4] = False, per_token
+            if per_token:
                 state = ValueRouter(s.hidden_size, 4, s.head_dim).state_dict()
                 router = {name: torch.randn(t.shape, generator=generator) for name, t in state.items()}
         top_k = s.head_dim - 3 if router else int(values.sum())
@@ -62,9 +65,9 @@ def some_plan(model: PreTrainedModel, dynamic: bool = True) -> Plan:
 
 
 @pytest.fixture
-def rows(llama: PreTrainedModel) -> list[compare.Row]:
+def rows(llama: PreTrainedModel) -> list[Row]:
     models = [("dense", llama), ("moe", fold(llama, some_plan(llama)))]
-    return compare.compare(models, *some_blocks(), data="a text", seed=7)
+    return compare(models, *some_sequences(), data="a text", seed=7)
 
 
 def plain_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -80,7 +83,7 @@ def plain_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> list[tupl
 @pytest.mark.parametrize("chunk", [3, 128])
 def test_perplexity_is_the_plain_one(dense: PreTrainedModel, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perplexity, "CHUNK", chunk)
-    ids, mask = some_blocks()
+    ids, mask = some_sequences()
     parts = plain_logits(dense, ids, mask)
     nll = F.cross_entropy(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
     m = measure(dense, ids, mask)
@@ -92,7 +95,7 @@ def test_perplexity_is_the_plain_one(dense: PreTrainedModel, chunk: int, monkeyp
 
 
 def test_kl_and_agreement_are_the_plain_ones(llama: PreTrainedModel) -> None:
-    ids, mask = some_blocks()
+    ids, mask = some_sequences()
     other = make_pico("llama3")
     other.lm_head.weight.data[5:40] *= 0.5
     taught, found = (torch.cat([p[0] for p in plain_logits(m, ids, mask)]).log_softmax(-1) for m in (llama, other))
@@ -106,12 +109,12 @@ def test_kl_and_agreement_are_the_plain_ones(llama: PreTrainedModel) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_does_not_differ_from_itself(dtype: torch.dtype, llama: PreTrainedModel) -> None:
     llama = llama.to(dtype)
-    m = measure(llama, *some_blocks(), reference=llama)
+    m = measure(llama, *some_sequences(), reference=llama)
     assert (m.kl, m.top1_agreement, m.dtype) == (0.0, 1.0, str(dtype).removeprefix("torch."))
 
 
 def test_padding_counts_nowhere(llama: PreTrainedModel) -> None:
-    ids, mask = some_blocks()
+    ids, mask = some_sequences()
     first = measure(llama, ids, mask)
     changed = ids.clone()
     changed[~mask] = 9
@@ -122,7 +125,7 @@ def test_padding_counts_nowhere(llama: PreTrainedModel) -> None:
 
 
 def test_a_block_alone_gives_what_it_gives_among_others(llama: PreTrainedModel) -> None:
-    ids, mask = some_blocks()
+    ids, mask = some_sequences()
     alone = [measure(llama, ids[i : i + 1], mask[i : i + 1]) for i in range(len(ids))]
     together = measure(llama, ids, mask)
     assert together.nll == pytest.approx(sum(m.nll * m.tokens for m in alone) / together.tokens, rel=1e-6)
@@ -137,7 +140,7 @@ def test_standard_error_by_hand(llama: PreTrainedModel) -> None:
     assert unequal == pytest.approx(math.sqrt(3 / 2 * (4 + 1 + 1)) / 6)
     assert perplexity.ratio_error(sums[:1], tokens[:1]) is None
 
-    ids, mask = some_blocks()
+    ids, mask = some_sequences()
     mask[:] = True
     losses = torch.tensor([measure(llama, ids[i : i + 1], mask[i : i + 1]).nll for i in range(4)])
     m = measure(llama, ids, mask)
@@ -162,7 +165,7 @@ class Scaled(nn.Module):
 
 
 def test_logits_that_are_scaled_on_the_way_out_count_as_they_are(llama: PreTrainedModel) -> None:
-    ids, mask = some_blocks()
+    ids, mask = some_sequences()
     parts = plain_logits(llama, ids, mask)
     nll = F.cross_entropy(torch.cat([p[0] for p in parts]) * 0.5, torch.cat([p[1] for p in parts]))
     assert measure(Scaled(llama), ids, mask).nll == pytest.approx(float(nll), rel=1e-5)
@@ -173,13 +176,13 @@ def test_no_more_logits_than_a_chunk_at_a_time(llama: PreTrainedModel, monkeypat
     monkeypatch.setattr(perplexity, "PROBE", 2)
     seen = []
     llama.lm_head.register_forward_hook(lambda _m, _i, out: seen.append(out.shape[-2]))
-    measure(llama, *some_blocks(), reference=llama)
+    measure(llama, *some_sequences(), reference=llama)
     assert max(seen) == 4
 
 
 def test_measuring_leaves_the_model_as_it_was_and_drops_nothing_out() -> None:
     model = make_pico("llama", attention_dropout=0.9)
-    ids, mask = some_blocks()
+    ids, mask = some_sequences()
     expected = measure(model, ids, mask).nll
     model.train()
     assert measure(model, ids, mask).nll == expected
@@ -187,10 +190,10 @@ def test_measuring_leaves_the_model_as_it_was_and_drops_nothing_out() -> None:
 
 
 def test_progress_and_what_is_written_down(llama: PreTrainedModel) -> None:
-    ids, mask = some_blocks()
-    told: list[tuple[int, int]] = []
-    m = measure(llama, ids, mask, progress=lambda *at: told.append(at), name="x", data="wikitext", seed=3)
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    ids, mask = some_sequences()
+    progress: list[tuple[int, int]] = []
+    m = measure(llama, ids, mask, progress=lambda *at: progress.append(at), name="x", data="wikitext", seed=3)
+    assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert (m.model, m.data, m.seed, m.device, m.dtype) == ("x", "wikitext", 3, "cpu", "float32")
     assert set(m.versions) == {"torch", "transformers", "tomoe"}
     assert m == measure(llama, ids, mask, name="x", data="wikitext", seed=3)
@@ -200,8 +203,8 @@ def test_progress_and_what_is_written_down(llama: PreTrainedModel) -> None:
 
 
 def test_what_cannot_be_measured_is_said_in_a_sentence(llama: PreTrainedModel) -> None:
-    ids, mask = some_blocks()
-    with pytest.raises(UserError, match="no block of the 4"):
+    ids, mask = some_sequences()
+    with pytest.raises(UserError, match="none of the 4 sequences"):
         measure(llama, ids, torch.zeros_like(mask))
     with pytest.raises(UserError, match="knows 64 tokens"):
         measure(llama, ids + 40, mask)
@@ -216,12 +219,12 @@ def test_what_cannot_be_measured_is_said_in_a_sentence(llama: PreTrainedModel) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_facts_follow_the_plan(family: str, dynamic: bool) -> None:
+@pytest.mark.parametrize("per_token", [True, False])
+def test_facts_follow_the_plan(family: str, per_token: bool) -> None:
     dense = make_pico(family)
-    plan = some_plan(dense, dynamic)
-    of_dense, of_moe = facts.model_facts(dense), facts.model_facts(fold(dense, plan))
-    whole = block_total(plan.shape)
+    plan = some_plan(dense, per_token)
+    of_dense, of_moe = param_counts.model_facts(dense), param_counts.model_facts(fold(dense, plan))
+    whole = decoder_params(plan.shape)
     assert (of_dense["block_params"], of_dense["active_block_params"], of_dense["active_share"]) == (whole, whole, 1.0)
     assert of_dense["active_params"] == of_dense["total_params"] == sum(p.numel() for p in dense.parameters())
     assert of_moe["active_share"] == pytest.approx(plan.active_fraction())
@@ -234,42 +237,40 @@ def test_facts_follow_the_plan(family: str, dynamic: bool) -> None:
 def test_stored_blocks_are_the_weights_that_are_there(dense: PreTrainedModel) -> None:
     moe = fold(dense, some_plan(dense))
     stored = [name for name, _ in moe.named_parameters() if name.endswith(("_proj", "_proj.weight"))]
-    assert facts.model_facts(moe)["block_params"] == sum(moe.get_parameter(n).numel() for n in stored)
+    assert param_counts.model_facts(moe)["block_params"] == sum(moe.get_parameter(n).numel() for n in stored)
 
 
 def test_facts_of_models_that_tomoe_did_not_make(tmp_path: Path) -> None:
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     config = MixtralConfig(**sizes, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=1)
-    mixtral = facts.model_facts(MixtralForCausalLM(config))
+    mixtral = param_counts.model_facts(MixtralForCausalLM(config))
     expert, attention = 3 * 32 * 48, 4 * 32 * 32
     assert mixtral["block_params"] == 2 * (4 * expert + attention)
     assert mixtral["active_block_params"] == 2 * (expert + attention)
     assert mixtral["active_share"] is None
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4))
-    assert facts.model_facts(gpt2)["active_block_params"] == 2 * 12 * 32 * 32
-    assert measure(gpt2.eval(), *some_blocks()).tokens == 36
+    assert param_counts.model_facts(gpt2)["active_block_params"] == 2 * 12 * 32 * 32
+    assert measure(gpt2.eval(), *some_sequences()).tokens == 36
     (tmp_path / "model.safetensors").write_bytes(b"x" * 70)
     (tmp_path / "plan.safetensors").write_bytes(b"x" * 1000)
-    assert facts.model_facts(gpt2, tmp_path)["bytes_on_disk"] == 70
+    assert param_counts.model_facts(gpt2, tmp_path)["bytes_on_disk"] == 70
 
 
 # -- routing
 
 
-def expert_usage(
-    model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
-) -> usage.ExpertUsage | None:
+def expert_usage(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> ExpertUsage | None:
     """Route every real token and count; None where the model has no router."""
     with usage.ExpertCounter(model) as counter, torch.no_grad(), perplexity.evaluating(model):
         for ids, real in zip(input_ids, mask, strict=True):
             if counter.routers:
-                perplexity.forward_block(model, ids, real, inner=perplexity.has_inner(model))
+                perplexity.forward_sequence(model, ids, real, inner=perplexity.has_inner(model))
                 counter.count(real)
     return counter.usage()
 
 
 def test_usage_counts_real_tokens_alone(llama: PreTrainedModel) -> None:
-    ids, mask = some_blocks()
+    ids, mask = some_sequences()
     moe = fold(llama, some_plan(llama))
     found = expert_usage(moe, ids, mask)
     assert found is not None
@@ -289,62 +290,62 @@ def test_usage_counts_real_tokens_alone(llama: PreTrainedModel) -> None:
 
 
 def test_comparison_measures_each_against_the_first(llama: PreTrainedModel, tmp_path: Path) -> None:
-    ids, mask = some_blocks()
+    ids, mask = some_sequences()
     moe = fold(llama, some_plan(llama))
     (tmp_path / "moe").mkdir()
-    told: list[tuple[str, int, int]] = []
+    progress: list[tuple[str, int, int]] = []
     models = iter([("dense", llama), (str(tmp_path / "moe"), moe)])
-    found = compare.compare(models, ids, mask, data="a text", progress=lambda *at: told.append(at))
+    found = compare(models, ids, mask, data="a text", on_progress=lambda stage, i, n, _: progress.append((stage, i, n)))
     assert [row.name for row in found] == ["dense", "moe"]
     assert found[0].measurement == measure(llama, ids, mask, name="dense", data="a text")
     assert found[1].measurement == measure(moe, ids, mask, llama, name="moe", data="a text")
     assert found[0].usage is None
     assert found[1].usage == expert_usage(moe, ids, mask)
-    assert told[-1] == ("moe", 4, 4)
+    assert progress[-1] == ("evaluating moe", 4, 4)
 
 
-def test_rows_read_back_from_json(rows: list[compare.Row]) -> None:
-    assert compare.from_json(compare.to_json(rows)) == rows
+def test_rows_read_back_from_json(rows: list[Row]) -> None:
+    assert from_json(to_json(rows)) == rows
     for text in ("{", "[]", '{"rows": []}', '{"format": "other", "rows": []}'):
         with pytest.raises(UserError, match="comparison"):
-            compare.from_json(text)
+            from_json(text)
 
 
-def test_tables_show_the_same_numbers(rows: list[compare.Row]) -> None:
+def test_tables_show_the_same_numbers(rows: list[Row]) -> None:
     rows[1] = replace(rows[1], measurement=replace(rows[1].measurement, model="a|b[red]"))
     m = rows[1].measurement
-    markdown = compare.to_markdown(rows)
+    markdown = tables.to_markdown(rows)
     head, ruler, dense_line, moe_line, _, note = markdown.splitlines()
-    assert head.startswith("| model | active blocks |")
+    assert head.startswith("| model | active params |")
     assert "on disk" not in head
     assert ruler.count("|") == head.count("|") == dense_line.count("|")
     assert "| 100.0% |" in dense_line
     assert "| - | - |" in dense_line
-    assert moe_line.startswith("| a\\|b[red] |")
+    assert moe_line.startswith("| a\\|b\\[red\\] |")
     assert f"{m.perplexity:.2f} ± {m.standard_error:.2f}" in moe_line
     assert f"{m.kl:.4f}" in moe_line
     assert m.data_sha256[:12] in note
     assert "seed 7" in note
     assert "ATTENTION" not in note
     console = Console(file=io.StringIO(), width=200)
-    console.print(compare.to_rich(rows))
+    console.print(tables.to_rich(rows))
     assert "a|b[red]" in console.file.getvalue()
     assert f"{m.kl:.4f}" in console.file.getvalue()
 
 
-def test_rows_of_different_texts_are_called_out(rows: list[compare.Row]) -> None:
+def test_rows_of_different_texts_are_called_out(rows: list[Row]) -> None:
     rows[1] = replace(rows[1], measurement=replace(rows[1].measurement, data_sha256="other"))
-    assert "ATTENTION" in compare.footnote(rows)
+    assert "ATTENTION" in tables.footnote(rows)
 
 
 def test_counts_are_readable() -> None:
-    assert [compare.count(n) for n in (7, 1500, 134_515_008, 6_738_415_616)] == ["7", "1.5 K", "134.5 M", "6.7 B"]
+    assert [tables.count(n) for n in (7, 1500, 134_515_008, 6_738_415_616)] == ["7", "1.5 K", "134.5 M", "6.7 B"]
 
 
 # -- card
 
 
-def test_card_reads_back(rows: list[compare.Row], llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_card_reads_back(rows: list[Row], llama: PreTrainedModel, tmp_path: Path) -> None:
     command = "tomoe convert someone/dense-1b -o tiny-moe"
     written = card.write_card(tmp_path / "tiny-moe", some_plan(llama), rows, command=command)
     assert written == tmp_path / "tiny-moe" / "README.md"
@@ -357,7 +358,7 @@ def test_card_reads_back(rows: list[compare.Row], llama: PreTrainedModel, tmp_pa
     assert results["kl_to_dense"] == pytest.approx(rows[1].measurement.kl, abs=1e-4)
     for part in ("import tomoe", "trust_remote_code=True", "150 steps", "look it up", "the dense model wrote"):
         assert part in loaded.content
-    assert compare.to_markdown(rows).splitlines()[3] in loaded.content
+    assert tables.to_markdown(rows).splitlines()[3] in loaded.content
     assert f"```\n{command}\n```" in loaded.content
     assert list(written.parent.iterdir()) == [written]
 
@@ -376,7 +377,7 @@ def test_card_of_an_unmeasured_local_model_names_no_path(llama: PreTrainedModel,
     assert "apache-2.0, as the dense model" in loaded.content
 
 
-def test_card_admits_what_flatters(rows: list[compare.Row], llama: PreTrainedModel) -> None:
+def test_card_admits_what_flatters(rows: list[Row], llama: PreTrainedModel) -> None:
     plan = some_plan(llama)
     for data, flattering in (("self, held out", True), ("wikitext, self, held out", True), ("self-help.txt", False)):
         measured = [replace(row, measurement=replace(row.measurement, data=data)) for row in rows]
@@ -388,7 +389,7 @@ def test_card_admits_what_flatters(rows: list[compare.Row], llama: PreTrainedMod
 def test_summary_says_how_it_was_learned(llama: PreTrainedModel) -> None:
     plan = some_plan(llama)
     lines = dict(summary.conversion_summary(plan))
-    assert lines["Active share"].startswith(f"{plan.active_fraction():.1%}")
+    assert lines["Active params"].startswith(f"{plan.active_fraction():.1%}")
     assert lines["Experts"].startswith("3 per layer, one for each token, 24 of 48 neurons wide")
     assert "chosen for each token: Q/K 6 to 8, V/O 5 to 8 of 8 dims" in lines["Attention"]
     assert lines["Learning"].startswith("150 steps of 512 tokens")
@@ -403,15 +404,15 @@ def test_a_card_that_cannot_be_written_is_named(llama: PreTrainedModel, tmp_path
 
 
 def test_routing_is_counted_by_source(llama: PreTrainedModel) -> None:
-    ids, mask = some_blocks()
+    ids, mask = some_sequences()
     moe = fold(llama, some_plan(llama))
     models = [("dense", llama), ("moe", moe)]
-    row = compare.compare(models, ids, mask, sources=["a", "b", "a", "b"])[1]
+    row = compare(models, ids, mask, sources=["a", "b", "a", "b"])[1]
     assert row.usage == expert_usage(moe, ids, mask)
     for source, own in (("a", [0, 2]), ("b", [1, 3])):
         assert row.usage_by_source[source] == expert_usage(moe, ids[own], mask[own])
-    assert compare.from_json(compare.to_json([row])) == [row]
-    assert compare.compare(models, ids, mask, sources=["a"] * 4)[1].usage_by_source == {}
+    assert from_json(to_json([row])) == [row]
+    assert compare(models, ids, mask, sources=["a"] * 4)[1].usage_by_source == {}
 
 
 @pytest.mark.parametrize(

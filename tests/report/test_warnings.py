@@ -14,12 +14,10 @@ from test_report import some_plan
 
 from conftest import make_pico
 from pico_files import CommandLine
-from tomoe.data.corpus import Blocks
-from tomoe.evaluation.compare import Row, to_json
+from tomoe.data.corpus import Sequences
 from tomoe.evaluation.overlap import shared_share
 from tomoe.evaluation.param_counts import model_facts
-from tomoe.evaluation.perplexity import Measurement
-from tomoe.evaluation.usage import ExpertUsage
+from tomoe.evaluation.rows import ExpertUsage, Measurement, Row, to_json
 from tomoe.plan import LayerPlan, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.warnings import BUDGET, OVERLAP, find_warnings
@@ -29,12 +27,12 @@ DENSE = make_pico("llama")
 
 def sound_plan() -> Plan:
     """Nothing to complain of: every neuron is in an expert, and the budget is what it is."""
-    plan = some_plan(DENSE, dynamic=False)
+    plan = some_plan(DENSE, per_token=False)
     layers = []
     for layer in plan.layers:
-        neurons = layer.expert_neurons.clone()
+        neurons = layer.expert_masks.clone()
         neurons[1] = ~neurons[0]
-        layers.append(replace(layer, expert_neurons=neurons))
+        layers.append(replace(layer, expert_masks=neurons))
     plan = replace(plan, layers=tuple(layers))
     return asked(plan, plan.active_fraction())
 
@@ -51,8 +49,8 @@ def changed(plan: Plan, layer: int, **parts: object) -> Plan:
     return asked(made, made.active_fraction())
 
 
-def row(context: int = 16, usage: ExpertUsage | None = None, overlap: float | None = None) -> Row:
-    measured = Measurement(2.0, 0.1, 0.7, 100, 10, context)
+def row(context: int = 16, usage: ExpertUsage | None = None, overlap: float | None = None, sequences: int = 10) -> Row:
+    measured = Measurement(2.0, 0.1, 0.7, 100, sequences, context)
     return Row(measured, model_facts(DENSE), usage, overlap)
 
 
@@ -76,7 +74,7 @@ def test_a_missed_budget(off: float, told: bool) -> None:
     assert [warning.kind for warning in found] == ["budget missed"] * told
     if told:
         assert f"{plan.active_fraction():.1%} of" in found[0].text
-        assert f"{plan.active_fraction() + off:.1%} were" in found[0].text
+        assert f"asks for {plan.active_fraction() + off:.1%}" in found[0].text
 
 
 def test_attention_that_is_nearly_empty() -> None:
@@ -90,7 +88,7 @@ def test_attention_that_is_nearly_empty() -> None:
     one_pair = torch.arange(4) < 1  # 2 of 8 dims: the least that Q and K can have here
     assert kinds(changed(plan, 0, qk_kept=one_pair)) == []
     wide = make_pico("llama", hidden_size=64)  # heads of 16
-    narrow = changed(asked(some_plan(wide, dynamic=False), 1.0), 0, qk_kept=torch.arange(8) < 1)
+    narrow = changed(asked(some_plan(wide, per_token=False), 1.0), 0, qk_kept=torch.arange(8) < 1)
     texts = [warning.text for warning in find_warnings(narrow) if warning.kind == "narrow attention"]
     assert len(texts) == 1
     assert "left of Q/K (layer 0: 2 of 16 dims)" in texts[0]
@@ -103,7 +101,7 @@ def test_neurons_that_no_expert_uses() -> None:
         neurons[:, : used - 12] = True
         neurons[1] = torch.roll(neurons[0], 12)
         neurons[2] = neurons[0]
-        found = find_warnings(changed(plan, 0, expert_neurons=neurons))
+        found = find_warnings(changed(plan, 0, expert_masks=neurons))
         assert [warning.kind for warning in found] == ["unused neurons"] * told
         if told:
             assert "layer 0: only 73% are in use" in found[0].text
@@ -112,7 +110,7 @@ def test_neurons_that_no_expert_uses() -> None:
 def test_all_layers_of_one_kind_share_a_sentence() -> None:
     same = torch.zeros(3, 48, dtype=torch.bool)
     same[:, :30] = True
-    plan = changed(changed(sound_plan(), 0, expert_neurons=same), 1, expert_neurons=same)
+    plan = changed(changed(sound_plan(), 0, expert_masks=same), 1, expert_masks=same)
     (found,) = find_warnings(plan)
     assert found.text.startswith("layers 0, 1: many neurons are in no expert")
 
@@ -142,9 +140,16 @@ def test_contexts_longer_than_the_model() -> None:
     assert (found.kind, "of 65 tokens, but is made for 64" in found.text) == ("context", True)
     plan = replace(sound_plan(), dense_config={"max_position_embeddings": 64})
     active = plan.active_fraction()
-    assert kinds(asked(plan, active, data={"block_size": 64})) == []
-    assert kinds(asked(plan, active, data={"block_size": 65})) == ["context"]
-    assert kinds(asked(replace(plan, dense_config={}), active, data={"block_size": 65})) == []
+    assert kinds(asked(plan, active, data={"seq_len": 64})) == []
+    assert kinds(asked(plan, active, data={"seq_len": 65})) == ["context"]
+    assert kinds(asked(replace(plan, dense_config={}), active, data={"seq_len": 65})) == []
+
+
+def test_a_text_of_few_sequences_is_noisy() -> None:
+    assert kinds(None, row(sequences=8)) == []
+    for sequences, words in ((7, "on 7 sequences of text"), (1, "on 1 sequence of text")):
+        (found,) = find_warnings(rows=[row(sequences=sequences), row(sequences=sequences)])
+        assert (found.kind, words in found.text, "noisy" in found.text) == ("few sequences", True, True)
 
 
 def test_evaluation_text_out_of_the_training_text() -> None:
@@ -153,10 +158,10 @@ def test_evaluation_text_out_of_the_training_text() -> None:
     assert (found.kind, found.text.startswith("50.0% of the evaluation tokens")) == ("training text", True)
 
 
-def blocks(rows: list[list[int]]) -> Blocks:
+def blocks(rows: list[list[int]]) -> Sequences:
     """Token 0 is padding, wherever it stands."""
     ids = torch.tensor(rows)
-    return Blocks(ids, ids != 0)
+    return Sequences(ids, ids != 0)
 
 
 def plain_share(text: list[list[int]], fitted: list[list[int]], n: int) -> float:
@@ -188,14 +193,14 @@ def test_overlap_of_long_runs_alone() -> None:
     text = torch.randint(1, 50_000, (4, 100), generator=draw)
     real = torch.ones_like(text, dtype=torch.bool)
     everything = torch.ones_like(fitted, dtype=torch.bool)
-    assert shared_share(Blocks(text, real), Blocks(fitted, everything)) == 0.0
+    assert shared_share(Sequences(text, real), Sequences(fitted, everything)) == 0.0
     text[1, 20:32] = fitted[5, 10:22]  # twelve tokens in a row are chance
-    assert shared_share(Blocks(text, real), Blocks(fitted, everything)) == 0.0
+    assert shared_share(Sequences(text, real), Sequences(fitted, everything)) == 0.0
     text[2, 7:37] = fitted[3, 30:60]
-    assert shared_share(Blocks(text, real), Blocks(fitted, everything)) == pytest.approx(30 / 400)
+    assert shared_share(Sequences(text, real), Sequences(fitted, everything)) == pytest.approx(30 / 400)
     everything[3, 40] = False
-    assert shared_share(Blocks(text, real), Blocks(fitted, everything)) == pytest.approx(19 / 400)
-    assert shared_share(Blocks(text[:, :12], real[:, :12]), Blocks(fitted, everything)) == 0.0
+    assert shared_share(Sequences(text, real), Sequences(fitted, everything)) == pytest.approx(19 / 400)
+    assert shared_share(Sequences(text[:, :12], real[:, :12]), Sequences(fitted, everything)) == 0.0
 
 
 def test_layer_plans_are_not_changed_by_looking() -> None:

@@ -1,4 +1,4 @@
-"""Several processes learn, carve, sample and measure what one does. What happens when one is lost: faults/."""
+"""Several processes learn, carve, sample and measure what one does. What happens when one is lost: test_lost_processes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from launcher import Launcher, assert_same_run, masks, train
 from pico_files import small, write_pico, write_text
-from several import Launcher, assert_same_run, masks, train
 from tomoe.conversion import convert
-from tomoe.evaluation.compare import from_json
+from tomoe.evaluation.rows import from_json
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory, run: Launcher) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory, run: Launcher) -> Path:
     """A model, a text, and what one process makes of them."""
     folder = tmp_path_factory.mktemp("distributed")
     write_pico(folder / "dense", num_hidden_layers=3)  # not a multiple of the processes: they carve unequal shares
@@ -29,38 +31,38 @@ def given(tmp_path_factory: pytest.TempPathFactory, run: Launcher) -> Path:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_several_processes_learn_what_one_learns(run: Launcher, given: Path, tmp_path: Path, count: int) -> None:
-    assert run(count, *train(given, tmp_path / "run")) == [0] * count
+def test_several_processes_learn_what_one_learns(run: Launcher, inputs: Path, tmp_path: Path, count: int) -> None:
+    assert run(count, *train(inputs, tmp_path / "run")) == [0] * count
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted(
-        p.name for p in (given / "one").iterdir()
+        p.name for p in (inputs / "one").iterdir()
     )
     for name, tensor in masks(tmp_path / "run", 0).items():
-        assert torch.equal(tensor, masks(given / "one", 0)[name]), f"{name} was carved otherwise"
-    assert_same_run(tmp_path / "run", given / "one")
+        assert torch.equal(tensor, masks(inputs / "one", 0)[name]), f"{name} was carved otherwise"
+    assert_same_run(tmp_path / "run", inputs / "one")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_base_that_is_shared_out_gives_the_same(run: Launcher, given: Path, tmp_path: Path, family: str) -> None:
+def test_a_sharded_base_gives_the_same(run: Launcher, inputs: Path, tmp_path: Path, family: str) -> None:
     """Each process holds half of every layer; text is sampled, carved and learned from with all of them."""
-    own = ["--set", "train.shard=true"]
+    sharded = ["--set", "train.shard=true"]
     if family != "llama":
         write_pico(tmp_path / "dense", family, num_hidden_layers=3)
-        given = Path(shutil.copy(given / "text.txt", tmp_path)).parent
-        assert run(1, *train(given, given / "one")) == [0]
-    assert run(2, *train(given, tmp_path / "run", *own)) == [0, 0], (tmp_path / "run.0.log").read_text()
+        inputs = Path(shutil.copy(inputs / "text.txt", tmp_path)).parent
+        assert run(1, *train(inputs, inputs / "one")) == [0]
+    assert run(2, *train(inputs, tmp_path / "run", *sharded)) == [0, 0], (tmp_path / "run.0.log").read_text()
     for name, tensor in masks(tmp_path / "run", 0).items():
-        assert torch.equal(tensor, masks(given / "one", 0)[name]), f"{name} was carved otherwise"
-    assert_same_run(tmp_path / "run", given / "one")
+        assert torch.equal(tensor, masks(inputs / "one", 0)[name]), f"{name} was carved otherwise"
+    assert_same_run(tmp_path / "run", inputs / "one")
 
 
-def test_a_base_that_is_shared_out_becomes_a_whole_model(run: Launcher, given: Path, tmp_path: Path) -> None:
+def test_a_sharded_base_becomes_a_whole_model(run: Launcher, inputs: Path, tmp_path: Path) -> None:
     sizes = small(
-        train_steps="2", train_gradient_accumulation="2", train_gradient_checkpointing="true", data_tokens="800"
+        train_steps="2", train_gradient_accumulation_steps="2", train_gradient_checkpointing="true", data_tokens="800"
     )
     for count, name in ((2, "two"), (1, "one")):
         command = [
             "convert",
-            given / "dense",
+            inputs / "dense",
             "--data",
             "self",
             "-o",
@@ -76,25 +78,26 @@ def test_a_base_that_is_shared_out_becomes_a_whole_model(run: Launcher, given: P
         torch.testing.assert_close(two[n], t, rtol=1e-3, atol=1e-5)
 
 
-def test_processes_that_cannot_share_a_step(run: Launcher, given: Path, tmp_path: Path) -> None:
-    command = train(given, tmp_path / "run")
+def test_processes_that_cannot_share_a_step(run: Launcher, inputs: Path, tmp_path: Path) -> None:
+    command = train(inputs, tmp_path / "run")
     assert run(3, *command) == [2, 2, 2]
     assert "4 forward passes" in Path(f"{tmp_path / 'run'}.0.log").read_text().splitlines()[-1]
+    assert not (tmp_path / "run").exists()
 
 
-def test_only_the_first_process_says_what_is_wrong(run: Launcher, given: Path, tmp_path: Path) -> None:
+def test_only_the_first_process_says_what_is_wrong(run: Launcher, inputs: Path, tmp_path: Path) -> None:
     """Text is prepared by one process; the others must not wait for it for ever."""
     (tmp_path / "empty.txt").write_text("\n")
-    command = [*train(given, tmp_path / "run"), "--set", f"data.sources={tmp_path / 'empty.txt'}"]
+    command = [*train(inputs, tmp_path / "run"), "--set", f"data.sources={tmp_path / 'empty.txt'}"]
     assert run(2, *command) == [2, 2]
     assert "tomoe: " in Path(f"{tmp_path / 'run'}.0.log").read_text()
     assert Path(f"{tmp_path / 'run'}.1.log").read_text() == ""
 
 
-def test_a_whole_conversion_is_written_once(run: Launcher, given: Path, tmp_path: Path) -> None:
-    sizes = small(train_steps="2", train_gradient_accumulation="2")
+def test_a_whole_conversion_is_written_once(run: Launcher, inputs: Path, tmp_path: Path) -> None:
+    sizes = small(train_steps="2", train_gradient_accumulation_steps="2")
     moe = tmp_path / "moe"
-    command = ["convert", given / "dense", "--data", given / "text.txt", "--data", "self", "-o", moe, *sizes]
+    command = ["convert", inputs / "dense", "--data", inputs / "text.txt", "--data", "self", "-o", moe, *sizes]
     assert run(2, *command) == [0, 0]
     assert (moe / "report.html").exists(), Path(f"{moe}.0.log").read_text()
     assert Plan.load(moe).active_fraction() == pytest.approx(0.7, abs=0.002)
@@ -104,17 +107,17 @@ def test_a_whole_conversion_is_written_once(run: Launcher, given: Path, tmp_path
     assert len(json.loads(together)["rows"][1]["usage_by_source"]) == 2
     for count in (1, 3):
         shown = tmp_path / f"{count}.json"
-        assert run(count, "evaluate", given / "dense", moe, "--dtype", "float32", "--json", shown) == [0] * count
+        assert run(count, "evaluate", inputs / "dense", moe, "--dtype", "float32", "--json", shown) == [0] * count
         assert json.loads(shown.read_text())["rows"] == json.loads(together)["rows"]
     assert Path(f"{tmp_path / '3.json'}.2.log").read_text() == ""
     assert "dense" in Path(f"{tmp_path / '3.json'}.0.log").read_text()
 
 
-def test_overlapping_windows_are_shared_out(run: Launcher, given: Path, tmp_path: Path) -> None:
+def test_overlapping_windows_are_divided(run: Launcher, inputs: Path, tmp_path: Path) -> None:
     """More processes than windows: the last one measures nothing, and waits."""
     options = [
         "--text",
-        given / "text.txt",
+        inputs / "text.txt",
         "--context",
         "64",
         "--stride",
@@ -126,17 +129,17 @@ def test_overlapping_windows_are_shared_out(run: Launcher, given: Path, tmp_path
     ]
     for count in (1, 3):
         shown = tmp_path / f"{count}.json"
-        assert run(count, "evaluate", given / "dense", given / "dense", *options, "--json", shown) == [0] * count
+        assert run(count, "evaluate", inputs / "dense", inputs / "dense", *options, "--json", shown) == [0] * count
     assert (tmp_path / "1.json").read_text() == (tmp_path / "3.json").read_text()
     assert json.loads((tmp_path / "3.json").read_text())["rows"][0]["measurement"]["blocks"] == 2
 
 
-def test_a_sweep_is_shared_out(run: Launcher, given: Path, tmp_path: Path) -> None:
-    """And goes on, in all processes, after a cell that cannot be made."""
+def test_a_sweep_runs_in_all_processes(run: Launcher, inputs: Path, tmp_path: Path) -> None:
+    """And continues in all of them after a cell that failed."""
     out, sizes = tmp_path / "sweep", small(train_steps="0")
-    cells = ["--over", "active=0.01,0.7", "--data", given / "text.txt", "-o", out]
-    assert run(2, "sweep", given / "dense", *cells, *sizes) == [2, 2]
-    assert "1 of 2 cells could not be made; active=0.01: active is 0.01, but" in Path(f"{out}.0.log").read_text()
+    cells = ["--over", "active=0.01,0.7", "--data", inputs / "text.txt", "-o", out]
+    assert run(2, "sweep", inputs / "dense", *cells, *sizes) == [2, 2]
+    assert "1 of 2 cells failed; active=0.01: active is 0.01, but" in Path(f"{out}.0.log").read_text()
     assert Path(f"{out}.1.log").read_text() == ""
     (row,) = [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
     assert row["measured"]["active_share"] == pytest.approx(0.7, abs=0.01)
@@ -147,10 +150,15 @@ def test_two_processes_fine_tune_what_one_does(run: Launcher, tmp_path: Path) ->
     text, dense, out = write_text(tmp_path / "text.txt"), write_pico(tmp_path / "dense"), tmp_path / "out"
     sets = [option for option in small(train_steps="0") if option != "--set"]
     convert(Recipe.load(None, [f"model={dense}", f"data.sources={text}", *sets]), out)
-    own = ("train.steps=3", "train.gradient_accumulation=2", "train.learning_rate=1e-3", "data.evaluation_tokens=64")
+    settings = (
+        "train.steps=3",
+        "train.gradient_accumulation_steps=2",
+        "train.learning_rate=1e-3",
+        "data.evaluation_tokens=64",
+    )
     words = [
         word
-        for setting in (*own, *(s for s in sets if s.startswith("data.") and "eval" not in s))
+        for setting in (*settings, *(s for s in sets if s.startswith("data.") and "eval" not in s))
         for word in ("--set", setting)
     ]
     command = ["finetune", out, "--data", text, *words, "-o"]

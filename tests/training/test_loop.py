@@ -11,15 +11,21 @@ import torch
 from transformers import PreTrainedModel
 
 from conftest import ATTENTION_MODES, make_pico, tokens
+from tomoe import distributed
+from tomoe.conversion import begin
+from tomoe.errors import UserError
+from tomoe.model.base_weights import BaseWeights
 from tomoe.model.structure import shape_of
+from tomoe.progress import no_progress
 from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.pruning.objective import budget_target, mask_step, micro_step
 from tomoe.recipe.conversion import Recipe
-from tomoe.training.loop import Row, Training, budget_target, learning_rate, micro_step
+from tomoe.training.loop import Row, Training, learning_rate
 from tomoe.training.run_folder import RunFolder
 
 
 class Text:
-    """Blocks of random tokens, a few of which come again and again."""
+    """Sequences of random tokens, a few of which come again and again."""
 
     def __init__(self, rows: int = 4, length: int = 16) -> None:
         self.ids = tokens(rows, length)
@@ -47,10 +53,10 @@ def train(
     model: PreTrainedModel, folder: Path, *changes: str, text: Text | None = None
 ) -> tuple[MaskNetwork, list[Row]]:
     recipe = small_recipe(*changes)
-    net = MaskNetwork(shape_of(model), recipe.experts, recipe.sampling, recipe.seed)
+    net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, recipe.seed)
     run, rows = RunFolder(folder), []
     run.begin(recipe, resume=False)
-    Training(model, net, recipe, text or Text(), run).train(rows.append)
+    Training(model, net, recipe, text or Text(), run, mask_step(model, net, recipe)).train(rows.append)
     return net, rows
 
 
@@ -73,7 +79,7 @@ def test_the_budget_warms_up_from_the_whole_model() -> None:
 def test_a_random_start_learns_the_budget_and_leaves_the_base_alone(attention: str, tmp_path: Path) -> None:
     model = make_pico("llama")
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    changes = ["active=0.7", "train.steps=120", "train.learning_rate=1e-2", f"experts.attention={attention}"]
+    changes = ["active=0.7", "train.steps=120", "train.learning_rate=1e-2", f"attention.pruning={attention}"]
     _, rows = train(model, tmp_path / "run", *changes)
     assert rows[0]["active_fraction"] > 0.9
     assert rows[-1]["active_fraction"] == pytest.approx(0.7, abs=0.06)
@@ -82,7 +88,7 @@ def test_a_random_start_learns_the_budget_and_leaves_the_base_alone(attention: s
 
 
 def test_masks_learn_which_neurons_matter(tmp_path: Path) -> None:
-    """Half of the neurons have no output: the objective finds them, since dropping them costs no fidelity."""
+    """Half of the neurons have no output: the objective finds them, since dropping them changes no prediction."""
     model = make_pico("llama")
     for layer in model.model.layers:
         layer.mlp.down_proj.weight[:, 24:] = 0
@@ -96,14 +102,18 @@ def test_masks_learn_which_neurons_matter(tmp_path: Path) -> None:
 
 
 def test_accumulated_micro_batches_are_one_batch() -> None:
-    """Two micro-batches of one block against one batch of both: same gradient, where no token draws for itself."""
+    """Two micro-batches of one sequence against one batch of both: same gradient, where no token draws for itself."""
     model = make_pico("mistral")
     text = Text(2)
 
     def gradients(size: int, accumulation: int) -> list[torch.Tensor]:
-        changes = [f"train.batch_size={size}", f"train.gradient_accumulation={accumulation}", "experts.num_experts=1"]
+        changes = [
+            f"train.batch_size={size}",
+            f"train.gradient_accumulation_steps={accumulation}",
+            "experts.num_experts=1",
+        ]
         recipe = small_recipe(*changes, "loss.balance_weight=0.0")
-        net = MaskNetwork(shape_of(model), recipe.experts, recipe.sampling, recipe.seed)
+        net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, recipe.seed)
         for micro in range(accumulation):
             micro_step(model, net, recipe, text.batch(0, micro, size, accumulation, 0), 0, micro)
         return [p.grad for name, p in net.named_parameters() if p.grad is not None and "router" not in name]
@@ -112,12 +122,24 @@ def test_accumulated_micro_batches_are_one_batch() -> None:
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("change", ["loss.objective=lm", "sampling.noise=logistic", "experts.attention_embedding=local",
+def test_accumulation_that_does_not_divide_is_refused_before_the_model_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "world_size", lambda: 3)
+    recipe = small_recipe("train.gradient_accumulation_steps=4", "model=nowhere")
+    with pytest.raises(UserError, match=r"a step has 4 forward passes .* which 3 processes cannot share evenly"):
+        begin(recipe, BaseWeights.of(recipe), RunFolder(tmp_path / "run"), False, no_progress)
+    recipe = recipe.changed(["train.gradient_accumulation_steps=6"])
+    with pytest.raises(UserError, match="nowhere"):
+        begin(recipe, BaseWeights.of(recipe), RunFolder(tmp_path / "run"), False, no_progress)
+
+
+@pytest.mark.parametrize("change", ["loss.objective=lm", "sampling.noise=logistic", "attention.embedding=local",
                                     "experts.num_experts=1", "train.gradient_checkpointing=true", "loss.coverage_weight=0.0",
                                     "train.dtype=bfloat16"])  # fmt: skip
 def test_every_ablation_trains(change: str, tmp_path: Path) -> None:
     model = make_pico("qwen2").to(torch.float32)
-    _, rows = train(model, tmp_path / "run", "train.steps=3", "experts.attention=dynamic", change)
+    _, rows = train(model, tmp_path / "run", "train.steps=3", "attention.pruning=per_token", change)
     assert len(rows) == 3
     assert all(math.isfinite(row["loss"]) and not row["skipped"] for row in rows)
     assert not model.training
@@ -125,9 +147,9 @@ def test_every_ablation_trains(change: str, tmp_path: Path) -> None:
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        train(make_pico("phi"), tmp_path / name, "train.steps=4", "experts.attention=dynamic")
+        train(make_pico("phi"), tmp_path / name, "train.steps=4", "attention.pruning=per_token")
     last = Path("masks") / "step-000004"
     for file in ("masks.safetensors", "optimizer.safetensors"):
         assert (tmp_path / "a" / last / file).read_bytes() == (tmp_path / "b" / last / file).read_bytes()
-    train(make_pico("phi"), tmp_path / "c", "train.steps=4", "experts.attention=dynamic", "seed=1")
+    train(make_pico("phi"), tmp_path / "c", "train.steps=4", "attention.pruning=per_token", "seed=1")
     assert (tmp_path / "c" / last / file).read_bytes() != (tmp_path / "a" / last / file).read_bytes()

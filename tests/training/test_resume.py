@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -18,9 +19,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pico_files import CommandLine, contents, small, steps_of
-from tomoe.training import loop as training
+from format_1 import format_1
+from pico_files import CommandLine, contents, pico_recipe, small, steps_of
+from tomoe.conversion import plan, train
+from tomoe.pruning import objective
+from tomoe.recipe.base import RenamedKey
 from tomoe.training import run_folder
+
+pytestmark = pytest.mark.slow
 
 # One process that has imported everything forks a fresh `tomoe train` again and again and kills it (-9): every second time
 # after a random while, every second time as soon as a checkpoint is being written.
@@ -80,7 +86,7 @@ def test_killed_at_random_moments_it_ends_in_the_same_bytes(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
 ) -> None:
     # dynamic attention draws per token, too: the most that a resumed run has to draw again
-    options = [model, "--data", text, "--attention", "dynamic", *small(train_steps="30", train_save_every="5")]
+    options = [model, "--data", text, "--attention", "per_token", *small(train_steps="30", train_save_every="5")]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = subprocess.run(
         [sys.executable, "-c", KILLER, *map(str, (whole, killed, *options))],
@@ -119,6 +125,28 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert tomoe("train", *options, "-o", tmp_path / "run", "--resume").code == 0
     name = Path("masks") / "step-000006" / "masks.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.usefixtures("model", "text")
+def test_a_run_of_format_1_resumes_in_the_same_bytes(tmp_path: Path) -> None:
+    """Its recipe and metrics have older keys; a warning names today's."""
+    recipe = pico_recipe(tmp_path, "train.steps=6", "attention.pruning=per_token")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train(recipe, whole)
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "masks" / "step-000006")
+    (run / "recipe.json").write_text(json.dumps(format_1(json.loads((run / "recipe.json").read_text()))))
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace('"distill"', '"fidelity"'))
+    with pytest.warns(RenamedKey) as renamed:
+        train(recipe, run, resume=True)
+    assert any("experts.attention is now called attention.pruning" in str(w.message) for w in renamed)
+    assert contents(run / "masks") == contents(whole / "masks")
+    assert steps_of(run) == steps_of(whole)
+    assert {"distill", "budget"} < steps_of(run)[0].keys()
+    with pytest.warns(RenamedKey):
+        plan(run, tmp_path / "plan-run")
+    plan(whole, tmp_path / "plan-whole")
+    assert contents(tmp_path / "plan-run") == contents(tmp_path / "plan-whole")
 
 
 def test_when_no_checkpoint_is_whole_it_says_so(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
@@ -195,13 +223,13 @@ def test_a_finished_conversion_that_lost_its_report_writes_it_on_resume(
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
     """The loss of these steps (counted from 0) is NaN."""
-    real, calls = training.fidelity_loss, iter(range(10**6))
+    real, calls = objective.distill_loss, iter(range(10**6))
 
     def loss(*args: Any) -> Tensor:
         value: Tensor = real(*args)
         return value * float("nan") if next(calls) in steps else value
 
-    monkeypatch.setattr(training, "fidelity_loss", loss)
+    monkeypatch.setattr(objective, "distill_loss", loss)
 
 
 def test_a_loss_that_is_not_finite_skips_the_step(
@@ -220,7 +248,7 @@ def test_a_loss_that_is_not_finite_skips_the_step(
 def test_too_many_in_a_row_stop_the_run_and_the_last_good_checkpoint_stays(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = [model, "--data", text, "-o", tmp_path / "run", *small(train_steps="12", train_max_bad_steps="3")]
+    options = [model, "--data", text, "-o", tmp_path / "run", *small(train_steps="12", train_max_nonfinite_steps="3")]
     with monkeypatch.context() as only_here:
         poison(only_here, range(5, 12))
         outcome = tomoe("train", *options)
@@ -253,9 +281,9 @@ def test_a_kill_while_a_checkpoint_is_made_again_leaves_a_whole_one(
     monkeypatch.setattr(run_folder.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         run.save(0, net, optimizer, {"bad_steps": 0})
-    found = run.last()
-    assert found is not None
-    assert found.step == 0
+    checkpoint = run.last()
+    assert checkpoint is not None
+    assert checkpoint.step == 0
 
 
 @pytest.mark.parametrize("killed_at", ["recipe.json", "masks"])
@@ -290,7 +318,7 @@ def test_a_stopped_run_keeps_its_last_step(
     """A scheduler's warning in the middle of step 4: the three whole steps are kept, and the rest ends in the same bytes."""
     options = [model, "--data", text, *small(train_steps="6", train_save_every="100")]
     assert tomoe("train", *options, "-o", tmp_path / "whole").code == 0
-    real, calls = training.fidelity_loss, iter(range(10**6))
+    real, calls = objective.distill_loss, iter(range(10**6))
 
     def loss(*args: Any) -> Tensor:
         if next(calls) == 3:
@@ -299,7 +327,7 @@ def test_a_stopped_run_keeps_its_last_step(
 
     run = tmp_path / "run"
     with monkeypatch.context() as only_here:
-        only_here.setattr(training, "fidelity_loss", loss)
+        only_here.setattr(objective, "distill_loss", loss)
         outcome = tomoe("train", *options, "-o", run)
     assert outcome.code == 128 + signum
     assert "--resume" in outcome.err.splitlines()[-1]

@@ -10,6 +10,8 @@ import pytest
 
 from pico_files import CommandLine, contents, small
 
+pytestmark = pytest.mark.slow
+
 TIMED = (
     "cost.json", "README.md", "evaluation.json", "report.html", "report.json", "cost.svg", "cost.png", "metrics.jsonl",
 )  # fmt: skip
@@ -49,7 +51,7 @@ def test_a_conversion_that_runs_out_of_disk_again_and_again(
     """At a checkpoint, at the weights, at the report: every time a little more room, and --resume."""
     options = [model, "--data", text, *small()]
     assert tomoe("convert", *options, "-o", tmp_path / "whole").code == 0
-    out, said = disk / "out", []
+    out, messages = disk / "out", []
     for kib in (160, 400, 900, 4096):
         resize(disk, kib)
         done = tomoe("convert", *options, "-o", out, "--resume")
@@ -57,11 +59,11 @@ def test_a_conversion_that_runs_out_of_disk_again_and_again(
             assert done.code == 0, done.err
             break
         assert done.code == 2, done.err
-        said.append(done.err.splitlines()[-1])
-        assert said[-1].startswith("tomoe: cannot ")
-        assert "No space left on device" in said[-1]
+        messages.append(done.err.splitlines()[-1])
+        assert messages[-1].startswith("tomoe: cannot ")
+        assert "No space left on device" in messages[-1]
         assert "Traceback" not in done.err
         assert not (out / "config.json").exists() or "model.safetensors" in {f.name for f in out.iterdir()}
     for words in ("cannot write the checkpoint of step", "cannot write the model to", "figures"):
-        assert any(words in sentence for sentence in said), said
+        assert any(words in sentence for sentence in messages), messages
     assert contents(out, but=TIMED) == contents(tmp_path / "whole", but=TIMED)

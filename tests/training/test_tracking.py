@@ -15,6 +15,8 @@ from tomoe.recipe.conversion import Recipe
 from tomoe.training import tracking
 from tomoe.training.run_folder import RunFolder
 
+pytestmark = pytest.mark.slow
+
 STAND_IN = """
 import json, pathlib
 PLACE = pathlib.Path(__file__).with_suffix(".jsonl")
@@ -45,7 +47,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def recipe_of(place: Path, track: str) -> Recipe:
-    return pico_recipe(place, "train.log_every=2", f"track={track}")
+    return pico_recipe(place, "train.log_every=2", f"report_to={track}")
 
 
 @pytest.fixture(params=["trackio", "wandb"])
@@ -57,7 +59,7 @@ def stand_in(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     return request.param
 
 
-def told(place: Path, kind: str) -> list[list[object]]:
+def received(place: Path, kind: str) -> list[list[object]]:
     return [json.loads(line) for line in (place / "clients" / f"{kind}.jsonl").read_text().splitlines()]
 
 
@@ -72,9 +74,9 @@ def test_clients_hear_what_is_logged_and_no_more(
     train(recipe, place / "out" / "run")
     rows = RunFolder(place / "out" / "run").rows()
     assert [row["step"] for row in rows] == [2, 4]
-    first, *logs, last = told(place, stand_in)
+    first, *logs, last = received(place, stand_in)
     assert first[:3] == ["init", "tomoe", "out"]
-    assert first[3] == recipe.leaves()
+    assert first[3] == recipe.flatten()
     assert logs == [["log", row["step"], drawn(row)] for row in rows]
     assert last == ["finish"]
     assert capsys.readouterr().out == ""  # their greetings are no result
@@ -95,11 +97,11 @@ def test_a_run_that_goes_on_is_told_from_its_first_step(
     monkeypatch.setattr(RunFolder, "append_metrics", cut)
     with pytest.raises(KeyboardInterrupt):
         train(recipe_of(place, stand_in), run)
-    assert told(place, stand_in)[-1] == ["finish"]
+    assert received(place, stand_in)[-1] == ["finish"]
     monkeypatch.setattr(RunFolder, "append_metrics", heard)
-    before = len(told(place, stand_in))
+    before = len(received(place, stand_in))
     train(recipe_of(place, stand_in), run, resume=True)
-    assert [said[:2] for said in told(place, stand_in)[before:]] == [
+    assert [message[:2] for message in received(place, stand_in)[before:]] == [
         ["init", "tomoe"],
         ["log", 2],
         ["log", 4],
@@ -119,9 +121,9 @@ def test_tensorboard_holds_the_rows_also_after_a_second_start(place: Path) -> No
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {f"train/{key}" for key in drawn(rows[0])}
-    for key in ("fidelity", "active_fraction", "skipped"):
-        found = [(event.step, event.value) for event in events.Scalars(f"train/{key}")]
-        assert found == [(row["step"], pytest.approx(float(row[key]))) for row in rows]
+    for key in ("distill", "active_fraction", "skipped"):
+        events_read = [(event.step, event.value) for event in events.Scalars(f"train/{key}")]
+        assert events_read == [(row["step"], pytest.approx(float(row[key]))) for row in rows]
 
 
 def test_what_is_not_finite_is_left_out() -> None:
@@ -130,11 +132,11 @@ def test_what_is_not_finite_is_left_out() -> None:
 
 
 def test_the_tracker_changes_nothing_that_is_learned() -> None:
-    plain, followed = (Recipe.load(None, [f"track={kind}"]) for kind in ("none", "wandb"))
+    plain, followed = (Recipe.load(None, [f"report_to={kind}"]) for kind in ("none", "wandb"))
     assert plain.digest() == followed.digest()
     assert plain.differences(followed) == []
-    with pytest.raises(UserError, match="track is 'mlflow'"):
-        Recipe.load(None, ["track=mlflow"])
+    with pytest.raises(UserError, match="report_to is 'mlflow'"):
+        Recipe.load(None, ["report_to=mlflow"])
 
 
 def test_a_missing_package_is_said_before_the_run_begins(
@@ -142,11 +144,19 @@ def test_a_missing_package_is_said_before_the_run_begins(
 ) -> None:
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     done = tomoe(
-        "train", place / "dense", "-o", place / "run", "--data", place / "text.txt", "--set", "track=wandb", *small()
+        "train",
+        place / "dense",
+        "-o",
+        place / "run",
+        "--data",
+        place / "text.txt",
+        "--set",
+        "report_to=wandb",
+        *small(),
     )
     assert done.code == 2
     assert done.err == (
-        "tomoe: the recipe asks for track=wandb, but the package wandb is not installed; install it with: pip install wandb\n"
+        "tomoe: the recipe sets report_to=wandb, but the package wandb is not installed; install it with: pip install wandb\n"
     )
     assert not (place / "run").exists()
 
@@ -155,6 +165,6 @@ def test_a_tracker_that_cannot_begin_is_one_sentence(
     place: Path, stand_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (place / "clients" / f"{stand_in}.py").write_text("def init(**given):\n    raise OSError('no key\\nlong story')\n")
-    with pytest.raises(UserError, match=f"^{stand_in} cannot begin: no key; set it up, or give track=none$"):
+    with pytest.raises(UserError, match=f"^{stand_in} cannot start: no key; set it up, or use report_to=none$"):
         train(recipe_of(place, stand_in), place / "run")
     monkeypatch.delitem(sys.modules, stand_in)

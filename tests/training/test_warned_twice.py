@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from pico_files import CommandLine, small
-from tomoe.training import loop as training
+from tomoe.pruning import objective
 from tomoe.training import run_folder
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_second_warning_does_not_break_what_the_first_one_began(
@@ -18,7 +20,7 @@ def test_the_second_warning_does_not_break_what_the_first_one_began(
 ) -> None:
     run = tmp_path / "run"
     options = [model, "--data", text, "-o", run]
-    learn, write, calls = training.fidelity_loss, run_folder.save_file, iter(range(10**6))
+    learn, write, calls = objective.distill_loss, run_folder.save_file, iter(range(10**6))
 
     def warned(*args: Any) -> Any:
         if next(calls) == 3:
@@ -31,7 +33,7 @@ def test_the_second_warning_does_not_break_what_the_first_one_began(
         write(*args)
 
     with monkeypatch.context() as only_here:
-        only_here.setattr(training, "fidelity_loss", warned)
+        only_here.setattr(objective, "distill_loss", warned)
         only_here.setattr(run_folder, "save_file", warned_again)
         stopped = tomoe("train", *options, *small(train_steps="6", train_save_every="100"))
     assert stopped.code == 143

@@ -1,16 +1,19 @@
-"""The command line: a verb is a file is a subcommand. One verb reads one artefact and writes the next."""
+"""The command line: a verb is a file is a subcommand. One verb reads one artifact and writes the next.
+
+What needs PyTorch is imported inside the verbs, after their arguments were checked.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, NoReturn
 
-import torch
 import typer
 
 import tomoe
-from tomoe import distributed
 from tomoe.cli.apply import apply
 from tomoe.cli.benchmark import benchmark
 from tomoe.cli.carve import carve
@@ -18,18 +21,18 @@ from tomoe.cli.convert import convert
 from tomoe.cli.doctor import doctor
 from tomoe.cli.evaluate import evaluate
 from tomoe.cli.export import export
-from tomoe.cli.fetch import fetch
 from tomoe.cli.finetune import finetune
 from tomoe.cli.generate import generate
 from tomoe.cli.inspect import inspect
 from tomoe.cli.plan import plan
 from tomoe.cli.push import push
+from tomoe.cli.repair import repair
 from tomoe.cli.report import report
 from tomoe.cli.route import route
-from tomoe.cli.screen import quiet_libraries
 from tomoe.cli.stopping import Stopped, stoppable
 from tomoe.cli.sweep import sweep
 from tomoe.cli.train import train
+from tomoe.cli.words import only_notes, printable
 from tomoe.errors import UserError
 
 app = typer.Typer(
@@ -39,31 +42,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (
-    doctor,
-    convert,
-    carve,
-    train,
-    plan,
-    apply,
-    finetune,
-    export,
-    evaluate,
-    benchmark,
-    sweep,
-    generate,
-    report,
-    route,
-    inspect,
-    fetch,
-    push,
-):
-    app.command()(verb)
-app.command("fold", hidden=True)(apply)  # the stage's own name
+VERBS = {
+    "Convert": (doctor, convert, carve, repair, finetune, sweep),
+    "Convert stage by stage": (train, plan, apply),
+    "Look and measure": (evaluate, generate, report, inspect, route, benchmark),
+    "Use elsewhere": (export, push),
+}
+for panel, verbs in VERBS.items():
+    for verb in verbs:
+        app.command(rich_help_panel=panel)(verb)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"tomoe {tomoe.__version__}")
         raise typer.Exit
 
@@ -78,26 +69,39 @@ def _root(
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit: 0 done, 2 what the user can mend (one line on stderr), 130 or 143 stopped."""
-    quiet_libraries()
+    """Run one command and exit: 0 done, 2 an error that the user can fix (one line on stderr), 130 or 143 stopped."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        with stoppable(), distributed.together():
+        with only_notes(), stoppable(), _process_group():
             app(list(sys.argv[1:] if args is None else args), prog_name="tomoe")
     except UserError as error:
         _fail(2, str(error))
-    except torch.OutOfMemoryError as error:
-        _fail(
-            2,
-            f"the device ran out of memory ({error}); try train.gradient_checkpointing=true or a smaller data.block_size",
-        )
     except OSError as error:
         place = f" {error.filename}" if error.filename else ""
         _fail(2, f"cannot read or write{place}: {error.strerror or error}")
     except Stopped as stopped:
         _fail(128 + stopped.signum, str(stopped))
+    except RuntimeError as error:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+            raise
+        hint = "try train.gradient_checkpointing=true or a smaller data.seq_len"
+        _fail(2, f"the device ran out of memory ({error}); {hint}")
     sys.exit(0)
 
 
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """Join the processes that torchrun started; without torchrun, PyTorch is not needed yet."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        yield
+        return
+    from tomoe import distributed
+
+    with distributed.process_group():
+        yield
+
+
 def _fail(code: int, sentence: str) -> NoReturn:
-    print("tomoe:", " ".join(sentence.split()), file=sys.stderr)
+    print("tomoe:", printable(" ".join(sentence.split())), file=sys.stderr)
     sys.exit(code)

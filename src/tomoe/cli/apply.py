@@ -1,32 +1,33 @@
-"""`tomoe apply PLAN [MODEL] -o OUT`: the planned model, for good. Also known as `fold`, the name of the stage."""
+"""`tomoe apply PLAN [MODEL] -o OUT`: build the MoE from a plan and dense weights."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from tomoe import api
-from tomoe.cli.options import ForceOption, OutOption
-from tomoe.cli.screen import Screen
+from tomoe.cli import options
 
 
 def apply(
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan folder, or the hub id of a plan.")],
-    out: OutOption,
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="Plan folder, or hub id of a plan.")],
+    out: options.Out,
     model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="The dense model, where it is not found as the plan names it."),
+        str | None, typer.Argument(metavar="[MODEL]", help="Dense model, if it is not where the plan says.")
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option("--dtype", help="Default: the recipe's.")
+        options.Dtype | None, typer.Option("--dtype", help="Dtype of the weights (default: the recipe's).")
     ] = None,
-    force: ForceOption = False,
+    force: options.Force = False,
 ) -> None:
-    """Make the MoE from a plan and the dense weights it was made for (checked); writes a Hugging Face folder."""
-    made = api.apply_plan(plan, model, out, dtype, force)
-    checked = "" if made.source else " The plan names no fingerprint, so only the sizes of the weights were checked."
-    Screen().say(
-        f"The MoE is in {out}: {made.active_fraction():.4f} of the blocks active.{checked} "
-        f"Next: tomoe evaluate MODEL {out}"
+    """Build the MoE from a plan and its dense model."""
+    from tomoe.cli.screen import Screen
+    from tomoe.conversion import apply_plan
+
+    with Screen() as screen:
+        applied = apply_plan(plan, model, out, dtype, force)
+    checked = "" if applied.source else " The plan has no fingerprint, so only the sizes of the weights were checked."
+    screen.say(
+        f"The MoE is in {out}, with {applied.active_fraction():.2%} of the decoder parameters active.{checked} "
+        f"Next: tomoe evaluate MODEL {options.quoted(out)}"
     )

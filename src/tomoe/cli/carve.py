@@ -3,50 +3,42 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from tomoe.cli import options
 from tomoe.cli.convert import run_conversion
-from tomoe.cli.options import (
-    ActiveOption,
-    AttentionOption,
-    DataOption,
-    ForceOption,
-    ModelArgument,
-    OutOption,
-    RecipeOption,
-    ResumeOption,
-    SeedOption,
-    SetOption,
-    TryAnywayOption,
-    make_recipe,
-)
 
-_STREAM = "Leave the layers in their files and hold one at a time: for a model that is larger than memory."
+if TYPE_CHECKING:
+    from tomoe.recipe.conversion import Recipe
 
 
 def carve(
-    model: ModelArgument,
-    out: OutOption,
-    active: ActiveOption = None,
-    recipe: RecipeOption = None,
-    changes: SetOption = None,
-    seed: SeedOption = None,
-    data: DataOption = None,
-    attention: AttentionOption = None,
-    stream: Annotated[bool, typer.Option("--stream", help=_STREAM)] = False,
-    resume: ResumeOption = False,
-    force: ForceOption = False,
-    try_anyway: TryAnywayOption = False,
+    model: options.Model,
+    out: options.Out,
+    active: options.Active = None,
+    recipe: options.RecipeName = None,
+    changes: options.Changes = None,
+    seed: options.Seed = None,
+    data: options.Data = None,
+    attention: options.Attention = None,
+    repair: options.Repair = None,
+    offload: options.Offload = False,
+    resume: options.Resume = False,
+    force: options.Force = False,
+    skip_memory_check: options.SkipMemoryCheck = False,
 ) -> None:
-    """Convert without learning: experts and routers from the statistics of a little text."""
-    changes = [*(changes or []), "train.steps=0", "start=carved", *(["stream=true"] if stream else [])]
-    # No text to train on is needed, and sampling or reading it would take longer than all the rest. How much text is left
-    # is read off the recipe, where no default of data.tokens should stand in the way of what is asked for.
-    ample = [f"data.tokens={sys.maxsize}", *changes]
-    asked = make_recipe(recipe, ample, model=model, active=active, seed=seed, data=data, attention=attention)
-    enough = asked.data.calibration_tokens + asked.data.evaluation_tokens + asked.data.block_size
-    changes = [f"data.tokens={enough}", *changes]
-    made = make_recipe(recipe, changes, model=model, active=active, seed=seed, data=data, attention=attention)
-    run_conversion(made, out, resume, force, try_anyway)
+    """Convert without training, in minutes, from calibration statistics; refit the projections in closed form."""
+    changes = [*(changes or []), "train.steps=0", "start=carved", *(["offload=true"] if offload else [])]
+
+    def recipe_for(tokens: int) -> Recipe:
+        return options.make_recipe(
+            recipe, [f"data.tokens={tokens}", *changes], model=model, active=active, seed=seed, data=data,
+            attention=attention, repair=repair or "full",
+        )  # fmt: skip
+
+    # Sampling or reading text to train on would take longer than all the rest, so only as much text as carving and repair need is
+    # prepared. How much that is stands in the recipe, which is first read with more text than any setting exceeds.
+    whole = recipe_for(sys.maxsize)
+    fitted = whole.data.seq_len if whole.repair.mode == "none" else whole.repair.tokens
+    carving = recipe_for(whole.data.calibration_tokens + whole.data.evaluation_tokens + fitted)
+    run_conversion(carving, out, resume, force, skip_memory_check)

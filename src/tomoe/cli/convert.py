@@ -1,97 +1,111 @@
-"""`tomoe convert MODEL --active 0.5 -o OUT`: text, start, learning, plan, fold, and both models measured."""
+"""`tomoe convert MODEL --active 0.5 -o OUT`: text, start, learning, plan, folding, and both models measured."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tomoe import api, distributed
-from tomoe import conversion as stages
+from tomoe.cli import options
 from tomoe.cli.export import Format, export
-from tomoe.cli.options import (
-    ActiveOption,
-    AttentionOption,
-    DataOption,
-    ForceOption,
-    ModelArgument,
-    OutOption,
-    RecipeOption,
-    ResumeOption,
-    SeedOption,
-    SetOption,
-    StartOption,
-    StepsOption,
-    TryAnywayOption,
-    make_recipe,
-)
-from tomoe.cli.screen import Screen, results, show_warnings
+from tomoe.cli.options import quoted
 from tomoe.cli.stopping import resumable
-from tomoe.evaluation.compare import to_rich
-from tomoe.memory.estimate import check_room
-from tomoe.recipe.conversion import Recipe
-from tomoe.report.build import write_reports
-from tomoe.report.card import write_card
-from tomoe.report.warnings import find_warnings
 
-ConvertFormatOption = Annotated[
+if TYPE_CHECKING:
+    from tomoe.recipe.conversion import Recipe
+
+Target = Annotated[
     Format | None,
-    typer.Option("--format", help="Make the plan fit this form, and export to it (OUT/export-FORMAT) when done."),
+    typer.Option("--format", help="Also export to OUT/export-FORMAT; the plan is made to fit that form exactly."),
 ]
 
 
 def convert(
-    model: ModelArgument,
-    out: OutOption,
-    active: ActiveOption = None,
-    recipe: RecipeOption = None,
-    changes: SetOption = None,
-    steps: StepsOption = None,
-    seed: SeedOption = None,
-    data: DataOption = None,
-    start: StartOption = None,
-    attention: AttentionOption = None,
-    format: ConvertFormatOption = None,
-    resume: ResumeOption = False,
-    force: ForceOption = False,
-    try_anyway: TryAnywayOption = False,
+    model: options.Model,
+    out: options.Out,
+    active: options.Active = None,
+    recipe: options.RecipeName = None,
+    changes: options.Changes = None,
+    steps: options.Steps = None,
+    seed: options.Seed = None,
+    data: options.Data = None,
+    start: options.Start = None,
+    attention: options.Attention = None,
+    repair: options.Repair = None,
+    format: Target = None,
+    resume: options.Resume = False,
+    force: options.Force = False,
+    skip_memory_check: options.SkipMemoryCheck = False,
 ) -> None:
-    """Turn a dense model into a Mixture-of-Experts: learn it, save it, measure it beside the dense one."""
+    """Convert a dense model to a Mixture-of-Experts and measure both."""
     target = None if format in (None, "auto") else format
-    made = make_recipe(
-        recipe, changes, model=model, active=active, seed=seed, data=data, steps=steps, start=start, attention=attention,
+    conversion = options.make_recipe(
+        recipe, changes, model=model, active=active, seed=seed, data=data, steps=steps, start=start,
+        attention=attention, repair=repair,
         target=target,
     )  # fmt: skip
-    rank = distributed.rank()
-    run_conversion(made, out, resume, force, try_anyway)
-    if format is not None and not rank:
-        export(out, out / f"export-{format}", format, device=made.device, force=force or resume)
+    first = run_conversion(conversion, out, resume, force, skip_memory_check)
+    if format is not None and first:
+        export(out, out / f"export-{format}", format, device=conversion.device, force=force or resume)
 
 
-def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, try_anyway: bool = False) -> None:
-    """Convert, measure, write the reports and show what came out."""
-    if not try_anyway:
-        check_room(recipe, folds=True)
-    with Screen() as screen, resumable(out / "run"):
-        plan, dense = stages.convert_dense(recipe, out, resume, force, screen.listen)
-        other = distributed.rank() > 0
-        if recipe.stream and not other:
-            write_card(out, plan)
-            screen.say(
-                f"The model is in {out}, not measured: every block of text reads all weights anew. Where that is no matter, "
-                f"or on a larger machine: tomoe evaluate {recipe.model} {out} --stream"
-            )
-        if recipe.stream:
-            return
-        if recipe.train.shard:  # not every process has room for whole models
-            distributed.part()
-        rows = [] if other and recipe.train.shard else write_reports(out, screen.listen, dense)
-    if other:
-        return
-    console = results()
-    console.print(to_rich(rows))
-    show_warnings(console, find_warnings(plan, rows))
-    console.print(f"\nModel, plan, card and report are in {out}. To try next:")
-    for command, purpose in api.next_commands(recipe, out):
-        console.print(f"  {command}\n      {purpose}", soft_wrap=True, markup=False)
+def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_memory_check: bool = False) -> bool:
+    """Convert, measure, write the reports and show the results; returns whether this is the process that shows them."""
+    options.check_model(recipe.model)
+
+    from tomoe import conversion, distributed
+    from tomoe.cli.screen import Screen, results, show_warnings
+    from tomoe.evaluation.tables import to_rich
+    from tomoe.memory.estimate import check_memory
+    from tomoe.report.build import write_reports
+    from tomoe.report.card import write_card
+    from tomoe.report.warnings import find_warnings
+
+    if not skip_memory_check:
+        check_memory(recipe, folds=True)
+    first = distributed.rank() == 0
+    # until the report is written: the conversion locks OUT for itself only
+    with Screen() as screen, distributed.locked(out, "convert"), resumable(out / "run"):
+        plan, dense = conversion.convert_dense(recipe, out, resume, force, screen.on_progress)
+        if recipe.offload:
+            if first:
+                write_card(out, plan)
+                command = f"tomoe evaluate {quoted(recipe.model)} {quoted(out)} --offload"
+                screen.say(
+                    f"The model is in {out}. It was not measured, because every sequence of text reads all weights from "
+                    f"disk. On a larger machine, or with time: {command}"
+                )
+            return first
+        # not every process has memory for whole models
+        if recipe.train.shard:
+            distributed.leave_group()
+        rows = write_reports(out, screen.on_progress, dense) if first or not recipe.train.shard else []
+    if first:
+        console = results()
+        console.print(to_rich(rows))
+        show_warnings(console, find_warnings(plan, rows))
+        console.say(f"\nModel, plan, card and report are in {out}. To try next:")
+        for command, purpose in next_commands(recipe, out):
+            console.say(f"  {command}", f"      {purpose}")
+    return first
+
+
+def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
+    """What to try after a conversion, as (command, what it does)."""
+    model, folder = quoted(recipe.model), quoted(out)
+    commands = [
+        (f'tomoe generate {folder} "Once upon a time"', "let the MoE write"),
+        (f"tomoe inspect {folder}", "see what every layer keeps"),
+        (f"tomoe evaluate {model} {folder} --text FILE", "measure both on your own text"),
+    ]
+    if recipe.train.steps == 0:
+        commands.append(
+            (f"tomoe convert {model} --active {recipe.active} -o OUT", "train as well: slower, better quality")
+        )
+    else:
+        longer = f"tomoe convert {model} --active {recipe.active} --steps {4 * recipe.train.steps} -o OUT"
+        commands.append((longer, "train longer: better quality"))
+    if "self" in recipe.data.sources:
+        commands.append((f"tomoe convert {model} --data FILE.txt -o OUT", "train on text of your own"))
+    return commands

@@ -3,76 +3,91 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from tomoe.cli.options import (
-    ActiveOption,
-    AttentionOption,
-    ModelArgument,
-    RecipeOption,
-    SetOption,
-    StepsOption,
-    make_recipe,
-)
-from tomoe.cli.screen import Screen, duration, results
+from tomoe.cli import options
 from tomoe.errors import UserError
-from tomoe.memory.doctor import Diagnosis, examine, lacks
-from tomoe.memory.estimate import gb
+
+if TYPE_CHECKING:
+    from tomoe.memory.doctor import Diagnosis
 
 
 def doctor(
-    model: ModelArgument,
-    active: ActiveOption = None,
-    recipe: RecipeOption = None,
-    changes: SetOption = None,
-    steps: StepsOption = None,
-    attention: AttentionOption = None,
-    count_only: Annotated[
-        bool, typer.Option("--count-only", help="Try nothing; the model's config.json is enough.")
+    model: options.Model,
+    active: options.Active = None,
+    recipe: options.RecipeName = None,
+    changes: options.Changes = None,
+    steps: options.Steps = None,
+    attention: options.Attention = None,
+    trial: Annotated[
+        bool,
+        typer.Option("--trial", help="Also run the stages on a few layers, to estimate memory and time (minutes)."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Say before a conversion whether it will work: structure, reachable budgets, memory, time."""
-    made = make_recipe(recipe, changes, model=model, active=active, steps=steps, attention=attention)
+    """Check before a conversion: structure, reachable budgets, memory."""
+    conversion = options.make_recipe(recipe, changes, model=model, active=active, steps=steps, attention=attention)
+    options.check_model(model)
+
+    from tomoe.cli.screen import Screen
+    from tomoe.memory.doctor import examine, lacks
+
     with Screen() as screen:
-        found = examine(made, lambda stage, done, total: screen.listen(stage, done, total, {}), not count_only)
+
+        def on_progress(stage: str, done: int, total: int, info: Mapping[str, Any] | None = None) -> None:
+            screen.on_progress(stage, done, total, info or {})
+
+        diagnosis = examine(conversion, on_progress, trial)
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+        typer.echo(json.dumps(asdict(diagnosis), indent=2))
     else:
-        _show(found, made.active, made.train.steps)
-    lacking = [e.stage for e in found.estimates if lacks(found.room, e)]
+        _show(diagnosis, conversion.active, conversion.train.steps)
+    available = diagnosis.available
+    lacking = [e.stage for e in diagnosis.estimates if lacks(available, e)]
+    if not diagnosis.estimates:
+        lacking = [need.stage for need in diagnosis.least if need.total > (available.device_memory or available.memory)]
     if lacking:
-        hint = f"; training would fit with {' or '.join(found.remedies)}" if found.remedies else ""
-        if "carve" in lacking and not made.stream:
-            hint += "; with stream=true, train.steps=0 and a text of your own, carving holds one layer at a time"
+        hint = f"; training would fit with {' or '.join(diagnosis.remedies)}" if diagnosis.remedies else ""
+        if "carve" in lacking and not conversion.offload:
+            hint += "; with offload=true, train.steps=0 and a text of your own, carving holds one layer at a time"
+        elif not trial:
+            hint += "; --trial looks for settings that fit"
         raise UserError(f"this machine has too little free memory for {', '.join(lacking)}{hint}")
 
 
-def _show(found: Diagnosis, active: float, steps: int) -> None:
-    console, s = results(), found.sizes
-    console.print(
-        f"The structure fits: {s.shape.num_layers} layers of {s.shape.hidden_size} x {s.shape.mlp_size}, "
-        f"{s.shape.num_heads}/{s.shape.num_kv_heads} heads of {s.shape.head_dim}.\n"
-        f"{s.total:,} weights, {s.blocks:,} of them in the blocks ({s.blocks / s.total:.0%}). The blocks can be cut to "
-        f"{s.least_active:.1%} active; {active:.0%} of the blocks are {s.of_all(active):.0%} of all weights.",
-        soft_wrap=True,
+def _show(diagnosis: Diagnosis, active: float, steps: int) -> None:
+    from rich.table import Table
+
+    from tomoe.cli.screen import duration, results
+    from tomoe.files import format_bytes
+
+    console, sizes, available = results(), diagnosis.sizes, diagnosis.available
+    shape = sizes.shape
+    console.say(
+        f"The structure fits: {shape.num_layers} layers of {shape.hidden_size} x {shape.mlp_size}, "
+        f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}.",
+        f"{sizes.total:,} parameters, {sizes.decoder_params:,} of them in "
+        f"decoder layers ({sizes.decoder_params / sizes.total:.0%}). "
+        f"At least {sizes.least_active:.1%} of the decoder parameters stay active; at {active:.0%}, "
+        f"{sizes.of_all(active):.0%} of all parameters are.",
     )
-    for need in found.least:
-        parts = ", ".join(f"{gb(size)} for {name}" for name, size in need.parts.items())
-        console.print(f"For {need.stage}, by arithmetic, at the least {gb(need.total)}: {parts}.", soft_wrap=True)
-    if not found.estimates:
+    for need in diagnosis.least:
+        parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in need.parts.items())
+        console.say(f"At least {format_bytes(need.total)} for {need.stage}: {parts}.")
+    gpu = format_bytes(available.device_memory) if available.device_memory else "-"
+    if not diagnosis.estimates:
+        on_gpu = f", {gpu} on the GPU" if available.device_memory else ""
+        console.say(f"Free now: {format_bytes(available.memory)}{on_gpu}. Time and real peaks: --trial (minutes).")
         return
     table = Table()
     for title in ("stage", "main memory", "GPU memory", "time"):
         table.add_column(title, justify="left" if title == "stage" else "right")
-    for e in found.estimates:
-        time = f"{duration(found.train_seconds)} ({steps} steps)" if e.stage == "train" else duration(e.seconds)
-        table.add_row(e.stage, gb(e.memory), gb(e.device_memory) if e.device_memory else "-", time)
-    table.add_row(
-        "free now", gb(found.room.memory), gb(found.room.device_memory) if found.room.device_memory else "-", ""
-    )
+    for e in diagnosis.estimates:
+        time = f"{duration(diagnosis.train_seconds)} ({steps} steps)" if e.stage == "train" else duration(e.seconds)
+        table.add_row(e.stage, format_bytes(e.memory), format_bytes(e.device_memory) if e.device_memory else "-", time)
+    table.add_row("free now", format_bytes(available.memory), gpu, "")
     console.print(table)

@@ -3,71 +3,73 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tomoe import api, distributed
-from tomoe.cli.screen import Screen, results, show_warnings
+from tomoe.cli import options
 from tomoe.errors import UserError
-from tomoe.evaluation.compare import tasks_to_rich, to_json, to_markdown, to_rich
-from tomoe.evaluation.tasks import BATCH, SUITES, TaskSet, parse_tasks
-from tomoe.files import write_whole
-from tomoe.plan import Plan
-from tomoe.report.warnings import find_warnings
+
+if TYPE_CHECKING:
+    from tomoe.evaluation.tasks import TaskSet
 
 
 def evaluate(
-    models: Annotated[
-        list[str], typer.Argument(metavar="MODEL...", help="The dense model first, then converted ones.")
-    ],
-    text: Annotated[
-        str | None,
-        typer.Option(
-            "--text",
-            help="wikitext, c4, ptb, a hub id or a file; without it, what a converted folder held out.",
-            metavar="FILE_OR_SOURCE",
-        ),
-    ] = None,
-    context: Annotated[int | None, typer.Option("--context", min=8, help="Tokens of a block (default: 1024).")] = None,
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Dense model first, then converted ones.")],
+    text: options.Text = None,
+    context: Annotated[int | None, typer.Option("--context", min=8, help="Sequence length (default: 1024).")] = None,
     stride: Annotated[
-        int | None, typer.Option("--stride", min=1, help="Tokens from one block to the next (default: the context).")
+        int | None,
+        typer.Option("--stride", min=1, help="Tokens from one sequence to the next (default: the context)."),
     ] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Measure on no more than these.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Max tokens for evaluation.")] = None,
     suite: Annotated[
-        Literal["paper", "moe"] | None, typer.Option("--suite", help="Tasks of the paper's tables, with their shots.")
+        Literal["paper", "moe"] | None, typer.Option("--suite", help="Run the tasks of a table in the paper.")
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option("--tasks", help="lm-eval's tasks, some with examples.", metavar="NAME,NAME:SHOTS")
+        str | None,
+        typer.Option("--tasks", help="Run lm-eval tasks, with examples if given.", metavar="NAME,NAME:SHOTS"),
     ] = None,
     task_dir: Annotated[Path | None, typer.Option("--task-dir", help="Folder of task files.", metavar="DIR")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions of a task, at most.")] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Requests of tasks at a time.")] = BATCH,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option("--dtype")] = "bfloat16",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Leave the layers in their files: slow, but in the memory of one.")
-    ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here, too.")] = None,
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables here, too.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Max questions per task.")] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Batch size for tasks.")] = 8,
+    dtype: options.RunDtype = "bfloat16",
+    device: options.Device = "auto",
+    offload: options.Offload = False,
+    json_file: options.JsonFile = None,
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", help="Also write the tables to this file.", metavar="FILE")
+    ] = None,
 ) -> None:
-    """Measure models side by side; the first is the reference. Under torchrun the blocks of text are shared out."""
-    asked = _tasks(suite, tasks, task_dir, limit, batch_size)
+    """Measure models on the same text: perplexity, KL, tasks."""
+    task_set = _tasks(suite, tasks, task_dir, limit, batch_size)
+    for name in models:
+        options.check_model(name)
+
+    from tomoe import distributed
+    from tomoe.cli.screen import Screen, results, show_warnings
+    from tomoe.evaluation.rows import to_json
+    from tomoe.evaluation.run import evaluate as run_evaluation
+    from tomoe.evaluation.tables import tasks_to_rich, to_markdown, to_rich
+    from tomoe.files import atomic_write
+    from tomoe.plan import Plan
+    from tomoe.report.warnings import find_warnings
+
     with Screen() as screen:
-        rows = api.evaluate(
-            models, text, context=context, stride=stride, tokens=tokens, tasks=asked, dtype=dtype, device=device,
-            stream=stream, listen=screen.listen,
+        rows = run_evaluation(
+            models, text, context=context, stride=stride, tokens=tokens, tasks=task_set, dtype=dtype, device=device,
+            offload=offload, on_progress=screen.on_progress,
         )  # fmt: skip
     if distributed.rank():
         return
     if json_file is not None:
-        write_whole(json_file, to_json(rows))
+        atomic_write(json_file, to_json(rows))
     if markdown_file is not None:
-        write_whole(markdown_file, to_markdown(rows))
+        atomic_write(markdown_file, to_markdown(rows))
     console = results()
     console.print(to_rich(rows))
-    if (shown := tasks_to_rich(rows)) is not None:
-        console.print(shown)
+    if (scores := tasks_to_rich(rows)) is not None:
+        console.print(scores)
     for name, row in zip(models, rows, strict=True):
         plan = Plan.load(Path(name)) if (Path(name) / "plan.json").is_file() else None
         show_warnings(console, find_warnings(plan, [row]), row.name)
@@ -76,10 +78,12 @@ def evaluate(
 def _tasks(
     suite: str | None, names: str | None, folder: Path | None, limit: int | None, batch_size: int
 ) -> TaskSet | None:
-    """The tasks that are asked for, before any model is loaded. Raises UserError where one cannot be had."""
-    specs = (*(SUITES[suite] if suite else ()), *(parse_tasks(names) if names is not None else ()))
-    if not specs:
+    """The requested tasks, before any model is loaded. Raises UserError if one does not exist."""
+    if suite is None and names is None:
         if folder is not None or limit is not None:
-            raise UserError("no task is asked for; name some with --tasks, or a suite with --suite")
+            raise UserError("--task-dir and --limit need tasks; name some with --tasks, or a suite with --suite")
         return None
+    from tomoe.evaluation.tasks import SUITES, TaskSet, parse_tasks
+
+    specs = (*(SUITES[suite] if suite else ()), *(parse_tasks(names) if names is not None else ()))
     return TaskSet(specs, folder, limit=limit, batch_size=batch_size)

@@ -2,69 +2,74 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tomoe.cli.options import ForceOption, OutOption
-from tomoe.cli.screen import Screen, results
-from tomoe.exporting.gguf import Precision
-from tomoe.exporting.run import PROOF_TOKENS, Exported
-from tomoe.exporting.run import export as run_export
-from tomoe.exporting.targets import Options, gguf_file
+from tomoe.cli import options
+
+if TYPE_CHECKING:
+    from tomoe.exporting.run import Exported
 
 Format = Literal["auto", "mixtral", "qwen2_moe", "qwen3_moe", "gguf", "hf"]
-FormatOption = Annotated[Format, typer.Option("--format", help="auto: a stock architecture where one fits, else hf.")]
+Precision = Literal["f32", "f16", "bf16", "q8_0"]
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that `tomoe convert` wrote.")],
-    out: OutOption,
-    format: FormatOption = "auto",
+    folder: options.Converted,
+    out: options.Out,
+    format: Annotated[
+        Format, typer.Option("--format", help="Target; auto: a stock architecture if one fits, else hf.")
+    ] = "auto",
     text: Annotated[
         str | None,
-        typer.Option("--text", help="Prove it on this file; without it, on what was held out.", metavar="FILE"),
+        typer.Option("--text", help="Text for verification (default: what the conversion held out).", metavar="FILE"),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Prove it on no more than these.")] = PROOF_TOKENS,
+    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Max tokens for verification.")] = 4096,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"],
-        typer.Option("--dtype", help="Of the proof. float32 shows the most and takes the most memory."),
+        options.Dtype, typer.Option("--dtype", help="Dtype for verification (float32 is strictest).")
     ] = "float32",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    device: options.Device = "auto",
     width_multiple: Annotated[
-        int, typer.Option("--width-multiple", min=1, help="Expert widths are multiples of this; K-quants need 256.")
-    ] = Options.width_multiple,
-    weights: Annotated[Precision, typer.Option("--weights", help="Of a GGUF file.")] = Options.precision,
-    force: ForceOption = False,
+        int, typer.Option("--width-multiple", min=1, help="Pad expert widths to a multiple; K-quants need 256.")
+    ] = 64,
+    weights: Annotated[Precision, typer.Option("--weights", help="Precision of a GGUF file.")] = "f16",
+    force: options.Force = False,
 ) -> None:
-    """Write a converted model in another form, and prove on real text that it is the same model."""
+    """Write a stock MoE (Mixtral, Qwen) or GGUF, and verify it on text."""
+    from tomoe.cli.screen import Screen
+    from tomoe.exporting.run import export as run_export
+    from tomoe.exporting.targets import Options
+
     with Screen() as screen:
-        done = run_export(
+        exported = run_export(
             folder, format, out, text=text, tokens=tokens, dtype=dtype, device=device,
-            options=Options(width_multiple, weights), force=force, say=screen.say, listen=screen.listen,
+            options=Options(width_multiple, weights), force=force, say=screen.say, on_progress=screen.on_progress,
         )  # fmt: skip
-    show(done)
+    _show(exported)
 
 
-def show(done: Exported) -> None:
-    """The proof and how to load what was written."""
-    console = results()
-    if done.proof is None:
-        sentence = (
-            "Not proved: llama.cpp is not here. To prove it: pip install xllamacpp, then export again with --force."
+def _show(exported: Exported) -> None:
+    """The verification, and how to load what was written."""
+    from tomoe.cli.screen import results
+
+    console, proof = results(), exported.proof
+    if proof is None:
+        console.say(
+            "Not verified, because llama.cpp is not installed: pip install xllamacpp, then export with --force."
         )
     else:
-        sentence = f"The same model: {done.proof.result}."
-    console.print(sentence, soft_wrap=True, markup=False)
-    for who, words in ((done.proof.written if done.proof else None) or {}).items():
-        console.print(f"{who}: {words!r}", soft_wrap=True, markup=False)
-    console.print(f"{done.folder} is ready: {how_to_load(done)}", soft_wrap=True, markup=False)
+        console.say(f"The same model: {proof.result}.")
+        for name, text in (proof.written or {}).items():
+            console.say(f"{name}: {text!r}")
+    console.say(f"{exported.folder} is ready: {how_to_load(exported)}")
 
 
-def how_to_load(done: Exported) -> str:
-    """One line for a user."""
-    if done.choice.target.name == "gguf":
-        return f"llama-cli -m {gguf_file(done.folder, done.options)}"
-    flag = ", trust_remote_code=True" if done.choice.target.name == "hf" else ""
-    return f'AutoModelForCausalLM.from_pretrained("{done.folder}"{flag})'
+def how_to_load(exported: Exported) -> str:
+    """One line of code or shell."""
+    from tomoe.exporting.targets import gguf_file
+
+    if exported.choice.target.name == "gguf":
+        return f"llama-cli -m {options.quoted(gguf_file(exported.folder, exported.options))}"
+    flag = ", trust_remote_code=True" if exported.choice.target.name == "hf" else ""
+    return f'AutoModelForCausalLM.from_pretrained("{exported.folder}"{flag})'

@@ -1,4 +1,4 @@
-"""`tomoe generate MODEL "prompt"`: let a dense or a converted model write on."""
+"""`tomoe generate MODEL "prompt"`: let a dense or a converted model continue a prompt."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ from typing import Annotated
 
 import typer
 
-from tomoe import api
-from tomoe.cli.options import ModelArgument
+from tomoe.cli import options
+from tomoe.cli.words import printable, quiet_libraries
 
 
 def generate(
-    model: ModelArgument,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on from.")],
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
+    model: options.Model,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Max tokens to write.")] = 64,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")
+        float, typer.Option("--temperature", min=0.0, help="Sampling temperature (0: the most likely token).")
     ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draws at a temperature above 0.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Sampling seed.")] = 0,
 ) -> None:
-    """Print the prompt and how the model goes on."""
-    loaded, tokenizer = api.load(model)
-    typer.echo(prompt + api.generate(loaded, tokenizer, prompt, max_new_tokens, temperature, seed))
+    """Continue a prompt with a dense or a converted model."""
+    options.check_model(model)
+
+    from tomoe.model.generation import generate as continue_prompt
+    from tomoe.model.generation import load
+
+    quiet_libraries()
+    loaded, tokenizer = load(model)
+    typer.echo(printable(prompt + continue_prompt(loaded, tokenizer, prompt, max_new_tokens, temperature, seed)))

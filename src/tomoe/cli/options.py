@@ -1,41 +1,107 @@
-"""Options that several verbs share, and the recipe they make."""
+"""Arguments and options that several commands share, and the recipe they make.
+
+Nothing here imports PyTorch: a typing mistake is reported at once.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tomoe.recipe.conversion import Recipe
+if TYPE_CHECKING:
+    from tomoe.recipe.conversion import Recipe
 
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Hub id, folder, .gguf file, or a name that `tomoe fetch` knows.")
+PERCENT = re.compile(r"([0-9.]+)\s*%")
+
+
+def fraction(text: str) -> float:
+    """`0.5` or `50%` as a number. Raises ValueError for anything else."""
+    percent = PERCENT.fullmatch(text.strip())
+    try:
+        return float(percent[1]) / 100 if percent else float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a fraction such as 0.5 nor a percentage such as 50%") from None
+
+
+def with_fractions(setting: str) -> str:
+    """`active=50%,0.7` as `active=0.5,0.7`; settings of other keys stay as they are."""
+    key, equals, values = setting.partition("=")
+    if key.strip() != "active":
+        return setting
+    return key + equals + PERCENT.sub(lambda percent: str(fraction(percent[0])), values)
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Hub id, folder, .gguf file, or a known name such as smollm2-135m.")
 ]
-ActiveOption = Annotated[
-    float | None, typer.Option("--active", help="Share of the block parameters that work on a token.")
+Converted = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder written by `tomoe convert`.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.", metavar="OUT")]
+Active = Annotated[
+    float | None,
+    typer.Option(
+        "--active",
+        help="Fraction of decoder parameters active per token: 0.5 or 50%.",
+        parser=fraction,
+        metavar="FRACTION",
+    ),
 ]
-OutOption = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.", metavar="OUT")]
-RecipeOption = Annotated[
+RecipeName = Annotated[
     str | None, typer.Option("--recipe", help="Recipe file (.toml, .json) or preset.", metavar="FILE_OR_PRESET")
 ]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="Any key of the recipe; may be repeated.", metavar="SECTION.KEY=VALUE")
-]
-StepsOption = Annotated[int | None, typer.Option("--steps", help="Training steps.")]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of everything that is drawn.")]
-DataOption = Annotated[
+Changes = Annotated[
     list[str] | None,
-    typer.Option("--data", help="Text: self, wikitext, alpaca, code-alpaca, a hub id or a file; may be repeated.", metavar="SRC"),
-]  # fmt: skip
-StartOption = Annotated[str | None, typer.Option("--start", help="carved or random.")]
-AttentionOption = Annotated[str | None, typer.Option("--attention", help="dynamic, static or none (stays whole).")]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut off.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace what OUT holds.")]
-TryAnywayOption = Annotated[
-    bool, typer.Option("--try-anyway", help="Begin even where the memory that is free cannot suffice.")
+    typer.Option("--set", help="Set any key of the recipe (repeatable).", metavar="SECTION.KEY=VALUE"),
 ]
+Steps = Annotated[int | None, typer.Option("--steps", help="Training steps.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Random seed.")]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        help="Text: self (sampled from the model), wikitext, alpaca, code-alpaca, a hub id or a file (repeatable).",
+        metavar="SOURCE",
+    ),
+]
+Start = Annotated[
+    Literal["carved", "random"] | None,
+    typer.Option("--start", help="Initialize masks and routers from calibration statistics, or at random."),
+]
+Attention = Annotated[
+    Literal["off", "static", "per_token"] | None,
+    typer.Option("--attention", help="Prune attention: not at all, equally for all tokens, or per token."),
+]
+Repair = Annotated[
+    Literal["none", "full", "low_rank"] | None,
+    typer.Option("--repair", help="Refit the down projections to the masks: whole matrices, or factors of low rank."),
+]
+Dense = Annotated[
+    str | None, typer.Option("--dense", help="Dense model, if it is not where the plan says.", metavar="MODEL")
+]
+Text = Annotated[
+    str | None,
+    typer.Option(
+        "--text",
+        help="wikitext, c4, ptb, a hub id or a file (default: the text that the conversion held out).",
+        metavar="FILE_OR_SOURCE",
+    ),
+]
+Dtype = Literal["float32", "bfloat16", "float16"]
+RunDtype = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the weights while they run.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.", metavar="FILE")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Offload = Annotated[
+    bool, typer.Option("--offload", help="Load one decoder layer at a time (for checkpoints larger than RAM).")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what OUT holds.")]
+SkipMemoryCheck = Annotated[bool, typer.Option("--skip-memory-check", help="Skip the memory check.")]
 
 
 def make_recipe(
@@ -49,12 +115,34 @@ def make_recipe(
     steps: int | None = None,
     start: str | None = None,
     attention: str | None = None,
+    repair: str | None = None,
     target: str | None = None,
 ) -> Recipe:
     """The recipe `base` with the named options, then `--set` applied. Raises UserError for a wrong key or value."""
+    from tomoe.recipe.conversion import Recipe
+
     named = {
         "model": model, "active": active, "seed": seed, "data.sources": data or None, "train.steps": steps,
-        "start": start, "experts.attention": attention, "target": target,
+        "start": start, "attention.pruning": attention, "repair.mode": repair, "target": target,
     }  # fmt: skip
-    overrides = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
-    return Recipe.load(base, overrides + (changes or []))
+    return Recipe.load(base, [*overrides(named), *map(with_fractions, changes or [])])
+
+
+def overrides(named: Mapping[str, object]) -> list[str]:
+    """`section.key=value` for each option that was used."""
+    return [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
+
+
+def check_model(name: str) -> None:
+    """Raises UserError if there is no such model. Nothing is downloaded, and a hub id is taken on trust."""
+    from tomoe.model.catalog import names
+
+    if name not in names():
+        from tomoe.model.names import resolve
+
+        resolve(name)
+
+
+def quoted(name: str | Path) -> str:
+    """A name as a shell reads it, for commands to copy."""
+    return shlex.quote(str(name))

@@ -7,19 +7,22 @@ from typing import Annotated
 
 import typer
 
-from tomoe import conversion as stages
-from tomoe.cli.options import ActiveOption, ForceOption, OutOption
-from tomoe.cli.screen import Screen
+from tomoe.cli import options
 
 
 def plan(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, as `tomoe train` writes it.")],
-    out: OutOption,
-    active: ActiveOption = None,
-    force: ForceOption = False,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder written by `tomoe train`.")],
+    out: options.Out,
+    active: options.Active = None,
+    force: options.Force = False,
 ) -> None:
     """Turn the newest checkpoint of a run into a plan."""
-    made = stages.plan(run, out, active, force)
-    Screen().say(
-        f"The plan is in {out}: {made.active_fraction():.4f} of the blocks active. Next: tomoe apply {out} -o MODEL"
+    from tomoe import conversion
+    from tomoe.cli.screen import Screen
+
+    with Screen() as screen:
+        extracted = conversion.plan(run, out, active, force)
+    screen.say(
+        f"The plan is in {out}, with {extracted.active_fraction():.2%} of the decoder parameters active. "
+        f"Next: tomoe apply {options.quoted(out)} -o MODEL"
     )

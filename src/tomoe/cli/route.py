@@ -3,59 +3,67 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from tomoe import api
-from tomoe.cli.screen import results
+from tomoe.cli import options
+from tomoe.cli.words import printable, quiet_libraries
 from tomoe.errors import UserError
-from tomoe.evaluation.routing_trace import RoutingTrace, trace_text
-from tomoe.files import own_name
-from tomoe.report.html import COLOURS, shown, write_route_page
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tomoe.evaluation.routing_trace import RoutingTrace
 
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 def route(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder that `tomoe convert` wrote.")],
-    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The text to route.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder written by `tomoe convert`.")],
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="Text to route.")] = None,
     file: Annotated[Path | None, typer.Option("--file", help="Read the text from a file.", metavar="FILE")] = None,
-    layer: Annotated[int | None, typer.Option("--layer", min=0, help="Only this layer (default: all).")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Route no more than these.")] = 512,
+    layer: Annotated[int | None, typer.Option("--layer", min=0, help="Show only this layer (default: all).")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Max tokens to route.")] = 512,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page with a layer slider here instead.", metavar="FILE")
+        Path | None, typer.Option("--html", help="Write a page with a layer slider instead.", metavar="FILE")
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="No colours: the expert as a small number after each token.")
+        bool, typer.Option("--plain", help="Use no colors; write each expert as a small number after its token.")
     ] = False,
 ) -> None:
     """Show which expert each token of a text goes to, layer by layer."""
-    given = read_text(text, file)
-    loaded, tokenizer = api.load(model)
-    trace = trace_text(loaded, tokenizer, given, tokens)
+    passage = read_text(text, file)
+    options.check_model(model)
+
+    from tomoe.cli.screen import results
+    from tomoe.evaluation.routing_trace import trace_text
+    from tomoe.files import basename
+    from tomoe.model.generation import load
+    from tomoe.report.html import write_route_page
+
+    quiet_libraries()
+    loaded, tokenizer = load(model)
+    trace = trace_text(loaded, tokenizer, passage, tokens)
     last = len(trace.experts) - 1
     if layer is not None and layer > last:
         raise UserError(f"there is no layer {layer}: the model has the layers 0 to {last}")
     if html is not None:
-        title = f"Experts of {own_name(model)}"
-        typer.echo(
-            f"The page is {write_route_page(html, title, [(file.name if file else 'text', trace)], layer or 0)}."
-        )
+        source = file.name if file else "text"
+        page = write_route_page(html, f"Experts of {basename(model)}", [(source, trace)], layer or 0)
+        typer.echo(f"The page is {page}.")
         return
     console = results()
-    # sixteen colours are too few: some of ours would fall together
-    coloured = not plain and console.color_system in ("256", "truecolor") and not console.no_color
+    # sixteen colors are too few: some of ours would fall together
+    colored = not plain and console.color_system in ("256", "truecolor") and not console.no_color
     for i in range(last + 1) if layer is None else [layer]:
-        show_layer(console, trace, i, coloured)
+        show_layer(console, trace, i, colored)
 
 
 def read_text(text: str | None, file: Path | None) -> str:
-    """Raises UserError unless exactly one of the two is given and readable."""
+    """The text itself, or that of the file. Raises UserError unless exactly one of them is there and readable."""
     if (text is None) == (file is None):
-        raise UserError('give a text to route, or --file FILE: tomoe route MODEL "Once upon a time"')
+        raise UserError('give a text to route, or --file FILE, for example tomoe route MODEL "Once upon a time"')
     if file is None:
         return str(text)
     try:
@@ -66,22 +74,29 @@ def read_text(text: str | None, file: Path | None) -> str:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from error
 
 
-def show_layer(console: Console, trace: RoutingTrace, layer: int, coloured: bool) -> None:
-    """A line on the layer, then its tokens: on the colour of their expert, or with its number behind them."""
+def show_layer(console: Console, trace: RoutingTrace, layer: int, colored: bool) -> None:
+    """A line on the layer, then its tokens: on the color of their expert, or with its number behind them."""
+    from rich.text import Text
+
+    from tomoe.report.html import shown
+
     head = Text(f"layer {layer}:", style="bold")
     for expert, share in enumerate(trace.shares(layer)):
-        head.append("  ").append(f" {expert} ", style(expert) if coloured else "").append(f" {share:.0%}")
+        head.append("  ").append(f" {expert} ", style(expert) if colored else "").append(f" {share:.0%}")
     body = Text()
     for piece, expert in zip(trace.tokens, trace.experts[layer], strict=True):
-        if coloured:
-            body.append(shown(piece), style(expert))
+        token = printable(shown(piece))
+        if colored:
+            body.append(token, style(expert))
         else:
             line_end = "\n" if piece.endswith("\n") else ""
-            body.append(shown(piece).removesuffix(line_end) + str(expert).translate(SUBSCRIPTS) + line_end)
+            body.append(token.removesuffix(line_end) + str(expert).translate(SUBSCRIPTS) + line_end)
     console.print(head, soft_wrap=True)
     console.print(body, soft_wrap=True, end="\n\n")
 
 
 def style(expert: int) -> str:
-    """Black on the colour of the expert; the second eight are underlined."""
-    return f"{'underline ' if expert // 8 % 2 else ''}#14171a on {COLOURS[expert % 8]}"
+    """Black on the color of the expert; the second eight are underlined."""
+    from tomoe.report.html import COLORS
+
+    return f"{'underline ' if expert // 8 % 2 else ''}#14171a on {COLORS[expert % 8]}"

@@ -2,60 +2,63 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tomoe import distributed
 from tomoe.cli.stopping import check
-from tomoe.report.warnings import Finding
+from tomoe.cli.words import printable, quiet_libraries
 
-PLAIN_SECONDS = 10.0  # between two lines of progress where there is no terminal
-STAGES = {"text": "preparing text", "carve": "carving", "train": "learning", "finetune": "fine-tuning"}
-TERMS = {
-    "fidelity": "fidelity",
-    "budget": "budget",
-    "coverage": "coverage",
-    "balance": "balance",
-    "active_fraction": "active",
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.progress import Progress, TaskID
+
+    from tomoe.report.warnings import Finding
+
+# seconds between two lines of progress if there is no terminal
+PLAIN_SECONDS = 10.0
+STAGES = {
+    "text": "preparing text",
+    "carve": "carving",
+    "train": "learning",
+    "repair": "repairing",
+    "finetune": "fine-tuning",
 }
+TERMS = ("distill", "budget", "coverage", "balance", "active_fraction")
 
 
-def quiet_libraries() -> None:
-    """Only our own words, and errors, reach the terminal; downloads keep their bars."""
-    import transformers
+class SafeConsole(Console):
+    """A console that makes control characters in every string harmless, those in cells of tables included."""
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    for talker in ("torch", "bitsandbytes"):  # peft imports the latter where it is installed
-        logging.getLogger(talker).setLevel(logging.ERROR)
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
+    def __init__(self, file: TextIO, quiet: bool = False) -> None:
+        # without a terminal lines are not folded at 80 columns: a file has no width
+        super().__init__(file=file, highlight=False, quiet=quiet, width=None if file.isatty() else 160)
 
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
 
-def results() -> Console:
-    """Where tables go. Without a terminal lines are not folded at 80 columns: a file has no width."""
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=160)
+    def say(self, *sentences: str) -> None:
+        """Print each on a line of its own, however long, without reading it as markup."""
+        for sentence in sentences:
+            self.print(sentence, soft_wrap=True, markup=False)
 
 
-def show_warnings(console: Console, warnings: Sequence[Finding], name: str = "") -> None:
-    """One line for each, after an empty one; nothing where there are none."""
+def results() -> SafeConsole:
+    """Where tables and answers go."""
+    return SafeConsole(sys.stdout)
+
+
+def show_warnings(console: SafeConsole, warnings: Sequence[Finding], name: str = "") -> None:
+    """One line for each, after an empty one; nothing if there are none."""
     if warnings:
         console.print()
     for warning in warnings:
-        said = f"Warning: {name}: {warning.text}." if name else f"Warning: {warning.text}."
-        console.print(said, soft_wrap=True, markup=False)
+        console.say(f"Warning: {name}: {warning.text}." if name else f"Warning: {warning.text}.")
 
 
 def duration(seconds: float) -> str:
@@ -64,36 +67,50 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
-def describe_step(known: dict[str, Any]) -> str:
-    """Loss terms, sampled active fraction and speed of a training step, in one line."""
-    parts = [f"{word} {known[key]:.3f}" for key, word in TERMS.items() if key in known]
-    if "tokens_per_second" in known:
-        parts.append(f"{known['tokens_per_second']:.0f} tokens/s")
+def describe_step(row: Mapping[str, Any]) -> str:
+    """Loss terms, sampled active fraction and speed of a training step, in one line.
+
+    A row may come from a file that anyone wrote: what is not a number shows as "-".
+    """
+    parts = [f"{term.removesuffix('_fraction')} {_decimal(row[term])}" for term in TERMS if term in row]
+    if "tokens_per_second" in row:
+        parts.append(f"{_decimal(row['tokens_per_second'], 0)} tokens/s")
     return "  ".join(parts)
+
+
+def _decimal(value: object, digits: int = 3) -> str:
+    try:
+        return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
+    except OverflowError:
+        return "-"
 
 
 class Screen:
     """Progress of one command: bars with the time left on a terminal, a line every ten seconds elsewhere.
 
-    `listen` is the Listener of `tomoe.conversion`.
+    `on_progress` is a `tomoe.progress.ProgressCallback`. Libraries are silent from here on, so that they do not write
+    between the lines.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        # this stderr, even where others are silenced
-        self.console = console or Console(file=sys.stderr, highlight=False, quiet=distributed.rank() > 0)
-        columns = (
-            TextColumn("{task.description:<14}"), BarColumn(24), MofNCompleteColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-        )  # fmt: skip
-        self.bars = Progress(*columns, console=self.console, speed_estimate_period=120)
+        from tomoe import distributed
+
+        quiet_libraries()
+        # this stderr, even if others are silenced
+        self.console = console or SafeConsole(sys.stderr, quiet=distributed.rank() > 0)
         self.detail = Text("loading", no_wrap=True, overflow="ellipsis", style="dim")
+        self.bars: Progress | None = None
         self.live: Live | None = None
         self.tasks: dict[str, TaskID] = {}
-        self.begun: dict[str, tuple[float, int]] = {}  # stage -> (seconds, done) when first heard of
+        # stage -> (seconds, done) when it was first reported
+        self.begun: dict[str, tuple[float, int]] = {}
         self.printed: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
+            from rich.live import Live
+
+            self.bars = _progress_bars(self.console)
             self.live = Live(Group(self.bars, self.detail), console=self.console, refresh_per_second=4)
             self.live.start()
         return self
@@ -107,25 +124,26 @@ class Screen:
             self.live = None
 
     def say(self, sentence: str) -> None:
-        self.console.print(sentence, soft_wrap=True)
+        self.console.print(sentence, soft_wrap=True, markup=False)
 
-    def listen(self, stage: str, done: int, total: int, known: dict[str, Any]) -> None:
+    def on_progress(self, stage: str, done: int, total: int, info: Mapping[str, Any]) -> None:
         check()
-        if known.get("skipped"):
+        if info.get("skipped"):
             self.say(f"step {done}: the loss was not finite, the step was skipped")
         self.begun.setdefault(stage, (time.monotonic(), done))
         if self.live:
-            self._draw(stage, done, total, known)
+            self._draw(stage, done, total, info)
         else:
-            self._print(stage, done, total, known)
+            self._print(stage, done, total, info)
 
-    def _draw(self, stage: str, done: int, total: int, known: dict[str, Any]) -> None:
+    def _draw(self, stage: str, done: int, total: int, info: Mapping[str, Any]) -> None:
+        assert self.bars is not None
         if stage not in self.tasks:
             self.tasks[stage] = self.bars.add_task(STAGES.get(stage, stage), total=total, completed=done)
         self.bars.update(self.tasks[stage], completed=min(done, total), total=total)
-        self.detail.plain = describe_step(known)
+        self.detail.plain = describe_step(info)
 
-    def _print(self, stage: str, done: int, total: int, known: dict[str, Any]) -> None:
+    def _print(self, stage: str, done: int, total: int, info: Mapping[str, Any]) -> None:
         now, (began, first) = time.monotonic(), self.begun[stage]
         if done < total and now - self.printed.get(stage, began) < PLAIN_SECONDS:
             return
@@ -134,4 +152,13 @@ class Screen:
             clock = f"took {duration(now - began)}"
         else:
             clock = f"{duration((now - began) / max(done - first, 1) * (total - done))} left"
-        self.say("  ".join(filter(None, [f"{STAGES.get(stage, stage)} {done}/{total}", clock, describe_step(known)])))
+        self.say("  ".join(filter(None, [f"{STAGES.get(stage, stage)} {done}/{total}", clock, describe_step(info)])))
+
+
+def _progress_bars(console: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description:<14}"), BarColumn(24), MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True), console=console, speed_estimate_period=120,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a command with one sentence that says how to go on."""
+"""Ctrl-C and SIGTERM end a command with one sentence that says how to resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class Stopped(BaseException):
-    """The user, or the machine, asked us to stop. No Exception, so that nothing on the way takes it for an error."""
+    """The user or the machine stops the command. It is no Exception, so that no handler of errors catches it."""
 
     def __init__(self, signum: int):
         self.signum, self.advice = signum, ""
@@ -19,23 +19,24 @@ class Stopped(BaseException):
         return f"stopped{self.advice}"
 
 
-_heard: list[int] = []  # signals that came inside the `stoppable` block
+# signals that arrived inside the `stoppable` block
+_received: list[int] = []
 
 
 def _raise(signum: int, _frame: FrameType | None) -> None:
-    """A scheduler warns every process, and torchrun warns its own once more: that must not break the writing of a checkpoint.
+    """Raise Stopped at the first signal, and at every further Ctrl-C.
 
-    Ctrl-C pressed again does.
+    A scheduler warns every process, and torchrun warns its own once more: that must not break the writing of a checkpoint.
     """
-    _heard.append(signum)
-    if len(_heard) == 1 or signum == signal.SIGINT:
+    _received.append(signum)
+    if len(_received) == 1 or signum == signal.SIGINT:
         raise Stopped(signum)
 
 
 def check() -> None:
     """Raise again: Python drops an exception that a signal raises while a destructor or a callback in C is running."""
-    if _heard:
-        raise Stopped(_heard[0])
+    if _received:
+        raise Stopped(_received[0])
 
 
 @contextmanager
@@ -45,19 +46,19 @@ def stoppable() -> Iterator[None]:
     try:
         yield
     finally:
-        _heard.clear()
+        _received.clear()
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
 
 @contextmanager
 def resumable(run: Path) -> Iterator[None]:
-    """A Stopped that leaves the block says how to go on, where the run has begun."""
+    """Add to a Stopped that leaves the block how to resume, if the run has begun."""
     try:
         yield
     except Stopped as stopped:
         if (run / "recipe.json").is_file():
             stopped.advice = (
-                "; nothing before the last checkpoint is lost, give the same command with --resume to go on"
+                "; nothing before the last checkpoint is lost, run the same command with --resume to continue"
             )
         raise

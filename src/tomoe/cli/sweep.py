@@ -4,85 +4,85 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from tomoe import distributed
-from tomoe import sweep as sweeping
-from tomoe.cli.options import (
-    AttentionOption,
-    DataOption,
-    ModelArgument,
-    OutOption,
-    RecipeOption,
-    SeedOption,
-    SetOption,
-    StartOption,
-    StepsOption,
-    make_recipe,
-)
-from tomoe.cli.screen import Screen, duration, results
+from tomoe.cli import options
 from tomoe.cli.stopping import Stopped
-from tomoe.conversion import Listener
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tomoe.progress import ProgressCallback
+    from tomoe.sweep import Cell
 
 
 def sweep(
-    model: ModelArgument,
-    out: OutOption,
+    model: options.Model,
+    out: options.Out,
     over: Annotated[
         list[str],
-        typer.Option(
-            "--over", help="Any key of the recipe and its values; repeat it for a grid.", metavar="KEY=A,B,..."
-        ),
+        typer.Option("--over", help="Recipe key and its values; repeat it for a grid.", metavar="KEY=A,B,..."),
     ],
-    recipe: RecipeOption = None,
-    changes: SetOption = None,
-    steps: StepsOption = None,
-    seed: SeedOption = None,
-    data: DataOption = None,
-    start: StartOption = None,
-    attention: AttentionOption = None,
-    text: Annotated[
-        str | None,
-        typer.Option("--text", help="Measure on this; without it, on what was held out.", metavar="FILE_OR_SOURCE"),
-    ] = None,
-    context: Annotated[int | None, typer.Option("--context", min=8, help="Tokens of a block of --text.")] = None,
-    tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Tokens of --text, at most.")] = None,
+    recipe: options.RecipeName = None,
+    changes: options.Changes = None,
+    steps: options.Steps = None,
+    seed: options.Seed = None,
+    data: options.Data = None,
+    start: options.Start = None,
+    attention: options.Attention = None,
+    repair: options.Repair = None,
+    text: options.Text = None,
+    context: Annotated[int | None, typer.Option("--context", min=8, help="Sequence length of --text.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Max tokens of --text.")] = None,
 ) -> None:
-    """Convert and measure every combination; finished ones are passed over, one that was cut off goes on."""
-    base = make_recipe(
-        recipe, changes, model=model, seed=seed, data=data, steps=steps, start=start, attention=attention
+    """Convert and measure a grid of recipe values.
+
+    Run the same command again to resume; finished cells are skipped.
+    """
+    base = options.make_recipe(
+        recipe, changes, model=model, seed=seed, data=data, steps=steps, start=start, attention=attention, repair=repair
     )
-    began = time.monotonic()
+    options.check_model(model)
+
+    from tomoe import distributed, sweep
+    from tomoe.cli.screen import Screen, duration, results
+
+    axes, began = [options.with_fractions(axis) for axis in over], time.monotonic()
     with ExitStack() as stack:
 
-        def begin(cell: sweeping.Cell, before: int, to_do: int) -> Listener:
+        def begin(cell: Cell, before: int, to_do: int) -> ProgressCallback:
             stack.close()
             screen = Screen()
             left = (time.monotonic() - began) / max(before, 1) * (to_do - before)
             screen.say(
                 f"cell {before + 1} of {to_do}: {cell.name}" + (f", about {duration(left)} left" if before else "")
             )
-            return stack.enter_context(screen).listen
+            return stack.enter_context(screen).on_progress
 
         try:
-            lines = sweeping.sweep(base, over, out, sweeping.Text(text, context, tokens), begin)
+            lines = sweep.sweep(base, axes, out, sweep.Text(text, context, tokens), begin)
         except Stopped as stopped:
-            stopped.advice = "; give the same command again to go on"
+            stopped.advice = "; run the same command again to resume"
             raise
     if distributed.rank():
         return
-    shown = Table("cell", box=None, padding=(0, 2, 0, 0))
+    console = results()
+    console.print(_table(lines))
+    console.say(f"\nTable and figure are {out / 'sweep.csv'} and {out / 'accuracy.svg'}.")
+
+
+def _table(lines: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table("cell", box=None, padding=(0, 2, 0, 0))
     for title in ("active", "perplexity", "dense", "KL", "same top-1"):
-        shown.add_column(title, justify="right")
+        table.add_column(title, justify="right")
     for line in lines:
         m = line["measured"]
-        shown.add_row(
+        table.add_row(
             line["cell"], f"{m['active_share']:.1%}", f"{m['perplexity']:.2f} ± {m['standard_error'] or 0:.2f}",
             f"{m['dense_perplexity']:.2f}", f"{m['kl']:.4f}", f"{m['top1_agreement']:.1%}",
         )  # fmt: skip
-    console = results()
-    console.print(shown)
-    console.print(f"\nTable and figure are {out / 'sweep.csv'} and {out / 'accuracy.svg'}.", soft_wrap=True)
+    return table

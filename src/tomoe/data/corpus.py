@@ -1,16 +1,14 @@
-"""Text -> token blocks: disjoint training, calibration and evaluation parts, in an order that needs no saved state.
+"""Turns text into token sequences: disjoint training, calibration and evaluation parts, in an order without state.
 
-Shapes: B blocks, S tokens of a block.
+Shapes: B sequences, S tokens of one, T and U tokens of a stream.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,78 +23,81 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.data.sampling import sample_documents
 from tomoe.data.sources import SELF, documents, find
 from tomoe.errors import UserError
-from tomoe.files import own_name
-from tomoe.recipe.conversion import DataSection
+from tomoe.files import atomic_file, basename
+from tomoe.progress import StageCallback, no_stage_progress
+from tomoe.recipe.run import DataSection
 
 _FORMAT = 1
 _PARTS = ("train", "calibration", "evaluation")
-_SHUFFLE_CHARACTERS = 2**24  # held in memory to shuffle documents
-_TOKENIZE_CHARACTERS = 2**18  # handed to the tokenizer at once
-
-Progress = Callable[[int, int], None]
+# held in memory to shuffle documents
+_SHUFFLE_CHARACTERS = 2**24
+# passed to the tokenizer at once
+_TOKENIZE_CHARACTERS = 2**18
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
-    """Blocks of tokens. `mask` is True on real tokens, False on padding (at the end of a block only)."""
+class Sequences:
+    """Sequences of tokens."""
 
     input_ids: Int[Tensor, "B S"]
     mask: Bool[Tensor, "B S"]
-    source_ids: Int[Tensor, " B"] | None = None  # of `Corpus.sources`; None where that was not kept
+    """True on real tokens, False on padding (at the end of a sequence only)."""
+    source_ids: Int[Tensor, " B"] | None = None
+    """Index into `Corpus.sources`; None if unknown."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
     @property
     def tokens(self) -> int:
-        """Real tokens."""
+        """Number of real tokens."""
         return int(self.mask.sum())
 
-    def pick(self, block_ids: Int[Tensor, " n"]) -> Blocks:
-        """Those blocks, in that order."""
-        sources = None if self.source_ids is None else self.source_ids[block_ids]
-        return Blocks(self.input_ids[block_ids], self.mask[block_ids], sources)
+    def select(self, indices: Int[Tensor, " n"]) -> Sequences:
+        """The sequences with these indices, in that order."""
+        sources = None if self.source_ids is None else self.source_ids[indices]
+        return Sequences(self.input_ids[indices], self.mask[indices], sources)
 
-    def first(self, tokens: int) -> Blocks:
-        """As many blocks from the beginning as so many tokens fill, as far as there are."""
-        return self.pick(torch.arange(min(len(self), max(1, -(-tokens // self.input_ids.shape[1])))))
+    def truncate(self, tokens: int) -> Sequences:
+        """As many of the first sequences as this many tokens fill, at least one."""
+        return self.select(torch.arange(min(len(self), max(1, -(-tokens // self.input_ids.shape[1])))))
 
 
-def _blocks(tensors: dict[str, Tensor], part: str) -> Blocks:
-    """One part of a corpus file. Raises KeyError or ValueError where it holds no blocks."""
+def _read_part(tensors: dict[str, Tensor], part: str) -> Sequences:
+    """One part of a corpus file. Raises KeyError or ValueError if it holds no sequences."""
     ids, mask, sources = (tensors.get(f"{part}.{name}") for name in ("input_ids", "mask", "source_ids"))
     if ids is None or mask is None:
         raise KeyError(part)
-    whole = ids.dim() == 2 and ids.shape == mask.shape and ids.dtype == torch.int32 and mask.dtype == torch.bool
-    known = sources is None or (sources.dtype == torch.int32 and sources.shape == ids.shape[:1])
-    if not whole or not known or bool((ids < 0).any()):
+    valid = ids.dim() == 2 and ids.shape == mask.shape and ids.dtype == torch.int32 and mask.dtype == torch.bool
+    sources_valid = sources is None or (sources.dtype == torch.int32 and sources.shape == ids.shape[:1])
+    if not valid or not sources_valid or bool((ids < 0).any()):
         raise ValueError(f"{part} is {tuple(ids.shape)} of {ids.dtype}")
-    return Blocks(ids.long(), mask, sources)
+    return Sequences(ids.long(), mask, sources)
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The tokens of one conversion. No block is in two parts."""
+    """The tokens of one conversion. No sequence is in two parts."""
 
-    train: Blocks
-    calibration: Blocks
-    evaluation: Blocks
+    train: Sequences
+    calibration: Sequences
+    evaluation: Sequences
     sources: tuple[str, ...]
     tokenizer: str
     seed: int
 
-    def batch(self, step: int, micro: int, batch_size: int, accumulation: int, seed: int) -> Blocks:
-        """Training blocks of forward pass `micro` (of `accumulation`) of step `step`, both from 0.
+    def batch(self, step: int, micro: int, batch_size: int, accumulation: int, seed: int) -> Sequences:
+        """Training sequences of forward pass `micro` (of `accumulation`) of step `step`, both from 0.
 
-        Each epoch is a permutation drawn from (seed, epoch) alone: a resumed run sees the same batches.
+        Each epoch is a permutation that depends on (seed, epoch) only, so a resumed run sees the same batches.
         """
         first = (step * accumulation + micro) * batch_size
         count = len(self.train)
         order = [_permutation(count, seed, index // count)[index % count] for index in range(first, first + batch_size)]
-        return self.train.pick(torch.stack(order))
+        return self.train.select(torch.stack(order))
 
     def digest(self) -> str:
-        """Sha256 (hex) of all ids and masks."""
+        """SHA-256 (hex) of all ids and masks."""
         sha = hashlib.sha256()
         for name, tensor in sorted(self._tensors().items()):
             sha.update(f"{name} {tuple(tensor.shape)}".encode())
@@ -104,9 +105,8 @@ class Corpus:
         return sha.hexdigest()
 
     def save(self, path: str | Path) -> None:
-        """Write one .safetensors file, under a temporary name first. Raises UserError where that fails."""
-        path = Path(path)
-        about = {
+        """Write one .safetensors file, atomically. Raises UserError if that fails."""
+        metadata = {
             "format": _FORMAT,
             "sources": list(self.sources),
             "tokens": {part: getattr(self, part).tokens for part in _PARTS},
@@ -114,15 +114,12 @@ class Corpus:
             "seed": self.seed,
             "sha256": self.digest(),
         }
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            # One metadata key: safetensors writes several of them in an order that changes from run to run.
-            save_file(self._tensors(), temporary, metadata={"tomoe_corpus": json.dumps(about, sort_keys=True)})
-            os.replace(temporary, path)
-        except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                temporary.unlink()
-            raise UserError(f"cannot write the tokens to {path}: {error}") from None
+            with atomic_file(Path(path)) as part:
+                # one metadata key: safetensors writes several of them in an order that changes from run to run
+                save_file(self._tensors(), part, metadata={"tomoe_corpus": json.dumps(metadata, sort_keys=True)})
+        except SafetensorError as error:
+            raise UserError(f"cannot write {path}: {error}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Corpus:
@@ -131,45 +128,46 @@ class Corpus:
             raise UserError(f"there are no prepared tokens at {path}")
         try:
             with safe_open(path, framework="pt") as file:
-                about = json.loads((file.metadata() or {}).get("tomoe_corpus", "{}"))
+                metadata = json.loads((file.metadata() or {}).get("tomoe_corpus", "{}"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except (OSError, ValueError, RecursionError, SafetensorError) as error:
             raise UserError(f"{path} is not a whole file of prepared tokens ({error}); prepare them again") from None
-        if not isinstance(about, dict) or about.get("format") != _FORMAT:
+        if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
             raise UserError(f"{path} holds no tokens prepared by this version (format {_FORMAT}); prepare them again")
         try:
-            parts = {part: _blocks(tensors, part) for part in _PARTS}
-            corpus = cls(**parts, sources=tuple(about["sources"]), tokenizer=about["tokenizer"], seed=about["seed"])
-            whole = corpus.digest() == about["sha256"]
+            parts = {part: _read_part(tensors, part) for part in _PARTS}
+            sources, tokenizer, seed = (metadata[key] for key in ("sources", "tokenizer", "seed"))
+            corpus = cls(**parts, sources=tuple(sources), tokenizer=tokenizer, seed=seed)
+            unaltered = corpus.digest() == metadata["sha256"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path} holds no blocks of tokens ({error}); prepare them again") from None
-        if not whole:
-            raise UserError(f"the tokens in {path} are not those that were written; prepare them again")
+            raise UserError(f"{path} holds no token sequences ({error}); prepare them again") from None
+        if not unaltered:
+            raise UserError(f"the tokens in {path} were altered after they were written; prepare them again")
         return corpus
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for part in _PARTS:
-            blocks: Blocks = getattr(self, part)
-            tensors[f"{part}.input_ids"] = blocks.input_ids.int().contiguous()
-            tensors[f"{part}.mask"] = blocks.mask.contiguous()
-            if blocks.source_ids is not None:
-                tensors[f"{part}.source_ids"] = blocks.source_ids.int().contiguous()
+            sequences: Sequences = getattr(self, part)
+            tensors[f"{part}.input_ids"] = sequences.input_ids.int().contiguous()
+            tensors[f"{part}.mask"] = sequences.mask.contiguous()
+            if sequences.source_ids is not None:
+                tensors[f"{part}.source_ids"] = sequences.source_ids.int().contiguous()
         return tensors
 
 
 def pack(
-    tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], block_size: int, max_tokens: int | None = None
-) -> Blocks:
-    """Documents, each followed by eos, as one stream of at most `max_tokens` tokens, cut into blocks.
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], seq_len: int, max_tokens: int | None = None
+) -> Sequences:
+    """Documents, each followed by eos, as one stream of at most `max_tokens` tokens, cut into sequences.
 
-    The tokenizer's own convention decides whether bos opens a document. The last block is kept where it is only partly
-    filled: padding follows, and its mask is False there. Raises UserError when there is no text.
+    The tokenizer's own convention decides whether bos opens a document. The last sequence is kept if it is only partly
+    filled: padding follows, and its mask is False there. Raises UserError if there is no text.
     """
     stream = _stream(_tokenized(tokenizer, documents), tokenizer.eos_token_id, max_tokens)
     if len(stream) == 0:
         raise UserError("there is no text: every document is empty")
-    return _cut(stream, block_size, _padding(tokenizer))
+    return _cut(stream, seq_len, _padding(tokenizer))
 
 
 def prepare(
@@ -177,111 +175,113 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     model: PreTrainedModel | None = None,
-    progress: Progress | None = None,
+    progress: StageCallback = no_stage_progress,
 ) -> Corpus:
-    """Training, calibration and evaluation blocks from the recipe's sources, in equal parts by tokens.
+    """Training, calibration and evaluation sequences from the recipe's sources, in equal parts by tokens.
 
-    A source with a split of its own for evaluation gives that; of any other the first shuffled documents are held
-    out. Calibration blocks are drawn from what is left, so they are of the training text's kind. Where a source has
-    fewer tokens than its part, all sources shrink alike: 1:1:1 stays 1:1:1, and so does training to evaluation.
-    The source `self` needs the dense `model`; `progress(done, total)` hears of its sampling.
+    A source with its own split for evaluation uses that; of any other the first shuffled documents are held out.
+    Calibration sequences are drawn from the rest, so they resemble the training text. If a source has fewer tokens than
+    its part, all sources shrink alike: 1:1:1 stays 1:1:1, and so does training to evaluation.
+    The source `self` needs the dense `model`; `progress` is called while it is sampled.
 
-    Raises UserError: unknown or repeated source, no text, too little of it for three blocks, hub out of reach.
+    Raises UserError: unknown or repeated source, no text, too little of it for three sequences, hub out of reach.
     """
     if len(set(data.sources)) < len(data.sources):
         raise UserError(f"data.sources names a source twice: {', '.join(data.sources)}")
-    taken = [_take(source, data, tokenizer, seed, model, progress) for source in data.sources]
-    fraction = min(own.fraction for own in taken)
+    sources = [_read_source(source, data, tokenizer, seed, model, progress) for source in data.sources]
+    fraction = min(source.fraction for source in sources)
     generator = torch.Generator().manual_seed(seed)
-    parts: dict[str, list[Blocks]] = {part: [] for part in _PARTS}
-    for own in taken:
-        for part, blocks in own.split(fraction, data, _padding(tokenizer), generator).items():
-            parts[part].append(blocks)
-    texts = {part: joined(blocks) for part, blocks in parts.items()}
-    return Corpus(  # in random order, so that any run of blocks is a mixture
-        **{part: text.pick(torch.randperm(len(text), generator=generator)) for part, text in texts.items()},
+    parts: dict[str, list[Sequences]] = {part: [] for part in _PARTS}
+    for source in sources:
+        for part, sequences in source.split(fraction, data, _padding(tokenizer), generator).items():
+            parts[part].append(sequences)
+    texts = {part: joined(sequences) for part, sequences in parts.items()}
+    # in random order, so that any run of sequences is a mixture
+    return Corpus(
+        **{part: text.select(torch.randperm(len(text), generator=generator)) for part, text in texts.items()},
         sources=data.sources,
-        tokenizer=own_name(tokenizer.name_or_path),
+        tokenizer=basename(tokenizer.name_or_path),
         seed=seed,
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Taken:
-    """What one source gave: its stream, and the stream of its own evaluation split where it has one."""
+class _SourceTokens:
+    """The tokens of one source: its stream, and the stream of its own evaluation split if it has one."""
 
     source: str
     stream: Int[Tensor, " T"]
-    asked: int
+    requested: int
     held_out: Int[Tensor, " U"] | None = None
-    held_out_asked: int = 0
+    held_out_requested: int = 0
 
     @property
     def fraction(self) -> float:
-        """Share of what was asked for that is there."""
-        own = len(self.stream) / self.asked
-        return own if self.held_out is None else min(own, len(self.held_out) / self.held_out_asked)
+        """Available share of the requested tokens."""
+        share = len(self.stream) / self.requested
+        return share if self.held_out is None else min(share, len(self.held_out) / self.held_out_requested)
 
-    def split(self, fraction: float, data: DataSection, padding: int, generator: torch.Generator) -> dict[str, Blocks]:
-        """Disjoint parts of `fraction` of what was asked for."""
-        blocks = _cut(self.stream[: round(self.asked * fraction)], data.block_size, padding)
+    def split(self, fraction: float, data: DataSection, pad: int, generator: torch.Generator) -> dict[str, Sequences]:
+        """Disjoint parts of `fraction` of the requested tokens."""
+        sequences = _cut(self.stream[: round(self.requested * fraction)], data.seq_len, pad)
         needed = 3 if self.held_out is None else 2
-        if len(blocks) < needed:
+        if len(sequences) < needed:
             raise UserError(
-                f"the source {self.source} gives {blocks.tokens} tokens, that is {len(blocks)} blocks of "
-                f"{data.block_size}, but training, calibration and evaluation need one each: "
-                "give more text or a smaller data.block_size"
+                f"the source {self.source} gives {sequences.tokens} tokens, that is {len(sequences)} sequences of "
+                f"{data.seq_len}, but training, calibration and evaluation need one each: "
+                "use more text or a smaller data.seq_len"
             )
 
-        def share(tokens: int) -> int:
-            return max(1, round(tokens * fraction / len(data.sources) / data.block_size))
+        def count(tokens: int) -> int:
+            return max(1, round(tokens * fraction / len(data.sources) / data.seq_len))
 
         if self.held_out is None:
-            first = min(share(data.evaluation_tokens), len(blocks) - 2)
-            evaluation = blocks.pick(torch.arange(first))
+            first = min(count(data.evaluation_tokens), len(sequences) - 2)
+            evaluation = sequences.select(torch.arange(first))
         else:
             first = 0
-            evaluation = _cut(self.held_out[: round(self.held_out_asked * fraction)], data.block_size, padding)
-        order = first + torch.randperm(len(blocks) - first, generator=generator)
-        calibration = min(share(data.calibration_tokens), len(order) - 1)
+            evaluation = _cut(self.held_out[: round(self.held_out_requested * fraction)], data.seq_len, pad)
+        order = first + torch.randperm(len(sequences) - first, generator=generator)
+        calibration = min(count(data.calibration_tokens), len(order) - 1)
         return {
-            "train": blocks.pick(order[calibration:].sort().values),
-            "calibration": blocks.pick(order[:calibration].sort().values),
+            "train": sequences.select(order[calibration:].sort().values),
+            "calibration": sequences.select(order[:calibration].sort().values),
             "evaluation": evaluation,
         }
 
 
-def _take(
+def _read_source(
     source: str,
     data: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     model: PreTrainedModel | None,
-    progress: Progress | None,
-) -> _Taken:
-    """The part of one source, as long as there is text: whole blocks' worth of tokens."""
-    asked, eos = _whole_blocks(data.tokens / len(data.sources), data.block_size), tokenizer.eos_token_id
+    progress: StageCallback,
+) -> _SourceTokens:
+    """The part of one source, as long as there is text, in tokens of whole sequences."""
+    requested, eos = _whole_sequences(data.tokens / len(data.sources), data.seq_len), tokenizer.eos_token_id
     if source == SELF:
         if model is None:
             raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
-        sampled = sample_documents(model, tokenizer, asked, seed, progress=progress)
-        return _Taken(source, _stream(sampled, eos, asked), asked)
+        sampled = sample_documents(model, tokenizer, requested, seed, progress=progress)
+        return _SourceTokens(source, _stream(sampled, eos, requested), requested)
     held_out_split = find(source).held_out
-    held_out, held_out_asked = None, 0
+    held_out, held_out_requested = None, 0
     if held_out_split is not None:
-        held_out_asked = _whole_blocks(data.evaluation_tokens / len(data.sources), data.block_size)
+        held_out_requested = _whole_sequences(data.evaluation_tokens / len(data.sources), data.seq_len)
         texts = documents(source, held_out_split, data.text_column)
-        held_out = _stream(_tokenized(tokenizer, texts), eos, held_out_asked)
-        asked = max(data.block_size, asked - held_out_asked)
+        held_out = _stream(_tokenized(tokenizer, texts), eos, held_out_requested)
+        requested = max(data.seq_len, requested - held_out_requested)
     texts = _shuffled(documents(source, "train", data.text_column), seed)
-    stream = _stream(_tokenized(tokenizer, texts), eos, asked)
+    stream = _stream(_tokenized(tokenizer, texts), eos, requested)
     if len(stream) == 0 or (held_out is not None and len(held_out) == 0):
         raise UserError(f"the source {source} holds no text")
-    return _Taken(source, stream, asked, held_out, held_out_asked)
+    return _SourceTokens(source, stream, requested, held_out, held_out_requested)
 
 
-def _whole_blocks(tokens: float, block_size: int) -> int:
-    return max(1, -(-int(tokens) // block_size)) * block_size
+def _whole_sequences(tokens: float, seq_len: int) -> int:
+    """Tokens of as many whole sequences as hold this many tokens."""
+    return max(1, -(-int(tokens) // seq_len)) * seq_len
 
 
 def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:
@@ -293,25 +293,25 @@ def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:
 
 def _windows(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
     window: list[str] = []
-    held = 0
+    size = 0
     for text in texts:
         window.append(text)
-        held += len(text)
-        if held >= characters:
+        size += len(text)
+        if size >= characters:
             yield window
-            window, held = [], 0
+            window, size = [], 0
     if window:
         yield window
 
 
 def _tokenized(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[list[int]]:
-    # verbose=False: a document may well be longer than the model's context, since it is cut into blocks.
+    # verbose=False: a document may be longer than the model's context, because it is cut into sequences
     for window in _windows(texts, _TOKENIZE_CHARACTERS):
         yield from tokenizer(window, verbose=False)["input_ids"]
 
 
 def _stream(token_lists: Iterable[list[int]], eos: int | None, max_tokens: int | None) -> Int[Tensor, " T"]:
-    """Token lists end to end, each closed by eos."""
+    """Token lists concatenated, each closed by eos."""
     ids = array("q")
     for tokens in token_lists:
         ids.extend(tokens)
@@ -322,26 +322,25 @@ def _stream(token_lists: Iterable[list[int]], eos: int | None, max_tokens: int |
     return torch.tensor(ids[:max_tokens], dtype=torch.long)
 
 
-def _cut(stream: Int[Tensor, " T"], block_size: int, padding: int) -> Blocks:
-    short = -len(stream) % block_size
-    input_ids = torch.nn.functional.pad(stream, (0, short), value=padding).view(-1, block_size)
-    mask = (torch.arange(input_ids.numel()) < len(stream)).view(-1, block_size)
-    return Blocks(input_ids, mask)
+def _cut(stream: Int[Tensor, " T"], seq_len: int, padding: int) -> Sequences:
+    input_ids = torch.nn.functional.pad(stream, (0, -len(stream) % seq_len), value=padding).view(-1, seq_len)
+    mask = (torch.arange(input_ids.numel()) < len(stream)).view(-1, seq_len)
+    return Sequences(input_ids, mask)
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What fills the place of missing tokens; never looked at."""
+    """The token in places that the mask excludes."""
     return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
 
 
-def joined(texts: Sequence[Blocks]) -> Blocks:
-    """All blocks, padded to the longest; their sources are the texts by number."""
-    size = max(text.input_ids.shape[1] for text in texts)
+def joined(texts: Sequence[Sequences]) -> Sequences:
+    """All sequences, padded to the longest; their source ids number the texts."""
+    length = max(text.input_ids.shape[1] for text in texts)
     ids, masks = (
-        torch.cat([torch.nn.functional.pad(t, (0, size - t.shape[1])) for t in tensors])
+        torch.cat([torch.nn.functional.pad(t, (0, length - t.shape[1])) for t in tensors])
         for tensors in zip(*((text.input_ids, text.mask) for text in texts), strict=True)
     )
-    return Blocks(ids, masks, torch.cat([torch.full((len(text),), i) for i, text in enumerate(texts)]))
+    return Sequences(ids, masks, torch.cat([torch.full((len(text),), i) for i, text in enumerate(texts)]))
 
 
 @lru_cache(maxsize=4)

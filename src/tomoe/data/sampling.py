@@ -1,7 +1,6 @@
-"""Text for those who have none: sampled from the dense model itself.
+"""Samples text from the dense model itself, for conversions without a text.
 
-Shapes: B rows, G key/value heads, R query heads of one of them, T tokens that the cache has room for,
-C dims of a head, V vocabulary.
+Shapes: B rows, H query heads, G key/value heads, T tokens that the cache has room for, C dims of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,10 +20,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tomoe import distributed
 from tomoe.errors import UserError
+from tomoe.model.shape import head_dim, num_kv_heads
+from tomoe.progress import StageCallback, no_stage_progress
 
-_ATTENTION = "tomoe_one_query"
-_ROOM = 32  # tokens that the cache grows by
-_CACHE_BYTES = 2**30  # keys and values of all rows together; bounds the batch for large models
+_ATTENTION = "tomoe_single_query"
+# tokens that the cache grows by
+CACHE_GROWTH = 32
+# keys and values of all rows together; bounds the batch for large models
+_CACHE_BYTES = 2**30
 
 
 def sample_documents(
@@ -34,38 +37,38 @@ def sample_documents(
     seed: int,
     batch_size: int = 256,
     length: int = 256,
-    progress: Callable[[int, int], None] | None = None,
+    progress: StageCallback = no_stage_progress,
 ) -> list[list[int]]:
-    """Documents of at least `tokens` tokens in all, drawn from the model at temperature 1.
+    """Documents of at least `tokens` tokens in total, sampled from the model at temperature 1.
 
-    A document opens as the tokenizer opens a text (with bos where it adds one) and goes on with one token drawn
-    uniformly from the ordinary vocabulary; the model writes the rest. Rows of `length` tokens are decoded side by side;
-    where a document ends before its row does, the next one opens in its place, and no step is spent on padding.
-    `progress(done, total)` hears of tokens. Same model, seed and machine: same tokens, however many processes share the
-    rounds of rows out (a base that is itself shared out runs in all of them at once, so these do all rounds together).
+    A document begins as the tokenizer begins a text (with bos if it adds one), then comes one token drawn uniformly from
+    the ordinary vocabulary; the model writes the rest. Rows of `length` tokens are decoded side by side; if a document ends
+    before its row, the next one begins in its place, and no step is spent on padding. `progress` counts tokens.
+    Same model, seed and machine: same tokens, however many ranks divide the rounds of rows among them (a sharded base runs
+    in all ranks at once, so these do all rounds together).
 
-    Raises UserError when the model's logits are not finite.
+    Raises UserError if the model's logits are not finite.
     """
-    length = min(length, *_limits(model))
+    length = min(length, *_max_lengths(model))
     count = -(-tokens // length)
     rounds = -(-count // max(1, min(batch_size, _CACHE_BYTES // _cache_bytes(model, length))))
     rows = -(-count // rounds)
     opening, vocabulary = _opening(tokenizer), ordinary_tokens(tokenizer)
     generator = torch.Generator().manual_seed(seed)
-    written = torch.zeros(rounds, rows, length, dtype=torch.long)
-    shared = distributed.size() > 1 and not distributed.shares_out(model)
-    own = distributed.share(rounds) if shared else range(rounds)
-    with torch.inference_mode(), _one_query_attention(model):
-        for done in range(rounds):
-            luck = _Luck(rows, length, vocabulary, generator)  # of every round: the next one's comes after it
-            if done in own:
-                report = None if progress is None else _shifted(progress, done * rows * length, written.numel())
-                _write_rows(model, tokenizer, written[done], opening, luck, report)
-    if shared:
-        distributed.collect_(written)
-        if progress is not None:
-            progress(written.numel(), written.numel())
-    return [document for row in written.flatten(0, 1).tolist() for document in _split(row, tokenizer.eos_token_id)]
+    ids = torch.zeros(rounds, rows, length, dtype=torch.long)
+    divided = distributed.world_size() > 1 and not distributed.is_sharded(model)
+    mine = distributed.rank_indices(rounds) if divided else range(rounds)
+    with torch.inference_mode(), _single_query_attention(model):
+        for i in range(rounds):
+            # drawn for every round: the draws of the next one come after these
+            draws = _RandomDraws(rows, length, vocabulary, generator)
+            if i in mine:
+                report = _with_offset(progress, i * rows * length, ids.numel())
+                _write_rows(model, tokenizer, ids[i], opening, draws, report)
+    if divided:
+        distributed.all_reduce_(ids)
+        progress(ids.numel(), ids.numel())
+    return [document for row in ids.flatten(0, 1).tolist() for document in _split(row, tokenizer.eos_token_id)]
 
 
 def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " n"]:
@@ -74,75 +77,80 @@ def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " n"]:
     return torch.tensor([token for token in range(len(tokenizer)) if token not in special])
 
 
-class _Luck:
-    """All that chance decides in one round, drawn before the model has a say: levels [T, B, 1] in [0, 1) for its tokens
-    (the first of a row is none of its), and ordinary tokens [T, B] to open documents with."""
+class _RandomDraws:
+    """All random numbers of one round, drawn before the model runs.
+
+    `uniforms` [T, B, 1] in [0, 1) sample the model's tokens (it does not write the first of a row); `first_tokens` [T, B]
+    are ordinary tokens to begin documents with.
+    """
 
     def __init__(self, rows: int, length: int, vocabulary: Int[Tensor, " n"], generator: torch.Generator):
-        self.levels, self.openers = torch.zeros(length, rows, 1), torch.zeros(length, rows, dtype=torch.long)
+        self.uniforms, self.first_tokens = torch.zeros(length, rows, 1), torch.zeros(length, rows, dtype=torch.long)
         for step in range(length):
             if step:
-                self.levels[step] = torch.rand(rows, 1, generator=generator)
-            self.openers[step] = vocabulary[torch.randint(len(vocabulary), (rows,), generator=generator)]
+                self.uniforms[step] = torch.rand(rows, 1, generator=generator)
+            self.first_tokens[step] = vocabulary[torch.randint(len(vocabulary), (rows,), generator=generator)]
 
 
 def _write_rows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    written: Int[Tensor, "B T"],
+    ids: Int[Tensor, "B T"],
     opening: list[int],
-    luck: _Luck,
-    report: Callable[[int], None] | None,
+    draws: _RandomDraws,
+    report: Callable[[int], None],
 ) -> None:
     """Fill the rows with what the model writes, one token of each at a time."""
-    rows, length = written.shape
+    rows, length = ids.shape
     cache = Cache(layers=[_GrowingLayer() for _ in range(model.config.num_hidden_layers)])
-    # Tokens of the current document of each row so far; an opening and a first random token come before the model's.
+    # Tokens of each row's current document so far. The first ones are the opening and a random token (-1 here).
     position = torch.zeros(rows, dtype=torch.long)
-    starts = torch.tensor([*opening, -1])
+    beginning = torch.tensor([*opening, -1])
     for step in range(length):
         if step == 0:
-            drawn = torch.zeros(rows, dtype=torch.long)
+            sampled = torch.zeros(rows, dtype=torch.long)
         else:
             logits = model(
-                input_ids=written[:, step - 1 : step].to(model.device), attention_mask=_filled(step, model.device),
-                past_key_values=cache, logits_to_keep=1,
-            ).logits[:, -1, : len(tokenizer)]  # fmt: skip
-            drawn = draw(logits, luck.levels[step].to(logits.device)).cpu()
-        forced = starts[position.clamp(max=len(opening))]
-        forced = torch.where(forced < 0, luck.openers[step], forced)
-        written[:, step] = torch.where(position <= len(opening), forced, drawn)
+                input_ids=ids[:, step - 1 : step].to(model.device),
+                attention_mask=_cache_mask(step, model.device),
+                past_key_values=cache,
+                logits_to_keep=1,
+            ).logits[:, -1, : len(tokenizer)]
+            sampled = sample_from_logits(logits, draws.uniforms[step].to(logits.device)).cpu()
+        forced = beginning[position.clamp(max=len(opening))]
+        forced = torch.where(forced < 0, draws.first_tokens[step], forced)
+        ids[:, step] = torch.where(position <= len(opening), forced, sampled)
         position += 1
         if tokenizer.eos_token_id is not None:
-            ended = (written[:, step] == tokenizer.eos_token_id) & (position > len(opening))
+            ended = (ids[:, step] == tokenizer.eos_token_id) & (position > len(opening))
             position[ended] = 0
-        if report is not None:
-            report(rows * (step + 1))
+        report(rows * (step + 1))
 
 
-def draw(logits: Float[Tensor, "B V"], uniform: Float[Tensor, "B 1"], rows_at_once: int = 32) -> Int[Tensor, " B"]:
-    """One token of softmax(logits) a row by inverting its distribution function at `uniform` in [0, 1).
+def sample_from_logits(
+    logits: Float[Tensor, "B V"], uniform: Float[Tensor, "B 1"], rows_at_once: int = 32
+) -> Int[Tensor, " B"]:
+    """One token of softmax(logits) per row, by inverting its distribution function at `uniform` in [0, 1).
 
     A few rows at a time: their float32 copies then stay in the processor's cache. (`torch.multinomial` draws a random
     number for every token of the vocabulary, which costs more than the model's own step.)
     """
-    drawn = []
-    for some, level in zip(logits.split(rows_at_once), uniform.split(rows_at_once), strict=True):
-        weights = some.float()
+    sampled = []
+    for rows, level in zip(logits.split(rows_at_once), uniform.split(rows_at_once), strict=True):
+        weights = rows.float()
         weights = (weights - weights.amax(-1, keepdim=True)).exp_().cumsum_(-1)
         total = weights[:, -1:].contiguous()
         if not total.isfinite().all():
             raise UserError("the model's logits are not finite, so no text can be sampled; load it in another dtype")
-        drawn.append(
-            torch.searchsorted(weights, level * total, right=True).clamp_(max=weights.shape[-1] - 1).squeeze(-1)
-        )
-    return torch.cat(drawn)
+        tokens = torch.searchsorted(weights, level * total, right=True)
+        sampled.append(tokens.clamp_(max=weights.shape[-1] - 1).squeeze(-1))
+    return torch.cat(sampled)
 
 
 class _GrowingLayer(DynamicLayer):
-    """Keys and values of one layer, room for some more tokens taken at a time.
+    """Keys and values of one layer, with room for some more tokens allocated at a time.
 
-    All of the room is handed out, and a mask tells what is filled: products would copy a part of it first, every time.
+    The whole room is returned, and a mask tells what is filled: products would copy a slice of it first, every time.
     """
 
     def __init__(self) -> None:
@@ -156,7 +164,7 @@ class _GrowingLayer(DynamicLayer):
         assert self.keys is not None
         assert self.values is not None
         if self._used == self.keys.shape[2]:
-            shape = (*key_states.shape[:2], _ROOM, key_states.shape[3])
+            shape = (*key_states.shape[:2], CACHE_GROWTH, key_states.shape[3])
             self.keys = torch.cat([self.keys, key_states.new_zeros(shape)], 2)
             self.values = torch.cat([self.values, value_states.new_zeros(shape)], 2)
         self.keys[:, :, self._used : self._used + 1] = key_states
@@ -168,14 +176,14 @@ class _GrowingLayer(DynamicLayer):
         return self._used
 
 
-def _filled(tokens: int, device: torch.device) -> Float[Tensor, "1 1 1 T"]:
-    """What to add to the scores where so many tokens are cached."""
-    mask = torch.zeros(1, 1, 1, -(-tokens // _ROOM) * _ROOM, device=device)
+def _cache_mask(tokens: int, device: torch.device) -> Float[Tensor, "1 1 1 T"]:
+    """Added to the scores: 0 for the tokens in the cache, -inf for its free room."""
+    mask = torch.zeros(1, 1, 1, -(-tokens // CACHE_GROWTH) * CACHE_GROWTH, device=device)
     mask[..., tokens:] = -math.inf
     return mask
 
 
-def _one_query(
+def single_query_attention(
     module: torch.nn.Module,
     query: Float[Tensor, "B H 1 C"],
     key: Float[Tensor, "B G T C"],
@@ -184,7 +192,7 @@ def _one_query(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B 1 H C"], None]:
-    """Attention of one unpadded query a row: query heads of one key/value head share one matrix product.
+    """Attention of one unpadded query per row: query heads of one key/value head share one matrix product.
 
     On a CPU the stock kernels take five times as long for one bfloat16 query on grouped heads.
     """
@@ -195,31 +203,29 @@ def _one_query(
     return (weights @ value).view(query.shape[0], 1, query.shape[1], -1), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _one_query)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, lambda *args, **kwargs: None)
-
-
 @contextmanager
-def _one_query_attention(model: PreTrainedModel) -> Iterator[None]:
-    before = model.config._attn_implementation
+def _single_query_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Run the model with `single_query_attention`; registering it again changes nothing."""
+    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, single_query_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, lambda *args, **kwargs: None)
+    implementation = model.config._attn_implementation
     model.set_attn_implementation(_ATTENTION)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(implementation)
 
 
-def _limits(model: PreTrainedModel) -> list[int]:
-    """Longest rows that need no mask: the positions the model knows, and its sliding window where it has one."""
+def _max_lengths(model: PreTrainedModel) -> list[int]:
+    """Longest rows that need no mask: the positions of the model, and its sliding window if it has one."""
     config = model.config
     return [config.max_position_embeddings, getattr(config, "sliding_window", None) or config.max_position_embeddings]
 
 
 def _cache_bytes(model: PreTrainedModel, length: int) -> int:
+    """Bytes of the keys and values of one row."""
     config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * head_dim * length * model.dtype.itemsize)
+    return 2 * config.num_hidden_layers * num_kv_heads(config) * head_dim(config) * length * model.dtype.itemsize
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -237,5 +243,5 @@ def _split(row: list[int], eos: int | None) -> list[list[int]]:
     return [document for document in documents if document]
 
 
-def _shifted(progress: Callable[[int, int], None], before: int, total: int) -> Callable[[int], None]:
+def _with_offset(progress: StageCallback, before: int, total: int) -> Callable[[int], None]:
     return lambda done: progress(before + done, total)

@@ -1,4 +1,4 @@
-"""Where text comes from: named hub sets, any hub id, local files and folders; each yields documents."""
+"""Sources of text: named data sets, hub ids, local files and folders. Each yields documents."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from tomoe.errors import UserError
-from tomoe.model.hub import HUB_ID, patiently
+from tomoe.model.names import HUB_ID
 
 SELF = "self"
-"""The source that samples its text from the dense model (self_text.py)."""
+"""The source that samples its text from the dense model (sampling.py)."""
 
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
-# Of a long .txt file: long enough for any block, short enough that a shuffle mixes the parts of a single file.
+# Parts of a long .txt file: longer than any sequence, short enough that a shuffle mixes the parts of a single file.
 _PART_CHARACTERS = 2**16
 
 Row = Mapping[str, Any]
@@ -26,14 +26,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """A named source: `read(split, text_column)` yields documents; `held_out` is its own split for evaluation.
-
-    `hub_id` is that of its data set, with `:config` where it has several; None for local text.
-    """
+    """A source and how to read it."""
 
     read: Callable[[str, str | None], Iterator[str]]
+    """`read(split, text_column)` yields documents."""
     held_out: str | None = None
+    """Its split for evaluation, if it has one."""
     hub_id: str | None = None
+    """Its data set on the hub, with `:config` if that has several; None for local text."""
 
 
 def _hub(split: str, text_column: str | None, *, name: str, column: str | None = None, **load: Any) -> Iterator[str]:
@@ -42,14 +42,14 @@ def _hub(split: str, text_column: str | None, *, name: str, column: str | None =
 
 
 def _wikitext(split: str, _: str | None, *, config: str) -> Iterator[str]:
-    """Articles; joined by blank lines they give back what WikiText perplexities are computed on.
+    """Articles of WikiText; joined by blank lines they are the text that published perplexities are computed on.
 
-    The rows are lines. An article opens with a heading of the first level.
+    Rows are lines, and an article begins with a heading of the first level.
     """
     article: list[str] = []
     for row in _hub_rows("Salesforce/wikitext", split, config=config):
         line = _text(row, "text", "the source wikitext")
-        if re.fullmatch(r" = [^=].* = \n?", line) and any(seen.strip() for seen in article):
+        if re.fullmatch(r" = [^=].* = \n?", line) and any(earlier.strip() for earlier in article):
             yield "\n\n".join(article)
             article = []
         article.append(line)
@@ -58,7 +58,7 @@ def _wikitext(split: str, _: str | None, *, config: str) -> Iterator[str]:
 
 
 def _ptb(split: str, _: str | None) -> Iterator[str]:
-    """Penn Treebank. The hub's own loader of it is a script, which `datasets` no longer runs: read the conversion."""
+    """Penn Treebank. Its loader on the hub is a script, which `datasets` no longer runs: read the converted files."""
     folder = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank"
     for row in _hub_rows("parquet", split, data_files={split: f"{folder}/{split}/*.parquet"}):
         yield _text(row, "sentence", "the source ptb")
@@ -83,9 +83,9 @@ SOURCES: dict[str, Source] = {
 
 
 def find(source: str) -> Source:
-    """The source of that name, else of that file or folder, else of that hub id (owner/name, or owner/name:config).
+    """The source of that name, else that file or folder, else that hub id (owner/name, or owner/name:config).
 
-    Raises UserError for anything else, and for a file that is not there.
+    Raises UserError for anything else, and for a file that does not exist.
     """
     if source in SOURCES:
         return SOURCES[source]
@@ -100,20 +100,19 @@ def find(source: str) -> Source:
     near = difflib.get_close_matches(source, [*SOURCES, SELF], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(
-        f"{source!r} is no source: these are {', '.join([*SOURCES, SELF])}, a hub id (owner/name), "
+        f"there is no source {source!r}; sources are {', '.join([*SOURCES, SELF])}, a hub id (owner/name), "
         f"a {', '.join(LOCAL_SUFFIXES)} file, or a folder of such files{hint}"
     )
 
 
 def documents(source: str, split: str = "train", text_column: str | None = None) -> Iterator[str]:
-    """Documents of a source, in its own order, without those that are blank.
+    """Documents of a source in its own order, without blank ones.
 
-    A .txt file is one document, or several where two blank lines stand between them; what is longer than 65,536
-    characters comes in parts of about that size, cut at line ends. A row of .jsonl, .parquet or a hub set is one
-    document: its `text_column`, else its column `text`, else `instruction`, `input` and `output` joined by newlines.
-    Named sets know their columns, whatever `text_column` says of the others.
-    Local files have the split `train` only. Raises UserError, also while iterating: no such source, hub out of reach,
-    broken file, no text column.
+    A .txt file is one document, or several separated by two blank lines; longer ones come in parts of about 65,536
+    characters, cut at line ends. A row of .jsonl, .parquet or a data set on the hub is one document: its `text_column`,
+    else its column `text`, else `instruction`, `input` and `output` joined by newlines. Named sources know their columns
+    and ignore `text_column`. Local files have the split `train` only.
+    Raises UserError, also while iterating: no such source, hub out of reach, broken file, no text column.
     """
     if source == SELF:
         raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
@@ -122,17 +121,17 @@ def documents(source: str, split: str = "train", text_column: str | None = None)
 
 
 def _hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> Iterator[Row]:
-    # Imported here: it takes seconds, and only hub sets need it.
+    # it takes seconds, and only data sets on the hub need it
     import datasets  # type: ignore[import-untyped]
 
     try:
-        yield from patiently(lambda: datasets.load_dataset(name, config, split=split, **load))
+        yield from datasets.load_dataset(name, config, split=split, **load)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
-        what = load.get("data_files", {}).get(split) or (f"{name}:{config}" if config else name)
+        address = load.get("data_files", {}).get(split) or (f"{name}:{config}" if config else name)
         raise UserError(
-            f"cannot load {what} ({split}) from the hub: {reason}; "
-            f"give a local {', '.join(LOCAL_SUFFIXES)} file instead, or the source self"
+            f"cannot load {address} ({split}) from the hub: {reason}; "
+            f"use a local {', '.join(LOCAL_SUFFIXES)} file instead, or the source self"
         ) from None
 
 
@@ -166,7 +165,7 @@ def _txt(file: Path) -> Iterator[str]:
 
 
 def _jsonl(file: Path) -> Iterator[Row]:
-    # Line by line, because `datasets` infers one schema for all lines and fails where a field is null at first.
+    # line by line, because `datasets` infers one schema for all lines and fails if a field is null at first
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -176,7 +175,7 @@ def _jsonl(file: Path) -> Iterator[Row]:
             except json.JSONDecodeError as error:
                 raise UserError(f"line {number} of {file} is not valid JSON: {error}") from None
             if not isinstance(row, dict):
-                raise UserError(f"line {number} of {file} holds a {type(row).__name__}, but it should be an object")
+                raise UserError(f"line {number} of {file} is a {type(row).__name__}, but it should be an object")
             yield row
 
 
@@ -192,18 +191,18 @@ def _parquet(file: Path) -> Iterable[Row]:
         raise UserError(f"{file} is not a readable parquet file: {str(error).rstrip('.')}") from None
 
 
-def _text(row: Row, text_column: str | None, where: str) -> str:
-    """The text of a row; "" where it is null."""
+def _text(row: Row, text_column: str | None, origin: str) -> str:
+    """The text of a row; "" if it is null."""
     column = text_column or "text"
     if text_column is None and column not in row and "instruction" in row:
         parts = [row.get(name) for name in ("instruction", "input", "output")]
         return "\n".join(part for part in parts if isinstance(part, str) and part)
     if column not in row:
         raise UserError(
-            f"{where} has no column {column!r} but {', '.join(map(repr, row)) or 'none'}; "
-            "say with data.text_column which one holds the text"
+            f"{origin} has no column {column!r}, its columns are {', '.join(map(repr, row)) or 'none'}; "
+            "name the one that holds the text with data.text_column"
         )
     text = row[column]
     if text is not None and not isinstance(text, str):
-        raise UserError(f"the column {column!r} of {where} holds a {type(text).__name__}, but it should hold text")
+        raise UserError(f"the column {column!r} of {origin} holds a {type(text).__name__}, but it should hold text")
     return text or ""

@@ -1,51 +1,43 @@
-"""How big a model is: parameters in all, and those that work on one token. For dense models and MoEs alike."""
+"""Count a model's parameters: all of them, and those that work on one token. For dense models and MoEs alike."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import nn
 
-from tomoe.budget import active_params, block_total
-from tomoe.model.structure import ModelShape
+from tomoe.budget import active_params, decoder_params
+from tomoe.evaluation.rows import ModelFacts
+from tomoe.model.shape import ModelShape, head_dim, num_kv_heads
 
 _NUMBERED = re.compile(r"\.\d+\.")  # inside one of the repeated layers
 _ROUTERS = re.compile(r"(\.router|\.mlp\.gate)\.")
 _EXPERTS = ".experts."
 
 
-class ModelFacts(TypedDict):
-    """Counts of weights. A block parameter is a projection weight of attention or MLP, as in the paper's budget."""
-
-    total_params: int  # stored, shared ones once
-    active_params: int  # that work on one token: embeddings, norms, biases and routers in full
-    block_params: int  # stored in the blocks
-    active_block_params: int
-    active_share: float | None  # active blocks against the blocks of the dense model; None where that is unknown
-    bytes_on_disk: int | None
-    max_positions: int | None  # tokens that the model is made for
-
-
 def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
-    """Read from the weights and, for a converted model, from the per-layer lists in its config."""
+    """Count a model's weights; those of a converted model's layers come from the per-layer lists in its config.
+
+    `path` is the file or folder of the model, for its size on disk.
+    """
     total = sum(p.numel() for p in model.parameters())
     config: Any = getattr(model, "config", None)
     share: float | None
     if getattr(config, "expert_sizes", None) is None:
-        block, active = _count_blocks(model)
+        stored, active = _count_decoder(model)
         share = None if any(_EXPERTS in name for name, _ in model.named_parameters()) else 1.0
     else:
         shape = _dense_shape(model, config)
-        stored = zip(config.union_sizes, config.qk_dims, config.value_dims, strict=True)
-        working = zip(config.expert_sizes, config.qk_dims, config.value_top_k, strict=True)
-        block, active = int(active_params(shape, stored)), int(active_params(shape, working))
-        share = active / block_total(shape)
+        stored_widths = zip(config.union_sizes, config.qk_dims, config.value_dims, strict=True)
+        active_widths = zip(config.expert_sizes, config.qk_dims, config.value_top_k, strict=True)
+        stored, active = int(active_params(shape, stored_widths)), int(active_params(shape, active_widths))
+        share = active / decoder_params(shape)
     return ModelFacts(
         total_params=total,
-        active_params=total - block + active,
-        block_params=block,
+        active_params=total - stored + active,
+        block_params=stored,
         active_block_params=active,
         active_share=share,
         bytes_on_disk=None if path is None else _bytes_on_disk(path),
@@ -55,20 +47,19 @@ def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
 
 def _dense_shape(model: Any, config: Any) -> ModelShape:
     """Sizes of the dense model that a converted one came from; its config keeps them."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelShape(
         num_layers=len(config.expert_sizes),
         hidden_size=config.hidden_size,
         mlp_size=config.intermediate_size,
         num_heads=config.num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=head_dim,
-        rotary_size=head_dim,  # no count depends on it
+        num_kv_heads=num_kv_heads(config),
+        head_dim=head_dim(config),
+        rotary_size=head_dim(config),  # no count depends on it
         gated=getattr(model.base_model.layers[0].mlp, "gate_proj", None) is not None,
     )
 
 
-def _count_blocks(model: nn.Module) -> tuple[int, int]:
+def _count_decoder(model: nn.Module) -> tuple[int, int]:
     """(stored, active) weights of two and more dims in the numbered layers; of stock experts, top-k are active."""
     config: Any = getattr(model, "config", None)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -84,7 +75,7 @@ def _count_blocks(model: nn.Module) -> tuple[int, int]:
 
 
 def _bytes_on_disk(path: Path) -> int | None:
-    """Of the weights: all .safetensors of a folder, or one file."""
+    """Size of the weights: all .safetensors of a folder, or one file."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     sizes = [file.stat().st_size for file in files if file.is_file() and not file.name.startswith("plan.")]
     return sum(sizes) if sizes else None

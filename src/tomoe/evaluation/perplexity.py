@@ -1,6 +1,6 @@
 """Perplexity of any causal LM and, beside a reference, how far its predictions are from the reference's.
 
-Letters: B blocks, S tokens of a block, T scored positions of one block, D hidden size, V vocabulary.
+Letters: B sequences, S tokens of a sequence, T scored positions of one sequence, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,51 +20,17 @@ from torch import Tensor, nn
 import tomoe
 from tomoe import distributed
 from tomoe.errors import UserError
-from tomoe.files import own_name
+from tomoe.evaluation.rows import Measurement
+from tomoe.files import basename
+from tomoe.progress import StageCallback, no_stage_progress
 
 CHUNK = 128  # positions whose float32 logits are alive at a time
 HIGHEST_NLL = 700.0  # nats; exp of more does not fit a float
 PROBE = 8  # tokens that show how a model makes its logits
 
-Progress = Callable[[int, int], None]
-"""Called as (blocks done, by all processes, blocks in all)."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One model on one text, with all that is needed to measure it again. Plain data: `to_dict` is JSON."""
-
-    perplexity: float  # exp(nll)
-    standard_error: float | None  # of the perplexity, over blocks; None where there are fewer than two
-    nll: float  # mean negative log-likelihood of a token, nats
-    tokens: int  # tokens that were predicted
-    blocks: int  # blocks with at least one such token
-    context_length: int  # tokens of a block
-    stride: int | None = None  # tokens from one block to the next, where they overlap; None: side by side
-    kl: float | None = None  # KL(reference || model), mean over the same tokens, nats
-    top1_agreement: float | None = None  # share of tokens for which both hold the same one most likely
-    model: str = ""
-    data: str = ""
-    data_sha256: str = ""  # of token ids and mask
-    dtype: str = ""
-    device: str = ""
-    seed: int | None = None  # that the data was prepared with
-    versions: dict[str, str] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Measurement:
-        """Raises UserError for a dict that `to_dict` of this version did not make."""
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise UserError(f"this is no measurement of this version of tomoe ({error}); measure again") from error
-
 
 class Predictions:
-    """What one model predicts for the blocks of one text, in the order of the blocks.
+    """What one model predicts for the sequences of one text, in the order of the sequences.
 
     With `keep` nothing is computed twice: the hidden states of scored positions stay in main memory (D numbers a token),
     so that many models can be measured against one that ran once. Models whose logits are no plain product with their
@@ -77,20 +42,20 @@ class Predictions:
         self.chunked: bool | None = None
         self.kept: dict[int, Tensor] = {}
 
-    def look(self, ids: Int[Tensor, " S"]) -> None:
-        """Find out how the model makes its logits, from the first block, whichever blocks are this process's."""
+    def probe(self, ids: Int[Tensor, " S"]) -> None:
+        """Find out how the model makes its logits, from the first sequence, whichever sequences are this process's."""
         if self.chunked is None:
             self.chunked = _makes_plain_logits(self.model, ids)
 
-    def block(
+    def sequence(
         self, b: int, ids: Int[Tensor, " S"], real: Bool[Tensor, " S"], scored: Int[Tensor, " T"]
     ) -> tuple[Float[Tensor, "T _"], nn.Module]:
-        """Of the scored positions: hidden states and the output matrix, or logits and nothing left to do."""
-        assert self.chunked is not None, "look first"
+        """Return the hidden states of the scored positions and the output matrix, or logits and an identity."""
+        assert self.chunked is not None, "probe first"
         head = cast(Any, self.model).get_output_embeddings() if self.chunked else nn.Identity()
         if b in self.kept:
             return self.kept[b], head
-        out = forward_block(self.model, ids, real, inner=self.chunked)
+        out = forward_sequence(self.model, ids, real, inner=self.chunked)
         states = out.last_hidden_state if self.chunked else out.logits
         states = states[0, scored.to(states.device)]
         if self.keep and self.chunked:
@@ -99,7 +64,9 @@ class Predictions:
 
 
 def sliding(stream: Int[Tensor, " L"], context: int, stride: int) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
-    """Windows of `context` tokens, each `stride` further on, and their masks; both are views of one stream.
+    """Cut a stream into windows of `context` tokens, each starting `stride` tokens after the one before.
+
+    Returns the windows and their masks, both views of one stream.
 
     Of every window but the first only the last `stride` tokens are new, and `measure` scores these alone: every token of
     the stream but the first is predicted once, from between `context - stride` and `context - 1` tokens before it.
@@ -111,7 +78,7 @@ def sliding(stream: Int[Tensor, " L"], context: int, stride: int) -> tuple[Int[T
 
 
 def new_tokens(mask: Bool[Tensor, "B S"], b: int, stride: int | None) -> Bool[Tensor, " S"]:
-    """Real tokens of a block that were in no block before it."""
+    """Mark the real tokens of a sequence that were in no sequence before it."""
     if stride is None or b == 0:
         return mask[b]
     return mask[b] & (torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - stride)
@@ -122,7 +89,7 @@ def measure(
     input_ids: Int[Tensor, "B S"],
     mask: Bool[Tensor, "B S"],
     reference: nn.Module | Predictions | None = None,
-    progress: Progress | None = None,
+    progress: StageCallback = no_stage_progress,
     *,
     ran: Callable[[int], None] | None = None,
     stride: int | None = None,
@@ -130,22 +97,23 @@ def measure(
     data: str = "",
     seed: int | None = None,
 ) -> Measurement:
-    """Score every real token that follows a real token; the first of a block has no prediction and is left out.
+    """Score every real token that follows a real token; the first of a sequence has no prediction and is left out.
 
-    Blocks run one at a time, each on its own. With `stride` they are the overlapping windows of `sliding`, and each
-    token counts once. Logits are made CHUNK positions at a time where the model allows it, and every softmax is float32.
-    The standard error takes blocks as the independent unit, see `ratio_error`. `name`, `data` and `seed` are written
-    down, no more. Raises UserError where no token can be scored, where the text, the model and the reference do not have
-    one vocabulary, or where the model's output is no number.
+    Sequences run one at a time, each on its own. With `stride` they are the overlapping windows of `sliding`, and each
+    token counts once. Logits are made CHUNK positions at a time if the model allows it, and every softmax is float32.
+    The standard error takes sequences as the independent unit, see `ratio_error`. `name`, `data` and `seed` are only
+    written down. Several processes divide the sequences among them, and each gets the numbers of all; `ran` is called
+    with the index of each sequence that ran here, `progress` with the sequences done by all of them.
 
-    Several processes share the blocks out, and each gets the numbers of all. `ran` is called with each block that ran here.
+    Raises UserError if no token can be scored, if the text, the model and the reference do not have one vocabulary, or
+    if the model's output is not finite.
     """
-    own = model if isinstance(model, Predictions) else Predictions(model)
-    taught = Predictions(reference) if isinstance(reference, nn.Module) else reference
-    model, other = own.model, None if taught is None else taught.model
+    predictions = model if isinstance(model, Predictions) else Predictions(model)
+    ref = Predictions(reference) if isinstance(reference, nn.Module) else reference
+    model, ref_model = predictions.model, None if ref is None else ref.model
     _check(model, input_ids, mask)
-    with torch.no_grad(), evaluating(model), evaluating(other):
-        sums = _sum_blocks(own, taught, input_ids, mask, stride, ran, progress)
+    with torch.no_grad(), evaluating(model), evaluating(ref_model):
+        sums = _sum_sequences(predictions, ref, input_ids, mask, stride, ran, progress)
     tokens, nll, kl, agreements = sums.sum(0).tolist()
     if not (nll / tokens < HIGHEST_NLL and math.isfinite(kl)):
         raise UserError(
@@ -166,7 +134,7 @@ def measure(
         top1_agreement=None if reference is None else agreements / tokens,
         model=model_name(model) if name is None else name,
         data=data,
-        data_sha256=blocks_sha256(input_ids, mask),
+        data_sha256=sequences_sha256(input_ids, mask),
         dtype=str(first.dtype).removeprefix("torch."),
         device=first.device.type,
         seed=seed,
@@ -174,39 +142,38 @@ def measure(
     )
 
 
-def _sum_blocks(
-    own: Predictions,
-    taught: Predictions | None,
+def _sum_sequences(
+    predictions: Predictions,
+    ref: Predictions | None,
     input_ids: Int[Tensor, "B S"],
     mask: Bool[Tensor, "B S"],
     stride: int | None,
     ran: Callable[[int], None] | None,
-    progress: Progress | None,
+    progress: StageCallback,
 ) -> Float[Tensor, "B 4"]:
-    """Of every block: tokens, nll, KL, agreements. This process runs its share, and gets the others' from them."""
+    """Sum tokens, nll, KL and agreements of every sequence; the other processes send the sums of theirs."""
     sums = torch.zeros(len(input_ids), 4, dtype=torch.float64)
-    for predictions in (own, *([] if taught is None else [taught])):
-        predictions.look(input_ids[0])
-    for b in distributed.share(len(input_ids)):
+    for each in (predictions, *([] if ref is None else [ref])):
+        each.probe(input_ids[0])
+    for b in distributed.rank_indices(len(input_ids)):
         ids, real = input_ids[b], mask[b]
         scored = (real[:-1] & new_tokens(mask, b, stride)[1:]).nonzero().squeeze(1)
-        states, head = own.block(b, ids, real, scored)
-        known = None if taught is None else taught.block(b, ids, real, scored)
-        sums[b] = _score(states, head, ids[1:][scored.to(ids.device)], known)
+        states, head = predictions.sequence(b, ids, real, scored)
+        ref_states = None if ref is None else ref.sequence(b, ids, real, scored)
+        sums[b] = _score(states, head, ids[1:][scored.to(ids.device)], ref_states)
         if ran:
             ran(b)
-        if progress:
-            progress(min(b + distributed.size(), len(input_ids)), len(input_ids))
-    distributed.collect_(sums)
+        progress(min(b + distributed.world_size(), len(input_ids)), len(input_ids))
+    distributed.all_reduce_(sums)
     return sums
 
 
 def ratio_error(sums: Float[Tensor, " B"], tokens: Float[Tensor, " B"]) -> float | None:
-    """Standard error of sum(sums) / sum(tokens), blocks being independent draws; None with fewer than two of them.
+    """Standard error of sum(sums) / sum(tokens), sequences being independent draws; None with fewer than two of them.
 
-    Tokens of one block depend on each other, so a block counts as one observation. With m the ratio, blocks of unequal
+    Tokens of one sequence depend on each other, so it counts as one observation. With m the ratio, sequences of unequal
     length n_b have residuals r_b = L_b - m n_b, and se(m) = sqrt(B / (B - 1) sum r_b^2) / sum n_b (the delta method for
-    a ratio; for equal lengths it is the sample deviation of block means over sqrt(B)). For exp(m) it is exp(m) se(m).
+    a ratio; for equal lengths it is the sample deviation of the means over sqrt(B)). For exp(m) it is exp(m) se(m).
     """
     used = tokens > 0
     count, total = int(used.sum()), tokens.sum()
@@ -216,8 +183,8 @@ def ratio_error(sums: Float[Tensor, " B"], tokens: Float[Tensor, " B"]) -> float
     return float((residuals.square().sum() * count / (count - 1)).sqrt() / total)
 
 
-def blocks_sha256(input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> str:
-    """Sha256 (hex) of shape, token ids (int64) and mask: equal exactly where two models saw the same blocks."""
+def sequences_sha256(input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> str:
+    """Sha256 (hex) of shape, token ids (int64) and mask: equal exactly if two models saw the same sequences."""
     digest = hashlib.sha256(str(tuple(input_ids.shape)).encode())
     for part in (input_ids.long(), mask):
         for row in part.cpu():  # overlapping windows may be views of a stream that is far smaller than all of them
@@ -226,14 +193,14 @@ def blocks_sha256(input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> s
 
 
 def model_name(model: nn.Module) -> str:
-    """Hub id, or the last part of a local path; the class where neither is known."""
+    """Hub id, or the last part of a local path; the class if neither is known."""
     name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
-    return own_name(name) if Path(name).exists() else name
+    return basename(name) if Path(name).exists() else name
 
 
 def _check(model: nn.Module, input_ids: Tensor, mask: Tensor) -> None:
     if not bool((mask[:, 1:] & mask[:, :-1]).any()):
-        raise UserError(f"no block of the {len(input_ids)} has two real tokens in a row to score; give more text")
+        raise UserError(f"none of the {len(input_ids)} sequences has two real tokens in a row to score; give more text")
     size, highest = getattr(getattr(model, "config", None), "vocab_size", None), int(input_ids.max())
     if size is not None and highest >= size:
         raise UserError(
@@ -244,7 +211,7 @@ def _check(model: nn.Module, input_ids: Tensor, mask: Tensor) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module | None) -> Iterator[None]:
-    """No dropout inside the block."""
+    """Switch dropout off within the `with` block."""
     was_training = model is not None and model.training
     if model is None or not was_training:
         yield
@@ -256,8 +223,8 @@ def evaluating(model: nn.Module | None) -> Iterator[None]:
         model.train()
 
 
-def forward_block(model: nn.Module, input_ids: Int[Tensor, " S"], mask: Bool[Tensor, " S"], inner: bool) -> Any:
-    """One block through the model, or through its inner part, which ends at the hidden states.
+def forward_sequence(model: nn.Module, input_ids: Int[Tensor, " S"], mask: Bool[Tensor, " S"], inner: bool) -> Any:
+    """Run one sequence through the model, or through its inner part, which ends at the hidden states.
 
     Without padding no mask is passed, which lets attention run faster.
     """
@@ -280,11 +247,11 @@ def _makes_plain_logits(model: Any, ids: Int[Tensor, " S"]) -> bool:
     if not has_inner(model) or not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         return False
     real = torch.ones_like(ids[:PROBE], dtype=torch.bool)
-    states = getattr(forward_block(model, ids[:PROBE], real, inner=True), "last_hidden_state", None)
+    states = getattr(forward_sequence(model, ids[:PROBE], real, inner=True), "last_hidden_state", None)
     if states is None:
         return False
     return torch.equal(
-        model.get_output_embeddings()(states), forward_block(model, ids[:PROBE], real, inner=False).logits
+        model.get_output_embeddings()(states), forward_sequence(model, ids[:PROBE], real, inner=False).logits
     )
 
 
@@ -292,18 +259,18 @@ def _score(
     states: Float[Tensor, "T _"],
     head: nn.Module,
     targets: Int[Tensor, " T"],
-    taught: tuple[Tensor, nn.Module] | None,
+    ref: tuple[Tensor, nn.Module] | None,
 ) -> Float[Tensor, " 4"]:
-    """Sums over one block's positions: how many, nll, KL(reference || model), agreements (0 without reference)."""
+    """Sum over one sequence's positions: how many, nll, KL(reference || model), agreements (0 without reference)."""
     sums = torch.zeros(4, dtype=torch.float64)
     sums[0] = len(targets)
     for i in range(0, len(targets), CHUNK):
         log_q = head(states[i : i + CHUNK]).float().log_softmax(-1)
         target = targets[i : i + CHUNK, None].to(log_q.device)
         sums[1] -= log_q.gather(1, target).double().sum().cpu()
-        if taught is None:
+        if ref is None:
             continue
-        log_p = taught[1](taught[0][i : i + CHUNK].to(log_q.device)).float().log_softmax(-1)
+        log_p = ref[1](ref[0][i : i + CHUNK].to(log_q.device)).float().log_softmax(-1)
         if log_p.shape != log_q.shape:
             raise UserError(
                 f"the reference has {log_p.shape[1]} output tokens and the model {log_q.shape[1]}; "

@@ -1,4 +1,4 @@
-"""Which expert each token of a text goes to, in every layer: for a reader, in colour or in numbers."""
+"""Which expert each token of a text goes to, in every layer: for a reader, in color or in numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.evaluation.perplexity import evaluating, forward_block, has_inner
+from tomoe.evaluation.perplexity import evaluating, forward_sequence, has_inner
+from tomoe.evaluation.rows import Count
 from tomoe.evaluation.usage import ROUTER
+from tomoe.model.hooks import hooked
+from tomoe.moe.modeling_tomoe import route
 
 WINDOW = 8  # tokens before one that say how it is written: some tokenizers drop or add spaces at the very beginning
 UNKNOWN = "\ufffd"
@@ -23,11 +26,11 @@ class RoutingTrace:
     """`experts[layer][token]` of the `tokens`, which joined are the text. A token without letters of its own is ""."""
 
     tokens: list[str]
-    experts: list[list[int]]
-    num_experts: int
+    experts: list[list[Count]]
+    num_experts: Count
 
     def shares(self, layer: int) -> list[float]:
-        """Share of the tokens that each expert of a layer got."""
+        """Return the share of the tokens that each expert of a layer got."""
         row = self.experts[layer]
         return [row.count(n) / len(row) for n in range(self.num_experts)]
 
@@ -40,18 +43,20 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
 
     What cannot be printed (escape sequences, marks that turn the direction of writing) becomes U+FFFD.
     """
-    found, pending = [], False
+    texts: list[str] = []
+    pending = False
     for i in range(len(ids)):
         start = max(0, i - WINDOW)
         before, after = (str(tokenizer.decode(list(ids[start:end]))) for end in (i, i + 1))
-        if after.endswith(UNKNOWN) and i + 1 < len(ids):  # perhaps a part of a character
-            found.append("")
+        # perhaps a part of a character
+        if after.endswith(UNKNOWN) and i + 1 < len(ids):
+            texts.append("")
             pending = True
             continue
         piece = after[len(before.rstrip(UNKNOWN) if pending else before) :]
-        found.append("".join(c if c.isprintable() or c in "\n\t" else UNKNOWN for c in piece))
+        texts.append("".join(c if c.isprintable() or c in "\n\t" else UNKNOWN for c in piece))
         pending = False
-    return found
+    return texts
 
 
 def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> RoutingTrace:
@@ -64,26 +69,22 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
     rows: list[list[int]] = []
     width = 0
 
-    def note(_: nn.Module, _args: Any, output: Any) -> None:
+    def record(_: nn.Module, _args: Any, output: Any) -> None:
         nonlocal width
         logits = output[0] if isinstance(output, tuple) else output
         width = int(logits.shape[-1])
-        rows.append(logits.reshape(-1, width).argmax(-1).tolist())
+        rows.append(route(logits.reshape(-1, width))[0].tolist())
 
-    hooks = [router.register_forward_hook(note) for router in routers]
-    try:
-        with torch.no_grad(), evaluating(model):
-            tokens = torch.tensor(list(ids))
-            forward_block(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=has_inner(model))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    hooks = hooked(router.register_forward_hook(record) for router in routers)
+    with hooks, torch.no_grad(), evaluating(model):
+        tokens = torch.tensor(list(ids))
+        forward_sequence(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=has_inner(model))
     return RoutingTrace(pieces(tokenizer, ids), rows, width)
 
 
 def trace_text(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int | None = None
 ) -> RoutingTrace:
-    """`trace_ids` of a text, or of its first `max_tokens` tokens."""
+    """Trace a text, or its first `max_tokens` tokens, as `trace_ids` does."""
     ids = tokenizer(text, verbose=False)["input_ids"]
     return trace_ids(model, tokenizer, list(ids)[:max_tokens])

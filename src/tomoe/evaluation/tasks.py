@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,59 +15,31 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
+from tomoe.evaluation.rows import TaskScore
+from tomoe.progress import ProgressCallback, StageCallback, no_progress, stage_callback
 
-SEED = 1234  # lm-eval's own, of the choice of examples shown
+SEED = 1234  # lm-eval's own, of the choice of few-shot examples
 BATCH = 8
 BOOTSTRAPS = 1000  # for metrics other than means, whose standard error has no formula
-
-Progress = Callable[[str, int, int], None]
-"""Called as (task, questions answered, questions in all)."""
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A task as it is asked for, by lm-eval's name."""
+    """A task by lm-eval's name."""
 
     name: str
-    shots: int | None = None  # examples shown; None: what the task says, or none
-    metric: str | None = None  # the one that tables show; None: acc_norm where the task has it, else its first
-
-
-@dataclass(frozen=True)
-class TaskScore:
-    """What one model reached in one task. Shares, not per cent."""
-
-    task: str
-    shots: int
-    metric: str
-    value: float
-    standard_error: float | None
-    examples: int
-    truncated: int  # requests that did not fit the model's context and lost their beginning
-    metrics: dict[str, float]  # all that the task reports
-    version: str  # of the task, as lm-eval counts it
-    harness: str  # lm-eval and its version
-    seed: int = SEED
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TaskScore:
-        return cls(**values)
+    shots: int | None = None  # few-shot examples; None: what the task says, or none
+    metric: str | None = None  # the one that tables show; None: acc_norm if the task has it, else its first
 
 
 SUITES = {
     # the five of the paper's tables on pruned models, with their metrics
-    "paper": tuple(
-        TaskSpec(name, 0, metric)
-        for name, metric in (
-            ("arc_easy", "acc_norm"),
-            ("arc_challenge", "acc_norm"),
-            ("piqa", "acc_norm"),
-            ("winogrande", "acc"),
-            ("hellaswag", "acc_norm"),
-        )
+    "paper": (
+        TaskSpec("arc_easy", 0, "acc_norm"),
+        TaskSpec("arc_challenge", 0, "acc_norm"),
+        TaskSpec("piqa", 0, "acc_norm"),
+        TaskSpec("winogrande", 0, "acc"),
+        TaskSpec("hellaswag", 0, "acc_norm"),
     ),
     # those of its tables on MoEs: LLaMA-MoE, CMoE and LLaMA-MoE-v2 report them so
     "moe": (
@@ -84,7 +56,7 @@ SUITES = {
 
 
 def parse_tasks(text: str) -> tuple[TaskSpec, ...]:
-    """`piqa,boolq:32` -> two tasks, the second with 32 examples. Raises UserError for what is no such list."""
+    """`piqa,boolq:32` -> two tasks, the second with 32 examples. Raises UserError if it is no such list."""
     specs = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, colon, shots = part.partition(":")
@@ -97,7 +69,7 @@ def parse_tasks(text: str) -> tuple[TaskSpec, ...]:
 
 
 class TaskSet:
-    """Tasks with their questions, ready to be put to one model after another."""
+    """Tasks with their questions, loaded once and then run on one model after another."""
 
     def __init__(
         self,
@@ -109,74 +81,65 @@ class TaskSet:
     ):
         """Load task files and data. `limit` bounds the questions of a task (each one, in a group).
 
-        Task files of `folder` come before lm-eval's own of the same name; where it has all that is asked for, no other is
-        looked at. They may name Python functions, which then run. Raises UserError: lm-eval is not installed, no such
-        task, no such folder, data out of reach.
+        Task files of `folder` come before lm-eval's own of the same name; they may name Python functions, which then run.
+        Raises UserError if lm-eval is not installed, or a task, the folder or the data are not found.
         """
         if folder is not None and not folder.is_dir():
             raise UserError(f"there is no folder {folder} to read task files from")
-        lm_eval = _lm_eval()
-        self.limit, self.batch_size, self.evaluate = limit, batch_size, lm_eval.evaluate
-        manager = _manager(lm_eval, [spec.name for spec in specs], folder)
-        self.tasks = [(spec, _load(manager, spec)) for spec in specs]
-        self.harness = f"lm-eval {lm_eval.__version__}"
+        try:
+            # here: they take seconds, and are an extra
+            import_module("lm_eval.models.huggingface")
+            import_module("lm_eval.tasks")
+            self.lm_eval: Any = import_module("lm_eval")
+        except ImportError as error:
+            raise UserError(f"tasks need lm-eval ({error}); install it with: pip install 'tomoe-llm[eval]'") from error
+        self.limit, self.batch_size = limit, batch_size
+        with _silent():
+            manager = self._manager({spec.name for spec in specs}, folder)
+            self.tasks = [(spec, _load(manager, spec)) for spec in specs]
 
-    def run(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None
-    ) -> tuple[TaskScore, ...]:
-        """Put every task to one model; the same questions, in the same order, with the same examples each time."""
-        return tuple(self._run(spec, loaded, model, tokenizer, progress) for spec, loaded in self.tasks)
-
-    def _run(
-        self,
-        spec: TaskSpec,
-        loaded: dict[str, Any],
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        progress: Progress | None,
-    ) -> TaskScore:
-        for task in loaded["tasks"].values():
-            task.set_fewshot_seed(seed=SEED)  # anew, or the next model sees other examples
-        with _quiet():
-            lm = _wrapped(model, tokenizer, self.batch_size, lambda at, of: progress and progress(spec.name, at, of))
-            found = self.evaluate(
-                lm=lm, task_dict=loaded, limit=self.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
-            )
-        return _score(spec, loaded, found, lm.truncated, self.harness)
-
-
-def _lm_eval() -> Any:
-    try:
-        import_module("lm_eval.models.huggingface")  # here: it takes seconds, and is an extra
-        import_module("lm_eval.tasks")
-        return import_module("lm_eval")
-    except ImportError as error:
-        raise UserError(f"tasks need lm-eval ({error}); install it with: pip install 'tomoe-llm[eval]'") from error
-
-
-def _manager(lm_eval: Any, names: Sequence[str], folder: Path | None) -> Any:
-    """All task files by name; reading the thousands of lm-eval's own takes seconds, so only where they are needed."""
-    if folder is not None:
-        own = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
-        if set(names) <= set(own.all_tasks):
-            return own
-    with _quiet():
-        manager = lm_eval.tasks.TaskManager(include_path=None if folder is None else str(folder))
-    for name in names:
-        if name not in manager.all_tasks:
+    def _manager(self, names: set[str], folder: Path | None) -> Any:
+        """Index the task files; lm-eval's own thousands take seconds, so only if `folder` does not have all `names`."""
+        own = str(folder) if folder else None
+        manager = self.lm_eval.tasks.TaskManager(include_path=own, include_defaults=folder is None)
+        if folder is not None and not names <= set(manager.all_tasks):
+            manager = self.lm_eval.tasks.TaskManager(include_path=own)
+        for name in sorted(names - set(manager.all_tasks)):
             near = difflib.get_close_matches(name, manager.all_tasks, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            where = "" if folder is None else f" and {folder}"
-            raise UserError(f"lm-eval{where} knows no task {name!r}{hint}")
-    return manager
+            raise UserError(f"lm-eval{f' and {folder}' if folder else ''} knows no task {name!r}{hint}")
+        return manager
+
+    def run(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        on_progress: ProgressCallback = no_progress,
+    ) -> tuple[TaskScore, ...]:
+        """Run every task on one model: the same questions, in the same order, with the same examples each time.
+
+        `on_progress` gets the name of the task as the stage. Raises UserError if an answer is longer than the model's
+        context or a task does not report its metric.
+        """
+        scores = []
+        for spec, loaded in self.tasks:
+            for task in loaded["tasks"].values():
+                # again, or the next model sees other examples
+                task.set_fewshot_seed(seed=SEED)
+            with _silent():
+                lm = _wrapped(model, tokenizer, self.batch_size, stage_callback(on_progress, spec.name))
+                results = self.lm_eval.evaluate(
+                    lm=lm, task_dict=loaded, limit=self.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
+                )
+            scores.append(_score(spec, loaded["tasks"], results, lm.truncated, f"lm-eval {self.lm_eval.__version__}"))
+        return tuple(scores)
 
 
 def _load(manager: Any, spec: TaskSpec) -> dict[str, Any]:
     import datasets  # type: ignore[import-untyped]
 
     try:
-        with _quiet():
-            loaded: dict[str, Any] = manager.load([spec.name])
+        loaded: dict[str, Any] = manager.load([spec.name])
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
         raise UserError(
@@ -185,17 +148,17 @@ def _load(manager: Any, spec: TaskSpec) -> dict[str, Any]:
     for task in loaded["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):
             raise UserError(f"the task {spec.name} runs code that the model writes, which is not done here")
-        own = task.get_config("num_fewshot")
+        default = task.get_config("num_fewshot")
         # a task that says 0 has its examples in its prompt already; lm-eval leaves that alone too
-        asked = own if spec.shots is None or own == 0 else spec.shots
-        task.set_config(key="num_fewshot", value=asked or 0)
+        shots = default if spec.shots is None or default == 0 else spec.shots
+        task.set_config(key="num_fewshot", value=shots or 0)
     return loaded
 
 
 def _wrapped(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, told: Callable[[int, int], Any]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, progress: StageCallback
 ) -> Any:
-    """lm-eval's own wrapper around a model that is loaded already, with two counters."""
+    """lm-eval's own wrapper around a loaded model, with two counters."""
     wrapper: Any = import_module("lm_eval.models.huggingface").HFLM
 
     class Counting(wrapper):
@@ -204,50 +167,50 @@ def _wrapped(
         def add_partial(self, *_: Any) -> None:
             """lm-eval calls this with every answer, for its cache."""
             self.done += 1
-            told(self.done, self.total)
+            progress(self.done, self.total)
 
-        def _loglikelihood_tokens(self, requests: Any, *args: Any, **more: Any) -> Any:
+        def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
             self.total += len(requests)
-            longest = max(len(asked) for _, _, asked in requests)
+            longest = max(len(answer) for _, _, answer in requests)
             if longest > self.max_length:
                 raise UserError(f"an answer has {longest} tokens, but the model takes no more than {self.max_length}")
-            self.truncated += sum(len(given) + len(asked) > self.max_length + 1 for _, given, asked in requests)
-            return super()._loglikelihood_tokens(requests, *args, **more)
+            self.truncated += sum(len(prompt) + len(answer) > self.max_length + 1 for _, prompt, answer in requests)
+            return super()._loglikelihood_tokens(requests, *args, **options)
 
-        def generate_until(self, requests: Any, *args: Any, **more: Any) -> Any:
+        def generate_until(self, requests: Any, *args: Any, **options: Any) -> Any:
             self.total += len(requests)
-            return super().generate_until(requests, *args, **more)
+            return super().generate_until(requests, *args, **options)
 
     lm = Counting(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     lm.set_cache_hook(lm)
     return lm
 
 
-def _score(spec: TaskSpec, loaded: dict[str, Any], found: dict[str, Any], truncated: int, harness: str) -> TaskScore:
-    name = spec.name if spec.name in found["results"] else next(iter(found["results"]))
-    results = {key.removesuffix(",none"): value for key, value in found["results"][name].items() if "," in key}
-    metrics = {key: float(value) for key, value in results.items() if "_stderr" not in key}
-    wanted = spec.metric or ("acc_norm" if "acc_norm" in metrics else next(iter(metrics)))
-    if wanted not in metrics:
-        raise UserError(f"the task {spec.name} reports no {wanted}, but {', '.join(metrics)}")
-    error = results.get(f"{wanted}_stderr")
-    tasks = loaded["tasks"]
+def _score(spec: TaskSpec, tasks: dict[str, Any], results: dict[str, Any], truncated: int, harness: str) -> TaskScore:
+    name = spec.name if spec.name in results["results"] else next(iter(results["results"]))
+    values = {key.removesuffix(",none"): value for key, value in results["results"][name].items() if "," in key}
+    metrics = {key: float(value) for key, value in values.items() if "_stderr" not in key}
+    metric = spec.metric or ("acc_norm" if "acc_norm" in metrics else next(iter(metrics)))
+    if metric not in metrics:
+        raise UserError(f"the task {spec.name} reports no {metric}, but {', '.join(metrics)}")
+    error = values.get(f"{metric}_stderr")
     return TaskScore(
         task=spec.name,
         shots=max(int(task.get_config("num_fewshot")) for task in tasks.values()),
-        metric=wanted,
-        value=metrics[wanted],
-        standard_error=error if isinstance(error, float) else None,  # "N/A" where lm-eval knows none
-        examples=sum(found["n-samples"][each]["effective"] for each in tasks),
+        metric=metric,
+        value=metrics[metric],
+        standard_error=error if isinstance(error, float) else None,  # "N/A" if lm-eval knows none
+        examples=sum(results["n-samples"][task]["effective"] for task in tasks),
         truncated=truncated,
         metrics=metrics,
-        version=str(found["versions"].get(name, "")),
+        version=str(results["versions"].get(name, "")),
         harness=harness,
+        seed=SEED,
     )
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without lm-eval's bars and advice; progress has a place of its own."""
+def _silent() -> Iterator[None]:
+    """Keep lm-eval's bars and advice off the terminal; progress has a callback of its own."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,27 +10,15 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from tomoe import distributed
+from tomoe.evaluation.rows import ExpertUsage
+from tomoe.model.hooks import hooked
+from tomoe.moe.modeling_tomoe import route
 
 ROUTER = ".mlp.router"
 
 
-@dataclass(frozen=True)
-class ExpertUsage:
-    """Share of the tokens that every expert of every layer got; each row sums to 1."""
-
-    shares: list[list[float]]  # [layer][expert]
-    tokens: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ExpertUsage:
-        return cls(**values)
-
-
 class ExpertCounter:
-    """Counts what routers chose, block by block, while others run the model: `with ExpertCounter(model) as counter:`.
+    """Counts what routers chose, sequence by sequence, while others run the model: `with ExpertCounter(model) as counter:`.
 
     A router is a module whose name ends in `.mlp.router`, and a token belongs to the largest of its outputs.
     """
@@ -44,46 +31,46 @@ class ExpertCounter:
         self.tokens: dict[str, int] = {}
 
     def __enter__(self) -> ExpertCounter:
-        self.hooks = [router.register_forward_hook(self._note) for router in self.routers]
+        self.hooks = hooked(router.register_forward_hook(self._record) for router in self.routers)
+        self.hooks.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
+        self.hooks.__exit__(None, None, None)
 
-    def _note(self, router: nn.Module, _args: Any, output: Any) -> None:
+    def _record(self, router: nn.Module, _args: Any, output: Any) -> None:
         logits = output[0] if isinstance(output, tuple) else output
         logits = logits.reshape(-1, logits.shape[-1])
         self.experts[router] = logits.shape[-1]
-        self.chosen[router] = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1])
+        self.chosen[router] = nn.functional.one_hot(route(logits)[0], logits.shape[-1])
 
     def count(self, real: Bool[Tensor, " S"], source: str = "") -> None:
-        """Add the real tokens of the block that ran last, to those of its source."""
-        own = self.counts.setdefault(source, {})
+        """Add the real tokens of the sequence that ran last to those of its source."""
+        counts = self.counts.setdefault(source, {})
         for router, chosen in self.chosen.items():
-            own[router] = own.get(router, 0) + chosen[real.to(chosen.device)].sum(0).cpu()
+            counts[router] = counts.get(router, 0) + chosen[real.to(chosen.device)].sum(0).cpu()
         self.tokens[source] = self.tokens.get(source, 0) + int(real.sum())
         self.chosen.clear()
 
     def collect(self, sources: Sequence[str]) -> None:
-        """Add up what several processes counted; `sources` are those of all blocks, this process's or not."""
-        if distributed.size() == 1 or not self.routers:
+        """Add up what several processes counted; `sources` are those of all sequences, this process's or not."""
+        if distributed.world_size() == 1 or not self.routers:
             return
         for source in sorted(set(sources)):
-            own = self.counts.setdefault(source, {})
+            counts = self.counts.setdefault(source, {})
             for router in self.routers:
-                own.setdefault(router, torch.zeros(self.experts[router], dtype=torch.long))
-                distributed.collect_(own[router])
+                counts.setdefault(router, torch.zeros(self.experts[router], dtype=torch.long))
+                distributed.all_reduce_(counts[router])
             tokens = torch.tensor(self.tokens.get(source, 0))
-            distributed.collect_(tokens)
+            distributed.all_reduce_(tokens)
             self.tokens[source] = int(tokens)
 
     def usage(self) -> ExpertUsage | None:
-        """Shares by layer, all sources together; None where the model has no router."""
+        """Shares by layer, all sources together; None if the model has no router."""
         return self._usage(list(self.counts)) if self.routers and self.counts else None
 
     def by_source(self) -> dict[str, ExpertUsage]:
-        """Shares by layer of each source; empty unless there are two at least."""
+        """Shares by layer of each source; empty unless there are at least two."""
         return (
             {source: self._usage([source]) for source in sorted(self.counts)}
             if self.routers and len(self.counts) > 1

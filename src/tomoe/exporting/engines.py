@@ -1,4 +1,4 @@
-"""A GGUF file run by llama.cpp itself, so that it can be held against the model it was written from."""
+"""Run a GGUF file in llama.cpp itself, to compare it with the model it was written from."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tomoe.errors import UserError
-from tomoe.evaluation.perplexity import Progress
-from tomoe.exporting.verify import Agreement, Positions, Recorded, summarise
+from tomoe.exporting.verify import Agreement, Positions, Recorded, summarize
+from tomoe.progress import StageCallback, no_stage_progress
 
 
 def binding() -> Any:
-    """The xllamacpp module. Raises UserError where it is not installed."""
+    """The xllamacpp module. Raises UserError if it is not installed."""
     try:
         import xllamacpp  # type: ignore[import-untyped]
     except ImportError:
@@ -27,8 +27,8 @@ def binding() -> Any:
 class LlamaCpp:
     """One file, on the CPU, with a key/value cache in float32: its default, float16, would hide what the weights do."""
 
-    def __init__(self, path: Path, vocab_size: int, context: int, plain: int, threads: int | None = None):
-        """`plain` is any token that is a letter: what is not text by itself (an end, half a sign) is not answered."""
+    def __init__(self, path: Path, vocab_size: int, context: int, letter: int, threads: int | None = None):
+        """`letter` is any token that is text by itself: llama.cpp answers no end of text and no half of a character."""
         x = binding()
         p = x.CommonParams()
         p.model.path = str(path)
@@ -38,54 +38,53 @@ class LlamaCpp:
         p.cache_type_k = p.cache_type_v = x.ggml_type.GGML_TYPE_F32
         p.flash_attn_type = x.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         p.verbosity = -1
-        self.vocab_size, self.plain = vocab_size, plain
+        self.vocab_size, self.letter = vocab_size, letter
         try:
             self.server = x.Server(p)
         except RuntimeError as error:
             raise UserError(f"llama.cpp cannot load {path}: {error}") from None
 
     def _complete(self, prompt: Sequence[int] | str, **options: Any) -> dict[str, Any]:
-        asked = {
+        request = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "temperature": 0.0,
             "cache_prompt": True,
         }
-        found: dict[str, Any] = self.server.handle_completions(asked | options)
-        if "choices" not in found:
-            raise UserError(f"llama.cpp does not answer: {found.get('error', found)}")
-        return found
+        answer: dict[str, Any] = self.server.handle_completions(request | options)
+        if "choices" not in answer:
+            raise UserError(f"llama.cpp does not answer: {answer.get('error', answer)}")
+        return answer
 
     def log_probs(self, prompt: Sequence[int] | str, fresh: bool = False) -> Float[Tensor, " V"]:
-        """Of every token as the next one. `fresh` uses nothing of an earlier prompt, so that rounding repeats exactly."""
-        always = [[self.plain, 1e6]]  # decides what is answered; log-probs are of the logits before it
-        asked = {"n_predict": 1, "n_probs": self.vocab_size, "logit_bias": always, "cache_prompt": not fresh}
-        found = self._complete(prompt, **asked)
-        tops = found["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        """Log-probs of the next token. `fresh` reuses nothing of an earlier prompt, so that rounding repeats exactly."""
+        # decides which token is answered; log-probs are of the logits before the bias
+        bias = [[self.letter, 1e6]]
+        options = {"n_predict": 1, "n_probs": self.vocab_size, "logit_bias": bias, "cache_prompt": not fresh}
+        tops = self._complete(prompt, **options)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         log_probs = torch.full((self.vocab_size,), torch.nan)
         log_probs[torch.tensor([top["id"] for top in tops])] = torch.tensor([top["logprob"] for top in tops])
         return log_probs
 
     def write(self, prompt: str, tokens: int) -> str:
-        """How the model goes on, always by the most likely token."""
+        """Continue a prompt greedily."""
         return str(self._complete(prompt, n_predict=tokens)["choices"][0]["text"])
 
     def run(self, prompt: Sequence[int], tokens: int) -> None:
-        """Write exactly so many tokens, and let no earlier prompt help: for timing."""
+        """Generate exactly so many tokens and reuse nothing of an earlier prompt: for timing."""
         self._complete(prompt, n_predict=tokens, ignore_eos=True, cache_prompt=False)
 
 
 def agree_on_next_tokens(
     reference: Recorded, log_probs: Callable[[list[int]], Float[Tensor, " V"]], input_ids: Int[Tensor, "B S"],
-    mask: Bool[Tensor, "B S"], per_block: int, progress: Progress | None = None,
+    mask: Bool[Tensor, "B S"], per_sequence: int, on_progress: StageCallback = no_stage_progress,
 ) -> Agreement:  # fmt: skip
-    """At `per_block` evenly spaced positions of every block; differences are of log-probs."""
+    """Compare at `per_sequence` evenly spaced positions of every sequence; differences are of log-probs."""
 
     def positions(b: int) -> list[Positions]:
         scored = (mask[b, :-1] & mask[b, 1:]).nonzero().squeeze(1)
-        some = scored[torch.linspace(0, len(scored) - 1, min(per_block, len(scored))).long()]
-        found = torch.stack([log_probs(input_ids[b, : n + 1].tolist()) for n in some.tolist()])
-        if progress:
-            progress(b + 1, len(input_ids))
-        return [(reference.logits(b, some).float().log_softmax(-1), found, input_ids[b, some + 1])]
+        some = scored[torch.linspace(0, len(scored) - 1, min(per_sequence, len(scored))).long()]
+        predicted = torch.stack([log_probs(input_ids[b, : n + 1].tolist()) for n in some.tolist()])
+        on_progress(b + 1, len(input_ids))
+        return [(reference.logits(b, some).float().log_softmax(-1), predicted, input_ids[b, some + 1])]
 
-    return summarise(positions(b) for b in range(len(input_ids)))
+    return summarize(positions(b) for b in range(len(input_ids)))

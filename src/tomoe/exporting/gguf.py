@@ -1,7 +1,7 @@
 """The same MoE as a GGUF file for llama.cpp and all that is built on it.
 
 llama.cpp's `llama` architecture with experts is Mixtral, and it takes biases of Q, K and V where a file has them; `qwen3moe`
-normalises Q and K. Both make the weight of a single chosen expert exactly 1. (`qwen2moe` does not: it multiplies by the
+normalizes Q and K. Both make the weight of a single chosen expert exactly 1. (`qwen2moe` does not: it multiplies by the
 router's probability.)
 """
 
@@ -22,8 +22,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.exporting.gguf_tokenizer import write_tokenizer
-from tomoe.exporting.stock import Carrier, Layout, attention_tensors, expert_tensors, gguf_carrier, make_layout, misfit
+from tomoe.exporting.stock import (
+    Layout,
+    StockArch,
+    attention_tensors,
+    expert_tensors,
+    gguf_arch,
+    incompatibility,
+    make_layout,
+)
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.progress import StageCallback, no_stage_progress
 
 Precision = Literal["f32", "f16", "bf16", "q8_0"]
 TYPES = {name: GGMLQuantizationType[name.upper()] for name in ("f32", "f16", "bf16", "q8_0")}
@@ -31,7 +40,8 @@ FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "bf16": LlamaFileType.MOSTLY_BF16,
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
 }  # fmt: skip
-BLOCK = 32  # numbers of a row that Q8_0 quantises together
+# Numbers of a row that Q8_0 quantizes together.
+BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Entry:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The same with rows counted in bytes."""
+        """The shape with rows counted in bytes."""
         return tuple(quants.quant_shape_to_byte_shape(self.shape, self.type))
 
     @property
@@ -53,15 +63,15 @@ class Entry:
         return math.prod(self.stored_shape)
 
 
-def _carrier(moe: ToMoEForCausalLM) -> Carrier:
+def _arch(moe: ToMoEForCausalLM) -> StockArch:
     first: Any = moe.model.layers[0]
-    return gguf_carrier(first.self_attn.q_norm is not None)
+    return gguf_arch(first.self_attn.q_norm is not None)
 
 
-def gguf_misfit(moe: ToMoEForCausalLM) -> str | None:
-    """Why llama.cpp could not compute what this MoE computes, in words; None where it can."""
-    carrier = _carrier(moe)
-    problem = misfit(moe, carrier)
+def gguf_incompatibility(moe: ToMoEForCausalLM) -> str | None:
+    """Why llama.cpp cannot compute what this MoE computes, as half a sentence; None if it can."""
+    arch = _arch(moe)
+    problem = incompatibility(moe, arch)
     if problem:
         return problem
     if moe.config.hidden_act not in ("silu", "swish"):
@@ -69,24 +79,24 @@ def gguf_misfit(moe: ToMoEForCausalLM) -> str | None:
     rotary: Any = moe.model.rotary_emb
     if rotary.rope_type in ("dynamic", "longrope") or rotary.attention_scaling != 1.0:
         return f"its rotary embedding ({rotary.rope_type}) scales with the length or the scores"
-    if carrier.normed and rotary.rope_type != "default":
+    if arch.normed and rotary.rope_type != "default":
         return f"llama.cpp's qwen3moe takes plain rotary frequencies only, and these are scaled ({rotary.rope_type})"
     return None
 
 
 def context_length(moe: ToMoEForCausalLM) -> int:
-    """llama.cpp computes no sliding window here, so a file is good for contexts that fit into the window."""
+    """Longest context, in tokens: llama.cpp computes no sliding window here, so contexts must fit into one."""
     windows = [layer.self_attn.sliding_window for layer in moe.model.layers]
     return min([int(moe.config.max_position_embeddings), *(int(w) for w in windows if w is not None)])
 
 
 def interleaved(t: Float[Tensor, " HC *rest"], head_dim: int) -> Float[Tensor, " HC *rest"]:
-    """Rows of Q or K for a rotary embedding that pairs neighbours (2 j, 2 j + 1) instead of (j, j + C/2)."""
+    """Reorder rows of Q or K for a rotary embedding that pairs neighbors (2 j, 2 j + 1) instead of (j, j + C/2)."""
     return t.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def _type_of(name: str, shape: tuple[int, ...], precision: Precision) -> GGMLQuantizationType:
-    """Routers, norms and biases are small and stay float32; a row that is no multiple of 32 cannot be quantised."""
+    """Routers, norms and biases are small and stay float32; a row that is no multiple of 32 cannot be quantized."""
     if len(shape) == 1 or "ffn_gate_inp" in name:
         return GGMLQuantizationType.F32
     return GGMLQuantizationType.F16 if precision == "q8_0" and shape[-1] % BLOCK else TYPES[precision]
@@ -94,9 +104,9 @@ def _type_of(name: str, shape: tuple[int, ...], precision: Precision) -> GGMLQua
 
 @torch.no_grad()
 def entries(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> Iterator[Entry]:
-    """Every tensor of the file, in order, made when it is asked for."""
-    carrier, inner = _carrier(moe), moe.model
-    layout = make_layout(moe, carrier, multiple)
+    """Yield every tensor of the file in order; an entry makes its tensor when it is written."""
+    arch, inner = _arch(moe), moe.model
+    layout = make_layout(moe, arch, multiple)
 
     def entry(name: str, make: Callable[[], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
         shape = tuple(make().shape) if shape is None else shape
@@ -117,41 +127,43 @@ def entries(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> Itera
         yield weight(f"{prefix}attn_norm.weight", layer.input_layernorm)
         yield weight(f"{prefix}ffn_norm.weight", layer.post_attention_layernorm)
         for name, t in _attention(layer.self_attn).items():
-            # made again when it is asked for: padded copies of all layers would be as large as the dense attention
+            # made again when it is written: padded copies of all layers would be as large as the dense attention
             yield entry(prefix + name, partial(_attention_tensor, layer.self_attn, name), tuple(t.shape))
         yield weight(f"{prefix}ffn_gate_inp.weight", layer.mlp.router)
-        yield from _experts(layer.mlp, layout, carrier, prefix, entry)
+        yield from _experts(layer.mlp, layout, arch, prefix, entry)
 
 
 def _attention(attention: Any) -> dict[str, Tensor]:
     places = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
     places |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
-    found = {}
+    tensors = {}
     for name, t in attention_tensors(attention).items():
         part, _, kind = name.partition(".")
-        if part in ("q_proj", "k_proj") and attention.q_norm is None:  # qwen3moe pairs halves, as transformers does
+        # qwen3moe pairs halves, as transformers does
+        if part in ("q_proj", "k_proj") and attention.q_norm is None:
             t = interleaved(t, attention.head_dim)
-        found[f"{places[part]}.{kind}"] = t
-    return found
+        tensors[f"{places[part]}.{kind}"] = t
+    return tensors
 
 
 def _attention_tensor(attention: Any, name: str) -> Tensor:
     return _attention(attention)[name]
 
 
-def _experts(mlp: Any, layout: Layout, carrier: Carrier, prefix: str, entry: Callable[..., Entry]) -> Iterator[Entry]:
+def _experts(mlp: Any, layout: Layout, arch: StockArch, prefix: str, entry: Callable[..., Entry]) -> Iterator[Entry]:
     @cache
-    def own() -> dict[str, Tensor]:
-        return expert_tensors(mlp, layout, carrier.experts)
+    def copies() -> dict[str, Tensor]:
+        return expert_tensors(mlp, layout, arch.expert_names)
 
     n, d, w = mlp.num_experts, mlp.up_proj.shape[1], layout.width
     shapes = ((n, w, d), (n, w, d), (n, d, w))
-    for place, name, shape in zip(("gate", "up", "down"), carrier.experts, shapes, strict=True):
+    for place, name, shape in zip(("gate", "up", "down"), arch.expert_names, shapes, strict=True):
 
         def stacked(name: str = name, last: bool = place == "down") -> Tensor:
-            tensors = torch.stack([own()[f"experts.{e}.{name}.weight"] for e in range(n)])
+            tensors = torch.stack([copies()[f"experts.{e}.{name}.weight"] for e in range(n)])
             if last:
-                own.cache_clear()  # the copies of one layer at a time
+                # the copies of one layer at a time
+                copies.cache_clear()
             return tensors
 
         yield entry(f"{prefix}ffn_{place}_exps.weight", stacked, shape)
@@ -165,22 +177,22 @@ def _plain_frequencies(moe: ToMoEForCausalLM) -> Tensor:
 
 
 def gguf_widths(moe: ToMoEForCausalLM, multiple: int) -> int:
-    """Width of every expert."""
-    return make_layout(moe, _carrier(moe), multiple).width
+    """Width of every expert in the file."""
+    return make_layout(moe, _arch(moe), multiple).width
 
 
 def gguf_bytes(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> int:
-    """Of the tensors."""
+    """Bytes of the tensors."""
     return sum(entry.nbytes for entry in entries(moe, precision, multiple))
 
 
 def write_gguf(
     moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, path: Path, precision: Precision, multiple: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: StageCallback = no_stage_progress,
 ) -> None:  # fmt: skip
-    """One file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would not follow."""
-    writer = GGUFWriter(None, "qwen3moe" if _carrier(moe).normed else "llama")
-    _write_sizes(writer, moe, precision, make_layout(moe, _carrier(moe), multiple), path)
+    """Write one file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would read otherwise."""
+    writer = GGUFWriter(None, "qwen3moe" if _arch(moe).normed else "llama")
+    _write_sizes(writer, moe, precision, make_layout(moe, _arch(moe), multiple), path)
     if tokenizer is not None:
         write_tokenizer(writer, tokenizer, moe.config.vocab_size)
     tensors = list(entries(moe, precision, multiple))
@@ -198,7 +210,7 @@ def write_gguf(
         data = quants.quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
         writer.write_tensor_data(data)
         written += data.nbytes
-        progress(written, total)
+        on_progress(written, total)
     writer.close()
 
 

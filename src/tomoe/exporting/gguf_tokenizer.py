@@ -1,7 +1,7 @@
 """A tokenizer as the key-value pairs of a GGUF file.
 
-llama.cpp splits text by rules of its own, chosen by name. So the rules of the tokenizer are recognised, and any others are
-refused: a file with the wrong rule would load, and read text as other tokens than the model was trained on.
+llama.cpp splits text by its own rules, chosen by name. So a tokenizer whose rules are not recognized here is refused: a
+file with the wrong rule would load, and read text as other tokens than the model was trained on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 
-# Of a text: contractions, words, numbers, other signs, line ends, spaces. Families differ in how they split numbers.
+# Contractions, words, numbers, other signs, line ends, spaces. Families differ in how they split numbers.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
@@ -25,9 +25,9 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Tokens, merges or scores, special tokens and chat template. `vocab_size`: rows of the embedding matrix.
+    """Write tokens, merges or scores, special tokens and chat template. `vocab_size`: rows of the embedding matrix.
 
-    Raises UserError where llama.cpp would read text otherwise than the tokenizer does.
+    Raises UserError if llama.cpp would read text otherwise than the tokenizer does.
     """
     rules = _rules(tokenizer)
     model = rules["model"]
@@ -71,7 +71,7 @@ def _rules(tokenizer: Any) -> dict[str, Any]:
 
 
 def splitting_rule(pre: dict[str, Any] | None) -> str:
-    """llama.cpp's name of what a byte-level tokenizer does before it merges. Raises UserError where there is none."""
+    """llama.cpp's name for what a byte-level tokenizer does before it merges. Raises UserError if it has none."""
     steps = pre["pretokenizers"] if pre and pre["type"] == "Sequence" else [pre or {"type": "none"}]
     kinds = [step["type"] for step in steps]
     if kinds[-1] == "ByteLevel" and not steps[-1].get("add_prefix_space"):
@@ -93,7 +93,7 @@ def _tokens(tokenizer: Any, rules: dict[str, Any], vocab_size: int) -> tuple[lis
     """Text and type of every row of the embedding matrix; rows beyond the vocabulary are marked as unused."""
     names = {i: token for token, i in tokenizer.get_vocab().items()}
     added = {entry["id"]: entry for entry in rules.get("added_tokens", ())}
-    spoken = rules["model"].get("byte_fallback")
+    falls_back = rules["model"].get("byte_fallback")
     tokens, types = [], []
     for i in range(vocab_size):
         token = names.get(i)
@@ -102,9 +102,9 @@ def _tokens(tokenizer: Any, rules: dict[str, Any], vocab_size: int) -> tuple[lis
             token, kind = f"[PAD{i}]", TokenType.UNUSED
         elif i in added:
             kind = TokenType.CONTROL if added[i]["special"] else TokenType.USER_DEFINED
-            if i == tokenizer.unk_token_id and spoken:
+            if i == tokenizer.unk_token_id and falls_back:
                 kind = TokenType.UNKNOWN
-        elif spoken and BYTE_TOKEN.fullmatch(token):
+        elif falls_back and BYTE_TOKEN.fullmatch(token):
             kind = TokenType.BYTE
         tokens.append(token)
         types.append(int(kind))

@@ -1,4 +1,4 @@
-"""A converted folder becomes an export, and the export is proved: on real text it predicts what the folder predicts.
+"""`export`: write a converted folder in another form, then verify on real text that both predict the same.
 
 OUT (a converted folder) -> DIR (weights of another architecture, export.json, a card)
 """
@@ -16,37 +16,47 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 import tomoe
-from tomoe.api import PROMPT, EvaluationText, generate, held_out_text, read_text
-from tomoe.conversion import Listener, load_moe, pick_device, silent
+from tomoe import distributed
+from tomoe.data.evaluation_text import EvaluationText, held_out_text, read_text
 from tomoe.errors import UserError
-from tomoe.evaluation.compare import read_rows
-from tomoe.evaluation.perplexity import blocks_sha256
+from tomoe.evaluation.perplexity import sequences_sha256
+from tomoe.evaluation.rows import read_rows
 from tomoe.exporting.engines import LlamaCpp, agree_on_next_tokens, binding
 from tomoe.exporting.gguf import context_length
-from tomoe.exporting.targets import Choice, Options, Sizes, check_place, choose, gguf_file, in_words, write_export
+from tomoe.exporting.targets import Choice, Options, Sizes, check_place, choose, copies_notice, gguf_file, write_export
 from tomoe.exporting.verify import Agreement, agree, record
-from tomoe.files import own_name, write_whole
-from tomoe.model.loading import load_dense, load_tokenizer
+from tomoe.files import atomic_write, basename, format_bytes
+from tomoe.model.generation import PROMPT, generate
+from tomoe.model.loading import load_dense, load_tokenizer, pick_device
+from tomoe.moe.checkpoint import load_moe
 from tomoe.plan import Plan
+from tomoe.progress import ProgressCallback, StageCallback, no_progress, stage_callback
 from tomoe.report.card import write_card
 from tomoe.report.summary import recipe_of, shown_name
 
 FORMAT = "tomoe-export-1"
 PROOF_TOKENS = 4096
-CONTEXT = 512  # of a text file; held-out text comes in blocks of its own size
-NEXT_TOKENS = 8  # positions of a block at which llama.cpp is asked
-WRITTEN = 24  # tokens that the proof of a GGUF file lets both write
+# Tokens of a sequence from a text file; held-out text comes in sequences of its own length.
+CONTEXT = 512
+# Positions of a sequence at which llama.cpp predicts the next token.
+NEXT_TOKENS = 8
+# Tokens that both models write from one prompt when a GGUF file is verified.
+WRITTEN = 24
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far an export may be off before it counts as broken."""
+    """How far an export may be off before it counts as broken.
 
-    difference: float | None  # typical, as a share of the largest logit; None: rounding is too coarse to say
-    kl: float  # nats, mean
+    difference: in a typical sequence, as a share of the largest logit, or None if rounding is too coarse to say; kl: mean, in
+    nats.
+    """
+
+    difference: float | None
+    kl: float
 
 
-# A wrong export is off by much more than this everywhere. A near tie of a router may fall the other way in one block.
+# A wrong export is off by much more than this everywhere. A near tie of a router may fall the other way in one sequence.
 BOUNDS = {
     "float32": Bounds(1e-4, 1e-4), "bfloat16": Bounds(None, 0.05), "float16": Bounds(None, 0.01),
     "f32": Bounds(1e-4, 1e-4), "f16": Bounds(None, 1e-3), "bf16": Bounds(None, 0.05), "q8_0": Bounds(None, 0.05),
@@ -55,12 +65,15 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Proof:
-    """What both models predicted, and what is wrong with that, in words; None where nothing is."""
+    """How far the export's predictions are from the converted model's.
+
+    problem: what is wrong with them, or None; how: "float32 in transformers"; written: what both write after one prompt.
+    """
 
     agreement: Agreement
     problem: str | None
-    how: str  # "float32 in transformers"
-    written: dict[str, str] | None = None  # how both go on from one prompt
+    how: str
+    written: dict[str, str] | None = None
 
     @property
     def result(self) -> str:
@@ -76,7 +89,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how well it was proved; `proof` is None where llama.cpp was needed and is not installed."""
+    """What was written, and its proof, which is None if llama.cpp was needed and is not installed."""
 
     folder: Path
     choice: Choice
@@ -85,145 +98,162 @@ class Exported:
     options: Options
 
 
+@distributed.locks_out("export")
 def export(
-    folder: Path, name: str, out: Path, *, text: str | None = None, tokens: int = PROOF_TOKENS, dtype: str = "float32",
-    device: str = "auto", options: Options | None = None, force: bool = False,
-    say: Callable[[str], None] = lambda sentence: None, listen: Listener = silent,
+    folder: str | Path, name: str, out: str | Path, *, text: str | None = None, tokens: int = PROOF_TOKENS,
+    dtype: str = "float32", device: str = "auto", options: Options | None = None, force: bool = False,
+    say: Callable[[str], None] = lambda message: None, on_progress: ProgressCallback = no_progress,
 ) -> Exported:  # fmt: skip
-    """Write the converted `folder` as target `name` to `out`, then prove it in `dtype` on text of at most `tokens` tokens.
+    """Write a converted model in another form, and verify on real text that the two predict the same.
 
-    The text is what the conversion held out, or the file `text`. `say` gets what the user should know before anything is
-    written. Raises UserError, before writing, where the target cannot hold the model, `out` is taken or the disk is too
-    full, or no text is there; and after writing, where the proof fails: then all files stay.
+    folder: what `convert` wrote. name: mixtral, qwen2_moe, qwen3_moe, gguf or hf; auto takes the first stock architecture
+    that holds the model exactly, else hf. out: the folder to write; with `force` it replaces an earlier export there.
+    text: a text file or source to verify on (default: what the conversion held out), at most `tokens` tokens of it, run in
+    `dtype` on `device`. options: width of experts, type of GGUF weights. say: called with each notice for the user before
+    anything is written.
+
+    Raises UserError before writing if the target cannot hold the model, `out` is taken, the disk is too full or there is no
+    text; and after writing if the predictions differ: then all files stay.
     """
-    options = options or Options()
+    folder, out, options = Path(folder), Path(out), options or Options()
     moe = load_moe(folder, None, device)
     tokenizer = load_tokenizer(str(folder))
-    given = _proof_text(folder, text, tokens)
+    proof_text = _proof_text(folder, text, tokens)
     choice = choose(moe, name)
     sizes = choice.target.sizes(moe, options)
     check_place(out, folder, sizes.bytes, force)
-    own = sum(p.nbytes for p in moe.parameters())
+    stored = sum(p.nbytes for p in moe.parameters())
     say(f"{choice.target.name}: {choice.reason}.")
-    say(f"It takes {in_words(sizes.bytes)} ({sizes.words}); the weights of {own_name(folder)} take {in_words(own)}.")
-
-    def heard(stage: str) -> Callable[[int, int], None]:
-        return lambda done, total: listen(stage, done, total, {})
-
-    shown = -1
-
-    def written(done: int, total: int) -> None:
-        nonlocal shown
-        if done // 10**6 > shown:  # many tensors are smaller than what is counted
-            shown = done // 10**6
-            heard("writing (MB)")(shown, max(1, total // 10**6))
-
-    write_export(choice, moe, tokenizer, out, options, written)
+    say(f"It takes {format_bytes(sizes.bytes)} ({sizes.words}); {basename(folder)} takes {format_bytes(stored)}.")
+    if notice := copies_notice(moe, sizes):
+        say(notice)
+    write_export(choice, moe, tokenizer, out, options, _in_megabytes(on_progress))
     del moe
     if choice.target.name == "gguf":
-        proof = prove_gguf(folder, gguf_file(out, options), given, options.precision, device, tokenizer, heard)
+        file = gguf_file(out, options)
+        proof = verify_gguf(folder, file, proof_text, options.precision, device, tokenizer, on_progress)
     else:
-        proof = prove(folder, out, given, dtype, device, heard)
-    done = Exported(out, choice, sizes, proof, options)
-    _write_papers(done, folder, given)
+        proof = verify(folder, out, proof_text, dtype, device, on_progress)
+    exported = Exported(out, choice, sizes, proof, options)
+    _write_metadata(exported, folder, proof_text)
     if proof is not None and proof.problem:
         raise UserError(
             f"the export in {out} is not the same model: {proof.problem}; nothing was deleted, see export.json"
         )
-    return done
+    return exported
 
 
-Heard = Callable[[str], Callable[[int, int], None]]
+def _in_megabytes(on_progress: ProgressCallback) -> StageCallback:
+    """Report bytes as megabytes, and only when that number changes: many tensors are smaller."""
+    reported = -1
+
+    def on_bytes(done: int, total: int) -> None:
+        nonlocal reported
+        if done // 10**6 > reported:
+            reported = done // 10**6
+            on_progress("writing (MB)", reported, max(1, total // 10**6), {})
+
+    return on_bytes
 
 
-def prove(folder: Path, out: Path, given: EvaluationText, dtype: str, device: str, heard: Heard) -> Proof:
-    """One model after the other on the same text, in `dtype`."""
-    ids, mask = given.blocks.input_ids, given.blocks.mask
-    meant = record(load_moe(folder, dtype, device), ids, mask, heard("running the converted"))
+def verify(
+    folder: Path, out: Path, text: EvaluationText, dtype: str, device: str, on_progress: ProgressCallback
+) -> Proof:
+    """Run the converted model, then the export, on the same text in `dtype`, and compare their predictions."""
+    ids, mask = text.sequences.input_ids, text.sequences.mask
+    reference = record(load_moe(folder, dtype, device), ids, mask, stage_callback(on_progress, "running the converted"))
     exported = load_dense(str(out), getattr(torch, dtype), pick_device(device))
-    found = record(exported, ids, mask, heard("running the export"))
-    agreement = agree(meant, found, ids, mask)
+    predicted = record(exported, ids, mask, stage_callback(on_progress, "running the export"))
+    agreement = agree(reference, predicted, ids, mask)
     return Proof(agreement, judge(agreement, BOUNDS[dtype]), f"{dtype} in transformers {transformers.__version__}")
 
 
-def prove_gguf(
-    folder: Path, file: Path, given: EvaluationText, precision: str, device: str, tokenizer: PreTrainedTokenizerBase,
-    heard: Heard,
+def verify_gguf(
+    folder: Path, file: Path, text: EvaluationText, precision: str, device: str, tokenizer: PreTrainedTokenizerBase,
+    on_progress: ProgressCallback,
 ) -> Proof | None:  # fmt: skip
-    """The file in llama.cpp against the converted model in float32; None where llama.cpp is not installed."""
+    """Run the file in llama.cpp and compare it with the converted model in float32; None if llama.cpp is not installed."""
     try:
         version = binding().__version__
     except UserError:
         return None
     moe = load_moe(folder, "float32", device)
-    context = min(given.blocks.input_ids.shape[1], context_length(moe) - 1)
-    ids, mask = given.blocks.input_ids[:, :context], given.blocks.mask[:, :context]
-    meant = record(moe, ids, mask, heard("running the converted"))
+    context = min(text.sequences.input_ids.shape[1], context_length(moe) - 1)
+    ids, mask = text.sequences.input_ids[:, :context], text.sequences.mask[:, :context]
+    reference = record(moe, ids, mask, stage_callback(on_progress, "running the converted"))
     letter = tokenizer("a", add_special_tokens=False).input_ids[-1]
     llama = LlamaCpp(file, moe.config.vocab_size, context + WRITTEN, letter)
-    agreement = agree_on_next_tokens(meant, llama.log_probs, ids, mask, NEXT_TOKENS, heard("running llama.cpp"))
+    on_sequence = stage_callback(on_progress, "running llama.cpp")
+    agreement = agree_on_next_tokens(reference, llama.log_probs, ids, mask, NEXT_TOKENS, on_sequence)
     problem = judge(agreement, BOUNDS[precision])
-    # read as text and given as tokens it must predict the same, else llama.cpp splits text otherwise than the tokenizer
+    # A passage must predict the same as text and as tokens, else llama.cpp splits text otherwise than the tokenizer.
     passage = str(tokenizer.decode(ids[0], skip_special_tokens=True))[: max(1, context - 2)]
-    spoken, split = (llama.log_probs(prompt, fresh=True) for prompt in (passage, tokenizer(passage).input_ids))
-    if problem is None and not torch.allclose(spoken, split, atol=1e-4):
+    as_text, as_tokens = (llama.log_probs(prompt, fresh=True) for prompt in (passage, tokenizer(passage).input_ids))
+    if problem is None and not torch.allclose(as_text, as_tokens, atol=1e-4):
         problem = "llama.cpp reads text as other tokens than the tokenizer does"
     written = None
     if len(tokenizer(PROMPT).input_ids) + WRITTEN < context_length(moe):
-        ours, theirs = generate(moe, tokenizer, PROMPT, WRITTEN), llama.write(PROMPT, WRITTEN)
-        written = {"prompt": PROMPT, "converted": ours, "llama.cpp": theirs}
+        converted_text, llama_text = generate(moe, tokenizer, PROMPT, WRITTEN), llama.write(PROMPT, WRITTEN)
+        written = {"prompt": PROMPT, "converted": converted_text, "llama.cpp": llama_text}
     return Proof(agreement, problem, f"log-probs, {precision} in llama.cpp (xllamacpp {version})", written)
 
 
 def judge(a: Agreement, bounds: Bounds) -> str | None:
-    """What is wrong, in words; None where nothing is."""
+    """What is wrong with an agreement, as half a sentence; None if it is within the bounds."""
     allowed = None if bounds.difference is None else bounds.difference * max(1.0, a.largest_logit)
     if allowed is not None and not a.typical_difference <= allowed:
-        return f"its predictions differ by {a.typical_difference:.2g} in a typical block, {allowed:.2g} were allowed"
+        return f"its predictions differ by {a.typical_difference:.2g} in a typical sequence, the limit is {allowed:.2g}"
     if not a.kl <= bounds.kl:
-        return f"its predictions differ by a KL of {a.kl:.2g} nats, {bounds.kl:.2g} were allowed"
+        return f"its predictions differ by a KL of {a.kl:.2g} nats, the limit is {bounds.kl:.2g}"
     return None
 
 
 def _proof_text(folder: Path, text: str | None, tokens: int) -> EvaluationText:
     if text is not None:
         return read_text(text, load_tokenizer(str(folder)), CONTEXT, tokens)
-    given = held_out_text([str(folder)])
-    return replace(given, blocks=given.blocks.first(tokens))
+    held_out = held_out_text([str(folder)])
+    return replace(held_out, sequences=held_out.sequences.truncate(tokens))
 
 
-def _write_papers(done: Exported, folder: Path, given: EvaluationText) -> None:
-    """export.json and the card."""
-    target, proof = done.choice.target, done.proof
-    shown: dict[str, Any] = {"same": None, "problem": "not run: xllamacpp is not installed"}
-    sentence = f"Not proved: {shown['problem']}."
+def _write_metadata(exported: Exported, folder: Path, text: EvaluationText) -> None:
+    """Write export.json and the card."""
+    target, proof = exported.choice.target, exported.proof
+    outcome: dict[str, Any] = {"same": None, "problem": "not run: xllamacpp is not installed"}
+    sentence = f"Not verified: {outcome['problem']}."
     if proof is not None:
-        shown = {"same": proof.problem is None, "problem": proof.problem, "how": proof.how, **proof.agreement.to_dict()}
-        shown |= {"written": proof.written} if proof.written else {}
+        outcome = {
+            "same": proof.problem is None,
+            "problem": proof.problem,
+            "how": proof.how,
+            **proof.agreement.to_dict(),
+        }
+        outcome |= {"written": proof.written} if proof.written else {}
         verdict = "It predicts the same" if proof.problem is None else f"**It does not: {proof.problem}**"
-        sentence = f"{verdict}: {proof.result}, on {given.name}."
-    papers: dict[str, Any] = {
+        sentence = f"{verdict}: {proof.result}, on {text.name}."
+    metadata: dict[str, Any] = {
         "format": FORMAT,
         "target": target.name,
-        "reason": done.choice.reason,
-        "bytes": done.sizes.bytes,
-        "layout": done.sizes.words,
-        "options": asdict(done.options),
-        "proof": shown,
+        "reason": exported.choice.reason,
+        "bytes": exported.sizes.bytes,
+        "layout": exported.sizes.words,
+        "options": asdict(exported.options),
+        "proof": outcome,
         "text": {
-            "name": given.name,
-            "sha256": blocks_sha256(given.blocks.input_ids, given.blocks.mask),
-            "context_length": given.blocks.input_ids.shape[1],
+            "name": text.name,
+            "sha256": sequences_sha256(text.sequences.input_ids, text.sequences.mask),
+            "context_length": text.sequences.input_ids.shape[1],
         },
         "versions": {m.__name__: str(m.__version__) for m in (torch, transformers, tomoe)},
     }
-    write_whole(done.folder / "export.json", json.dumps(papers, indent=2) + "\n")
+    atomic_write(exported.folder / "export.json", json.dumps(metadata, indent=2) + "\n")
     if not (folder / "plan.json").is_file():
         return
     plan = Plan.load(folder)
     recipe = recipe_of(plan)
     command = (
-        f"tomoe convert {shown_name(recipe.model) if recipe else 'MODEL'} --recipe recipe.json -o {own_name(folder)}\n"
-        f"tomoe export {own_name(folder)} --format {target.name} -o {own_name(done.folder)}"
+        f"tomoe convert {shown_name(recipe.model) if recipe else 'MODEL'} --recipe recipe.json -o {basename(folder)}\n"
+        f"tomoe export {basename(folder)} --format {target.name} -o {basename(exported.folder)}"
     )
-    write_card(done.folder, plan, read_rows(folder), command=command, export=(target.name, done.sizes.words, sentence))
+    write_card(
+        exported.folder, plan, read_rows(folder), command=command, export=(target.name, exported.sizes.words, sentence)
+    )

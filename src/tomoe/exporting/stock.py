@@ -1,9 +1,9 @@
 """The same MoE as an architecture that transformers, vLLM, SGLang and llama.cpp already know.
 
-A stock architecture wants every expert to have weights of its own and one width for all layers, and every head whole. So
-neurons that experts share are copied, narrow experts get neurons of zeros, and dropped Q/K and V/O dims come back as
-zeros: none of it changes a logit. What no zero can express (V/O dims chosen for each token, biases that the architecture
-has no place for) is refused in one sentence.
+A stock architecture has separate weights for every expert, one width for all layers, and whole heads. So neurons that
+experts share are copied, narrow experts get neurons of zeros, and dropped Q/K and V/O dims come back as zeros: none of it
+changes a logit. What no zero can express (V/O dims chosen for each token, biases that the architecture has no place for)
+is refused in one sentence.
 
 Letters: N experts, M width of an expert, S width of the shared expert, D hidden size, C head dim, c kept dims.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 from tomoe.errors import UserError
+from tomoe.model.hooks import hooked, input_of
 from tomoe.model.structure import layer_parts
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.conversion import STOCK_MULTIPLE
@@ -35,48 +37,55 @@ PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Carrier:
-    """A stock architecture that can hold a top-1 MoE with expert weight exactly 1."""
+class StockArch:
+    """A stock architecture that can hold a top-1 MoE with expert weight exactly 1.
+
+    moe_name: of a layer's MoE in a checkpoint; expert_names: of an expert's gate, up and down projection there; width_key: of
+    M in the config; biased: Q, K and V may have biases; normed: Q and K are normalized in each head; shared: a shared expert
+    works on every token.
+    """
 
     name: str
     config_class: type[PreTrainedConfig]
-    block: str  # of a layer's MoE in a checkpoint
-    experts: tuple[str, str, str]  # gate, up and down projection of an expert in a checkpoint
-    width_key: str  # of M in the config
-    biased: bool = False  # may Q, K and V have biases
-    normed: bool = False  # are Q and K normalised in each head
-    shared: bool = False  # does a shared expert work on every token
+    moe_name: str
+    expert_names: tuple[str, str, str]
+    width_key: str
+    biased: bool = False
+    normed: bool = False
+    shared: bool = False
 
 
 _QWEN = ("gate_proj", "up_proj", "down_proj")
-CARRIERS = {
-    carrier.name: carrier
-    for carrier in (
-        Carrier("mixtral", MixtralConfig, "block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size"),
-        Carrier("qwen2_moe", Qwen2MoeConfig, "mlp", _QWEN, "moe_intermediate_size", biased=True, shared=True),
-        Carrier("qwen3_moe", Qwen3MoeConfig, "mlp", _QWEN, "moe_intermediate_size", normed=True),
+STOCK_ARCHS = {
+    arch.name: arch
+    for arch in (
+        StockArch("mixtral", MixtralConfig, "block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size"),
+        StockArch("qwen2_moe", Qwen2MoeConfig, "mlp", _QWEN, "moe_intermediate_size", biased=True, shared=True),
+        StockArch("qwen3_moe", Qwen3MoeConfig, "mlp", _QWEN, "moe_intermediate_size", normed=True),
     )
 }
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Widths that every layer of the export has."""
+    """Widths that every layer of the export has: M, and S (0 without a shared expert)."""
 
-    width: int  # M
-    shared: int  # S; 0 where the carrier has no shared expert
+    width: int
+    shared: int
 
 
-def misfit(moe: ToMoEForCausalLM, carrier: Carrier) -> str | None:
-    """Why the carrier cannot compute what this MoE computes, in words; None where it can."""
+def incompatibility(moe: ToMoEForCausalLM, arch: StockArch) -> str | None:
+    """Why a stock architecture cannot compute what this MoE computes, as half a sentence; None if it can."""
     attentions: list[Any] = [layer.self_attn for layer in moe.model.layers]
     mlp: Any = moe.model.layers[0].mlp
     first = attentions[0]
     if any(a.value_router is not None for a in attentions):
-        return "it chooses V/O dims for each token (attention: dynamic), and stock attention has no such choice"
+        return (
+            "it chooses V/O dims for each token (attention.pruning = per_token), and stock attention has no such choice"
+        )
     biases = any(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, mlp.down_bias))
-    problem = _unplaced(
-        carrier, mlp.gate_proj is not None, biases, first.q_proj, first.o_proj, first.q_norm is not None
+    problem = _unsupported_part(
+        arch, mlp.gate_proj is not None, biases, first.q_proj, first.o_proj, first.q_norm is not None
     )
     if problem:
         return problem
@@ -85,42 +94,44 @@ def misfit(moe: ToMoEForCausalLM, carrier: Carrier) -> str | None:
     if abs(first.scaling * first.head_dim**0.5 - 1) > 1e-6:
         return "its attention has a softmax scale of its own"
     windows = {a.sliding_window for a in attentions}
-    if len(windows) > (2 if carrier.shared and None in windows else 1):
+    if len(windows) > (2 if arch.shared and None in windows else 1):
         return "its layers have sliding windows of different sizes"
-    return _foreign(moe)
+    return _nonstandard_residual(moe)
 
 
-def dense_misfit(dense: PreTrainedModel, name: str) -> str | None:
-    """Why no MoE made from this dense model would fit the target `name`, as far as its parts tell; else None."""
+def dense_incompatibility(dense: PreTrainedModel, name: str) -> str | None:
+    """Why no MoE made from this dense model could become the target `name`, judging by its parts; None if it might."""
     parts = layer_parts(dense)[0]
     normed = getattr(parts.attention, "q_norm", None) is not None
-    carrier = gguf_carrier(normed) if name == "gguf" else CARRIERS[name]
+    arch = gguf_arch(normed) if name == "gguf" else STOCK_ARCHS[name]
     biases = any(p is not None and p.bias is not None for p in (parts.gate, parts.up, parts.down))
-    return _unplaced(carrier, parts.gate is not None, biases, parts.q, parts.o, normed)
+    return _unsupported_part(arch, parts.gate is not None, biases, parts.q, parts.o, normed)
 
 
-def gguf_carrier(normed: bool) -> Carrier:
-    """llama.cpp's `llama` with experts is Mixtral, and takes biases of Q, K and V too; its `qwen3moe` normalises Q and K."""
-    return CARRIERS["qwen3_moe"] if normed else replace(CARRIERS["mixtral"], name="gguf", biased=True)
+def gguf_arch(normed: bool) -> StockArch:
+    """The layout of llama.cpp's `llama` (Mixtral, with biases of Q, K and V allowed) or, if `normed`, of its `qwen3moe`."""
+    return STOCK_ARCHS["qwen3_moe"] if normed else replace(STOCK_ARCHS["mixtral"], name="gguf", biased=True)
 
 
-def _unplaced(carrier: Carrier, gated: bool, biases: bool, q: nn.Linear, o: nn.Linear, normed: bool) -> str | None:
+def _unsupported_part(
+    arch: StockArch, gated: bool, biases: bool, q: nn.Linear, o: nn.Linear, normed: bool
+) -> str | None:
     if not gated:
         return "its MLP has no gate projection"
     if biases:
         return "its MLP has biases"
     if o.bias is not None:
         return "its attention output has a bias"
-    if q.bias is not None and not carrier.biased:
+    if q.bias is not None and not arch.biased:
         return "its Q, K and V projections have biases"
-    if normed != carrier.normed:
-        return "it normalises Q and K" if normed else "it does not normalise Q and K"
+    if normed != arch.normed:
+        return "it normalizes Q and K" if normed else "it does not normalize Q and K"
     return None
 
 
 @torch.no_grad()
-def _foreign(moe: ToMoEForCausalLM) -> str | None:
-    """Found by running a few tokens: anything around attention and MLP that is not the plain pre-norm residual stream."""
+def _nonstandard_residual(moe: ToMoEForCausalLM) -> str | None:
+    """Run a few tokens: is anything around attention and MLP not the plain pre-norm residual stream?"""
     layer: Any = moe.model.layers[0]
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     parts = {
@@ -128,21 +139,13 @@ def _foreign(moe: ToMoEForCausalLM) -> str | None:
         "norm2": layer.post_attention_layernorm, "mlp": layer.mlp, "norm": moe.model.norm,
     }  # fmt: skip
 
-    def listen(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            seen[name] = (args[0] if args else kwargs["hidden_states"], out[0] if isinstance(out, tuple) else out)
+    def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        seen[name] = (input_of(args, kwargs), out[0] if isinstance(out, tuple) else out)
 
-        return hook
-
-    handles = [part.register_forward_hook(listen(name), with_kwargs=True) for name, part in parts.items()]
-    try:
-        ids = torch.linspace(
-            moe.config.vocab_size // 4, moe.config.vocab_size - 1, PROBE_TOKENS, device=moe.device
-        ).long()[None]
+    vocab = moe.config.vocab_size
+    ids = torch.linspace(vocab // 4, vocab - 1, PROBE_TOKENS, device=moe.device).long()[None]
+    with hooked(part.register_forward_hook(partial(note, name), with_kwargs=True) for name, part in parts.items()):
         moe(ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     eps = moe.config.rms_norm_eps if hasattr(moe.config, "rms_norm_eps") else 0.0
     middle = seen["layer"][0] + seen["attention"][1]
     pairs = [
@@ -156,30 +159,30 @@ def _foreign(moe: ToMoEForCausalLM) -> str | None:
         x = seen[name][0].float()
         plain = parts[name].weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         pairs.append(("its norms are not plain RMS norms", seen[name][1], plain))
-    for problem, found, meant in pairs:
-        if not torch.allclose(found.float(), meant.float(), rtol=2e-2, atol=1e-2 * float(meant.float().std())):
+    for problem, actual, plain in pairs:
+        if not torch.allclose(actual.float(), plain.float(), rtol=2e-2, atol=1e-2 * float(plain.float().std())):
             return problem
     known = {"embed_tokens.weight", "norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"}
-    left = [n for n, _ in moe.model.named_parameters() if ".mlp." not in n and ".self_attn." not in n]
-    strange = [n for n in left if not any(n.endswith(k) for k in known)]
-    return f"it has weights beside attention, MLP and norms, for example {strange[0]}" if strange else None
+    others = [n for n, _ in moe.model.named_parameters() if ".mlp." not in n and ".self_attn." not in n]
+    unknown = [n for n in others if not any(n.endswith(k) for k in known)]
+    return f"it has weights beside attention, MLP and norms, for example {unknown[0]}" if unknown else None
 
 
 def common_neurons(mlp: ToMoEMLP) -> Tensor:
     """Rows that belong to every expert, ascending."""
-    uses = torch.bincount(mlp.expert_neurons.flatten().long(), minlength=mlp.up_proj.shape[0])
+    uses = torch.bincount(mlp.expert_rows.flatten().long(), minlength=mlp.up_proj.shape[0])
     return (uses == mlp.num_experts).nonzero().squeeze(1)
 
 
-def make_layout(moe: ToMoEForCausalLM, carrier: Carrier, multiple: int = STOCK_MULTIPLE) -> Layout:
-    """The widths that take the fewest weights. Of what every expert has, a shared expert needs one copy, not N."""
+def make_layout(moe: ToMoEForCausalLM, arch: StockArch, multiple: int = STOCK_MULTIPLE) -> Layout:
+    """The widths that take the fewest weights: what every expert has, a shared expert stores once instead of N times."""
     mlps: list[ToMoEMLP] = [layer.mlp for layer in moe.model.layers]
-    widths = [mlp.expert_neurons.shape[1] for mlp in mlps]
+    widths = [mlp.expert_rows.shape[1] for mlp in mlps]
 
     def up(size: int) -> int:
         return max(multiple, -(-size // multiple) * multiple)
 
-    if not carrier.shared:
+    if not arch.shared:
         return Layout(up(max(widths)), 0)
     common = [len(common_neurons(mlp)) for mlp in mlps]
     choices = [
@@ -189,41 +192,41 @@ def make_layout(moe: ToMoEForCausalLM, carrier: Carrier, multiple: int = STOCK_M
     return min(choices, key=lambda layout: (mlps[0].num_experts * layout.width + layout.shared, layout.shared))
 
 
-def stock_config(moe: ToMoEForCausalLM, carrier: Carrier, layout: Layout) -> PreTrainedConfig:
-    """The carrier's config: all that it shares with the dense one, and the sizes of the export."""
+def stock_config(moe: ToMoEForCausalLM, arch: StockArch, layout: Layout) -> PreTrainedConfig:
+    """The config of the export: the keys that the architecture shares with the dense model's, and the sizes."""
     dense = moe.config.dense_config()
     values = dense.to_dict()
     windows = [layer.self_attn.sliding_window for layer in moe.model.layers]
     window = next((w for w in windows if w is not None), None)
-    known = {f.name for f in fields(carrier.config_class)} | {"head_dim"}
+    known = {f.name for f in fields(arch.config_class)} | {"head_dim"}
     kept = {k: v for k, v in values.items() if k in known and k not in ("layer_types", "dtype", "transformers_version")}
     kept |= {
         "head_dim": moe.model.layers[0].self_attn.head_dim,
-        carrier.width_key: layout.width,
+        arch.width_key: layout.width,
         "num_experts_per_tok": 1,
         "sliding_window": window,
-        "architectures": [carrier.config_class.__name__.replace("Config", "ForCausalLM")],
-        ("num_experts" if carrier.block == "mlp" else "num_local_experts"): moe.config.num_experts,
+        "architectures": [arch.config_class.__name__.replace("Config", "ForCausalLM")],
+        ("num_experts" if arch.moe_name == "mlp" else "num_local_experts"): moe.config.num_experts,
     }
-    if carrier.block == "mlp":
+    if arch.moe_name == "mlp":
         kept |= {
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "use_sliding_window": bool(window),
         }
-    if carrier.shared:
+    if arch.shared:
         types = ["full_attention" if w is None else "sliding_attention" for w in windows]
         kept |= {"shared_expert_intermediate_size": layout.shared, "layer_types": types}
         kept["qkv_bias"] = moe.model.layers[0].self_attn.q_proj.bias is not None
-    config: PreTrainedConfig = carrier.config_class(**kept)
+    config: PreTrainedConfig = arch.config_class(**kept)
     config.dtype = moe.dtype
     _check_rotary(moe, config)
     return config
 
 
 def _check_rotary(moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
-    """The frequencies follow from the config by the carrier's own code; they must be those of the MoE."""
+    """Raises UserError if the architecture's own code makes other rotary frequencies of this config than the MoE has."""
     ours, theirs = moe.model.rotary_emb, type(empty_stock(config).model.rotary_emb)(config)
     same = torch.equal(ours.inv_freq.float().cpu(), theirs.inv_freq) and (
         ours.attention_scaling == theirs.attention_scaling
@@ -233,20 +236,20 @@ def _check_rotary(moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
 
 
 def empty_stock(config: PreTrainedConfig) -> Any:
-    """The carrier's model without memory, to read names and sizes from."""
+    """A model of this config on the meta device, to read names and sizes from."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
 def padded(t: Float[Tensor, "n m"], size: int, dim: int) -> Float[Tensor, "_ _"]:
-    """Zeros up to `size` along `dim`."""
+    """Append zeros along `dim`, up to `size`."""
     shape = list(t.shape)
     shape[dim] = size - shape[dim]
     return torch.cat([t, t.new_zeros(shape)], dim).contiguous()
 
 
 def expert_tensors(mlp: ToMoEMLP, layout: Layout, names: tuple[str, str, str]) -> dict[str, Tensor]:
-    """Every expert's own copy of its neurons; what all experts have stands in the shared expert as far as that is wide.
+    """A copy of its neurons for every expert; what all experts have goes to the shared expert, as far as that is wide.
 
     The shared expert's output is multiplied by sigmoid(gate x). A gate of zeros makes that exactly 1/2 for every token,
     and down weights that are doubled undo it exactly: powers of two round nothing.
@@ -261,19 +264,19 @@ def expert_tensors(mlp: ToMoEMLP, layout: Layout, names: tuple[str, str, str]) -
         gate, up = (padded(t[rows], width, 0) for t in (mlp.gate_proj, mlp.up_proj))
         return gate, up, padded(factor * mlp.down_proj[rows].t(), width, 1)
 
-    found: dict[str, Tensor] = {"gate.weight": mlp.router.weight.to(mlp.up_proj.dtype)}
-    for n, rows in enumerate(mlp.expert_neurons.long()):
-        own = matrices(rows[~inside[rows]], layout.width)
-        found |= {f"experts.{n}.{name}.weight": t for name, t in zip(names, own, strict=True)}
+    tensors: dict[str, Tensor] = {"gate.weight": mlp.router.weight.to(mlp.up_proj.dtype)}
+    for n, rows in enumerate(mlp.expert_rows.long()):
+        expert = matrices(rows[~inside[rows]], layout.width)
+        tensors |= {f"experts.{n}.{name}.weight": t for name, t in zip(names, expert, strict=True)}
     if layout.shared:
-        own = matrices(shared, layout.shared, 2.0)
-        found |= {f"shared_expert.{name}.weight": t for name, t in zip(names, own, strict=True)}
-        found["shared_expert_gate.weight"] = mlp.up_proj.new_zeros(1, mlp.up_proj.shape[1])
-    return found
+        expert = matrices(shared, layout.shared, 2.0)
+        tensors |= {f"shared_expert.{name}.weight": t for name, t in zip(names, expert, strict=True)}
+        tensors["shared_expert_gate.weight"] = mlp.up_proj.new_zeros(1, mlp.up_proj.shape[1])
+    return tensors
 
 
 def attention_tensors(attention: ToMoEAttention) -> dict[str, Tensor]:
-    """Whole heads: kept Q/K dims at their places, V/O dims at the first places, zeros elsewhere.
+    """Fill whole heads: kept Q/K dims at their places, V/O dims at the first places, zeros elsewhere.
 
     A norm over a head takes its mean over all C dims, of which the dropped ones are zero: as in the dense model.
     """
@@ -282,25 +285,25 @@ def attention_tensors(attention: ToMoEAttention) -> dict[str, Tensor]:
     qk = torch.cat([pairs, pairs + half])
     values = torch.arange(attention.value_size, device=qk.device)
 
-    def rows(t: Tensor, own: int, dims: Tensor) -> Tensor:
-        heads = t.unflatten(0, (-1, own))
+    def rows(t: Tensor, kept: int, dims: Tensor) -> Tensor:
+        heads = t.unflatten(0, (-1, kept))
         return heads.new_zeros(heads.shape[0], size, *heads.shape[2:]).index_copy_(1, dims, heads).flatten(0, 1)
 
-    found = {
+    weights = {
         "q_proj": rows(attention.q_proj.weight, attention.qk_size, qk),
         "k_proj": rows(attention.k_proj.weight, attention.qk_size, qk),
         "v_proj": rows(attention.v_proj.weight, attention.value_size, values),
         "o_proj": rows(attention.o_proj.weight.t(), attention.value_size, values).t().contiguous(),
     }
-    state = {f"{name}.weight": t for name, t in found.items()}
-    for name, own, dims in (
+    state = {f"{name}.weight": t for name, t in weights.items()}
+    for name, kept, dims in (
         ("q", attention.qk_size, qk),
         ("k", attention.qk_size, qk),
         ("v", attention.value_size, values),
     ):
         bias = getattr(attention, f"{name}_proj").bias
         if bias is not None:
-            state[f"{name}_proj.bias"] = rows(bias, own, dims)
+            state[f"{name}_proj.bias"] = rows(bias, kept, dims)
         norm = getattr(attention, f"{name}_norm", None)
         if norm is not None:
             state[f"{name}_norm.weight"] = norm.new_ones(size).index_copy_(0, dims, norm.detach())
@@ -308,8 +311,8 @@ def attention_tensors(attention: ToMoEAttention) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def stock_tensors(moe: ToMoEForCausalLM, carrier: Carrier, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every tensor of the checkpoint, layer by layer: only one layer's copies are alive at a time."""
+def stock_tensors(moe: ToMoEForCausalLM, arch: StockArch, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of every tensor of the checkpoint, layer by layer: only one layer's copies are alive at a time."""
     inner: Any = moe.model
     yield "model.embed_tokens.weight", inner.embed_tokens.weight
     for i, layer in enumerate(inner.layers):
@@ -318,8 +321,8 @@ def stock_tensors(moe: ToMoEForCausalLM, carrier: Carrier, layout: Layout) -> It
             yield f"{prefix}{name}.weight", getattr(layer, name).weight
         for name, t in attention_tensors(layer.self_attn).items():
             yield f"{prefix}self_attn.{name}", t
-        for name, t in expert_tensors(layer.mlp, layout, carrier.experts).items():
-            yield f"{prefix}{carrier.block}.{name}", t
+        for name, t in expert_tensors(layer.mlp, layout, arch.expert_names).items():
+            yield f"{prefix}{arch.moe_name}.{name}", t
     yield "model.norm.weight", inner.norm.weight
     if not moe.config.tie_word_embeddings:
         yield "lm_head.weight", moe.lm_head.weight

@@ -1,6 +1,6 @@
-"""Where a converted model can go: one row per target, the choice between them in words, its size before it is written.
+"""The targets of an export: which of them hold a model exactly, how many bytes they take, how their files are written.
 
-To add a target: write when it does not fit, how many bytes it takes and how its files are written; give it a row in TARGETS.
+To add a target, write a function for each of the three and give it a row in TARGETS.
 """
 
 from __future__ import annotations
@@ -18,48 +18,66 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.exporting.gguf import Precision, context_length, gguf_bytes, gguf_misfit, gguf_widths, write_gguf
-from tomoe.exporting.stock import CARRIERS, Carrier, empty_stock, make_layout, misfit, stock_config, stock_tensors
-from tomoe.files import staged
+from tomoe.exporting.gguf import Precision, context_length, gguf_bytes, gguf_incompatibility, gguf_widths, write_gguf
+from tomoe.exporting.stock import (
+    STOCK_ARCHS,
+    StockArch,
+    empty_stock,
+    incompatibility,
+    make_layout,
+    stock_config,
+    stock_tensors,
+)
+from tomoe.files import atomic_folder, format_bytes
+from tomoe.locks import LOCK_FILE
+from tomoe.moe.checkpoint import save_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.recipe.conversion import STOCK_MULTIPLE
 
 SHARD_BYTES = 5 * 10**9
-ROOM_TO_SPARE = 1.02  # tokenizer, headers, card
-
-Progress = Callable[[int, int], None]
-"""Called as (bytes written, bytes in all)."""
+# Disk space beside the weights: tokenizer, headers, card.
+OVERHEAD = 1.02
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an export will be, before it is written."""
+    """What an export will be, before it is written.
+
+    bytes: of the weights; words: their layout, "8 experts of 896 neurons in each of 30 layers"; copies: whether neurons that
+    experts share are stored more than once, or experts are padded.
+    """
 
     bytes: int
-    words: str  # "8 experts of 896 neurons in each of 30 layers"
+    words: str
+    copies: bool = False
 
 
 @dataclass(frozen=True)
 class Options:
     """What the user may choose about the files."""
 
+    # Expert widths are multiples of this.
     width_multiple: int = STOCK_MULTIPLE
-    precision: Precision = "f16"  # of the weights in a GGUF file
+    # The type of the weights in a GGUF file.
+    precision: Precision = "f16"
 
 
 @dataclass(frozen=True)
 class Target:
-    """One form that a converted model can take."""
+    """One form that a converted model can take. `incompatibility` is why it cannot hold a model exactly, or None."""
 
     name: str
     about: str
-    misfit: Callable[[ToMoEForCausalLM], str | None]  # why it cannot be had for this model, in words
+    incompatibility: Callable[[ToMoEForCausalLM], str | None]
     sizes: Callable[[ToMoEForCausalLM, Options], Sizes]
-    write: Callable[[ToMoEForCausalLM, PreTrainedTokenizerBase | None, Path, Options, Progress], None]
+    write: Callable[[ToMoEForCausalLM, PreTrainedTokenizerBase | None, Path, Options, StageCallback], None]
 
 
 @dataclass(frozen=True)
 class Choice:
+    """A target, and why it was chosen."""
+
     target: Target
     reason: str
 
@@ -67,70 +85,73 @@ class Choice:
 def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
     """The target of that name, or for `auto` the first stock architecture that holds the model exactly, else `hf`.
 
-    Raises UserError, with the reason and what would do, where the named target cannot hold the model.
+    Raises UserError, with the reason and the targets that fit, if the named target cannot hold the model.
     """
     if name != "auto":
         if name not in TARGETS:
-            raise UserError(f"there is no export target {name!r}; there are auto, {', '.join(TARGETS)}")
-        problem = TARGETS[name].misfit(moe)
+            raise UserError(f"there is no export target {name!r}; choose one of auto, {', '.join(TARGETS)}")
+        problem = TARGETS[name].incompatibility(moe)
         if problem:
-            fitting = [other for other, target in TARGETS.items() if target.misfit(moe) is None]
-            raise UserError(f"{name} cannot hold this model exactly: {problem}; what can: {', '.join(fitting)}")
-        return Choice(TARGETS[name], "as asked")
+            fitting = [other for other, target in TARGETS.items() if target.incompatibility(moe) is None]
+            raise UserError(f"{name} cannot hold this model exactly: {problem}; these can: {', '.join(fitting)}")
+        return Choice(TARGETS[name], "as requested")
     problems = {}
-    for carrier in CARRIERS:
-        problem = TARGETS[carrier].misfit(moe)
+    for arch in STOCK_ARCHS:
+        problem = TARGETS[arch].incompatibility(moe)
         if problem is None:
-            return Choice(
-                TARGETS[carrier], f"{TARGETS[carrier].about} holds it exactly, and loads without code of its own"
-            )
-        problems[carrier] = problem
-    reasons = "; ".join(f"{carrier}: {problem}" for carrier, problem in problems.items())
+            return Choice(TARGETS[arch], f"{TARGETS[arch].about} holds it exactly, and loads without code of its own")
+        problems[arch] = problem
+    reasons = "; ".join(f"{arch}: {problem}" for arch, problem in problems.items())
     return Choice(TARGETS["hf"], f"no stock architecture holds it exactly ({reasons})")
 
 
 def write_export(
     choice: Choice, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, out: Path, options: Options,
-    progress: Progress = lambda done, total: None,
+    on_progress: StageCallback = no_stage_progress,
 ) -> None:  # fmt: skip
-    """Write the folder `out`, in place of the export that it may hold. Raises UserError where it cannot be written."""
+    """Write the folder `out`, replacing the export that it may hold. Raises UserError if it cannot be written."""
     try:
-        with staged(out, "config.json", ("*",)) as part:
-            choice.target.write(moe, tokenizer, part, options, progress)
+        with atomic_folder(out, "config.json", ("*",)) as part:
+            choice.target.write(moe, tokenizer, part, options, on_progress)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise UserError(f"cannot write the export to {out}: {reason or error}") from error
 
 
+def copies_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:
+    """What an export with copies costs beside the dense model, in one sentence; None without copies."""
+    if not sizes.copies:
+        return None
+    dense = sum(p.numel() for p in empty_stock(moe.config.dense_config()).parameters()) * moe.dtype.itemsize
+    return (
+        f"Experts share neurons, but this form stores a copy for each and pads with zeros: {format_bytes(sizes.bytes)}, while "
+        f"the dense model takes {format_bytes(dense)}. It is for loading elsewhere, not for speed."
+    )
+
+
 def check_place(out: Path, source: Path, needed: int, force: bool) -> None:
-    """Raises UserError where `out` is taken, is (or holds) the model that is exported, or its disk lacks the room."""
-    here = out.resolve()
-    if here == source.resolve() or here in source.resolve().parents:
+    """Raises UserError if `out` is taken, is (or holds) the exported model, or if its disk has less than `needed` bytes."""
+    place = out.resolve()
+    if place == source.resolve() or place in source.resolve().parents:
         raise UserError(f"{out} holds the converted model itself; choose another folder for the export")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(path.name != LOCK_FILE for path in out.iterdir())):
         if not (out / "export.json").is_file():
-            raise UserError(f"{out} holds something that is no export; choose another folder")
+            raise UserError(f"{out} is not empty and holds no export; choose another folder")
         if not force:
-            raise UserError(f"{out} already holds an export; choose another folder or give --force")
-    there = next(p for p in (here, *here.parents) if p.exists())
-    free = shutil.disk_usage(there).free
-    if needed * ROOM_TO_SPARE > free:
+            raise UserError(f"{out} already holds an export; choose another folder or add --force")
+    existing = next(p for p in (place, *place.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if needed * OVERHEAD > free:
         raise UserError(
-            f"the export takes {in_words(needed)}, but the disk of {out} has only {in_words(free)} left; free some, or "
+            f"the export takes {format_bytes(needed)}, but the disk of {out} has only {format_bytes(free)} left; free some, or "
             "convert with `target` set in the recipe, which makes all layers equally wide"
         )
 
 
-def in_words(size: int) -> str:
-    """1272000000 -> "1.27 GB"."""
-    for unit, word in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {word}"
-    return f"{size} bytes"
-
-
-def write_checkpoint(tensors: Iterator[tuple[str, Tensor]], folder: Path, total: int, progress: Progress) -> None:
-    """safetensors of at most SHARD_BYTES each, with an index where there are several; one shard is in memory at a time."""
+def write_checkpoint(
+    tensors: Iterator[tuple[str, Tensor]], folder: Path, total: int, on_progress: StageCallback
+) -> None:
+    """Write safetensors files of at most SHARD_BYTES each, with an index if there are several; one is in memory at a time."""
     shard: dict[str, Tensor] = {}
     shards: list[list[str]] = []
     held = written = 0
@@ -146,7 +167,7 @@ def write_checkpoint(tensors: Iterator[tuple[str, Tensor]], folder: Path, total:
             held = 0
         shard[name] = tensor.detach().cpu().contiguous()
         held, written = held + tensor.nbytes, written + tensor.nbytes
-        progress(written, max(total, written))
+        on_progress(written, max(total, written))
     flush()
     if len(shards) == 1:
         names = ["model.safetensors"]
@@ -158,79 +179,93 @@ def write_checkpoint(tensors: Iterator[tuple[str, Tensor]], folder: Path, total:
     mode = (folder / "config.json").stat().st_mode
     for n, file in enumerate(names):
         (folder / f"shard-{n}").rename(folder / file)
-        (folder / file).chmod(mode)  # else only the owner could read it
+        # else only the owner could read it
+        (folder / file).chmod(mode)
 
 
-def _stock_sizes(carrier: Carrier, moe: ToMoEForCausalLM, options: Options) -> Sizes:
-    layout = make_layout(moe, carrier, options.width_multiple)
-    config = stock_config(moe, carrier, layout)
+def _stock_sizes(arch: StockArch, moe: ToMoEForCausalLM, options: Options) -> Sizes:
+    layout = make_layout(moe, arch, options.width_multiple)
+    config = stock_config(moe, arch, layout)
     weights = sum(p.numel() for p in empty_stock(config).parameters())
     shared = f" and a shared one of {layout.shared:,}" if layout.shared else ""
     words = f"{moe.config.num_experts} experts of {layout.width:,} neurons{shared} in each of {config.num_hidden_layers} layers"
-    return Sizes(weights * moe.dtype.itemsize, words)
+    return Sizes(weights * moe.dtype.itemsize, words, _has_copies(moe, layout.width, layout.shared))
+
+
+def _has_copies(moe: ToMoEForCausalLM, width: int, shared: int = 0) -> bool:
+    return moe.config.num_experts * width + shared > min(moe.config.union_sizes)
 
 
 def _write_stock(
-    carrier: Carrier, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path, options: Options,
-    progress: Progress,
+    arch: StockArch, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path, options: Options,
+    on_progress: StageCallback,
 ) -> None:  # fmt: skip
-    layout = make_layout(moe, carrier, options.width_multiple)
-    stock_config(moe, carrier, layout).save_pretrained(folder)
-    _write_company(moe, tokenizer, folder)
-    total = _stock_sizes(carrier, moe, options).bytes
-    write_checkpoint(stock_tensors(moe, carrier, layout), folder, total, progress)
+    layout = make_layout(moe, arch, options.width_multiple)
+    stock_config(moe, arch, layout).save_pretrained(folder)
+    _write_tokenizer(moe, tokenizer, folder)
+    total = _stock_sizes(arch, moe, options).bytes
+    write_checkpoint(stock_tensors(moe, arch, layout), folder, total, on_progress)
 
 
-def _write_company(moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Generation config and tokenizer, chat template included."""
+def _write_tokenizer(moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """Write the generation config and the tokenizer, chat template included."""
     if moe.generation_config is not None:
         moe.generation_config.save_pretrained(folder)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
 
 
-def _own_sizes(moe: ToMoEForCausalLM, options: Options) -> Sizes:
+def _hf_sizes(moe: ToMoEForCausalLM, options: Options) -> Sizes:
     stored = sum(p.nbytes for p in moe.parameters())
     return Sizes(stored, "every neuron stored once, with the modelling code beside the weights")
 
 
-def _write_own(
-    moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path, options: Options, progress: Progress
+def _write_hf(
+    moe: ToMoEForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    options: Options,
+    on_progress: StageCallback,
 ) -> None:
     moe.save_pretrained(folder)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
 
 
 def gguf_file(folder: Path, options: Options) -> Path:
-    """The GGUF file of an export."""
+    """The path of the GGUF file in an export."""
     return folder / f"model-{options.precision}.gguf"
 
 
 def _gguf_sizes(moe: ToMoEForCausalLM, options: Options) -> Sizes:
-    layers = f"{moe.config.num_experts} experts of {gguf_widths(moe, options.width_multiple):,} neurons in each layer"
+    width = gguf_widths(moe, options.width_multiple)
+    layers = f"{moe.config.num_experts} experts of {width:,} neurons in each layer"
     words = f"{layers}, {options.precision}, for contexts of up to {context_length(moe):,} tokens"
-    return Sizes(gguf_bytes(moe, options.precision, options.width_multiple), words)
+    return Sizes(gguf_bytes(moe, options.precision, options.width_multiple), words, _has_copies(moe, width))
 
 
 def _write_gguf(
-    moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path, options: Options, progress: Progress
+    moe: ToMoEForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    options: Options,
+    on_progress: StageCallback,
 ) -> None:
-    write_gguf(moe, tokenizer, gguf_file(folder, options), options.precision, options.width_multiple, progress)
+    write_gguf(moe, tokenizer, gguf_file(folder, options), options.precision, options.width_multiple, on_progress)
 
 
-def _stock_target(carrier: Carrier) -> Target:
+def _stock_target(arch: StockArch) -> Target:
     return Target(
-        carrier.name,
-        carrier.config_class.__name__.removesuffix("Config"),
-        partial(misfit, carrier=carrier),
-        partial(_stock_sizes, carrier),
-        partial(_write_stock, carrier),
+        arch.name,
+        arch.config_class.__name__.removesuffix("Config"),
+        partial(incompatibility, arch=arch),
+        partial(_stock_sizes, arch),
+        partial(_write_stock, arch),
     )
 
 
 TARGETS = {
-    **{name: _stock_target(carrier) for name, carrier in CARRIERS.items()},
-    "gguf": Target("gguf", "a GGUF file for llama.cpp", gguf_misfit, _gguf_sizes, _write_gguf),
-    "hf": Target("hf", "ToMoE with its own modelling code", lambda moe: None, _own_sizes, _write_own),
+    **{name: _stock_target(arch) for name, arch in STOCK_ARCHS.items()},
+    "gguf": Target("gguf", "a GGUF file for llama.cpp", gguf_incompatibility, _gguf_sizes, _write_gguf),
+    "hf": Target("hf", "ToMoE with its own modelling code", lambda moe: None, _hf_sizes, _write_hf),
 }

@@ -1,12 +1,13 @@
-"""Will it fit? What a conversion certainly needs, by arithmetic on the config alone, and what is free here.
+"""Will it fit? Lower bounds of the memory that a conversion needs, by arithmetic on the config, and what is free here.
 
-The bounds are from below: nothing that could be freed, paged out or made smaller is counted. So they refuse a run only
-where it cannot work. How much it takes in truth is found out by trying (`doctor.py`).
+Nothing that could be freed, paged out or made smaller is counted, so a run is refused only if it cannot work. What it
+really takes, the trials of `doctor.py` find out.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tomoe import distributed
-from tomoe.budget import block_total
-from tomoe.conversion import pick_device
+from tomoe.budget import decoder_params
 from tomoe.errors import UserError
-from tomoe.model.loading import load_config
+from tomoe.files import format_bytes
+from tomoe.model.loading import load_config, pick_device
 from tomoe.model.quantized import BITS
-from tomoe.model.structure import ModelShape, shape_of
-from tomoe.moe.checkpoint import SHARD
+from tomoe.model.shape import ModelShape
+from tomoe.model.structure import shape_of
+from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
 from tomoe.pruning.extract import least_active
 from tomoe.pruning.losses import CHUNK
 from tomoe.pruning.mask_network import MaskNetwork
@@ -38,18 +40,18 @@ class Sizes:
 
     shape: ModelShape
     total: int  # tied weights once
-    blocks: int  # projection weights of attention and MLPs: what `active` is a share of
+    decoder_params: int  # projection weights of attention and MLPs: what `active` is a share of
     output: int  # of the output matrix
     least_active: float  # the smallest share that the recipe's settings can reach
 
     def of_all(self, active: float) -> float:
-        """The share of all weights that works on a token when `active` of the blocks do."""
-        return 1 - (1 - active) * self.blocks / self.total
+        """The share of all weights that works on a token if the share `active` of the decoder parameters does."""
+        return 1 - (1 - active) * self.decoder_params / self.total
 
 
 @dataclass(frozen=True)
-class Need:
-    """What one process holds at once in one stage, at the least: bytes, by what they are for."""
+class MemoryEstimate:
+    """The least that one process holds at once in one stage: bytes, by what they are for."""
 
     stage: str
     parts: dict[str, int]
@@ -60,15 +62,15 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Room:
-    """Bytes that are free now."""
+class AvailableMemory:
+    """Bytes that are free now, in main memory and on the GPU (0 without one)."""
 
     memory: int
     device_memory: int
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model without weights. Raises UserError where no causal language model has such a config."""
+    """Build the model without weights. Raises UserError if no causal language model has such a config."""
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -78,87 +80,90 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
-    """Raises UserError, with the reason, where the structure does not fit ToMoE."""
+    """Count parameters from the config. Raises UserError, with the reason, if the structure does not fit ToMoE."""
     model = skeleton(config)
     shape = shape_of(model)
     total = sum(p.numel() for p in model.parameters())
-    least = least_active(shape, recipe.experts.width_multiple, recipe.experts.attention)
-    return Sizes(shape, total, block_total(shape), model.get_output_embeddings().weight.numel(), least)
+    least = least_active(shape, recipe.experts.width_multiple, recipe.attention.pruning)
+    return Sizes(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)
 
 
-def least_memory(sizes: Sizes, recipe: Recipe, shares: int = 1) -> tuple[Need, Need]:
-    """What one of `shares` processes that share the base out needs for learning (or carving), and process 0 for folding."""
-    packed = recipe.train.base if recipe.train.base != "dense" and recipe.train.steps else recipe.train.dtype
-    learning = {
-        f"weights in {packed}": layer_bytes(sizes, recipe) if recipe.stream else weight_bytes(sizes, recipe, shares),
-        "what is learned": learned_bytes(sizes, recipe),
+def least_memory(sizes: Sizes, recipe: Recipe, shards: int = 1) -> tuple[MemoryEstimate, MemoryEstimate]:
+    """Return what training (or carving) needs in one of `shards` processes over which the base is sharded, and folding in one."""
+    t = recipe.train
+    quantized = t.quantization != "none"
+    dtype = t.quantization if quantized and t.steps else t.dtype
+    training = {
+        f"weights in {dtype}": layer_bytes(sizes, recipe) if recipe.offload else weight_bytes(sizes, recipe, shards),
+        "masks, routers and their optimizer": trainable_bytes(sizes, recipe),
     }
-    if recipe.train.steps:
-        learning["what the backward pass needs"] = kept_bytes(sizes, recipe)
-        learning["logits"] = 4 * CHUNK * sizes.output // sizes.shape.hidden_size * _FLOAT32
-    a_weight = getattr(torch, recipe.train.dtype).itemsize
-    streamed = recipe.stream or recipe.train.shard or recipe.train.base != "dense"
-    folded = int(max(recipe.active, sizes.least_active) * sizes.blocks * a_weight)
+    if t.steps:
+        training["activations for the backward pass"] = activation_bytes(sizes, recipe)
+        training["logits"] = 4 * CHUNK * sizes.output // sizes.shape.hidden_size * _FLOAT32
+    by_layer = recipe.offload or t.shard or quantized
+    folded = int(max(recipe.active, sizes.least_active) * sizes.decoder_params * getattr(torch, t.dtype).itemsize)
     folding = {
-        f"weights in {recipe.train.dtype}": layer_bytes(sizes, recipe) if streamed else weight_bytes(sizes, recipe),
-        "what is written at a time": min(folded, SHARD),
+        f"weights in {t.dtype}": layer_bytes(sizes, recipe) if by_layer else weight_bytes(sizes, recipe),
+        "one file of the MoE": min(folded, CHECKPOINT_SHARD_BYTES),
     }
-    return Need("learning" if recipe.train.steps else "carving", learning), Need("folding", folding)
+    return MemoryEstimate("training" if t.steps else "carving", training), MemoryEstimate("folding", folding)
 
 
-def weight_bytes(sizes: Sizes, recipe: Recipe, shares: int = 1) -> int:
-    """Of the frozen base. Where it is shared out, the layer that runs is whole, and so is the output matrix."""
-    a_weight = getattr(torch, recipe.train.dtype).itemsize
-    if recipe.train.base != "dense":
-        return (sizes.total - sizes.blocks) * a_weight + sizes.blocks * BITS[recipe.train.base] // 8
-    if shares == 1:
-        return int(sizes.total * a_weight)
-    whole = sizes.blocks // sizes.shape.num_layers + sizes.output
-    return int((sizes.total + (shares - 1) * whole) // shares * a_weight)
+def weight_bytes(sizes: Sizes, recipe: Recipe, shards: int = 1) -> int:
+    """Bytes of the frozen base in one process. If it is sharded, the layer that runs is whole, and so is the output matrix."""
+    itemsize = getattr(torch, recipe.train.dtype).itemsize
+    if recipe.train.quantization != "none":
+        return (sizes.total - sizes.decoder_params) * itemsize + sizes.decoder_params * BITS[
+            recipe.train.quantization
+        ] // 8
+    if shards == 1:
+        return int(sizes.total * itemsize)
+    whole = sizes.decoder_params // sizes.shape.num_layers + sizes.output
+    return int((sizes.total + (shards - 1) * whole) // shards * itemsize)
 
 
 def layer_bytes(sizes: Sizes, recipe: Recipe) -> int:
-    """Of a model that is read layer by layer: one layer, and what lies around the layers."""
-    around = sizes.total - sizes.blocks
-    return int((around + sizes.blocks // sizes.shape.num_layers) * getattr(torch, recipe.train.dtype).itemsize)
+    """Bytes of a model that is read layer by layer: one layer, and what is outside of the layers."""
+    outside = sizes.total - sizes.decoder_params
+    return int((outside + sizes.decoder_params // sizes.shape.num_layers) * getattr(torch, recipe.train.dtype).itemsize)
 
 
-def learned_bytes(sizes: Sizes, recipe: Recipe) -> int:
-    """The mask network in float32; of what is trained also gradient and AdamW's two moments."""
+def trainable_bytes(sizes: Sizes, recipe: Recipe) -> int:
+    """Bytes of the mask network in float32, and of the gradients and AdamW's two moments of its trained parameters."""
     with torch.device("meta"):
-        net = MaskNetwork(sizes.shape, recipe.experts, recipe.sampling, recipe.seed)
-    held = sum(t.numel() for t in (*net.parameters(), *net.buffers()))
+        net = MaskNetwork(sizes.shape, recipe.experts, recipe.attention, recipe.sampling, recipe.seed)
+    stored = sum(t.numel() for t in (*net.parameters(), *net.buffers()))
     trained = sum(p.numel() for p in net.parameters() if p.requires_grad) if recipe.train.steps else 0
-    return _FLOAT32 * (held + 3 * trained)
+    return _FLOAT32 * (stored + 3 * trained)
 
 
-def kept_bytes(sizes: Sizes, recipe: Recipe) -> int:
-    """Activations of one forward pass that wait for the backward pass.
+def activation_bytes(sizes: Sizes, recipe: Recipe) -> int:
+    """Bytes of the activations of one forward pass that are kept for the backward pass.
 
-    Of a layer and token: in the MLP of F neurons 5 F numbers (gate, activated gate, up, product and mask; 3 F without a
-    gate), in attention q, k, v and their result, the inputs of a norm and of the router (this one in float32). Nothing
-    is kept below the first mask, so one layer less counts. With activation checkpointing: the input of every layer, and
-    one layer's own.
+    For each layer and token these are, in the MLP of F neurons, 5 F numbers (gate, activated gate, up, product and mask;
+    3 F without a gate), in attention q, k, v and their result, and the inputs of a norm and of the router (this one in
+    float32). Nothing is kept below the first mask, so one layer less counts. With activation checkpointing it is the input
+    of every layer, and all of these for one layer.
     """
-    s, a_number = sizes.shape, getattr(torch, recipe.train.dtype).itemsize
-    tokens = recipe.train.batch_size * recipe.data.block_size
+    s, itemsize = sizes.shape, getattr(torch, recipe.train.dtype).itemsize
+    tokens = recipe.train.batch_size * recipe.data.seq_len
     heads = 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
-    layer = a_number * ((5 if s.gated else 3) * s.mlp_size + heads + s.hidden_size) + _FLOAT32 * s.hidden_size
+    layer = itemsize * ((5 if s.gated else 3) * s.mlp_size + heads + s.hidden_size) + _FLOAT32 * s.hidden_size
     if recipe.train.gradient_checkpointing:
-        return tokens * (s.num_layers * a_number * s.hidden_size + (layer if s.num_layers > 1 else 0))
+        return tokens * (s.num_layers * itemsize * s.hidden_size + (layer if s.num_layers > 1 else 0))
     return tokens * (s.num_layers - 1) * layer
 
 
-def free_room(device: str) -> Room:
-    """What this machine, or the part of it that this process may use, has left."""
+def available_memory(device: str) -> AvailableMemory:
+    """Return what is free on this machine, or of the part of it that this process may use."""
     on_device = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0
-    return Room(min([psutil.virtual_memory().available, *_left_in_cgroups()]), on_device)
+    return AvailableMemory(min([psutil.virtual_memory().available, *_left_in_cgroups()]), on_device)
 
 
 def _left_in_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """What containers and schedulers leave of the machine's memory: of this process's group and of those around it.
+    """Yield the bytes left in this process's control group and in those around it, if containers or schedulers limit them.
 
-    Pages of files that were read long ago count as used, but are given up when memory is wanted.
+    Pages of files that were read long ago count as used, but the kernel frees them when memory is needed.
     """
     try:
         lines = own.read_text(encoding="ascii").splitlines()
@@ -184,7 +189,7 @@ def _left_in_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup"
 
 
 def _left(group: Path, limit: str, used: str, idle: str) -> int | None:
-    """None where the group has no limit, or is not to be seen from here."""
+    """None if the group has no limit, or cannot be read from here."""
     try:
         most, now = int((group / limit).read_text()), int((group / used).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -193,35 +198,33 @@ def _left(group: Path, limit: str, used: str, idle: str) -> int | None:
         return None
 
 
-def check_room(recipe: Recipe, folds: bool) -> None:
-    """Raises UserError where learning, or folding if it comes too, cannot fit into what is free.
+def check_memory(recipe: Recipe, folds: bool) -> None:
+    """Raise UserError if training, or with `folds` also folding, cannot fit into what is free.
 
-    To be called by all processes of a run: those on one machine share its main memory, and each has a GPU of its own.
+    All processes of a run call it: those on one machine share its main memory, and each has a GPU of its own.
     """
-    distributed.first(lambda: _check(recipe, folds))
+    distributed.on_rank_zero(lambda: _check(recipe, folds))
 
 
 def _check(recipe: Recipe, folds: bool) -> None:
     if not recipe.model:
-        return  # said by whoever loads it
+        return  # loading it reports that
     device = pick_device(recipe.device)
     on_gpu = device.startswith("cuda")
-    sizes = sizes_of(load_config(recipe.model, vetted=True), recipe)
-    learning, folding = least_memory(sizes, recipe, distributed.size() if recipe.train.shard else 1)
-    room = free_room(device)
-    free = room.device_memory if on_gpu else room.memory
-    beside = 1 if on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # all processes measure dense model and MoE beside each other, unless the base was shared out
-    for need, times in ((learning, beside), (folding, 1 if recipe.train.shard else beside))[: 2 if folds else 1]:
-        if need.total * times > free:
-            parts = ", ".join(f"{gb(size)} for {name}" for name, size in need.parts.items())
-            hint = "" if recipe.stream or recipe.train.steps else "--stream holds one layer at a time, "
-            where = ("GPU" if on_gpu else "main") + " memory" + (f" in each of {times} processes" if times > 1 else "")
+    sizes = sizes_of(load_config(recipe.model, checked=True), recipe)
+    training, folding = least_memory(sizes, recipe, distributed.world_size() if recipe.train.shard else 1)
+    available = available_memory(device)
+    free = available.device_memory if on_gpu else available.memory
+    local = 1 if on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # all processes measure dense model and MoE beside each other, unless the base was sharded
+    for need, processes in ((training, local), (folding, 1 if recipe.train.shard else local))[: 2 if folds else 1]:
+        if need.total * processes > free:
+            parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in need.parts.items())
+            hint = "" if recipe.offload or recipe.train.steps else "--offload holds one layer at a time, "
+            kind = ("GPU" if on_gpu else "main") + " memory"
+            each = f" in each of {processes} processes" if processes > 1 else ""
             raise UserError(
-                f"{need.stage} needs {gb(need.total)} of {where} at the very least ({parts}), and only {gb(free)} are "
-                f"free; {hint}`tomoe doctor {recipe.model}` says what would help, --try-anyway begins all the same"
+                f"{need.stage} needs at least {format_bytes(need.total)} of {kind}{each} ({parts}), but only "
+                f"{format_bytes(free)} are free; {hint}`tomoe doctor {shlex.quote(recipe.model)}` shows what would help, "
+                "--skip-memory-check starts anyway"
             )
-
-
-def gb(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"

@@ -1,9 +1,8 @@
-"""A dense model and its tokenizer by one name: hub id, local folder, .gguf file, or a name that `tomoe fetch` knows."""
+"""Loads a model and its tokenizer by one name: hub id, local folder, .gguf file, or a known name (smollm2-135m)."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import io
 import logging
@@ -26,79 +25,71 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as chatter
+from transformers.utils import logging as transformers_logging
 
 from tomoe.errors import UserError
-from tomoe.model import catalog as fetch
-from tomoe.model.checks import vet
-from tomoe.model.hub import HUB_ID, broken_connection, patiently
-from tomoe.model.offload import CannotStream, load_streamed, weights_of
+from tomoe.model import catalog
+from tomoe.model.checks import check_model_folder
+from tomoe.model.hub import broken_connection
+from tomoe.model.names import resolve as resolve
+from tomoe.model.offload import CannotOffload, iter_weights, load_offloaded
 from tomoe.model.quantized import keep_differentiable_, quantization_config
 
-_CHUNK = 2**24  # elements of a tensor that are converted at once
-# What transformers raises for files, configs and repositories it cannot use.
+# elements of a tensor that are converted at once
+_CHUNK = 2**24
+# what transformers raises for files, configs and repositories that it cannot use
 _LOADING_ERRORS = (OSError, ValueError, RuntimeError, LookupError, SafetensorError, StrictDataclassError)
-# What falls out of it where a config holds words for numbers, zeros to divide by or endless nests.
-_SENSELESS = (TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError, MemoryError)
+# what it raises for a config with words for numbers, zeros to divide by or endless nesting
+_SENSELESS_CONFIG = (TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError, MemoryError)
 
 
-def resolve(model: str) -> Path | str:
-    """The folder or .gguf file of a model, fetched if need be, or its hub id as it is.
-
-    A name that `tomoe fetch` knows means that model; write ./name for a folder of the same name.
-    Raises UserError for what is none of these.
-    """
-    if model in fetch.names():
-        return fetch.fetch(model)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if (path / "config.json").is_file():
-            return path
-        ggufs = sorted(file.name for file in path.glob("*.gguf"))
-        hint = f"; did you mean {path / ggufs[0]}?" if ggufs else ""
-        raise UserError(f"the folder {model} holds no config.json, so it is not a Hugging Face model{hint}")
-    if path.is_file():
-        if path.suffix == ".gguf":
-            return path
-        raise UserError(f"{model} is a file, but a model is a folder with config.json or a .gguf file")
-    if HUB_ID.fullmatch(model) and path.suffix != ".gguf":
-        return model
-    near = difflib.get_close_matches(model, fetch.names(), n=1)
-    hint = f"; did you mean {near[0]}?" if near else f", and `tomoe fetch` knows only {', '.join(fetch.names())}"
-    raise UserError(f"there is no folder or .gguf file {model!r}, a hub id would read owner/name{hint}")
+def pick_device(name: str) -> str:
+    """The device itself; `auto` is CUDA if available, else the CPU. Raises UserError for a device that does not exist."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.device(name)
+    except RuntimeError:
+        raise UserError(f"torch knows no device {name!r}; use device=cpu, cuda or auto") from None
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"the recipe asks for device {name!r}, but torch sees no CUDA GPU here; use device=cpu or auto")
+    return name
 
 
 def load_dense(
-    model: str, dtype: torch.dtype, device: str | torch.device = "cpu", shares: int = 1, stream: bool | None = False,
-    base: str = "dense",
+    model: str, dtype: torch.dtype, device: str | torch.device = "cpu", shards: int = 1, offload: bool | None = False,
+    quantization: str = "none",
 ) -> PreTrainedModel:  # fmt: skip
     """The causal language model, frozen and in evaluation mode, with weights of `dtype`.
 
-    With `shares` > 1, so many processes load it together, each its share of every layer (FSDP2). With `stream`, its layers
-    stay in their files and are read whenever they run: the same numbers, in the memory of one layer (see streaming.py);
-    None: if that can be, else whole.
-    Another `base` than "dense" packs the layers' projections into 8 or 4 bits (see quantized.py).
+    shards: ranks that load it together, each its part of every layer (FSDP2).
+    offload: keep the layers on disk and read each when it runs (offload.py), with the same numbers; None: if possible.
+    quantization: none, or int8 or nf4 for the projections within the layers (quantized.py).
 
-    Only safetensors and GGUF are read (GGUF is dequantized), and no code that comes with a model is run.
+    Only safetensors and GGUF are read (GGUF is dequantized), and no code that comes with a model is run. The sizes that a
+    folder claims are checked before anything is allocated. A model on the hub is checked only if it is offloaded: otherwise
+    transformers downloads and loads it in one go.
     Raises UserError: no such model, hub out of reach, damaged or incomplete weights, unknown architecture.
     """
     place = resolve(model)
-    with _telling(model, place):
+    with _one_sentence(model, place):
         if isinstance(place, Path) and place.is_dir():
-            vet(place)
+            check_model_folder(place)
         try:
-            if stream is not False:
-                return _streamed(model, place, dtype, torch.device(device))
-        except CannotStream:
-            if stream:
+            if offload is not False:
+                return _offloaded(model, place, dtype, torch.device(device))
+        except CannotOffload:
+            if offload:
                 raise
-        own = _arguments(place, weights=True) | _sharing(shares) | _packing(model, place, base, dtype, device)
+        arguments = (
+            _arguments(place, weights=True)
+            | _shard_arguments(shards)
+            | _quantization_arguments(model, place, quantization, dtype, device)
+        )
         loaded: PreTrainedModel
         info: dict[str, Any]
-        loaded, info = patiently(
-            lambda: AutoModelForCausalLM.from_pretrained(
-                dtype=dtype, output_loading_info=True, trust_remote_code=False, **own
-            )
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            dtype=dtype, output_loading_info=True, trust_remote_code=False, **arguments
         )  # type: ignore[misc]  # a pair, because of output_loading_info
     missing = sorted(info["missing_keys"])
     if missing:
@@ -107,63 +98,80 @@ def load_dense(
         _forget_gguf(loaded, place)
     loaded.eval().requires_grad_(False)
     keep_differentiable_(loaded)
-    return loaded if shares > 1 or base != "dense" else cast(Any, loaded).to(device)
+    return loaded if shards > 1 or quantization != "none" else cast(Any, loaded).to(device)
 
 
-def _streamed(model: str, place: Path | str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _offloaded(model: str, place: Path | str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     if _is_gguf(place):
-        raise CannotStream(f"{model} is a .gguf file, which cannot be read layer by layer; load it whole")
+        raise CannotOffload(f"{model} is a .gguf file, which cannot be read layer by layer; load it whole")
     if isinstance(place, str):
-        name, wanted = place, ["*config.json", "model*.safetensors", "*.index.json"]
-        place = Path(patiently(lambda: snapshot_download(name, allow_patterns=wanted)))
-        vet(place)
+        patterns = ["*config.json", "model*.safetensors", "*.index.json"]
+        place = Path(snapshot_download(place, allow_patterns=patterns))
+        check_model_folder(place)
     config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    loaded = load_streamed(place, config, dtype, device)
+    loaded = load_offloaded(place, config, dtype, device)
     if check_ids := getattr(loaded, "check_ids", None):
         check_ids()
     return loaded
 
 
-def load_config(model: str, vetted: bool = False) -> PreTrainedConfig:
-    """Only the config of a model; `vetted`: of a folder, held against the headers of its weights.
+def load_model(name: str, dtype: str, device: str = "auto", offload: bool = False) -> PreTrainedModel:
+    """`load_dense` with dtype and device by name. Raises UserError as it does."""
+    return load_dense(name, getattr(torch, dtype), pick_device(device), offload=offload)
+
+
+def load_config(model: str, checked: bool = False) -> PreTrainedConfig:
+    """The config of a model; with `checked`, a folder's weights must be able to hold what its config claims.
 
     Raises UserError as `load_dense` does.
     """
     place = resolve(model)
-    with _telling(model, place, part="model" if vetted else "config"):
-        if vetted and isinstance(place, Path) and place.is_dir():
-            vet(place)
-        config: PreTrainedConfig = patiently(
-            lambda: AutoConfig.from_pretrained(trust_remote_code=False, **_arguments(place, weights=False))
+    with _one_sentence(model, place, part="model" if checked else "config"):
+        if checked and isinstance(place, Path) and place.is_dir():
+            check_model_folder(place)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            trust_remote_code=False, **_arguments(place, weights=False)
         )
     return config
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to a model. Raises UserError as `load_dense` does."""
+    """The tokenizer of a model, without references to code of its own. Raises UserError as `load_dense` does."""
     place = resolve(model)
-    with _telling(model, place, part="tokenizer"):
-        tokenizer: PreTrainedTokenizerBase = patiently(
-            lambda: AutoTokenizer.from_pretrained(trust_remote_code=False, **_arguments(place, weights=False))
+    with _one_sentence(model, place, part="tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            trust_remote_code=False, **_arguments(place, weights=False)
         )
     if _is_gguf(place):
         tokenizer.name_or_path = place.stem
+    strip_remote_code_(tokenizer)
     return tokenizer
 
 
-def fingerprint(model: PreTrainedModel) -> str:
-    """Sha256 (hex) over names, shapes and bfloat16 bytes of all weights, tied ones once.
+def strip_remote_code_(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make `save_pretrained` write no `auto_map`.
 
-    The same for a model loaded in float32 and in bfloat16, whole and streamed. Float16 rounds differently, so a model stored
-    in another dtype and loaded in float16 has a fingerprint of its own. Takes tens of MB of memory, whatever the model.
+    It names code, perhaps in a repository on the hub, that whoever loads the saved folder with trust_remote_code would run.
+    """
+    tokenizer.init_kwargs.pop("auto_map", None)
+    # transformers writes it from these, too
+    tokenizer._auto_map = tokenizer._auto_class = None
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 (hex) over names, shapes and bfloat16 bytes of all weights, tied ones once.
+
+    It is the same for a model loaded in float32 and in bfloat16, whole and offloaded. Float16 rounds differently, so a model
+    stored in another dtype and loaded in float16 has a different fingerprint. Takes tens of MB of memory for any model.
     """
     sha = hashlib.sha256()
     seen: set[tuple[object, ...]] = set()
-    for name, tensor, passing in weights_of(model):
+    for name, tensor, temporary in iter_weights(model):
         storage = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-        if storage in seen and not passing:
-            continue
-        if not passing:  # the next one may be read to the same place
+        # a temporary tensor is never tied, and the next one may be at the same address
+        if not temporary:
+            if storage in seen:
+                continue
             seen.add(storage)
         sha.update(f"{name} {tuple(tensor.shape)}\n".encode())
         for chunk in tensor.detach().reshape(-1).split(_CHUNK):
@@ -173,7 +181,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _arguments(place: Path | str, weights: bool) -> dict[str, Any]:
-    """What `from_pretrained` wants for this kind of place."""
+    """Arguments of `from_pretrained` for this kind of place."""
     if _is_gguf(place):
         gguf: dict[str, Any] = {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
         # older versions of transformers have no such config: they always dequantize
@@ -182,28 +190,28 @@ def _arguments(place: Path | str, weights: bool) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(place)} | ({"use_safetensors": True} if weights else {})
 
 
-def _sharing(shares: int) -> dict[str, Any]:
-    if shares == 1:
+def _shard_arguments(shards: int) -> dict[str, Any]:
+    if shards == 1:
         return {}
     from transformers.distributed.configuration_utils import DistributedConfig
 
     if "fsdp_plan" not in DistributedConfig.__dataclass_fields__:
         raise UserError(
-            f"transformers {transformers.__version__} cannot be told how to share a model out; train.shard needs a newer one"
+            f"transformers {transformers.__version__} cannot shard a model by a given plan; train.shard needs a newer version"
         )
-    # Left to itself it binds the last norm to the output matrix, and the loss uses that matrix without the norm.
+    # by default it binds the last norm to the output matrix, but the loss uses that matrix without the norm
     plan = {"model.norm": "free_full_weight", "lm_head": "keep_full_weight"}
-    return {"distributed_config": DistributedConfig(fsdp_size=shares, fsdp_plan=plan)}
+    return {"distributed_config": DistributedConfig(fsdp_size=shards, fsdp_plan=plan)}
 
 
-def _packing(
-    model: str, place: Path | str, base: str, dtype: torch.dtype, device: str | torch.device
+def _quantization_arguments(
+    model: str, place: Path | str, quantization: str, dtype: torch.dtype, device: str | torch.device
 ) -> dict[str, Any]:
-    if base == "dense":
+    if quantization == "none":
         return {}
     if _is_gguf(place):
-        raise UserError(f"{model} is a .gguf file, which cannot be packed anew; learn with train.base = dense")
-    return {"quantization_config": quantization_config(base, dtype), "device_map": {"": str(device)}}
+        raise UserError(f"{model} is a .gguf file, which is quantized already; use train.quantization = none")
+    return {"quantization_config": quantization_config(quantization, dtype), "device_map": {"": str(device)}}
 
 
 def _is_gguf(place: Path | str) -> TypeGuard[Path]:
@@ -214,65 +222,66 @@ def _forget_gguf(model: PreTrainedModel, place: Path) -> None:
     """Make a dequantized model save and reload as any other."""
     config = model.config
     config._name_or_path = place.stem
-    # The title inside the GGUF file lands under this name, and would be saved as a setting of the model.
+    # the title inside the GGUF file gets this name, and would be saved as a setting of the model
     for left_over in ("_model_name_or_path", "quantization_config"):
         if hasattr(config, left_over):
             delattr(config, left_over)
 
 
 @contextmanager
-def _telling(model: str, place: Path | str, part: str = "model") -> Iterator[None]:
-    """Load without chatter, and say in one sentence what went wrong."""
+def _one_sentence(model: str, place: Path | str, part: str = "model") -> Iterator[None]:
+    """Load without messages of transformers; raise UserError, in one sentence, for what went wrong."""
     where = " from the hub" if isinstance(place, str) else ""
     try:
         with _quiet(place):
             yield
     except UserError:
         raise
-    except _SENSELESS as error:
-        found = f"{type(error).__name__}: {str(error).strip()[:120]}"
-        raise UserError(f"cannot load the {part} {model}{where}: its config makes no sense ({found})") from None
+    except _SENSELESS_CONFIG as error:
+        cause = f"{type(error).__name__}: {str(error).strip()[:120]}"
+        raise UserError(f"cannot load the {part} {model}{where}: its config makes no sense ({cause})") from None
     except _LOADING_ERRORS as error:
-        hint = f"; without a hub there is {', '.join(fetch.names())}" if where and isinstance(error, OSError) else ""
+        offline = where and isinstance(error, OSError)
+        hint = f"; {', '.join(catalog.names())} needs no hub" if offline else ""
         broken = broken_connection(error) if where else None
         reason = f"the hub is out of reach ({broken})" if broken else _reason(error)
         raise UserError(f"cannot load the {part} {model}{where}: {reason}{hint}") from None
 
 
 def _reason(error: Exception) -> str:
-    """What transformers means, in its own words only where they are short and plain."""
-    said = str(error)
+    """What transformers means, in its own words only if they are short and plain."""
+    message = str(error)
     if isinstance(error, SafetensorError):
-        return f"its weights are damaged ({said}); get them again"
+        return f"its weights are damaged ({message}); download or write them again"
     if isinstance(error, StrictDataclassError):
-        return f"its config makes no sense ({said.strip().splitlines()[-1].strip().removeprefix('ValueError: ')})"
-    if "trust_remote_code" in said:
-        return "it needs code of its own (trust_remote_code), and code that comes with a model is not run here"
-    if "ignore_mismatched_sizes" in said:
-        return "its weights do not have the shapes that its config gives"
-    if said.startswith("Unrecognized"):
-        return "its config is of no causal language model that transformers knows"
-    if "reshape array" in said:
-        return "the file is cut off; get it again"
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+        return f"its config makes no sense ({message.strip().splitlines()[-1].strip().removeprefix('ValueError: ')})"
+    if "trust_remote_code" in message:
+        return "it comes with its own code (trust_remote_code), which is not run here"
+    if "ignore_mismatched_sizes" in message:
+        return "its weights do not have the shapes of its config"
+    if message.startswith("Unrecognized"):
+        return "its config belongs to no causal language model that transformers knows"
+    if "reshape array" in message:
+        return "the file is cut off; download or write it again"
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     return re.split(r"\.\s", lines[0])[0].rstrip(".:") if lines else type(error).__name__
 
 
 @contextmanager
 def _quiet(place: Path | str) -> Iterator[None]:
-    """No messages and no bars of transformers, unless its verbosity is set to info; downloads keep their bars."""
-    before, bars = chatter.get_verbosity(), chatter.is_progress_bar_enabled()
-    if before <= logging.INFO:
+    """No messages and bars of transformers, unless its verbosity is set to info; downloads keep their bars."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    if verbosity <= logging.INFO:
         yield
         return
-    chatter.set_verbosity_error()
+    transformers_logging.set_verbosity_error()
     if isinstance(place, Path):
-        chatter.disable_progress_bar()
-    # The bar of GGUF conversion obeys neither setting.
+        transformers_logging.disable_progress_bar()
+    # the bar of GGUF conversion obeys neither setting
     try:
         with contextlib.redirect_stderr(io.StringIO()) if _is_gguf(place) else contextlib.nullcontext():
             yield
     finally:
-        chatter.set_verbosity(before)
+        transformers_logging.set_verbosity(verbosity)
         if bars:
-            chatter.enable_progress_bar()
+            transformers_logging.enable_progress_bar()

@@ -1,7 +1,7 @@
-"""A model whose decoder layers stay in their files: one is in memory only while it runs, or while it is looked at.
+"""Offloads decoder layers to disk: a layer stays in its files and is in memory only while it runs or is materialized.
 
-What lies around the layers (embeddings, last norm, output matrix) is in memory. Layers come and go through accelerate's
-hooks, so whatever runs the model, or hooks into its parts, need not know.
+Everything else (embeddings, last norm, output matrix) is in memory. Layers are loaded and dropped by accelerate's hooks, so
+code that runs the model, or hooks into its parts, need not know.
 """
 
 from __future__ import annotations
@@ -30,28 +30,30 @@ LAYERS = "model.layers."
 
 
 class _LayerHook(AlignDevicesHook):
-    """accelerate's hook that brings a module's tensors and takes them away; then what the layer took goes back to the system."""
+    """accelerate's hook, which loads and drops a module's tensors; then the memory of the layer is returned to the system."""
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        given = super().post_forward(module, output)
-        give_back_()
-        return given
+        result = super().post_forward(module, output)
+        trim_heap()
+        return result
 
 
-def give_back_() -> None:
-    """glibc keeps freed memory of middling size, in pieces that the next layer finds no use for: some MB a layer add up."""
-    if sys.platform == "linux" and (
-        trim := getattr(ctypes.CDLL(None), "malloc_trim", None)
-    ):  # other C libraries have none
+def trim_heap() -> None:
+    """Return freed memory to the system.
+
+    glibc keeps freed pieces of medium size that the next layer cannot use: some MB per layer add up.
+    """
+    # other C libraries have no malloc_trim
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
 
-class CannotStream(UserError):
-    """The model can be loaded whole, perhaps, but not read layer by layer."""
+class CannotOffload(UserError):
+    """The model cannot be read layer by layer, but perhaps loaded whole."""
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The tensors in a folder's safetensors files by name, each read when it is asked for."""
+    """The tensors in a folder's safetensors files by name, each read on access."""
 
     def __init__(self, folder: Path):
         self.files: dict[str, Path] = {}
@@ -75,10 +77,10 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self.files)
 
 
-def load_streamed(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_offloaded(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model in `folder`, with weights of `dtype`; its layers run on `device`.
 
-    Raises CannotStream where the files do not name their tensors as the model does, or lack some.
+    Raises CannotOffload if the files name their tensors otherwise than the model does, or lack some.
     """
     with init_empty_weights(include_buffers=False), no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -86,74 +88,71 @@ def load_streamed(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, de
     stored, tied = StoredWeights(folder), set(getattr(model, "all_tied_weights_keys", None) or ())
     missing = [name for name in model.state_dict() if name not in stored and name not in tied]
     if missing:
-        raise CannotStream(
-            f"the weights of {folder} cannot be read layer by layer: {len(missing)} tensors of the model are not there under "
-            f"their names, for example {missing[0]}; save the model anew with transformers, or load it whole"
+        raise CannotOffload(
+            f"the weights of {folder} cannot be read layer by layer: {len(missing)} tensors of the model are missing under "
+            f"their names, for example {missing[0]}; save the model again with transformers, or load it whole"
         )
     buffers = {name for name, _ in model.named_buffers()}
     for name, tensor in model.state_dict().items():
         if name in stored and stored.shape(name) != tensor.shape:
             raise ValueError(f"{name} has shape {stored.shape(name)}, its config says {tuple(tensor.shape)}")
         if name in stored and (name in buffers or not name.startswith(LAYERS)):
-            _put_(model, name, stored[name].to(device, tensor.dtype))
+            _set_tensor_(model, name, stored[name].to(device, tensor.dtype))
     for name in buffers - set(model.state_dict()):
-        _put_(model, name, model.get_buffer(name).to(device))
-    model.tie_weights(
-        missing_keys=set(model.state_dict()) - set(stored), recompute_mapping=False
-    )  # as in from_pretrained
-    stream_layers_(model, stored, device)
+        _set_tensor_(model, name, model.get_buffer(name).to(device))
+    # as in from_pretrained
+    model.tie_weights(missing_keys=set(model.state_dict()) - set(stored), recompute_mapping=False)
+    offload_layers_(model, stored, device)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval().requires_grad_(False)
 
 
 def cast_(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Parameters to the dtype, but for those that the model wants in float32; no buffers."""
+    """Cast parameters to the dtype, except those that the model keeps in float32; buffers stay as they are."""
     for name, parameter in model.named_parameters():
-        exact = set(name.split(".")) & set(model._keep_in_fp32_modules_strict or ())
-        parameter.data = parameter.data.to(torch.float32 if exact else dtype)
+        keeps_fp32 = set(name.split(".")) & set(model._keep_in_fp32_modules_strict or ())
+        parameter.data = parameter.data.to(torch.float32 if keeps_fp32 else dtype)
 
 
-def _put_(model: nn.Module, name: str, tensor: Tensor) -> None:
+def _set_tensor_(model: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(path)
-    setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in owner._parameters else tensor)
+    module = model.get_submodule(path)
+    setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
 
 
-def stream_layers_(
+def offload_layers_(
     model: PreTrainedModel, weights: Mapping[str, Tensor], device: torch.device, buffers: bool = False
 ) -> None:
-    """From now on each layer takes its parameters from `weights` (by their full names) when it runs, and drops them after.
+    """Make each layer load its parameters from `weights` (by their full names) when it runs, and drop them afterwards.
 
-    With `buffers`, its buffers too; else these stay.
+    With `buffers`, its buffers too; otherwise these stay in memory.
     """
     for i, layer in enumerate(decoder_layers(model)):
-        own = PrefixedDataset(weights, f"{LAYERS}{i}.")
-        add_hook_to_module(
-            layer, _LayerHook(device, True, weights_map=own, offload_buffers=buffers, place_submodules=True)
-        )
-    # by this transformers knows such a model when it saves it
+        layer_weights = PrefixedDataset(weights, f"{LAYERS}{i}.")
+        hook = _LayerHook(device, True, weights_map=layer_weights, offload_buffers=buffers, place_submodules=True)
+        add_hook_to_module(layer, hook)
+    # this tells transformers, when it saves the model, where the layers are
     cast(Any, model).hf_device_map = {"": str(device), "model.layers": "disk"}
 
 
-def present(layer: nn.Module) -> AbstractContextManager[None]:
-    """Inside the block the layer's tensors are in memory, whether the model is streamed or not."""
-    held: AbstractContextManager[None] = align_module_device(layer)
-    return held
+def materialized(layer: nn.Module) -> AbstractContextManager[None]:
+    """A context in which the layer's tensors are in memory, whether the model is offloaded or not."""
+    context: AbstractContextManager[None] = align_module_device(layer)
+    return context
 
 
-def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, tensor, whether it was read for this only) of the whole state dict, sorted by name; one at a time."""
+def iter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, whether the tensor is temporary) of the whole state dict, sorted by name, one in memory at a time.
+
+    Tensors of offloaded layers are read from disk, quantized ones are dequantized.
+    """
     for name, tensor in sorted(model.state_dict().items()):
-        read: Any = tensor.is_meta
-        if read:
-            number, _, own = name.removeprefix(LAYERS).partition(".")
+        if cast(Any, tensor).is_meta:
+            number, _, leaf = name.removeprefix(LAYERS).partition(".")
             hook: Any = decoder_layers(model)[int(number)]._hf_hook
-            yield name, hook.weights_map[own].to(tensor.dtype), True
+            yield name, hook.weights_map[leaf].to(tensor.dtype), True
         else:
-            packed = (
-                type(tensor) not in (Tensor, nn.Parameter)
-                and hasattr(tensor, "dequantize")
-                and tensor.is_floating_point()
-            )
+            subclass = type(tensor) not in (Tensor, nn.Parameter)
+            packed = subclass and hasattr(tensor, "dequantize") and tensor.is_floating_point()
             yield name, tensor.dequantize() if packed else tensor, packed

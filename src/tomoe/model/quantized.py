@@ -1,7 +1,7 @@
-"""The frozen base in 8 or 4 bits, for learning: bitsandbytes and torchao, through transformers' own configs.
+"""Quantizes the frozen base to 8 or 4 bits for training, by bitsandbytes through transformers' own config.
 
-Only the projections within the layers are packed; embeddings and output matrix stay as they are. What comes out of
-learning is about the original weights: they alone are carved from, planned for, hashed and folded.
+Only the projections within the layers are quantized, not embeddings and output matrix. Carving, planning, hashing and
+folding always use the original weights.
 """
 
 from __future__ import annotations
@@ -15,50 +15,41 @@ from torch import nn
 
 from tomoe.errors import UserError
 
-KEPT = ["lm_head"]
-BITS = {"bnb8": 8, "bnb4": 4, "torchao8": 8}
-_LIBRARY = {
-    "bnb8": ("bitsandbytes", "quantized"),
-    "bnb4": ("bitsandbytes", "quantized"),
-    "torchao8": ("torchao", "torchao"),
-}
+UNQUANTIZED = ["lm_head"]
+BITS = {"int8": 8, "nf4": 4}
 
 
-def available(base: str) -> bool:
-    """Whether the library behind a quantised base is installed."""
-    return find_spec(_LIBRARY[base][0]) is not None
+def available() -> bool:
+    """Whether bitsandbytes is installed."""
+    return find_spec("bitsandbytes") is not None
 
 
-def quantization_config(base: str, dtype: torch.dtype) -> Any:
-    """transformers' config for a base of that name, computing in `dtype`. Raises UserError where its library is missing.
+def quantization_config(quantization: str, dtype: torch.dtype) -> Any:
+    """transformers' config for int8 or nf4, computing in `dtype`. Raises UserError if bitsandbytes is missing.
 
-    bnb8: LLM.int8 (arXiv 2208.07339), whose activations are rounded too; bnb4: NF4 with double quantisation (arXiv
-    2305.14314); torchao8: weights alone, one scale a row.
+    int8: LLM.int8 (arXiv 2208.07339), which rounds activations too; nf4: NF4 with double quantization (arXiv 2305.14314).
     """
-    library, extra = _LIBRARY[base]
-    if not available(base):
-        raise UserError(f"train.base = {base} needs {library}; install it with: pip install 'tomoe-llm[{extra}]'")
-    from transformers import BitsAndBytesConfig, TorchAoConfig
+    if not available():
+        raise UserError(
+            f"train.quantization = {quantization} needs bitsandbytes; install it with: pip install 'tomoe-llm[quantized]'"
+        )
+    from transformers import BitsAndBytesConfig
 
-    if base == "torchao8":
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        return TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=KEPT)
-    # it says at every product that activations are rounded, which is what was asked for
+    # it warns at every product that activations are rounded, which int8 is meant to do
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    if base == "bnb8":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=KEPT)
+    if quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=UNQUANTIZED)
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=KEPT,
+        llm_int8_skip_modules=UNQUANTIZED,
     )  # fmt: skip
 
 
 def keep_differentiable_(model: nn.Module) -> None:
-    """No repacking on the way: gradients have to come through.
+    """Keep bitsandbytes from repacking weights, so that gradients pass through.
 
     On CPUs with bfloat16 units, bitsandbytes (0.50) repacks 4-bit weights for good at the first pass without gradients, and
-    its product of what comes out has no backward pass: all later gradients through it would be zero, in silence.
+    the product with repacked weights has no backward pass: all later gradients through it would silently be zero.
     """
     module: Any
     for module in model.modules():

@@ -1,16 +1,18 @@
-"""The dense model we start from: where it keeps its parts, how big they are, and whether ToMoE fits it.
+"""The structure of a dense model: where its parts are, their sizes, and whether ToMoE can convert it.
 
-Support goes by structure, not by name. What a layer must have: `self_attn` with separate q_proj, k_proj, v_proj and an
-output projection, `mlp` with an up and a down projection (and a gate projection if gated), and a rotary embedding that
-turns dims (j, j + R/2) of a head together. Everything else stays the family's own code.
+Support goes by structure, not by name. A layer must have `self_attn` with separate q_proj, k_proj, v_proj and an output
+projection, `mlp` with an up and a down projection (and a gate projection if gated), and a rotary embedding that rotates
+dims (j, j + R/2) of a head together. Everything else stays the family's code.
+
+Shapes: B sequences, S tokens of one, D hidden size, V vocabulary, h heads, C dims of a head.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,47 +21,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tomoe.errors import UserError
+from tomoe.model import shape
+from tomoe.model.hooks import hooked
+from tomoe.model.shape import ModelShape
 
 # (gate, up, down) and output projection, as the families name them
 MLP_LAYOUTS = (("gate_proj", "up_proj", "down_proj"), (None, "fc1", "fc2"), (None, "up_proj", "down_proj"))
 OUTPUT_NAMES = ("o_proj", "dense", "out_proj")
 PROBE_TOKENS = 32
 
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of the blocks; every budget number follows from them."""
-
-    num_layers: int  # L
-    hidden_size: int  # D
-    mlp_size: int  # F, the neurons that experts share out
-    num_heads: int  # H
-    num_kv_heads: int  # G
-    head_dim: int  # C
-    rotary_size: int  # R, the first dims of a head, which RoPE turns in pairs (j, j + R/2)
-    gated: bool  # act(gate x) * up x, or act(up x)
-
-    @property
-    def num_qk_choices(self) -> int:
-        """One per rope pair, one per dim that RoPE does not touch."""
-        return self.head_dim - self.rotary_size // 2
-
-    def expand_qk(self, mask: Float[Tensor, " Q"]) -> Float[Tensor, " C"]:
-        """A mask over choices as a mask over head dims: the two dims of a pair share one entry."""
-        pairs = mask[: self.rotary_size // 2]
-        return torch.cat([pairs, pairs, mask[self.rotary_size // 2 :]])
-
-    def qk_dims(self, kept: Bool[Tensor, " Q"]) -> Int[Tensor, " c"]:
-        """Kept head dims in the order of a slim head: first halves of the pairs, second halves, unpaired dims."""
-        num_pairs = self.rotary_size // 2
-        pairs = kept[:num_pairs].nonzero().squeeze(1)
-        return torch.cat([pairs, pairs + num_pairs, kept[num_pairs:].nonzero().squeeze(1) + self.rotary_size])
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-Linear = Any  # nn.Linear, or what stands in its place while an adapter learns: weight, bias, in_features and a call
+# nn.Linear, or a quantized or adapted one in its place: weight, bias, in_features and a call
+Linear = Any
 
 
 @dataclass(frozen=True)
@@ -84,21 +56,22 @@ def _refuse(model: nn.Module, why: str) -> UserError:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Raises UserError where the model is not a causal LM with `model.layers` and `lm_head`."""
+    """The decoder layers. Raises UserError if the model is not a causal LM with `model.layers` and `lm_head`."""
     inner: Any = getattr(model, "model", None)
     layers = getattr(inner, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0 or not hasattr(model, "lm_head"):
         raise _refuse(
-            model, "it does not keep its decoder layers in `model.layers` and its output matrix in `lm_head`; "
-            "llama, mistral, qwen2, qwen3 and phi do, and so do many families alike"
-        )  # fmt: skip
+            model,
+            "it does not keep its decoder layers in `model.layers` and its output matrix in `lm_head`; "
+            "llama, mistral, qwen2, qwen3, phi and similar families do",
+        )
     if not hasattr(inner, "rotary_emb"):
         raise _refuse(model, "it has no rotary position embedding, and its Q/K dims are pruned by rotary pairs")
     return layers
 
 
 def layer_parts(model: nn.Module) -> list[LayerParts]:
-    """The parts of every decoder layer, in order. Raises UserError with the reason where one does not fit."""
+    """The parts of every decoder layer, in order. Raises UserError with the reason if one does not fit."""
     return [_parts_of(model, layer) for layer in decoder_layers(model)]
 
 
@@ -122,17 +95,22 @@ def _parts_of(model: nn.Module, layer: nn.Module) -> LayerParts:
     layout = next((names for names in MLP_LAYOUTS if all(n is None or hasattr(mlp, n) for n in names)), None)
     if layout is None:
         raise _refuse(model, f"its MLP has no up and down projections that we know, but {_children(mlp)}")
-    gate: Any
-    up: Any
-    down: Any
-    gate, up, down = (getattr(mlp, n) if n else None for n in layout)
+    gate, up, down = (cast(Linear, getattr(mlp, n) if n else None) for n in layout)
     activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None) or getattr(mlp, "act", None)
     if activation is None:
         raise _refuse(model, f"its MLP has no activation module, but {_children(mlp)}")
     return LayerParts(
-        mlp, gate, up, down, activation, attention,
-        attention.q_proj, attention.k_proj, attention.v_proj, getattr(attention, output),
-    )  # fmt: skip
+        mlp=mlp,
+        gate=gate,
+        up=up,
+        down=down,
+        activation=activation,
+        attention=attention,
+        q=attention.q_proj,
+        k=attention.k_proj,
+        v=attention.v_proj,
+        o=getattr(attention, output),
+    )
 
 
 def _children(module: nn.Module) -> str:
@@ -140,27 +118,30 @@ def _children(module: nn.Module) -> str:
 
 
 def shape_of(model: nn.Module) -> ModelShape:
-    """Sizes read from the config and the weights. Raises UserError where the structure does not fit."""
+    """Sizes read from the config and the weights. Raises UserError if the structure does not fit."""
     parts = layer_parts(model)
-    c: Any = model.config
-    head_dim = int(getattr(parts[0].attention, "head_dim", 0) or c.hidden_size // c.num_attention_heads)
+    config: Any = model.config
+    head_dim = int(getattr(parts[0].attention, "head_dim", 0) or shape.head_dim(config))
     _check_norms(model, parts[0].attention, head_dim)
     sizes = {(p.up.weight.shape[0], p.q.weight.shape[0], p.k.weight.shape[0]) for p in parts}
     if len(sizes) > 1 and not getattr(model, "is_quantized", False):
-        raise _refuse(
-            model, f"its layers differ in size ({sorted(sizes)[:3]} ...); ToMoE needs equal ones to start from"
-        )
+        raise _refuse(model, f"its layers differ in size ({sorted(sizes)[:3]} ...); ToMoE needs layers of equal size")
     return ModelShape(
-        num_layers=len(parts), hidden_size=c.hidden_size, mlp_size=parts[0].down.in_features,
-        num_heads=c.num_attention_heads, num_kv_heads=getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
-        head_dim=head_dim, rotary_size=_probe_rotary(model, head_dim), gated=parts[0].gate is not None,
-    )  # fmt: skip
+        num_layers=len(parts),
+        hidden_size=config.hidden_size,
+        mlp_size=parts[0].down.in_features,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=shape.num_kv_heads(config),
+        head_dim=head_dim,
+        rotary_size=_probe_rotary(model, head_dim),
+        gated=parts[0].gate is not None,
+    )
 
 
 def _check_norms(model: nn.Module, attention: Any, head_dim: int) -> None:
     if getattr(attention, "q_layernorm", None) is not None:
         raise _refuse(
-            model, "it normalises Q and K by LayerNorm (qk_layernorm), which does not commute with pruning them"
+            model, "it normalizes Q and K by LayerNorm (qk_layernorm), which does not commute with pruning them"
         )
     norm = getattr(attention, "q_norm", None)
     if norm is None:
@@ -168,18 +149,18 @@ def _check_norms(model: nn.Module, attention: Any, head_dim: int) -> None:
     weight = getattr(norm, "weight", None)
     if weight is None or tuple(weight.shape) != (head_dim,) or not hasattr(norm, "variance_epsilon"):
         raise _refuse(model, "its q_norm is not an RMS norm over one head's dims (as in qwen3), so it cannot be folded")
-    # a weight that is shared out is no plain tensor outside of forward; the fold reads whole weights, and checks those
+    # a sharded weight is not a plain tensor outside of forward; folding loads the model whole and checks it then
     if weight.device.type != "meta" and not hasattr(weight, "full_tensor"):
         x = torch.linspace(-1, 1, head_dim, device=weight.device, dtype=weight.dtype)
-        own = weight * x * torch.rsqrt(x.float().square().mean() + norm.variance_epsilon).to(x.dtype)
-        if not torch.allclose(norm(x), own, rtol=2e-2, atol=1e-3):
+        rms_norm = weight * x * torch.rsqrt(x.float().square().mean() + norm.variance_epsilon).to(x.dtype)
+        if not torch.allclose(norm(x), rms_norm, rtol=2e-2, atol=1e-3):
             raise _refuse(model, "its q_norm computes something else than weight * x / rms(x)")
 
 
 def _probe_rotary(model: nn.Module, head_dim: int) -> int:
-    """R, found by pushing a vector of ones through the family's own rotary code.
+    """R, found by running the family's own rotary code on a vector.
 
-    Position embeddings with cos 0 and sin 1 rotate by a right angle: dim j of a half-split layout of size R takes
+    Position embeddings with cos 0 and sin 1 rotate by a right angle: dim j of a half-split layout of size R becomes
     -x[j + R/2] for j < R/2, else x[j - R/2]. Anything else (interleaved pairs) is refused.
     """
     inner: Any = model.model
@@ -190,8 +171,8 @@ def _probe_rotary(model: nn.Module, head_dim: int) -> int:
         raise _refuse(model, "its rotary embedding is not the usual `inv_freq` with `apply_rotary_pos_emb`")
     size = 2 * inv_freq.numel()
     x = torch.arange(1.0, size + 1).view(1, 1, 1, size)
-    turned, _ = apply(x, x, torch.zeros(1, 1, size), torch.ones(1, 1, size))
-    if not torch.equal(turned, torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)) or size > head_dim:
+    rotated, _ = apply(x, x, torch.zeros(1, 1, size), torch.ones(1, 1, size))
+    if not torch.equal(rotated, torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)) or size > head_dim:
         raise _refuse(
             model, "its rotary embedding pairs neighbouring dims (interleaved); only half-split pairs are supported"
         )
@@ -199,19 +180,20 @@ def _probe_rotary(model: nn.Module, head_dim: int) -> int:
 
 
 def check_output(model: PreTrainedModel) -> None:
-    """Raises UserError where the model computes more than the MoE would: then folding it would change it in silence.
+    """Raises UserError if the model computes more than the MoE would: folding would silently change it.
 
-    Some of what a family adds has no module to be found by (attention sinks, layers without RoPE, clipped projections,
-    scaled logits). So a few tokens run through the model, and what its parts really gave is held against our formulas.
+    Some of what a family adds has no module to find (attention sinks, layers without RoPE, clipped projections, scaled
+    logits). So a few tokens run through the model, and the outputs of its parts are compared with our formulas.
     """
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"):  # may not show on small activations
+    # these may have no effect on small activations
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"):
         if getattr(model.config, name, None) is not None:
             raise _refuse(model, f"its config sets {name}, and the MoE computes plain logits and plain attention")
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     ids = torch.linspace(vocabulary // 4, vocabulary - 1, PROBE_TOKENS, device=model.device).long()[None]
 
-    # compared as soon as a part has run: where the model is shared out over processes, its weights are here only then
+    # compared as soon as a part has run: the weights of a sharded model are whole only then
     def check(i: int, what: str, p: LayerParts) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             ours = _mlp(p, args[0]) if what == "MLP" else _attention(model, p, args, kwargs)
@@ -219,51 +201,41 @@ def check_output(model: PreTrainedModel) -> None:
 
         return hook
 
-    handles = [
+    hooks = (
         module.register_forward_hook(check(i, what, p), with_kwargs=True)
         for i, p in enumerate(layer_parts(model))
         for what, module in (("MLP", p.mlp), ("attention", p.attention))
-    ]
-    try:
-        with torch.no_grad():
-            hidden, logits = run_blocks(model, ids, None, every_logit=True)
-            _compare(model, "its output", logits, model.lm_head(hidden))
-    finally:
-        for handle in handles:
-            handle.remove()
+    )
+    with hooked(hooks), torch.no_grad():
+        hidden, logits = run_model(model, ids, None, every_logit=True)
+        _compare(model, "its output", logits, model.lm_head(hidden))
 
 
-def run_blocks(
+def run_model(
     model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"] | None, every_logit: bool = False
 ) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "B s V"]]:
-    """Final hidden states, and logits: of no token, unless `every_logit` is set.
+    """Final hidden states, and logits of all tokens if `every_logit` is set, else of none (s = 0).
 
-    The whole model runs, not `model.model`: where it is shared out over processes, only that brings its weights together.
-    Without padding no mask is passed, which lets attention run faster.
+    The whole model runs, not `model.model`: only that gathers the weights of a sharded one. Without padding no mask is
+    passed, which makes attention faster.
     """
-    kept: dict[str, Tensor] = {}
-
-    def catch(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
-        kept["hidden"] = out.last_hidden_state
-
-    handle = model.model.register_forward_hook(catch)
-    try:
-        attention_mask = None if mask is None or bool(mask.all()) else mask.long()
-        # not 1: for a single token the CPU copies the whole output matrix first, a twentieth of a training step
-        keep = 0 if every_logit else ids.new_empty(0)
+    hidden: list[Tensor] = []
+    attention_mask = None if mask is None or bool(mask.all()) else mask.long()
+    # not 1: for a single token the CPU copies the whole output matrix first, a twentieth of a training step
+    keep = 0 if every_logit else ids.new_empty(0)
+    with hooked([model.model.register_forward_hook(lambda _, __, out: hidden.append(out.last_hidden_state))]):
         out = model(input_ids=ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=keep)
-    finally:
-        handle.remove()
-    return kept["hidden"], out.logits
+    return hidden[0], out.logits
 
 
-def _compare(model: PreTrainedModel, what: str, found: Tensor, ours: Tensor) -> None:
-    difference = float((found.float() - ours.float()).norm() / found.float().norm().clamp_min(1e-9))
-    if not difference <= (1e-3 if found.dtype == torch.float32 else 2e-2):
+def _compare(model: PreTrainedModel, what: str, theirs: Tensor, ours: Tensor) -> None:
+    difference = float((theirs.float() - ours.float()).norm() / theirs.float().norm().clamp_min(1e-9))
+    if not difference <= (1e-3 if theirs.dtype == torch.float32 else 2e-2):
         raise _refuse(
-            model, f"{what} is not the usual formula (relative difference {difference:.2g}): it adds a norm, a scale, a "
-            "sink or leaves RoPE out, and the MoE would lose that"
-        )  # fmt: skip
+            model,
+            f"{what} is not the usual formula (relative difference {difference:.2g}): it adds a norm, a scale or a sink, "
+            "or leaves out RoPE, and the MoE would lose that",
+        )
 
 
 def _mlp(parts: LayerParts, x: Float[Tensor, "1 S D"]) -> Float[Tensor, "1 S D"]:
@@ -274,15 +246,15 @@ def _mlp(parts: LayerParts, x: Float[Tensor, "1 S D"]) -> Float[Tensor, "1 S D"]
 def _attention(
     model: PreTrainedModel, parts: LayerParts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Float[Tensor, "1 S D"]:
-    """Attention as the MoE understands it, on what the model handed to its own module."""
-    given = inspect.signature(parts.attention.forward).bind(*args, **kwargs).arguments
-    given |= given.get("kwargs", {})
+    """Attention as the MoE computes it, on the arguments that the model passed to its own module."""
+    inputs = inspect.signature(parts.attention.forward).bind(*args, **kwargs).arguments
+    inputs |= inputs.get("kwargs", {})
     scale, head_dim = getattr(parts.attention, "scaling", None), getattr(parts.attention, "head_dim", None)
-    if given.get("position_embeddings") is None or scale is None or head_dim is None:
+    if inputs.get("position_embeddings") is None or scale is None or head_dim is None:
         raise _refuse(
-            model, "its attention is not handed cos and sin of RoPE in every layer, or keeps no scaling and head_dim"
+            model, "its attention does not get cos and sin of RoPE in every layer, or has no scaling and head_dim"
         )
-    x, (cos, sin), mask = given["hidden_states"], given["position_embeddings"], given.get("attention_mask")
+    x, (cos, sin), mask = inputs["hidden_states"], inputs["position_embeddings"], inputs.get("attention_mask")
     size = cos.shape[-1]
 
     def heads(projection: nn.Module, norm: nn.Module | None, rotated: bool) -> Float[Tensor, "1 h S C"]:
@@ -290,8 +262,8 @@ def _attention(
         y = (y if norm is None else norm(y)).transpose(1, 2)
         if not rotated:
             return y
-        turned = torch.cat([-y[..., size // 2 : size], y[..., : size // 2]], -1)
-        return torch.cat([y[..., :size] * cos + turned * sin, y[..., size:]], -1)
+        half_turned = torch.cat([-y[..., size // 2 : size], y[..., : size // 2]], -1)
+        return torch.cat([y[..., :size] * cos + half_turned * sin, y[..., size:]], -1)
 
     q_norm, k_norm = (getattr(parts.attention, name, None) for name in ("q_norm", "k_norm"))
     q, k, v = heads(parts.q, q_norm, True), heads(parts.k, k_norm, True), heads(parts.v, None, False)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.files import staged, write_sums
+from tomoe.files import atomic_folder, read_json, write_sums
+from tomoe.model.loading import load_dense, pick_device
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 
-SHARD = 10**9  # bytes; of weights that are folded as they are written, a whole shard is in memory at a time, twice
+# Bytes. If layers are folded as they are written, a whole shard is in memory at a time, twice.
+CHECKPOINT_SHARD_BYTES = 10**9
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-# what was said of the weights before these
-FOUND = ("README.md", "evaluation.json", "benchmark.json", "report.json", "report.html", "figures")
+# What was measured of the weights before these.
+MEASURED = ("README.md", "evaluation.json", "benchmark.json", "report.json", "report.html", "figures")
 
 
 def save_moe(
@@ -24,20 +27,22 @@ def save_moe(
 ) -> None:
     """Write the folder `out`, so that a half-written one is never taken for a model.
 
-    The run and its recipe stay where they are in `out`; what was measured of an earlier model goes with it. Raises
-    UserError where `out` holds a model and `force` is not set, or where it cannot be written.
+    The run and its recipe stay in `out`; what was measured of an earlier model there is deleted with it. Raises UserError
+    if `out` holds a model and `force` is not set, or if it cannot be written.
     """
     refuse_overwriting(out, force)
     try:
-        with staged(out, "config.json", (*WEIGHTS, *FOUND)) as part:
-            with warnings.catch_warnings():  # transformers warns of the memory that a shard takes, and these are small
+        with atomic_folder(out, "config.json", (*WEIGHTS, *MEASURED)) as part:
+            with warnings.catch_warnings():
+                # transformers warns of the memory that a shard takes, and these are small
                 warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
-                moe.save_pretrained(part, max_shard_size=SHARD)
+                moe.save_pretrained(part, max_shard_size=CHECKPOINT_SHARD_BYTES)
             plan.save(part)
             if tokenizer is not None:
-                tokenizer.save_pretrained(part)
+                save_tokenizer(tokenizer, part)
             mode = (part / "config.json").stat().st_mode
-            for weights in part.glob("*.safetensors"):  # only the owner could read them; config.json follows the umask
+            # only the owner could read the weights; config.json follows the umask
+            for weights in part.glob("*.safetensors"):
                 weights.chmod(mode)
             write_sums(part)
     except (OSError, SafetensorError) as error:
@@ -45,9 +50,45 @@ def save_moe(
         raise UserError(f"cannot write the model to {out}: {reason or error}") from error
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the tokenizer without `auto_map`, the dense model's pointer to code that would run at whoever loads it."""
+    auto_map = tokenizer.init_kwargs.pop("auto_map", None)
+    try:
+        tokenizer.save_pretrained(folder)
+    finally:
+        if auto_map is not None:
+            tokenizer.init_kwargs["auto_map"] = auto_map
+
+
 def refuse_overwriting(out: Path, force: bool, dense: str = "") -> None:
-    """Raises UserError where `out` holds a model and `force` is not set, or is the folder of the `dense` model."""
+    """Raises UserError if `out` holds a model and `force` is not set, or if it is the folder of the `dense` model."""
     if dense and out.resolve() == Path(dense).expanduser().resolve():
-        raise UserError(f"{out} is the model to begin with; choose another folder for the result")
+        raise UserError(f"{out} holds the input model; choose another folder for the result")
     if (out / "config.json").exists() and not force:
-        raise UserError(f"{out} already holds a model; choose another folder or give --force")
+        raise UserError(f"{out} already holds a model; choose another folder or add --force")
+
+
+def stored_dtype(folder: Path) -> str:
+    """The dtype of a converted model's weights. Raises UserError if the folder holds no converted model."""
+    try:
+        config = read_json(folder / "config.json")
+        stored, kind = str(config.get("dtype") or "float32"), config.get("model_type")
+    except UserError as error:
+        raise UserError(
+            f"{folder} holds no converted model (no readable config.json); name a folder that `tomoe convert` wrote"
+        ) from error
+    if kind != "tomoe":
+        raise UserError(f"{folder} holds a {kind!r} model; name a folder that `tomoe convert` wrote")
+    if stored not in ("float32", "bfloat16", "float16"):
+        raise UserError(
+            f"the config of {folder} names {stored[:40]!r} as dtype of its weights; it is damaged, convert again"
+        )
+    return stored
+
+
+def load_moe(folder: Path, dtype: str | None, device: str = "auto") -> ToMoEForCausalLM:
+    """The converted model in `dtype`, or in the dtype it is stored in. Raises UserError if the folder holds none."""
+    stored = stored_dtype(folder)
+    moe = load_dense(str(folder), getattr(torch, dtype or stored), pick_device(device))
+    assert isinstance(moe, ToMoEForCausalLM)
+    return moe

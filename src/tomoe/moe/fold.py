@@ -1,4 +1,4 @@
-"""(dense model, plan) -> MoE model: the planned masks, applied for good. Needs no data."""
+"""(dense model, plan) -> MoE model: the masks of the plan, applied for good. Needs no data."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tomoe.errors import UserError
-from tomoe.model.offload import LAYERS, cast_, present, stream_layers_
-from tomoe.model.structure import LayerParts, ModelShape, check_output, decoder_layers, layer_parts, shape_of
+from tomoe.model.offload import LAYERS, cast_, materialized, offload_layers_
+from tomoe.model.shape import ModelShape
+from tomoe.model.structure import LayerParts, check_output, decoder_layers, layer_parts, shape_of
 from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
 from tomoe.plan import LayerPlan, Plan
 
 
-def neuron_order(expert_neurons: Bool[Tensor, "N F"]) -> Int[Tensor, " U"]:
+def neuron_order(expert_masks: Bool[Tensor, "N F"]) -> Int[Tensor, " U"]:
     """The neurons that some expert uses, in Gray-code order of membership, ties by index.
 
-    In that order neighbours differ in few memberships, so an expert is few contiguous runs of rows. The busiest column
+    In that order neighbors differ in few memberships, so an expert is few contiguous runs of rows. The busiest column
     comes last in the code: the lowest bit of a Gray code changes most often, so it belongs to the smallest set.
     """
-    used = expert_neurons.any(0).nonzero().squeeze(1)
-    bits = expert_neurons[:, used].long()
+    used = expert_masks.any(0).nonzero().squeeze(1)
+    bits = expert_masks[:, used].long()
     code = torch.zeros_like(used)
     running = torch.zeros_like(used)
     for row in bits:  # Gray -> binary, most significant bit first: each bit is the parity of those before it
@@ -63,36 +64,39 @@ def _head_rows(t: Tensor, dims: Int[Tensor, " c"], head_dim: int) -> Tensor:
 
 def layer_state(parts: LayerParts, layer: LayerPlan, s: ModelShape) -> dict[str, Tensor]:
     """The tensors of one folded layer, named as in its modules. Neurons in several experts are stored once."""
-    order = neuron_order(layer.expert_neurons)
+    order = neuron_order(layer.expert_masks)
     place = torch.full((s.mlp_size,), -1).index_put_((order,), torch.arange(len(order)))
-    members = [place[row.nonzero().squeeze(1)].sort().values for row in layer.expert_neurons]
+    members = [place[row.nonzero().squeeze(1)].sort().values for row in layer.expert_masks]
     state = {
-        "mlp.router.weight": layer.router_weight.clone(),  # the plan stays what it is where the model learns on
+        # routers are copied, so that whoever trains the model does not change the plan
+        "mlp.router.weight": layer.router_weight.clone(),
         "mlp.expert_neurons": torch.stack(members).int(),
         "mlp.up_proj": parts.up.weight[order],
         "mlp.up_bias": None if parts.up.bias is None else parts.up.bias[order],
         "mlp.gate_proj": None if parts.gate is None else parts.gate.weight[order],
         "mlp.gate_bias": None if parts.gate is None or parts.gate.bias is None else parts.gate.bias[order],
-        "mlp.down_proj": parts.down.weight[:, order].t().contiguous(),
+        "mlp.down_proj": layer.refitted("down", parts.down.weight)[:, order].t().contiguous(),
         "mlp.down_bias": parts.down.bias,
     }
     qk, values = s.qk_dims(layer.qk_kept), layer.value_kept.nonzero().squeeze(1)
     for name, module, dims in (("q_proj", parts.q, qk), ("k_proj", parts.k, qk), ("v_proj", parts.v, values)):
         state[f"self_attn.{name}.weight"] = _head_rows(module.weight, dims, s.head_dim)
         state[f"self_attn.{name}.bias"] = None if module.bias is None else _head_rows(module.bias, dims, s.head_dim)
-    state["self_attn.o_proj.weight"] = _head_rows(parts.o.weight.t(), values, s.head_dim).t().contiguous()
+    state["self_attn.o_proj.weight"] = (
+        _head_rows(layer.refitted("output", parts.o.weight).t(), values, s.head_dim).t().contiguous()
+    )
     state["self_attn.o_proj.bias"] = parts.o.bias
     for name in ("q_norm", "k_norm"):
         norm = getattr(parts.attention, name, None)
         state[f"self_attn.{name}"] = None if norm is None else norm.weight[qk]
     state["self_attn.rotary_ids"] = layer.qk_kept[: s.rotary_size // 2].nonzero().squeeze(1).int()
-    state |= {f"self_attn.value_router.{name}": t for name, t in layer.value_router.items()}
+    state |= {f"self_attn.value_router.{name}": t.clone() for name, t in layer.value_router.items()}
     state |= {f"mlp.activation.{name}": t for name, t in parts.activation.state_dict().items()}
     return {name: t.detach() for name, t in state.items() if t is not None}
 
 
 class FoldedLayers(Mapping[str, Tensor]):
-    """The tensors of the MoE's layers by name; a layer is folded when asked for, and kept until another one is."""
+    """The tensors of the MoE's layers by name; a layer is folded when it is read, and kept until another one is."""
 
     def __init__(self, dense: PreTrainedModel, plan: Plan):
         self.layers, self.parts, self.plan = decoder_layers(dense), layer_parts(dense), plan
@@ -101,16 +105,17 @@ class FoldedLayers(Mapping[str, Tensor]):
     def layer(self, i: int) -> dict[str, Tensor]:
         """All tensors of layer i, named as in its modules."""
         if i != self.number:
-            self.state = {}  # first, so that two layers are never held
-            with torch.no_grad(), present(self.layers[i]):
+            # first, so that two layers are never held
+            self.state = {}
+            with torch.no_grad(), materialized(self.layers[i]):
                 around = {n: t for n, t in self.layers[i].state_dict().items() if not _replaced(f".{n}")}
-                own = layer_state(self.parts[i], self.plan.layers[i], self.plan.shape)
-                self.number, self.state = i, {name: t.to(self.device) for name, t in (around | own).items()}
+                folded = layer_state(self.parts[i], self.plan.layers[i], self.plan.shape)
+                self.number, self.state = i, {name: t.to(self.device) for name, t in (around | folded).items()}
         return self.state
 
     def __getitem__(self, name: str) -> Tensor:
-        number, _, own = name.removeprefix(LAYERS).partition(".")
-        return self.layer(int(number))[own]
+        number, _, inner_name = name.removeprefix(LAYERS).partition(".")
+        return self.layer(int(number))[inner_name]
 
     def __iter__(self) -> Iterator[str]:
         return (f"{LAYERS}{i}.{name}" for i in range(len(self.layers)) for name in self.layer(i))
@@ -123,14 +128,15 @@ class FoldedLayers(Mapping[str, Tensor]):
 def fold(dense: PreTrainedModel, plan: Plan, version: str = "", lazily: bool = False) -> ToMoEForCausalLM:
     """The MoE that computes what `dense` computes under the plan's masks, in the dense model's dtype and device.
 
-    Weights outside MLP and attention are shared with `dense`, not copied. With `lazily`, a layer is folded anew whenever it
-    is asked for (it runs, or is saved): the same model in the memory of the dense one. Raises UserError where the plan was
-    made for a model of other sizes, or where `dense` computes more than the MoE can hold.
+    Experts follow Eqs. 11 to 13 (Appendix A.1), attention Eq. 4 (Section 3.3). Weights outside MLP and attention are shared
+    with `dense`, not copied. With `lazily`, a layer is folded again whenever it runs or is saved: the same model in the
+    memory of the dense one. Raises UserError if the plan was made for a model of other sizes, or if `dense` computes more
+    than the MoE can hold.
     """
     shape = shape_of(dense)
     if shape != plan.shape:
         raise UserError(
-            f"the plan was made for {_sizes(plan.shape)}, but this model has {_sizes(shape)}; give the right one"
+            f"the plan was made for {_sizes(plan.shape)}, but this model has {_sizes(shape)}; name the model it was made for"
         )
     check_output(dense)
     config = moe_config(dense, plan, version)
@@ -148,7 +154,7 @@ def fold(dense: PreTrainedModel, plan: Plan, version: str = "", lazily: bool = F
     _copy_buffers_(moe, dense)
     moe.tie_weights()
     if lazily:
-        stream_layers_(moe, folded, dense.device, buffers=True)
+        offload_layers_(moe, folded, dense.device, buffers=True)
     left = [name for name, t in [*moe.named_parameters(), *moe.named_buffers()] if t.is_meta]
     assert all(lazily and name.startswith(LAYERS) for name in left), f"not filled: {left[:3]}"
     moe.generation_config = dense.generation_config

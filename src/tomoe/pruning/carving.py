@@ -1,17 +1,17 @@
-"""The carved start: routers, neuron sets and widths from calibration tokens alone, the budget met at step 0.
+"""The carved start: routers, neuron sets and widths from calibration tokens alone, with the budget met at step 0.
 
-Every layer is looked at once, on dense activations. Router: spherical k-means of the MLP's inputs, so a router row is a
-unit centroid and needs no bias. Experts: backward elimination, dropping again and again the neuron whose loss adds
-least to the squared error of the MLP's output on the expert's own tokens, correlations between neurons included. Widths:
+Every layer is ranked once, on dense activations. Router: spherical k-means of the MLP's inputs, so a router row is a
+centroid and needs no bias. Experts: backward elimination, which drops one neuron after another, always the one that adds
+least to the squared error of the MLP's output on the tokens of the expert, correlations between neurons included. Widths:
 the same error, relative to the residual stream, at equal marginal cost per parameter across all layers.
-Attention, where it is pruned at all, keeps the same share of dims in every layer, the most energetic ones: its error at
-its own output says little about what the model loses, so it is not put into the same auction.
+Attention, if it is pruned at all, keeps the same fraction of dims in every layer, those with the most energy: the error at
+its own output says little about what the model loses, so it does not compete with the MLPs for parameters.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,27 +22,36 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tomoe import distributed
-from tomoe.budget import attention_params, block_total, mlp_params
-from tomoe.model.structure import ModelShape, decoder_layers, layer_parts, run_blocks
-from tomoe.pruning.gumbel import derive_seed, keep_logit, keep_probability
+from tomoe.budget import attention_params, decoder_params, mlp_params
+from tomoe.model.hooks import hooked, input_of
+from tomoe.model.shape import ModelShape
+from tomoe.model.structure import decoder_layers, layer_parts, run_model
+from tomoe.progress import StageCallback, no_stage_progress
+from tomoe.pruning.gumbel import keep_logit, keep_probability
 from tomoe.pruning.mask_network import MaskNetwork, Projection
+from tomoe.seeds import derive_seed
 
 KMEANS_STEPS = 20
-ROUTER_CONFIDENCE = 0.9  # mean probability of a token's own expert: high enough that noise seldom sends it elsewhere
-LOGIT_SCALE = 4.0  # mask logits per standard deviation of the rank: decided at both ends, open in the middle
+ROUTER_CONFIDENCE = 0.9
+"""Mean probability of the expert that a token chooses: high enough that noise seldom sends it elsewhere."""
+LOGIT_SCALE = 4.0
+"""Mask logits per standard deviation of the rank: decided at both ends, open in the middle."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """One site: its dims in order of importance and what it costs to keep only the first of them."""
+    """The dims of one site in order of importance, and what it costs to keep only the first of them."""
 
-    ranks: Int[Tensor, "n size"]  # 0 = dropped last
-    loss: Float[Tensor, " n1"]  # float64, summed relative squared error with 0, 1, .. units kept; units as in `params`
-    params: list[int]  # parameters with 0, 1, .. units kept
+    ranks: Int[Tensor, "n size"]
+    """0 is dropped last."""
+    loss: Float[Tensor, " n1"]
+    """Relative squared error, summed, with 0, 1, .. units kept (float64); units as in `params`."""
+    params: list[int]
+    """Parameters with 0, 1, .. units kept."""
 
 
 def spherical_kmeans(x: Float[Tensor, "T D"], num_clusters: int, seed: int) -> Float[Tensor, "N D"]:
-    """Unit centroids by cosine, k-means++ start; a cluster that loses all tokens keeps its centroid."""
+    """Cluster by cosine from a k-means++ start; returns unit centroids. A cluster without tokens keeps its centroid."""
     generator = torch.Generator(x.device).manual_seed(seed)
     x = F.normalize(x.float(), dim=-1)
     centroids = x[torch.randint(len(x), (1,), generator=generator, device=x.device)]
@@ -57,9 +66,9 @@ def spherical_kmeans(x: Float[Tensor, "T D"], num_clusters: int, seed: int) -> F
 
 
 def confident_scale(logits: Float[Tensor, "T N"]) -> float:
-    """The factor that makes the mean largest probability ROUTER_CONFIDENCE. No factor changes a decision without noise.
+    """Find the factor that makes the mean largest probability ROUTER_CONFIDENCE; noise-free decisions stay the same.
 
-    Cosines differ by hundredths, Gumbel noise by ones: unscaled, sampling would route at random.
+    Cosines differ by hundredths, Gumbel noise by ones: without the factor, sampling would route at random.
     """
     low, high = 0.0, 1e4
     for _ in range(50):
@@ -70,9 +79,9 @@ def confident_scale(logits: Float[Tensor, "T N"]) -> float:
 
 
 def backward_elimination(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"], Float[Tensor, " F1"]]:
-    """Order in which to drop dims whose joint loss is the quadratic form s^T `error` s of the dropped set s.
+    """Order dims whose joint loss is the quadratic form s^T `error` s of the dropped set s.
 
-    Returns ranks (0 = dropped last) and the loss with 0, 1, .. F dims kept.
+    Returns ranks (0 is dropped last) and the loss with 0, 1, .. F dims kept.
     """
     size = len(error)
     marginal = error.diagonal().clone()
@@ -87,23 +96,28 @@ def backward_elimination(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"]
 
 
 def carve_mlp(
-    h: Float[Tensor, "T F"], expert_ids: Int[Tensor, " T"], weight: Float[Tensor, " T"], down: Float[Tensor, "D F"],
-    num_experts: int, units: Sequence[int], params: list[int],
-) -> Ranking:  # fmt: skip
-    """Rank the neurons of every expert. `weight` is 1 / |residual|^2 of a token, so losses of layers compare."""
+    h: Float[Tensor, "T F"],
+    expert_ids: Int[Tensor, " T"],
+    weight: Float[Tensor, " T"],
+    down: Float[Tensor, "D F"],
+    num_experts: int,
+    units: Sequence[int],
+    params: list[int],
+) -> Ranking:
+    """Rank the neurons of every expert. `weight` is 1 / |residual|^2 of a token, which makes losses of layers comparable."""
     down_gram = down.T @ down
     ranks, total = [], torch.zeros(len(units), dtype=torch.float64)
     for n in range(num_experts):
-        own = h[expert_ids == n] * weight[expert_ids == n].sqrt()[:, None]
-        # in place, and gone before the next one is made: at 11,008 neurons such a matrix takes half a GB
-        expert_ranks, loss = backward_elimination((own.T @ own).mul_(down_gram).div_(len(h)))
+        expert_h = h[expert_ids == n] * weight[expert_ids == n].sqrt()[:, None]
+        # in place and freed before the next expert: with 11,008 neurons such a matrix takes half a GB
+        expert_ranks, loss = backward_elimination((expert_h.T @ expert_h).mul_(down_gram).div_(len(h)))
         ranks.append(expert_ranks)
         total = total + loss[list(units)].double().cpu()
     return Ranking(torch.stack(ranks), total, params)
 
 
 def allocate(sites: Sequence[Ranking], budget: float) -> list[int]:
-    """Units per site: the next unit always goes where it saves most error per parameter, until the budget is spent."""
+    """Return units per site: each unit goes to the site that saves most error per parameter, until the budget is spent."""
     units, losses = [1] * len(sites), [site.loss.tolist() for site in sites]
     spent = sum(site.params[1] for site in sites)
 
@@ -125,7 +139,7 @@ def allocate(sites: Sequence[Ranking], budget: float) -> list[int]:
 
 
 def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float, noise: Any) -> Float[Tensor, "*n size"]:
-    """Mask logits: LOGIT_SCALE x normal score of the rank, shifted so that sampling keeps `width` dims on average."""
+    """Return mask logits: LOGIT_SCALE x normal score of the rank, shifted so that sampling keeps `width` dims on average."""
     size = ranks.shape[-1]
     quantile = 1 - (torch.arange(size, dtype=torch.float64) + 0.5) / size
     scores = LOGIT_SCALE * torch.special.ndtri(quantile)
@@ -141,9 +155,9 @@ def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float, no
 
 
 class _Carving:
-    """One pass over the calibration text: every layer is ranked as soon as it has run, then its activations go."""
+    """One pass over the calibration text: every layer is ranked as soon as it has run, then its activations are freed."""
 
-    def __init__(self, net: MaskNetwork, model: nn.Module, seed: int, progress: Callable[[int, int], None]):
+    def __init__(self, net: MaskNetwork, model: nn.Module, seed: int, progress: StageCallback):
         self.net, self.shape, self.seed, self.progress = net, net.shape, seed, progress
         self.parts, self.layers = layer_parts(model), decoder_layers(model)
         self.routers: list[Tensor] = []
@@ -152,59 +166,56 @@ class _Carving:
 
     @torch.no_grad()
     def run(self, model: Any, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> None:
-        handles: list[RemovableHandle] = []
-        for i in range(self.shape.num_layers):
-            handles += self._hooks(i, mask)
-        try:
-            run_blocks(model, ids, mask)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooked(handle for i in range(self.shape.num_layers) for handle in self._hooks(i, mask)):
+            run_model(model, ids, mask)
         for i, (router, mlp) in enumerate(zip(self.routers, self.mlps, strict=True)):
-            distributed.copy_((router, mlp.ranks, mlp.loss), self._owner(i))
+            distributed.broadcast_((router, mlp.ranks, mlp.loss), self._owner(i))
 
     def _owner(self, i: int) -> int:
-        """All processes run the text, but each ranks only its share of the layers, which is what takes long."""
-        return i % distributed.size()
+        """Return the process that ranks layer i: all of them run the text, but ranking takes long, so they divide it."""
+        return i % distributed.world_size()
 
-    def _hooks(self, i: int, mask: Bool[Tensor, "B S"]) -> list[RemovableHandle]:
-        parts, real = self.parts[i], mask.flatten()
-        seen: dict[str, Tensor] = {}
+    def _hooks(self, i: int, mask: Bool[Tensor, "B S"]) -> Iterator[RemovableHandle]:
+        """Record what the parts of layer i read and write, and rank its dims as soon as it has run."""
+        parts, valid = self.parts[i], mask.flatten()
+        activations: dict[str, Tensor] = {}
 
-        def look(name: str) -> Callable[..., None]:
+        def record_input(module: nn.Module, name: str) -> RemovableHandle:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                seen[name] = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).flatten(0, -2)[real]
+                activations[name] = input_of(args, kwargs).flatten(0, -2)[valid]
 
-            return hook
+            return module.register_forward_pre_hook(hook, with_kwargs=True)
 
-        def keep(name: str) -> Callable[..., None]:
+        def record_output(module: nn.Module, name: str) -> RemovableHandle:
             def hook(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> None:
-                seen[name] = y.flatten(0, -2)[real]
+                activations[name] = y.flatten(0, -2)[valid]
 
-            return hook
+            return module.register_forward_hook(hook)
 
         def carve(*_: Any) -> None:
-            self._carve_mlp(i, seen["x"].float(), seen["h"].float(), seen["residual"].float())
-            self.attention.append(attention_importance(seen["q"], seen["k"], seen["o"], parts.o.weight, self.shape))
-            seen.clear()
+            x, h, residual = (activations[name].float() for name in ("x", "h", "residual"))
+            q, k, o = (activations[name] for name in ("q", "k", "o"))
+            self._carve_mlp(i, x, h, residual)
+            self.attention.append(attention_importance(q, k, o, parts.o.weight, self.shape))
+            activations.clear()
             self.progress(i + 1, self.shape.num_layers)
 
-        return [
-            self.layers[i].register_forward_pre_hook(look("residual"), with_kwargs=True),
-            parts.mlp.register_forward_pre_hook(look("x"), with_kwargs=True),
-            parts.down.register_forward_pre_hook(look("h"), with_kwargs=True),
-            parts.q.register_forward_hook(keep("q")),
-            parts.k.register_forward_hook(keep("k")),
-            parts.o.register_forward_pre_hook(look("o"), with_kwargs=True),
-            parts.mlp.register_forward_hook(carve),  # the last part of a layer; after the layer its weights may be gone
-        ]
+        yield record_input(self.layers[i], "residual")
+        yield record_input(parts.mlp, "x")
+        yield record_input(parts.down, "h")
+        yield record_output(parts.q, "q")
+        yield record_output(parts.k, "k")
+        yield record_input(parts.o, "o")
+        # the MLP is the last part of a layer; an offloaded layer has no weights any more after it has run
+        yield parts.mlp.register_forward_hook(carve)
 
     def _carve_mlp(self, i: int, x: Tensor, h: Tensor, residual: Tensor) -> None:
         s, n = self.shape, self.net.experts.num_experts
         multiple = self.net.experts.width_multiple
         units = [min(u * multiple, s.mlp_size) for u in range(-(-s.mlp_size // multiple) + 1)]
         params = [int(mlp_params(s, width)) for width in units]
-        if self._owner(i) != distributed.rank():  # filled in from its owner
+        # empty tensors, which the process that ranks the layer fills in
+        if self._owner(i) != distributed.rank():
             self.routers.append(x.new_empty(n, s.hidden_size))
             ranks = torch.empty(n, s.mlp_size, dtype=torch.long, device=x.device)
             self.mlps.append(Ranking(ranks, torch.empty(len(units), dtype=torch.float64), params))
@@ -224,10 +235,11 @@ def attention_importance(
     weight: Float[Tensor, "D HC"],
     s: ModelShape,
 ) -> tuple[Float[Tensor, " Q"], Float[Tensor, " C"]]:
-    """Importance of Q/K choices and of V/O dims, from q and k projections and the input of the output projection.
+    """Return the importance of Q/K choices and of V/O dims, from q, k and the input `o` of the output projection.
 
-    Of a Q/K choice: the root of the sum over heads of E|q|^2 E|k|^2 of its dims. Of a V/O dim: the root of the sum over
-    heads of E(o input)^2 |o column|^2. (RoPE turns a pair without changing its length, so q and k may be taken before it.)
+    A Q/K choice has the root of the sum over heads of E|q|^2 E|k|^2 of its dims, a V/O dim the root of the sum over heads
+    of E(o^2) |column|^2 of the output projection. (RoPE turns a pair without changing its length, so q and k are those
+    before it.)
     """
     q_energy, k_energy, o_energy = (t.float().square().mean(0).view(-1, s.head_dim) for t in (q, k, o))
     pairs = s.rotary_size // 2
@@ -243,35 +255,42 @@ def attention_importance(
 
 @torch.no_grad()
 def carve_(
-    net: MaskNetwork, model: Any, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], active: float, seed: int,
-    progress: Callable[[int, int], None] = lambda done, total: None, one_width: bool = False,
-) -> None:  # fmt: skip
-    """Give `net` a carved start: its noise-free plan meets `active`, and so does sampling on average.
+    net: MaskNetwork,
+    model: Any,
+    ids: Int[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"],
+    active: float,
+    seed: int,
+    progress: StageCallback = no_stage_progress,
+    uniform_width: bool = False,
+) -> None:
+    """Give `net` a carved start: its noise-free plan meets the active fraction `active`, and so does sampling on average.
 
-    `one_width`: all layers are equally wide, else each as wide as it needs.
+    `uniform_width` makes all layers equally wide; otherwise each is as wide as it needs.
     """
     carving = _Carving(net, model, seed, progress)
     carving.run(model, ids, mask)
-    s, experts = net.shape, net.experts
-    kept = 1 - experts.attention_share * (1 - active) if experts.attention != "none" else 1.0
+    s, width_multiple = net.shape, net.experts.width_multiple
+    pruned = net.attention.pruning != "off"
+    kept = 1 - net.attention.share * (1 - active) if pruned else 1.0
     choices, dims = (max(1, round(kept * n)) for n in (s.num_qk_choices, s.head_dim))
     spent = 0
     for i, (qk, values) in enumerate(carving.attention):
         order = qk.argsort(descending=True, stable=True)
         chosen = torch.zeros(len(qk), dtype=torch.bool).scatter_(0, order[:choices].cpu(), True)
         spent += int(attention_params(s, len(s.qk_dims(chosen)), dims))
-        if experts.attention != "none":
+        if pruned:
             starts = [start_logits(_ranks(t), n, *_noise(net)) for t, n in ((values, dims), (qk, choices))]
-            _begin_at_(net.dims[i], torch.cat(starts))
-    left = active * block_total(s) - spent
-    if one_width:
+            _set_start_(net.dims[i], torch.cat(starts))
+    left = active * decoder_params(s) - spent
+    if uniform_width:
         widths = [max(1, round(left / (s.num_layers * mlp_params(s, 1))))] * s.num_layers
     else:
-        widths = [units * experts.width_multiple for units in allocate(carving.mlps, left)]
+        widths = [units * width_multiple for units in allocate(carving.mlps, left)]
     for i, (router, mlp) in enumerate(zip(carving.routers, carving.mlps, strict=True)):
         width = min(widths[i], s.mlp_size)
         net.routers[i].weight.copy_(router)
-        _begin_at_(net.neurons[i], start_logits(mlp.ranks, width, *_noise(net)))
+        _set_start_(net.neurons[i], start_logits(mlp.ranks, width, *_noise(net)))
 
 
 def _ranks(importance: Float[Tensor, " size"]) -> Int[Tensor, " size"]:
@@ -282,7 +301,7 @@ def _noise(net: MaskNetwork) -> tuple[float, Any]:
     return net.sampling.keep_bias, net.sampling.noise
 
 
-def _begin_at_(projection: Projection, start: Float[Tensor, "*n size"]) -> None:
-    """The learned difference begins at zero, so that step 0 is the carved plan itself."""
+def _set_start_(projection: Projection, start: Float[Tensor, "*n size"]) -> None:
+    """Set the start; the learned difference to it is zero, so that step 0 is the carved plan itself."""
     projection.start.copy_(start)
     projection.linear.weight.zero_()

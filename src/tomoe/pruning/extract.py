@@ -1,12 +1,12 @@
-"""MaskNetwork -> Plan: take the noise away, write down what is left, inside the budget.
+"""MaskNetwork -> Plan: remove the noise, choose widths that meet the budget, record what is kept.
 
-Taking the noise away makes experts narrower, so extraction owns the budget: widths follow the trained keep-probabilities
-of every site, all shifted by one common logit offset that makes the plan's active fraction the asked one.
+Without noise experts are narrower, so extraction owns the budget: widths follow the trained keep probabilities of every
+site, all shifted by one common logit offset that makes the active fraction of the plan the requested one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,16 +15,21 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from tomoe.budget import attention_params, block_total, mlp_params
+from tomoe.budget import attention_params, decoder_params, mlp_params
 from tomoe.errors import UserError
-from tomoe.model.structure import ModelShape, layer_parts
+from tomoe.model.hooks import hooked, input_of
+from tomoe.model.shape import ModelShape
+from tomoe.model.structure import layer_parts
 from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.gumbel import keep_probability
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
+from tomoe.recipe.conversion import Recipe
 
 BUDGET_TOLERANCE = 0.002
+"""Largest distance between the active fraction of a plan and the requested one."""
 Valid = Bool[Tensor, "B S"]
 
 
@@ -32,30 +37,33 @@ Valid = Bool[Tensor, "B S"]
 class Site:
     """One width that extraction chooses, counted in units (a multiple of neurons, a Q/K choice, a V/O dim)."""
 
-    wanted: Callable[[float], float]  # units that training would keep on average, at a common logit offset
-    params: Callable[[int], int]  # parameters of so many units
-    most: int
+    expected_units: Callable[[float], float]
+    """Units that sampling would keep on average at a common logit offset."""
+    params: Callable[[int], int]
+    """Parameters of a number of units."""
+    max_units: int
 
-    def clipped(self, offset: float) -> float:
-        return min(max(self.wanted(offset), 1.0), float(self.most))
+    def clipped_units(self, offset: float) -> float:
+        return min(max(self.expected_units(offset), 1.0), float(self.max_units))
 
     def expected_params(self, offset: float) -> float:
-        """`params` between whole units, linearly."""
-        units = self.clipped(offset)
+        """Interpolate `params` between whole units."""
+        units = self.clipped_units(offset)
         low = int(units)
-        high = min(low + 1, self.most)
+        high = min(low + 1, self.max_units)
         return self.params(low) + (self.params(high) - self.params(low)) * (units - low)
 
 
 def common_offset(sites: Sequence[Site], target: int) -> float:
-    """The logit offset at which all sites together are expected to have `target` parameters.
+    """Find the logit offset at which all sites together are expected to have `target` parameters.
 
-    Raises UserError where even the smallest widths cost more than the target.
+    Raises UserError if even the smallest widths cost more than the target.
     """
     least = sum(site.params(1) for site in sites)
     if least > target:
         raise UserError(
-            f"the plan needs at least {least:,} active block parameters, but the budget allows {target:,}; ask for more"
+            f"the plan needs at least {least:,} active decoder parameters, but the budget allows {target:,}; "
+            "set a larger active fraction"
         )
     low, high = -60.0, 60.0
     for _ in range(60):
@@ -68,13 +76,13 @@ def common_offset(sites: Sequence[Site], target: int) -> float:
 
 
 def whole_units(sites: Sequence[Site], offset: float, target: int) -> list[int]:
-    """Units of every site near what it wants at `offset`, their parameters as near to `target` as whole units allow."""
-    wanted = [site.clipped(offset) for site in sites]
-    units = [int(w) for w in wanted]
+    """Round the expected units of every site at `offset`, so that their parameters come as near to `target` as possible."""
+    expected = [site.clipped_units(offset) for site in sites]
+    units = [int(n) for n in expected]
     total = sum(site.params(n) for site, n in zip(sites, units, strict=True))
-    # whole units: round up where the remainder is largest, as long as that comes nearer to the target
-    for i in sorted(range(len(sites)), key=lambda i: (units[i] - wanted[i], i)):
-        if units[i] < sites[i].most:
+    # round up those with the largest remainder, as long as that comes nearer to the target
+    for i in sorted(range(len(sites)), key=lambda i: (units[i] - expected[i], i)):
+        if units[i] < sites[i].max_units:
             added = sites[i].params(units[i] + 1) - sites[i].params(units[i])
             if abs(total + added - target) < abs(total - target):
                 units[i], total = units[i] + 1, total + added
@@ -82,7 +90,7 @@ def whole_units(sites: Sequence[Site], offset: float, target: int) -> list[int]:
 
 
 class Extraction:
-    """The noise-free logits of one mask network, and the plan they make."""
+    """The noise-free logits of one mask network, and the plan that they give."""
 
     def __init__(self, net: MaskNetwork, model: Any):
         self.net, self.model, self.shape = net, model, net.shape
@@ -91,8 +99,8 @@ class Extraction:
         self.neuron_logits = [net.neurons[i](embeddings[2 * i + 1]) for i in range(self.shape.num_layers)]
         self.dim_logits = [net.dims[i](self.embeddings[i]) for i in range(self.shape.num_layers)]
 
-    def _wanted(self, logits: Float[Tensor, "*n size"], offset: float) -> float:
-        """Dims that sampling would keep with `offset` added to every logit, mean over experts or tokens."""
+    def _expected_dims(self, logits: Float[Tensor, "*n size"], offset: float) -> float:
+        """Return how many dims sampling keeps with `offset` added to every logit, the mean over experts or tokens."""
         s = self.net.sampling
         return float(keep_probability(logits + offset, s.keep_bias, s.noise).sum(-1).mean())
 
@@ -101,60 +109,58 @@ class Extraction:
         return int(mlp_params(self.shape, width))
 
     def _qk_params(self, order: Int[Tensor, " Q"], count: int) -> int:
-        return int(attention_params(self.shape, len(self.shape.qk_dims(_chosen(order, count))), 0))
+        return int(attention_params(self.shape, len(self.shape.qk_dims(_first(order, count))), 0))
 
     def value_logits(self, ids: Int[Tensor, "B S"], valid: Valid, plan: Plan | None) -> list[Float[Tensor, "t C"]]:
-        """V/O logits of calibration tokens, on the dense model's activations or on those of a plan's masked model."""
-        found: list[list[Tensor]] = [[] for _ in range(self.shape.num_layers)]
-        handles = []
-        for i, parts in enumerate(layer_parts(self.model)):
+        """Return the V/O logits of calibration tokens on dense activations, or on those of a plan's masked model."""
+        logits: list[list[Tensor]] = [[] for _ in range(self.shape.num_layers)]
 
-            def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], i: int = i) -> None:
-                x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-                tokens = x.flatten(0, -2)[keep.flatten()]
-                found[i].append(self.net.value_logits(i, tokens, self.embeddings[i]))
+        def hooks() -> Iterator[RemovableHandle]:
+            for i, parts in enumerate(layer_parts(self.model)):
 
-            handles.append(parts.attention.register_forward_pre_hook(record, with_kwargs=True))
-        try:
-            with masked(self.model, planned_masks(plan, ids.device)) if plan else nullcontext():
-                for row, keep in zip(ids.split(1), valid.split(1), strict=True):
-                    self.model.model(input_ids=row, attention_mask=keep.long(), use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [torch.cat(layer) for layer in found]
+                def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], i: int = i) -> None:
+                    tokens = input_of(args, kwargs).flatten(0, -2)[row_valid.flatten()]
+                    logits[i].append(self.net.value_logits(i, tokens, self.embeddings[i]))
+
+                yield parts.attention.register_forward_pre_hook(record, with_kwargs=True)
+
+        with hooked(hooks()), masked(self.model, planned_masks(plan, ids.device)) if plan else nullcontext():
+            for row, row_valid in zip(ids.split(1), valid.split(1), strict=True):
+                self.model.model(input_ids=row, attention_mask=row_valid.long(), use_cache=False)
+        return [torch.cat(layer) for layer in logits]
 
     def _sites(self, value_logits: Sequence[Tensor] | None) -> list[list[Site]]:
-        """Per layer: MLP, and unless attention stays whole, Q/K and V/O."""
+        """Return the sites of each layer: its MLP, and unless attention stays whole, Q/K and V/O."""
         s, experts = self.shape, self.net.experts
         multiple, c = experts.width_multiple, s.head_dim
         sites = []
         for i in range(s.num_layers):
-            wanted = partial(self._wanted, self.neuron_logits[i])
-            layer = [Site(lambda o, f=wanted: f(o) / multiple, self._mlp_params, -(-s.mlp_size // multiple))]  # type: ignore[misc]
-            if experts.attention != "none":
+            neurons = partial(self._expected_dims, self.neuron_logits[i])
+            layer = [Site(lambda o, f=neurons: f(o) / multiple, self._mlp_params, -(-s.mlp_size // multiple))]  # type: ignore[misc]
+            if self.net.attention.pruning != "off":
                 qk, values = self.dim_logits[i][c:], self.dim_logits[i][:c] if value_logits is None else value_logits[i]
                 order = qk.argsort(descending=True, stable=True)
-                layer.append(Site(partial(self._wanted, qk), partial(self._qk_params, order), s.num_qk_choices))
-                layer.append(Site(partial(self._wanted, values), partial(attention_params, s, 0), c))
+                layer.append(Site(partial(self._expected_dims, qk), partial(self._qk_params, order), s.num_qk_choices))
+                layer.append(Site(partial(self._expected_dims, values), partial(attention_params, s, 0), c))
             sites.append(layer)
         return sites
 
     def plan(
         self, active: float, value_logits: Sequence[Tensor] | None, common_multiple: int, tolerance: float
     ) -> Plan:
-        """The plan whose active fraction is `active`, from logits on this network and V/O logits of tokens."""
-        s, attention = self.shape, self.net.experts.attention
+        """Return the plan whose active fraction is `active`; `value_logits` are the V/O logits of calibration tokens."""
+        s, pruning = self.shape, self.net.attention.pruning
         sites = self._sites(value_logits)
-        kept_whole = s.num_layers * attention_params(s, s.head_dim, s.head_dim) if attention == "none" else 0
-        target, every = round(active * block_total(s)) - kept_whole, [site for layer in sites for site in layer]
-        offset = common_offset(every, target)
+        kept_whole = s.num_layers * attention_params(s, s.head_dim, s.head_dim) if pruning == "off" else 0
+        target, all_sites = round(active * decoder_params(s)) - kept_whole, [site for layer in sites for site in layer]
+        offset = common_offset(all_sites, target)
         if common_multiple:
-            width, units = self._one_width(sites, offset, target, common_multiple, round(tolerance * block_total(s)))
+            slack = round(tolerance * decoder_params(s))
+            width, units = self._common_width(sites, offset, target, common_multiple, slack)
             per_layer = [[width, *units[i : i + 2]] for i in range(0, max(len(units), 1), 2)]
             per_layer = per_layer if units else per_layer * s.num_layers
         else:
-            units = whole_units(every, offset, target)
+            units = whole_units(all_sites, offset, target)
             per_layer = [units[i : i + len(sites[0])] for i in range(0, len(units), len(sites[0]))]
             multiple = self.net.experts.width_multiple
             per_layer = [[min(n * multiple, s.mlp_size), *attention] for n, *attention in per_layer]
@@ -162,60 +168,60 @@ class Extraction:
         return Plan(s, layers, notes={"expert_widths": [self._expert_widths(i, offset) for i in range(s.num_layers)]})
 
     def _expert_widths(self, i: int, offset: float) -> list[int]:
-        """Neurons that training would keep in each expert of a layer; extraction gives them all one width."""
+        """Return how many neurons sampling keeps in each expert of a layer; extraction gives them all one width."""
         s = self.net.sampling
         kept = keep_probability(self.neuron_logits[i] + offset, s.keep_bias, s.noise).sum(-1)
         return [int(n) for n in kept.round().tolist()]
 
-    def _one_width(
+    def _common_width(
         self, sites: Sequence[Sequence[Site]], offset: float, target: int, multiple: int, slack: int
     ) -> tuple[int, list[int]]:
-        """One width for all layers near their mean at `offset`, and units of the attention sites, which take up the rest.
+        """Choose one width for all layers near their mean at `offset`; the attention sites take up the rest.
 
-        The width is a multiple of `multiple`, or of its half, or of a quarter ..: of the most that meets `target` within
-        `slack` parameters.
+        Returns the width and the units of the attention sites. The width is a multiple of `multiple`, or of its half, its
+        quarter and so on: of the largest that meets `target` within `slack` parameters.
         """
         s = self.shape
         attention = [site for layer in sites for site in layer[1:]]
-        wanted = sum(layer[0].clipped(offset) for layer in sites) / len(sites) * self.net.experts.width_multiple
-        best = (target, s.mlp_size, [site.most for site in attention])
+        mean = sum(layer[0].clipped_units(offset) for layer in sites) / len(sites) * self.net.experts.width_multiple
+        best = (target, s.mlp_size, [site.max_units for site in attention])
         while True:
-            below = int(wanted // multiple) * multiple
+            below = int(mean // multiple) * multiple
             widths = {min(max(w, 1), s.mlp_size) for w in (below, below + multiple)}
-            for width in sorted(widths, key=lambda w: abs(w - wanted)):
+            for width in sorted(widths, key=lambda w: abs(w - mean)):
                 left = target - s.num_layers * int(mlp_params(s, width))
                 if attention and left < sum(site.params(1) for site in attention):
                     continue
                 units = whole_units(attention, common_offset(attention, left), left) if attention else []
-                off = abs(left - sum(site.params(n) for site, n in zip(attention, units, strict=True)))
-                if off <= slack:
+                miss = abs(left - sum(site.params(n) for site, n in zip(attention, units, strict=True)))
+                if miss <= slack:
                     return width, units
-                best = min(best, (off, width, units))
+                best = min(best, (miss, width, units))
             if multiple == 1:
                 return best[1:]
             multiple = multiple // 2
 
     def _layer(self, i: int, width: int, qk_units: int = 0, value_dims: int = 0) -> LayerPlan:
-        s, experts = self.shape, self.net.experts
+        s = self.shape
         ranks = self.neuron_logits[i].argsort(dim=-1, descending=True, stable=True)
         neurons = torch.zeros(ranks.shape, dtype=torch.bool).scatter_(1, ranks[:, :width].cpu(), True)
-        # bfloat16 values: every carrier of the router can hold them exactly
+        # bfloat16 values: every export format can hold them exactly
         router = self.net.routers[i].weight.detach().bfloat16().float().cpu()
         c, dims = s.head_dim, self.dim_logits[i].cpu()
         qk = torch.ones(s.num_qk_choices, dtype=torch.bool)
         values, value_router, top_k = torch.ones(c, dtype=torch.bool), {}, c
-        if experts.attention != "none":
-            qk, top_k = _chosen(dims[c:].argsort(descending=True, stable=True), qk_units), value_dims
-        if experts.attention == "static":
-            values = _chosen(dims[:c].argsort(descending=True, stable=True), value_dims)
-        if experts.attention == "dynamic" and top_k < c:
+        if self.net.attention.pruning != "off":
+            qk, top_k = _first(dims[c:].argsort(descending=True, stable=True), qk_units), value_dims
+        if self.net.attention.pruning == "static":
+            values = _first(dims[:c].argsort(descending=True, stable=True), value_dims)
+        if self.net.attention.pruning == "per_token" and top_k < c:
             state = self.net.value_router(i, self.embeddings[i]).state_dict()
             value_router = {name: t.detach().clone().cpu() for name, t in state.items()}
         return LayerPlan(neurons, router, qk, values, top_k, value_router)
 
 
-def _chosen(order: Int[Tensor, " n"], count: int) -> Bool[Tensor, " n"]:
-    """The first `count` of an order, as a mask."""
+def _first(order: Int[Tensor, " n"], count: int) -> Bool[Tensor, " n"]:
+    """Return the first `count` of an order as a mask."""
     return torch.zeros(len(order), dtype=torch.bool).scatter_(0, order[:count].cpu(), True)
 
 
@@ -228,31 +234,56 @@ def extract_plan(
     tolerance: float = BUDGET_TOLERANCE,
     common_multiple: int = 0,
 ) -> Plan:
-    """The noise-free plan at `active` of the block parameters.
+    """Return the noise-free plan with the fraction `active` of the decoder parameters.
 
-    Only per-token V/O choice needs the calibration text: its K follows the logits of real tokens, seen first on dense
-    activations and then on those of the plan that these give. Raises UserError where whole units cannot meet the budget
-    within `tolerance` (absolute, as a fraction of the block parameters). `common_multiple` above 0: all layers get experts of
-    one width, a multiple of it as far as the budget allows.
+    Only the per-token choice of V/O dims needs the calibration text: K follows the logits of its tokens, first on dense
+    activations and then on those of the plan that these give. If `common_multiple` is above 0, all layers get experts of
+    one width, a multiple of it as far as the budget allows. Raises UserError if whole units cannot meet the budget within
+    `tolerance` (absolute, a fraction of the decoder parameters).
     """
     extraction = Extraction(net, model)
     logits = None
-    if net.experts.attention == "dynamic":
+    if net.attention.pruning == "per_token":
         ids, valid = calibration
         first = extraction.plan(active, extraction.value_logits(ids, valid, None), common_multiple, tolerance)
         logits = extraction.value_logits(ids, valid, first)
     plan = extraction.plan(active, logits, common_multiple, tolerance)
-    if abs(plan.active_fraction() - active) > tolerance:
-        raise UserError(
-            f"the nearest plan has {plan.active_fraction():.4f} of the blocks active, asked were {active:.4f}; "
-            f"widths are multiples of experts.width_multiple = {net.experts.width_multiple}: choose a smaller one"
-        )
+    _check_tolerance(plan.active_fraction(), active, tolerance, net.experts.width_multiple)
     return plan
 
 
-def least_active(shape: ModelShape, width_multiple: int, attention: str) -> float:
-    """The smallest active fraction that any plan can have: one unit at every site."""
+def check_budget(shape: ModelShape, recipe: Recipe) -> None:
+    """Check what is known of the budget without the masks. Raises UserError if no plan of this model can meet it.
+
+    Two bounds: the smallest plan, and with attention whole, widths too coarse for the tolerance.
+    """
+    multiple, pruning = recipe.experts.width_multiple, recipe.attention.pruning
+    least = least_active(shape, multiple, pruning)
+    if recipe.active < least:
+        condition = " with attention kept whole (attention.pruning = off)" if pruning == "off" else ""
+        raise UserError(
+            f"active is {recipe.active}, but this model{condition} can be cut to {least:.3f} of its decoder parameters at "
+            "most; set a larger active"
+        )
+    if pruning == "off" and not recipe.common_multiple and shape.mlp_size % multiple == 0:
+        # every layer has one unit at least, and all units cost the same: the plan has the nearest number of them
+        total, unit = decoder_params(shape), int(mlp_params(shape, multiple))
+        smallest = round(least * total)
+        extra_units = max(0, round((recipe.active * total - smallest) / unit))
+        _check_tolerance((smallest + extra_units * unit) / total, recipe.active, BUDGET_TOLERANCE, multiple)
+
+
+def _check_tolerance(nearest: float, active: float, tolerance: float, width_multiple: int) -> None:
+    if abs(nearest - active) > tolerance:
+        raise UserError(
+            f"the nearest plan has {nearest:.4f} of the decoder parameters active, requested {active:.4f}; "
+            f"widths are multiples of experts.width_multiple = {width_multiple}: choose a smaller one"
+        )
+
+
+def least_active(shape: ModelShape, width_multiple: int, pruning: str) -> float:
+    """Return the smallest active fraction that any plan can have: one unit at every site."""
     smallest_qk = 2 if shape.rotary_size == shape.head_dim else 1
-    dims = (shape.head_dim, shape.head_dim) if attention == "none" else (smallest_qk, 1)
+    dims = (shape.head_dim, shape.head_dim) if pruning == "off" else (smallest_qk, 1)
     layer = mlp_params(shape, min(width_multiple, shape.mlp_size)) + attention_params(shape, *dims)
-    return float(layer * shape.num_layers) / block_total(shape)
+    return float(layer * shape.num_layers) / decoder_params(shape)

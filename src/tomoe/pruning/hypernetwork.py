@@ -1,4 +1,4 @@
-"""HN (eq. hn): one embedding per expert and site, from a fixed random input. Dropped once the plan is made."""
+"""HN (Eq. 1, Sec. 3.1): one embedding per expert and site, from a fixed random input. The plan does not keep it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tomoe.pruning.gumbel import derive_seed
+from tomoe.seeds import derive_seed
 
 
 class HyperNetwork(nn.Module):
-    """z [2L, N, 32] -> E [2L, N, 128]: a bidirectional GRU over the sites in model order (attention 0, MLP 0, ...).
+    """z [2L, N, E/4] -> E [2L, N, E]: a bidirectional GRU over the sites in model order (attention 0, MLP 0, ...).
 
-    Running over sites lets neighbouring layers decide together. z is a buffer: it is drawn once and never trained.
+    Running over sites lets neighboring layers decide together. z is a buffer: it is drawn once and never trained.
     """
 
     inputs: Tensor

@@ -1,29 +1,33 @@
-"""What a mask means: the dense model, run with some of its dims multiplied by zero.
+"""The meaning of a mask: the dense model runs with some of its dims multiplied by zero.
 
 Slow and exact. Training runs it with sampled masks. With a plan's masks it is the definition that the MoE in tomoe/moe
-must reproduce, and the pseudo-MoE (app. pmoe) for fine-tuning after conversion. No modelling code is copied: everything
-is a hook on the family's own modules, gone when the block is left.
+must reproduce (the paper's pseudo-MoE: Eq. 17, App. B.3). No modeling code is copied: everything is a hook on the
+family's own modules and is removed at the end of the `with` block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tomoe.model.structure import LayerParts, ModelShape, layer_parts
+from tomoe.model.hooks import hooked, input_of
+from tomoe.model.shape import ModelShape
+from tomoe.model.structure import LayerParts, Linear, layer_parts
 from tomoe.plan import LayerPlan, Plan
-from tomoe.pruning.routing import ExpertRouter, ValueRouter
+from tomoe.pruning.routing import ExpertRouter, Routing, ValueRouter
 
 
 @runtime_checkable
 class LayerMasks(Protocol):
-    """The masks of one decoder layer. T counts tokens over the whole batch; None means: everything kept."""
+    """The masks of one decoder layer. T counts tokens over the whole batch; None keeps everything."""
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]: ...
     def qk(self) -> Float[Tensor, " C"] | None: ...
@@ -31,15 +35,17 @@ class LayerMasks(Protocol):
 
 
 class PlannedLayerMasks:
-    """A plan's masks: no noise, the decisions of inference."""
+    """The masks of a plan: no noise, the decisions of inference."""
 
     def __init__(self, layer: LayerPlan, shape: ModelShape, device: torch.device):
-        self.expert_masks = layer.expert_neurons.float().to(device)
-        self.router = ExpertRouter(shape.hidden_size, layer.expert_neurons.shape[0])
+        self.expert_masks = layer.expert_masks.float().to(device)
+        self.router = ExpertRouter(shape.hidden_size, layer.expert_masks.shape[0])
         self.router.weight.data = layer.router_weight.to(device)
         self.qk_mask = shape.expand_qk(layer.qk_kept.float()).to(device)
         self.value_mask = layer.value_kept.float().to(device)
-        self.top_k = layer.value_top_k
+        self.top_k, self.layer = layer.value_top_k, layer
+        # of the last forward pass
+        self.routing: Routing | None = None
         self.value_router: ValueRouter | None = None
         if layer.value_router:
             embedding_size = layer.value_router["project_in.weight"].shape[0]
@@ -48,7 +54,8 @@ class PlannedLayerMasks:
             self.value_router.to(device)
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        return self.expert_masks[self.router.decide(x)]
+        self.routing = self.router.route(x)
+        return self.routing.assignment @ self.expert_masks
 
     def qk(self) -> Float[Tensor, " C"]:
         return self.qk_mask
@@ -60,21 +67,22 @@ class PlannedLayerMasks:
 
 
 def planned_masks(plan: Plan, device: torch.device | str = "cpu") -> list[PlannedLayerMasks]:
+    """Return the masks of every layer of a plan, on `device`."""
     return [PlannedLayerMasks(layer, plan.shape, torch.device(device)) for layer in plan.layers]
 
 
 def _tile(mask: Float[Tensor, "*T C"], like: Tensor) -> Tensor:
-    """[.., C] -> [.., heads * C] in the dtype and leading shape of the projection that it multiplies."""
+    """Repeat [.., C] to [.., heads * C], in the dtype and leading shape of the projection that it multiplies."""
     tiled = mask.to(like.dtype).repeat(*[1] * (mask.dim() - 1), like.shape[-1] // mask.shape[-1])
     return tiled if mask.dim() == 1 else tiled.view(*like.shape[:-1], -1)
 
 
-def _hooks(parts: LayerParts, m: LayerMasks) -> list[RemovableHandle]:
-    """Hooks of one layer: one multiplication for the MLP (two would leave dropped neurons without a gradient)."""
+def _hooks(parts: LayerParts, layer_masks: LayerMasks) -> Iterator[RemovableHandle]:
+    """Hook one layer: one multiplication for the MLP (two would leave dropped neurons without a gradient)."""
     now: dict[str, Tensor | None] = {}
 
     def choose_neurons(_: nn.Module, args: tuple[Any, ...]) -> None:
-        now["neurons"] = m.neurons(args[0].flatten(0, -2))
+        now["neurons"] = layer_masks.neurons(args[0].flatten(0, -2))
 
     def mask_neurons(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         h, mask = args[0], now["neurons"]
@@ -82,8 +90,7 @@ def _hooks(parts: LayerParts, m: LayerMasks) -> list[RemovableHandle]:
         return (h * mask.view(h.shape).to(h.dtype),)
 
     def choose_values(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        now["values"], now["qk"] = m.values(x.flatten(0, -2)), m.qk()
+        now["values"], now["qk"] = layer_masks.values(input_of(args, kwargs).flatten(0, -2)), layer_masks.qk()
 
     def mask_qk(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         mask = now["qk"]
@@ -97,28 +104,42 @@ def _hooks(parts: LayerParts, m: LayerMasks) -> list[RemovableHandle]:
         mask = now["values"]
         return args if mask is None else (args[0] * _tile(mask, args[0]),)
 
-    return [
-        parts.mlp.register_forward_pre_hook(choose_neurons),
-        parts.down.register_forward_pre_hook(mask_neurons),
-        parts.attention.register_forward_pre_hook(choose_values, with_kwargs=True),
-        parts.q.register_forward_hook(mask_qk),
-        parts.k.register_forward_hook(mask_qk),
-        parts.v.register_forward_hook(mask_v),
-        parts.o.register_forward_pre_hook(mask_o),
-    ]
+    yield parts.mlp.register_forward_pre_hook(choose_neurons)
+    yield parts.down.register_forward_pre_hook(mask_neurons)
+    yield parts.attention.register_forward_pre_hook(choose_values, with_kwargs=True)
+    yield parts.q.register_forward_hook(mask_qk)
+    yield parts.k.register_forward_hook(mask_qk)
+    yield parts.v.register_forward_hook(mask_v)
+    yield parts.o.register_forward_pre_hook(mask_o)
+    if isinstance(layer_masks, PlannedLayerMasks):
+        yield from _refit_hooks(parts, layer_masks.layer)
+
+
+def _refit_hooks(parts: LayerParts, layer: LayerPlan) -> Iterator[RemovableHandle]:
+    """Let the projections that the plan refitted compute with their new matrices."""
+    names = {name.partition(".")[0] for name in layer.refit}
+    if "down" in names:
+        yield with_weight(parts.down, partial(layer.refitted, "down"))
+    if "output" in names:
+        yield with_weight(parts.o, partial(layer.refitted, "output"))
+
+
+def with_weight(projection: Linear, weight: Callable[[Tensor], Tensor] | Tensor) -> RemovableHandle:
+    """Let a projection compute with another matrix [D n], given or made from its own, whatever was done to its input."""
+
+    def hook(module: Any, args: tuple[Any, ...], _: Tensor) -> Tensor:
+        replacement = weight if isinstance(weight, Tensor) else weight(module.weight)
+        return F.linear(args[0], replacement.to(args[0]), module.bias)
+
+    return projection.register_forward_hook(hook)
 
 
 @contextmanager
 def masked(model: nn.Module, masks: Sequence[LayerMasks]) -> Iterator[None]:
-    """Inside the block, `model` runs with `masks` applied; outside it is the untouched dense model again.
+    """Apply `masks` to `model` inside the `with` block; outside it is the untouched dense model again.
 
-    With activation checkpointing the backward pass runs layers again, so it belongs inside the block too.
+    With activation checkpointing the backward pass runs layers again, so it belongs inside the block too. Raises
+    ValueError if there is not one mask per layer.
     """
-    handles: list[RemovableHandle] = []
-    try:
-        for parts, m in zip(layer_parts(model), masks, strict=True):
-            handles += _hooks(parts, m)
+    with hooked(handle for pair in zip(layer_parts(model), masks, strict=True) for handle in _hooks(*pair)):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,64 +1,74 @@
-"""What every recipe can do: frozen keys in sections, read from a file, overridden, compared, refused in one sentence."""
+"""What every recipe does: frozen keys in sections, read from a file, overridden, compared; errors are one sentence."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from tomoe.errors import UserError
-from tomoe.files import write_whole
+from tomoe.files import atomic_write
 from tomoe.recipe.files import read_recipe
+from tomoe.recipe.renamed import Renamed, upgrade, upgrade_key
+
+
+class RenamedKey(FutureWarning):
+    """A recipe file or option uses the name that a key had in format 1."""
 
 
 class Section(BaseModel):
-    """Frozen keys; one that nobody knows is an error, and so are infinities."""
+    """Frozen keys; an unknown key is an error, and so is an infinity.
+
+    A section that is constructed by itself raises pydantic's ValidationError; within a recipe that becomes a UserError.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
-    section: ClassVar[str] = ""
-    """Its name in the recipe file; empty for the recipe itself."""
-    owner: ClassVar[type[BaseRecipe] | None] = None
-    """The recipe that it is a section of, whose keys its errors can name."""
+
+
+class BaseRecipe(Section):
+    """Everything that decides one kind of run, in keys and sections.
+
+    Constructing or loading one raises UserError, in one sentence, for a key or value that is not allowed.
+    """
+
+    NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset()
+    """Keys that do not change what is learned; the digest and `differences` leave them out."""
+    RENAMED: ClassVar[Mapping[str, Renamed]] = {}
+    """Keys of format 1 that were renamed or removed."""
 
     def __init__(self, **values: Any) -> None:
-        """Raises UserError, in one sentence, for a key or value that is not allowed."""
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise UserError(_sentence(error, type(self))) from None
 
-
-class BaseRecipe(Section):
-    """Everything that decides one kind of run, in keys and sections."""
-
-    bystanders: ClassVar[frozenset[str]] = frozenset()
-    """Keys that change nothing which is learned: neither digest nor differences see these."""
-
+    @model_validator(mode="before")
     @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls.owner = cls
-        for field in cls.model_fields.values():
-            kind = field.annotation
-            if isinstance(kind, type) and issubclass(kind, Section) and "owner" not in vars(kind):
-                kind.owner = cls
+    def _upgrade(cls, values: Any) -> Any:
+        return upgrade(values, cls.RENAMED)[0] if isinstance(values, dict) else values
 
     @classmethod
     def load(cls, path_or_preset: str | Path | None, overrides: Sequence[str] = ()) -> Self:
         """Read a .toml or .json file or a preset (None: all defaults), then apply `section.key=value` overrides.
 
-        The value of an override is JSON where it parses as such, else a string.
+        The value of an override is JSON if it parses as such, else a string. A key of format 1 still works, with a
+        warning (`RenamedKey`) that names the new one.
         Raises UserError: no such file or preset, not a recipe, a key or value that is not allowed.
         """
         values, origin = ({}, "") if path_or_preset is None else read_recipe(path_or_preset)
         try:
+            values, notes = upgrade(values, cls.RENAMED)
             recipe = cls(**values)
         except UserError as error:
             raise UserError(f"{origin}: {error}") from None
+        for note in notes:
+            warnings.warn(f"{origin}: {note}", RenamedKey, stacklevel=2)
         return recipe.changed(overrides) if overrides else recipe
 
     def changed(self, overrides: Sequence[str]) -> Self:
@@ -68,33 +78,30 @@ class BaseRecipe(Section):
             _apply(values, override, type(self))
         return type(self)(**values)
 
-    def leaves(self) -> dict[str, Any]:
+    def flatten(self) -> dict[str, Any]:
         """All keys as `section.key`, with plain JSON values."""
-        return dict(_leaves(self))
+        return dict(_flatten(self))
 
     def save(self, path: str | Path) -> None:
-        """Write JSON that `load` reads back; under a temporary name first, so that no half file is ever seen.
-
-        Raises UserError when the place cannot be written.
-        """
-        write_whole(Path(path), json.dumps(self.model_dump(mode="json"), indent=2) + "\n")
+        """Write JSON that `load` reads back, atomically. Raises UserError if the file cannot be written."""
+        atomic_write(Path(path), json.dumps(self.model_dump(mode="json"), indent=2) + "\n")
 
     def digest(self) -> str:
-        """Sha256 (hex) of what decides the outcome: not where it runs, nor how often it writes."""
-        deciding = {key: value for key, value in _leaves(self) if key not in self.bystanders}
+        """SHA-256 (hex) of every key that decides the outcome: not where it runs, nor how often it writes."""
+        deciding = {key: value for key, value in _flatten(self) if key not in self.NOT_IN_DIGEST}
         return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
     def differences(self, other: Self) -> list[str]:
         """Sentences such as "train.steps: 500 here, 150 there"; empty exactly when the digests agree."""
-        there = dict(_leaves(other))
+        there = dict(_flatten(other))
         return [
             f"{key}: {json.dumps(value)} here, {json.dumps(there[key])} there"
-            for key, value in _leaves(self)
-            if value != there[key] and key not in self.bystanders
+            for key, value in _flatten(self)
+            if value != there[key] and key not in self.NOT_IN_DIGEST
         ]
 
 
-def _leaves(recipe: BaseRecipe) -> Iterator[tuple[str, Any]]:
+def _flatten(recipe: BaseRecipe) -> Iterator[tuple[str, Any]]:
     for name, value in recipe.model_dump(mode="json").items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{key}", leaf) for key, leaf in value.items())
@@ -108,18 +115,23 @@ def _apply(values: dict[str, Any], override: str, recipe: type[BaseRecipe]) -> N
     key = key.strip()
     if not equals or not key:
         raise UserError(f"the override {override!r} should read section.key=value, for example train.steps=200")
-    if key not in _known(recipe):
-        raise UserError(_unknown(key, recipe))
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
         value = text.strip()
+    if key in recipe.RENAMED:
+        key, value, note = upgrade_key(key, value, recipe.RENAMED)
+        warnings.warn(note, RenamedKey, stacklevel=4)
+        if not key:
+            return
+    if key not in _known(recipe):
+        raise UserError(_unknown(key, recipe))
     section, _, leaf = key.rpartition(".")
     (values[section] if section else values)[leaf] = value
 
 
 def _known(recipe: type[BaseRecipe]) -> list[str]:
-    return [key for key, _ in _leaves(recipe())]
+    return [key for key, _ in _flatten(recipe())]
 
 
 def _unknown(key: str, recipe: type[BaseRecipe]) -> str:
@@ -130,29 +142,34 @@ def _unknown(key: str, recipe: type[BaseRecipe]) -> str:
     if key in sections:
         return f"{key} is a section of the recipe; set one of its keys, for example {_keys_of(key, recipe)[0]}"
     place = f"section {section} of the recipe" if section in sections else "the recipe"
-    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    near = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.6) or _nearest_leaf(section, leaf, recipe)
-    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(_keys_of(section, recipe))}"
+    near = _nearest(key, known, recipe)
+    hint = f"did you mean {near}?" if near else f"it has {', '.join(_keys_of(section, recipe))}"
     return f"{place} has no key {leaf if section in sections else key!r}; {hint}"
 
 
-def _nearest_leaf(section: str, leaf: str, recipe: type[BaseRecipe]) -> list[str]:
-    own = [name for name in _keys_of(section, recipe) if name.startswith(f"{section}.")] or _known(recipe)
-    by_leaf = {name.rpartition(".")[2]: name for name in reversed(own)}
-    return [by_leaf[near] for near in difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.6)]
+def _nearest(key: str, known: Sequence[str], recipe: type[BaseRecipe]) -> str | None:
+    """The nearest key; close to a name of format 1, that is the name it has now."""
+    names = {name: name for name in known} | {old: entry.key for old, entry in recipe.RENAMED.items() if entry.key}
+    section, _, leaf = key.rpartition(".")
+    for name, today in names.items():
+        if name.rpartition(".")[2] == leaf:
+            return today
+    if near := difflib.get_close_matches(key, list(names), n=1, cutoff=0.6):
+        return names[near[0]]
+    same_section = {n: t for n, t in names.items() if section and n.startswith(f"{section}.")} or names
+    leaves = {name.rpartition(".")[2]: today for name, today in reversed(same_section.items())}
+    return next((leaves[near] for near in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.6)), None)
 
 
 def _keys_of(section: str, recipe: type[BaseRecipe]) -> list[str]:
     """Keys of a section; for anything else, the top-level keys and section names."""
-    inside = [key for key in _known(recipe) if key.startswith(f"{section}.")]
-    return inside or list(recipe.model_fields)
+    return [key for key in _known(recipe) if key.startswith(f"{section}.")] or list(recipe.model_fields)
 
 
-def _sentence(error: ValidationError, section: type[Section]) -> str:
-    """The first complaint of pydantic as one sentence: the key, what was found, what is allowed."""
-    first, recipe = error.errors(include_url=False)[0], section.owner
-    assert recipe is not None, f"{section.__name__} belongs to no recipe"
-    key = ".".join(str(part) for part in (section.section, *first["loc"]) if part != "")
+def _sentence(error: ValidationError, recipe: type[BaseRecipe]) -> str:
+    """The first error of pydantic as one sentence: the key, its value, the values allowed."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     if first["type"] == "extra_forbidden":

@@ -1,208 +1,177 @@
-"""A recipe: everything that decides a conversion, frozen and validated, from a file plus `section.key=value`."""
+"""The recipe of a conversion."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from tomoe.errors import UserError
-from tomoe.recipe.base import BaseRecipe, Section
+from tomoe.recipe.base import Section
+from tomoe.recipe.renamed import CONVERSION, Renamed
+from tomoe.recipe.run import DataSection, LoopSection, RunRecipe
 
-# Where and how often to write or compute changes nothing that is learned.
-_BYSTANDERS = frozenset(
-    {"device", "stream", "track", "train.log_every", "train.save_every", "train.shard", "train.teacher_cache"}
+# Where to compute and how often to write do not change what is learned.
+_NOT_IN_DIGEST = frozenset(
+    {"device", "offload", "report_to", "train.log_every", "train.save_every", "train.shard", "train.teacher_cache"}
 )
-STOCK_MULTIPLE = 64  # of expert widths: grouped kernels and quantised blocks of 32 divide it
+# Expert widths of a stock form are multiples of this: grouped kernels and quantized groups of 32 divide it.
+STOCK_MULTIPLE = 64
 
 
 class ExpertsSection(Section):
-    """What a layer becomes."""
+    """The experts that an MLP becomes."""
 
-    section: ClassVar[str] = "experts"
     num_experts: int = Field(default=8, ge=1)
-    """Experts of an MLP (N)."""
+    """Experts per MLP (N)."""
     embedding_size: int = Field(default=128, ge=2, multiple_of=2)
-    """Size of an expert embedding (E); even, because the two directions of the hypernetwork share it."""
+    """Size of an expert embedding (E); even, because both directions of the hypernetwork share it."""
     width_multiple: int = Field(default=32, ge=1)
     """Expert widths are multiples of this: grouped kernels need 8, K-quants 256."""
-    attention: Literal["dynamic", "static", "none"] = "none"
-    """`dynamic`: a choice of V/O dims for each token and of Q/K dims for all; `static`: one choice of each for all
-    tokens; `none`: attention stays whole."""
-    attention_embedding: Literal["global", "local"] = "global"
+
+
+class AttentionSection(Section):
+    """The pruning of attention."""
+
+    pruning: Literal["off", "static", "per_token"] = "off"
+    """`off`: attention stays whole; `static`: the same Q/K and V/O dims for all tokens; `per_token`: the same Q/K dims
+    for all tokens, and V/O dims chosen for each token (the paper's, Section 3.3)."""
+    embedding: Literal["global", "local"] = "global"
     """`global`: attention embeddings come from the hypernetwork; `local`: each layer has its own (ablation)."""
-    attention_share: float = Field(default=1 / 3, ge=0, le=1)
-    """Carved start only: how much of the cut attention pays. Every layer's attention starts with
-    1 - attention_share x (1 - active) of its dims; 1 = attention shrinks as much as the whole, 0 = it starts whole."""
+    share: float = Field(default=1 / 3, ge=0, le=1)
+    """For a carved start: how much of the cut attention takes. Every layer's attention starts with
+    1 - share x (1 - active) of its dims; 1: it shrinks as much as the model, 0: it starts whole."""
 
 
 class SamplingSection(Section):
-    """The noise of the masks while training; there is none afterwards."""
+    """The noise of the masks during training; there is none afterwards (Appendix A.3)."""
 
-    section: ClassVar[str] = "sampling"
     noise: Literal["gumbel", "logistic"] = "gumbel"
     """`gumbel` is the paper's; `logistic` (the difference of two Gumbels) has zero mean."""
     temperature: float = Field(default=0.4, gt=0)
-    """tau."""
+    """Temperature of the relaxed masks (tau, Eqs. 14, 15)."""
     keep_bias: float = 3.0
-    """b: added to every mask logit, so that training starts from a nearly whole model."""
+    """Added to every mask logit (b), so that training starts from a nearly whole model."""
 
 
 class LossSection(Section):
-    """The objective: distillation (or language modelling) plus weighted penalties."""
+    """The objective: distillation or language modeling, plus weighted penalties (Eq. 10, Section 3.5)."""
 
-    section: ClassVar[str] = "loss"
     objective: Literal["kl", "lm"] = "kl"
-    """`kl`: KL(teacher || student); `lm`: the language-model loss (ablation)."""
+    """`kl`: KL(teacher || student); `lm`: the language-modeling loss (ablation)."""
     budget_weight: float = Field(default=16.0, ge=0)
-    """alpha, of R_P: active parameters against the asked share."""
+    """Weight of R_P (alpha, Eq. 8): keeps the active parameters at the budget."""
     coverage_weight: float = Field(default=2.0, ge=0)
-    """beta, of R_U: the union of experts against the whole layer."""
+    """Weight of R_U (beta, Eq. 7): keeps the union of the experts at the whole layer."""
     balance_weight: float = Field(default=1.0, ge=0)
-    """gamma, of R_L: how evenly tokens spread over experts."""
+    """Weight of R_L (gamma, Eq. 9): spreads tokens evenly over experts."""
 
 
-class LoopSection(Section):
-    """The loop, whatever it trains."""
+class RepairSection(Section):
+    """Refitting projections in closed form to the masks of the plan, after it was extracted."""
 
-    section: ClassVar[str] = "train"
-    steps: int = Field(default=500, ge=0)
-    batch_size: int = Field(default=1, ge=1)
-    """Blocks of one forward pass."""
-    gradient_accumulation: int = Field(default=1, ge=1)
-    """Forward passes of one step."""
-    learning_rate: float = Field(default=1e-2, gt=0)
-    schedule: Literal["constant", "cosine"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the learning rate rises linearly from zero."""
-    weight_decay: float = Field(default=0.05, ge=0)
-    gradient_clip: float = Field(default=1.0, ge=0)
-    """Largest norm of the gradient; 0 = off."""
-    gradient_checkpointing: bool = False
-    teacher_cache: str = ""
-    """Folder that keeps the dense model's final hidden states, for this and other runs on the same text."""
-    save_every: int = Field(default=100, ge=1)
-    log_every: int = Field(default=1, ge=1)
-    max_bad_steps: int = Field(default=5, ge=1)
-    """This many steps in a row without a finite loss end the training."""
+    mode: Literal["none", "full", "low_rank"] = "none"
+    """`none`: every dense matrix stays as it is; `full`: the plan holds whole down projections; `low_rank`: it holds
+    factors of the change, which keeps it small."""
+    rank: int = Field(default=64, ge=1)
+    """Rank of the change (low_rank)."""
+    ridge: float = Field(default=1e-2, gt=0)
+    """Ridge, relative to the mean of the diagonal of the Gram matrix; it holds a matrix near the dense one."""
+    target: Literal["local", "half", "stream"] = "half"
+    """What a layer is fitted to. `local`: the dense layer's output on the same input; `stream`: what brings the hidden
+    states back to the dense model's, errors of earlier layers included; `half`: the mean of both."""
+    tokens: int = Field(default=32_768, ge=1)
+    """Training tokens to fit to, at most."""
 
 
 class TrainSection(LoopSection):
-    """The loop that learns masks and routers."""
+    """The training loop of masks and routers."""
 
     budget_warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the asked active share falls linearly from 1 to `active`."""
+    """Steps over which the budget falls linearly from 1 to `active`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Of the frozen base; everything trainable is float32. float16 is for carving alone (steps = 0)."""
-    base: Literal["dense", "bnb8", "bnb4", "torchao8"] = "dense"
-    """The frozen base while learning: as it is, or packed into 8 or 4 bits by bitsandbytes or torchao."""
+    """Dtype of the frozen base; everything trainable is float32. float16 is for carving only (steps = 0)."""
+    quantization: Literal["none", "int8", "nf4"] = "none"
+    """Quantization of the frozen base during training: none, 8 bits (LLM.int8) or 4 bits (NF4), by bitsandbytes."""
     shard: bool = False
-    """Under torchrun: each process holds its share of the frozen base, not all of it (FSDP2)."""
+    """Shard the frozen base over the ranks of torchrun (FSDP2)."""
 
     @model_validator(mode="after")
-    def _compute_together(self) -> Self:
-        if self.shard and self.teacher_cache:  # one process may find a block that another does not
+    def _check_combinations(self) -> Self:
+        # one rank may find a batch in the cache that another does not
+        if self.shard and self.teacher_cache:
             raise UserError(
-                "train.teacher_cache and train.shard exclude each other: a base that is shared out runs in all processes or none"
+                "train.teacher_cache and train.shard cannot be combined: a sharded base runs in every rank or in none"
             )
-        if self.dtype == "float16" and self.steps:  # no loss is scaled here
+        # there is no loss scaling
+        if self.dtype == "float16" and self.steps:
             raise UserError(
-                f"train.dtype is float16, in which small gradients are lost, and there are {self.steps} steps to learn; choose "
-                "bfloat16 or float32, or carve (train.steps = 0)"
+                f"train.dtype is float16, in which small gradients are lost, but train.steps is {self.steps}; choose "
+                "bfloat16 or float32, or carve only (train.steps = 0)"
             )
-        if self.shard and self.base != "dense":
+        if self.shard and self.quantization != "none":
             raise UserError(
-                f"train.shard and train.base = {self.base} exclude each other; share out the dense base, or pack it"
+                f"train.shard and train.quantization = {self.quantization} cannot be combined; choose one of them"
             )
         return self
 
 
-class DataSection(Section):
-    """The text. `tokens` counts training, calibration and evaluation together."""
-
-    section: ClassVar[str] = "data"
-    sources: tuple[str, ...] = Field(default=("self",), min_length=1)
-    """Names, hub ids or local paths; several are mixed in equal parts by tokens."""
-    block_size: int = Field(default=512, ge=8)
-    """Tokens of one block (context length)."""
-    tokens: int = Field(default=100_000, ge=1)
-    """Tokens to prepare in all; for `self`: to sample."""
-    calibration_tokens: int = Field(default=8192, ge=1)
-    evaluation_tokens: int = Field(default=16_384, ge=1)
-    text_column: str | None = None
-    """Column that holds the text, for hub, .jsonl and .parquet sources that name it otherwise; named sets know theirs."""
-
-    @field_validator("sources", mode="before")
-    @classmethod
-    def _split_commas(cls, value: object) -> object:
-        return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _leave_something_to_train_on(self) -> Self:
-        if self.tokens <= self.calibration_tokens + self.evaluation_tokens:
-            raise UserError(
-                f"data.tokens is {self.tokens}, but it should exceed data.calibration_tokens "
-                f"({self.calibration_tokens}) and data.evaluation_tokens ({self.evaluation_tokens}) together"
-            )
-        return self
-
-
-class Recipe(BaseRecipe):
+class Recipe(RunRecipe):
     """Everything that decides a conversion.
 
     `Recipe(...)` and `Recipe.load(...)` raise UserError, in one sentence, for a key or value that is not allowed.
     """
 
-    bystanders: ClassVar[frozenset[str]] = _BYSTANDERS
+    NOT_IN_DIGEST: ClassVar[frozenset[str]] = _NOT_IN_DIGEST
+    RENAMED: ClassVar[Mapping[str, Renamed]] = CONVERSION
     model: str = ""
-    """Hub id, local folder, .gguf file, or a name that `tomoe fetch` knows."""
+    """Hub id, local folder, .gguf file, or a known name (smollm2-135m)."""
     active: float = Field(default=0.7, gt=0, le=1)
-    """The budget p: active share of the block parameters."""
-    seed: int = Field(default=0, ge=0)
+    """The budget (p): fraction of decoder parameters active per token."""
     start: Literal["carved", "random"] = "carved"
-    """`carved`: from calibration statistics; `random`: the paper's."""
-    device: str = "auto"
-    stream: bool = False
-    """Without learning only: the decoder layers stay in their files, and are in memory one at a time."""
-    track: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
-    """Who follows the training beside metrics.jsonl."""
+    """Initial masks and routers: `carved` from calibration statistics, or `random` (the paper's)."""
+    offload: bool = False
+    """Load one decoder layer at a time, for checkpoints larger than RAM; without learning only (train.steps = 0)."""
     target: Literal["hf", "mixtral", "qwen2_moe", "qwen3_moe", "gguf"] = "hf"
-    """What the plan is to fit without loss. `hf`, ToMoE's own form, holds every plan; the others hold experts of one width
-    in all layers, and no choice of V/O dims for each token."""
+    """The format that the result must fit exactly. `hf`, ToMoE's own, holds every plan; the others need experts of one
+    width in all layers and exclude attention.pruning = per_token."""
     experts: ExpertsSection = ExpertsSection()
+    attention: AttentionSection = AttentionSection()
+    repair: RepairSection = RepairSection()
     sampling: SamplingSection = SamplingSection()
     loss: LossSection = LossSection()
     train: TrainSection = TrainSection()
     data: DataSection = DataSection()
 
     @model_validator(mode="after")
-    def _fit_the_target(self) -> Self:
-        if self.target != "hf" and self.experts.attention == "dynamic":
+    def _check_target(self) -> Self:
+        if self.target != "hf" and self.attention.pruning == "per_token":
             raise UserError(
-                f"target {self.target} holds no choice of V/O dims for each token (experts.attention is dynamic); set it to "
-                "static or none, or the target to hf"
+                f"target {self.target} cannot choose V/O dims for each token (attention.pruning = per_token); set "
+                "attention.pruning to static or off, or target to hf"
             )
         return self
 
     @model_validator(mode="after")
-    def _stream_what_can_be(self) -> Self:
-        if self.stream and self.train.steps:
+    def _check_offload(self) -> Self:
+        if self.offload and self.train.steps:
             raise UserError(
-                f"stream reads every layer anew for every pass, which learning ({self.train.steps} steps) takes thousands of; "
-                "carve instead (train.steps = 0)"
+                "offload reads every layer from disk in every pass, and learning takes thousands of passes (train.steps is "
+                f"{self.train.steps}); carve only (train.steps = 0)"
             )
-        if self.stream and "self" in self.data.sources:
+        if self.offload and "self" in self.data.sources:
             raise UserError(
-                "stream reads every layer anew for every pass, and the source self takes one for each token; name a text "
-                "with data.sources (--data FILE)"
+                "offload reads every layer from disk in every pass, and the source self takes one pass per token; name a "
+                "text with data.sources (--data FILE)"
             )
-        if self.stream and self.train.shard:
+        if self.offload and self.train.shard:
             raise UserError(
-                "stream and train.shard exclude each other: one leaves the layers on disk, one shares them out"
+                "offload and train.shard cannot be combined: one keeps the layers on disk, the other spreads them over ranks"
             )
         return self
 
     @property
     def common_multiple(self) -> int:
-        """0 where layers may differ in width; else all have one, a multiple of this as far as the budget allows."""
+        """Divisor of the expert width that all layers share if the budget allows; 0 if layers may differ in width."""
         return 0 if self.target == "hf" else max(STOCK_MULTIPLE, self.experts.width_multiple)

@@ -19,11 +19,14 @@ def presets() -> list[str]:
 
 
 def _folder() -> Traversable:
-    return resources.files("tomoe").joinpath("recipe/presets")
+    return resources.files("tomoe.recipe").joinpath("presets")
 
 
 def read_recipe(path_or_preset: str | Path) -> tuple[dict[str, Any], str]:
-    """The raw values of a recipe file or preset, and the words that name it in an error."""
+    """The raw values of a recipe file or preset, and how errors name it.
+
+    Raises UserError: no such preset or file, not a recipe.
+    """
     if str(path_or_preset) in presets():
         name = str(path_or_preset)
         return tomllib.loads(_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8")), f"preset {name}"

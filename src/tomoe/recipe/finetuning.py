@@ -2,74 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from tomoe.recipe.base import BaseRecipe, Section
-from tomoe.recipe.conversion import DataSection, LoopSection
+from tomoe.recipe.base import Section
+from tomoe.recipe.renamed import FINETUNING, Renamed
+from tomoe.recipe.run import DataSection, LoopSection, RunRecipe
 
 
 class TunedLossSection(Section):
-    """The objective."""
+    """The objective of fine-tuning."""
 
-    section: ClassVar[str] = "loss"
     objective: Literal["kl", "lm"] = "kl"
-    """`kl`: KL(dense model || converted model); `lm`: the language-model loss, for text that teaches something new."""
+    """`kl`: KL(dense model || converted model); `lm`: the language-modeling loss, for text with something new to learn."""
     balance_weight: float = Field(default=1.0, ge=0)
-    """gamma, of R_L: how evenly tokens spread over experts."""
+    """Weight of R_L (gamma, Eq. 9): spreads tokens evenly over experts."""
 
 
 class LoraSection(Section):
-    """Adapters of low rank beside frozen weights, merged at the end (weights = lora)."""
+    """Low-rank adapters beside frozen weights, merged at the end (weights = lora)."""
 
-    section: ClassVar[str] = "lora"
     rank: int = Field(default=16, ge=1)
+    """Rank of the adapters."""
     alpha: int = Field(default=32, ge=1)
-    """The adapters' output counts alpha / rank times."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
 
 
 class TunedTrainSection(LoopSection):
-    """The loop, with smaller steps than for masks: weights are there already."""
+    """The training loop, with smaller steps than for masks."""
 
     steps: int = Field(default=200, ge=0)
+    """Optimizer steps; 0 learns nothing."""
     learning_rate: float = Field(default=1e-4, gt=0)
+    """Peak learning rate of AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of AdamW."""
     dtype: Literal["stored", "float32", "bfloat16"] = "stored"
-    """Of the weights while they run; `stored`: as in the converted folder (float16 as
-    float32, for the gradient's sake). Updates are summed up in float32 always."""
+    """Dtype of forward and backward pass; `stored`: as in the converted folder (float16 runs as float32, which keeps small
+    gradients). Updates always accumulate in float32."""
 
 
 class TunedDataSection(DataSection):
-    """The text; without sources, what the conversion learned from, as far as its folder keeps it."""
+    """The text to learn from and to evaluate on."""
 
     sources: tuple[str, ...] = ()
+    """Names, hub ids or local paths; empty: the text of the conversion, if its folder still holds it."""
 
 
-class FinetuneRecipe(BaseRecipe):
+class FinetuneRecipe(RunRecipe):
     """Everything that decides how a converted model is fine-tuned.
 
     `FinetuneRecipe(...)` and `FinetuneRecipe.load(...)` raise UserError, in one sentence, for a key or value that is not allowed.
     """
 
-    bystanders: ClassVar[frozenset[str]] = frozenset(
-        {"device", "track", "train.log_every", "train.save_every", "train.teacher_cache"}
+    NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset(
+        {"device", "report_to", "train.log_every", "train.save_every", "train.teacher_cache"}
     )
+    RENAMED: ClassVar[Mapping[str, Renamed]] = FINETUNING
     model: str = ""
     """A converted folder."""
     dense: str = ""
-    """The dense model that it came from; empty: as its plan names it."""
-    seed: int = Field(default=0, ge=0)
-    device: str = "auto"
-    track: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
-    """Who follows the training beside metrics.jsonl."""
-    form: Literal["moe", "pseudo"] = "moe"
-    """`moe`: the converted model itself; `pseudo`: the dense model under the plan's masks (app. pmoe), folded again. Both learn
-    the same."""
+    """The dense model it was made from; empty: the one its plan names."""
     weights: Literal["full", "lora"] = "full"
-    """`full`: all weights of the blocks; `lora`: adapters beside them (needs peft). Embeddings and output matrix stay."""
+    """What to train: `full`, all weights of the decoder layers; `lora`, adapters beside them (needs peft). Embeddings and
+    output matrix stay frozen."""
     routers: Literal["learned", "frozen"] = "learned"
-    """Expert routers; value routers stay as they are."""
+    """Whether expert routers are trained; value routers stay frozen."""
     loss: TunedLossSection = TunedLossSection()
     lora: LoraSection = LoraSection()
     train: TunedTrainSection = TunedTrainSection()

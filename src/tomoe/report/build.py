@@ -1,87 +1,148 @@
-"""A conversion measured beside its dense model, drawn and written down: evaluation.json, README.md, report.html, figures."""
+"""Measure a conversion beside its dense model and write its report: evaluation.json, README.md, report.html, figures."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
 from tomoe import distributed
-from tomoe.api import PROMPT, EvaluationText, compare_on, generate, held_out_text, load_model
-from tomoe.conversion import Listener, silent
-from tomoe.evaluation.compare import Row, from_json, to_json
+from tomoe.data.evaluation_text import EvaluationText, held_out_text
+from tomoe.errors import UserError
 from tomoe.evaluation.routing_trace import RoutingTrace, trace_ids, trace_text
-from tomoe.files import own_name, read_json, sha256, write_whole
-from tomoe.model.loading import load_tokenizer
+from tomoe.evaluation.rows import Count, Name, NotNegative, Row, read_rows, to_json, validated
+from tomoe.evaluation.run import compare_on
+from tomoe.evaluation.timings import Cell
+from tomoe.files import atomic_write, basename, read_json, sha256
+from tomoe.model.generation import PROMPT, generate
+from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.plan import FINETUNED, Plan
+from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card
 from tomoe.report.page import Generation, PageFacts, commands, write_page
 from tomoe.training.run_folder import RunFolder
 
 FORMAT = "tomoe-report-1"
-PASSAGE = 120  # tokens of a source that the page colours
+PASSAGE = 120  # tokens of a source that the page colors
+
+
+@dataclass(frozen=True)
+class Observed:
+    """report.json: what the models wrote, and the experts of some tokens of every source."""
+
+    format: str
+    plan: str  # sha256 of plan.safetensors
+    generations: list[Generation]
+    texts: Annotated[list[tuple[str, RoutingTrace]], Field(min_length=1)]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if traces contradict each other or themselves; a file may hold anything."""
+        if len({(len(trace.experts), trace.num_experts) for _, trace in self.texts}) > 1:
+            raise ValueError("the texts are routed by models of different sizes")
+        for _, trace in self.texts:
+            rows = trace.experts
+            if not rows or not trace.tokens or any(len(row) != len(trace.tokens) for row in rows):
+                raise ValueError("a text does not have one expert for each layer and token")
+            if max(max(row) for row in rows) >= trace.num_experts or trace.num_experts > 2**16:
+                raise ValueError("a token is routed to an expert that there is not")
+
+
+class Cost(TypedDict, total=False):
+    """cost.json of a run, as far as the report shows it."""
+
+    seconds: dict[Name, NotNegative]
+    tokens: dict[Name, Count]
+    peak_memory_bytes: Count | None
+    device_peak_memory_bytes: Count | None
+    device: Name
+    threads: Count
+    resumed: bool
 
 
 def write_reports(
-    out: Path, listen: Listener = silent, dense: PreTrainedModel | None = None, again: bool = True
+    out: Path, on_progress: ProgressCallback = no_progress, dense: PreTrainedModel | None = None, again: bool = True
 ) -> list[Row]:
     """Measure a conversion beside its dense model on the text it held out; write evaluation.json, README.md, report.html.
 
-    `dense` is the dense model where the caller has it loaded. With `again` false, what was measured of this plan before
+    `dense` is the dense model if the caller has it loaded. With `again` false, what was measured of this plan before
     (evaluation.json, report.json) is shown as it is. Several processes measure together, and process 0 writes. Raises
-    UserError where `out` holds no conversion or cannot be written.
+    UserError if `out` holds no conversion, holds damaged files, or cannot be written.
     """
-    from tomoe.report.gallery import draw  # here, because matplotlib takes longer to import than all the rest
+    from tomoe.report.all_figures import all_figures, save_all  # here: matplotlib is slow to import
 
     plan, recipe = Plan.load(out), Recipe.load(out / "recipe.json")
-    kept = None if again else _kept(out)
-    if kept is None:
-        # what was shared out was too large for one GPU
-        device = "cpu" if recipe.train.shard else recipe.device
-        # and what was packed, or never in memory, fits it layer by layer only
-        stream = recipe.stream or recipe.train.base != "dense"
-        dense = dense if dense is not None else load_model(recipe.model, recipe.train.dtype, device, stream)
-        moe, tokenizer = load_model(str(out), recipe.train.dtype, device, stream), load_tokenizer(str(out))
-        text = held_out_text([str(out)])
-        rows = compare_on([(recipe.model, dense), (str(out), moe)], text, listen)
-        if distributed.rank():
-            return rows
-        observed = _observe(out, rows, (dense, moe), tokenizer, text)
-        write_whole(out / "evaluation.json", to_json(rows))
-        write_whole(out / "report.json", json.dumps(observed, indent=1, ensure_ascii=False) + "\n")
-    else:
-        rows, observed = kept
-        if distributed.rank():
-            return rows
+    rows, observed = ([], None) if again else _kept(out)
+    if observed is None:
+        rows, observed = _measure(out, recipe, dense, on_progress)
+    if distributed.rank() or observed is None:
+        return rows
     write_card(out, plan, rows)
-    cost, timed = _read(out / "run" / "cost.json"), _read(out / "benchmark.json").get("cells", [])
-    pictures = draw(plan, rows, RunFolder(out / "run").rows(), cost, timed, out / "figures")
-    title = f"{rows[0].name} as a Mixture-of-Experts, {plan.active_fraction():.0%} active"
+    cost = _read(out / "run" / "cost.json", Cost) or {}
+    timed = [asdict(cell) for cell in _cells(out / "benchmark.json")]
+    figures = all_figures(plan, rows, RunFolder(out / "run").rows(), cost, timed)
+    save_all(figures, out / "figures")
     facts = PageFacts(
-        title, plan, rows, [Generation(own["prompt"], own["answers"]) for own in observed["generations"]],
-        [(name, RoutingTrace(**trace)) for name, trace in observed["texts"]], pictures,
-        commands=commands(recipe, own_name(out), FINETUNED in plan.notes), cost=cost, timed=bool(timed),
+        f"{rows[0].name} as a Mixture-of-Experts, {plan.active_fraction():.0%} active", plan, rows, observed.generations,
+        observed.texts, figures, commands=commands(recipe, basename(out), FINETUNED in plan.notes), cost=cost,
+        timed=bool(timed),
     )  # fmt: skip
     write_page(out, facts)
     return rows
 
 
-def _kept(out: Path) -> tuple[list[Row], dict[str, Any]] | None:
-    """What was measured of the plan in `out` before; None where there is nothing, or it was of another plan or version."""
-    observed = _read(out / "report.json")
-    if (observed.get("format"), observed.get("plan")) != (FORMAT, sha256(out / "plan.safetensors")):
-        return None
-    evaluation = out / "evaluation.json"
-    return (from_json(evaluation.read_text(encoding="utf-8")), observed) if evaluation.is_file() else None
+def _measure(
+    out: Path, recipe: Recipe, dense: PreTrainedModel | None, on_progress: ProgressCallback
+) -> tuple[list[Row], Observed | None]:
+    """Measure both models and write what was found; nothing is observed or written by processes other than 0."""
+    # a base that was sharded is too large for one GPU
+    device = "cpu" if recipe.train.shard else recipe.device
+    # and one that was quantized or offloaded fits layer by layer only
+    offload = recipe.offload or recipe.train.quantization != "none"
+    dense = dense if dense is not None else load_model(recipe.model, recipe.train.dtype, device, offload)
+    moe, tokenizer = load_model(str(out), recipe.train.dtype, device, offload), load_tokenizer(str(out))
+    text = held_out_text([str(out)])
+    rows = compare_on([(recipe.model, dense), (str(out), moe)], text, on_progress)
+    if distributed.rank():
+        return rows, None
+    observed = _observe(out, rows, (dense, moe), tokenizer, text)
+    atomic_write(out / "evaluation.json", to_json(rows))
+    atomic_write(out / "report.json", json.dumps(asdict(observed), indent=1, ensure_ascii=False) + "\n")
+    return rows, observed
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Empty where there is no such file."""
-    return read_json(path) if path.exists() else {}
+def _kept(out: Path) -> tuple[list[Row], Observed | None]:
+    """What was measured of the plan in `out` before; empty if nothing was, or of another plan or by another version."""
+    path = out / "report.json"
+    if not path.exists():
+        return [], None
+    values, rows = read_json(path), read_rows(out)
+    if not rows or (values.get("format"), values.get("plan")) != (FORMAT, sha256(out / "plan.safetensors")):
+        return [], None
+    return rows, _checked(path, Observed, values)
+
+
+def _read(path: Path, kind: type[Any]) -> Any:
+    """A file's values as a `kind`; None if there is no such file. Raises UserError if it is damaged."""
+    return _checked(path, kind, read_json(path)) if path.exists() else None
+
+
+def _cells(path: Path) -> list[Cell]:
+    """The cells of benchmark.json; none if there is no such file. Raises UserError if it is damaged."""
+    return _checked(path, list[Cell], read_json(path).get("cells")) if path.exists() else []
+
+
+def _checked(path: Path, kind: type[Any], values: Any) -> Any:
+    try:
+        return validated(kind, values, path.name)
+    except UserError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
 
 
 def _observe(
@@ -90,23 +151,22 @@ def _observe(
     models: tuple[PreTrainedModel, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
     text: EvaluationText,
-) -> dict[str, Any]:
-    """How the dense model and the MoE go on from a prompt, and the experts of some tokens of every source."""
+) -> Observed:
+    """How the dense model and the MoE continue a prompt, and the experts of some tokens of every source."""
     moe = models[1]
     answers = [(row.name, generate(model, tokenizer, PROMPT)) for row, model in zip(rows, models, strict=True)]
-    passages = [(name, trace_ids(moe, tokenizer, ids).to_dict()) for name, ids in _passages(text)]
-    passages.append(("What the MoE wrote", trace_text(moe, tokenizer, PROMPT + answers[-1][1], PASSAGE).to_dict()))
-    generations = [{"prompt": PROMPT, "answers": answers}]
-    return {"format": FORMAT, "plan": sha256(out / "plan.safetensors"), "generations": generations, "texts": passages}
+    passages = [(name, trace_ids(moe, tokenizer, ids)) for name, ids in _passages(text)]
+    passages.append(("What the MoE wrote", trace_text(moe, tokenizer, PROMPT + answers[-1][1], PASSAGE)))
+    return Observed(FORMAT, sha256(out / "plan.safetensors"), [Generation(PROMPT, answers)], passages)
 
 
 def _passages(text: EvaluationText) -> Iterator[tuple[str, list[int]]]:
-    """The beginning of the first block of every source."""
-    ids, own = text.blocks.input_ids, text.blocks.source_ids
-    for i, name in enumerate(text.sources if own is not None else [text.name]):
-        blocks = range(len(ids)) if own is None else (own == i).nonzero()[:, 0].tolist()
-        for block in blocks[:1]:
-            yield (
-                f"{name}, held out" if own is not None else name,
-                ids[block][text.blocks.mask[block]][:PASSAGE].tolist(),
-            )
+    """The beginning of the first sequence of every source."""
+    sequences, sources = text.sequences, text.sequences.source_ids
+    if sources is None:
+        starts = {text.name: 0}
+    else:
+        ids = sources.tolist()
+        starts = {f"{name}, held out": ids.index(i) for i, name in enumerate(text.sources) if i in ids}
+    for name, i in starts.items():
+        yield name, sequences.input_ids[i][sequences.mask[i]][:PASSAGE].tolist()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,14 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from tomoe.data.sources import SOURCES
-from tomoe.evaluation.compare import Row, to_markdown
-from tomoe.files import own_name, write_whole
-from tomoe.model import catalog as fetch
+from tomoe.evaluation.rows import Row
+from tomoe.evaluation.tables import escape_markdown, to_markdown
+from tomoe.files import atomic_write, basename, format_bytes
+from tomoe.model import catalog
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
-from tomoe.report.license import origin_of
-from tomoe.report.summary import conversion_summary, hub_id, recipe_of, shown_name
+from tomoe.report.license import base_model_info
+from tomoe.report.summary import conversion_summary, hub_id, recipe_of, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
 
 
@@ -32,108 +35,126 @@ def write_card(
 ) -> Path:
     """Write OUT/README.md. `rows` are the dense model and the converted ones, dense first, or empty if not measured.
 
-    `base_model` (default: the recipe's) is named in the metadata where its hub id is known. The licence is the dense
-    model's, where a file on this disk says it; where none does, the card says that one has to look it up. `export` is for
-    a folder of another architecture: its name, its sizes in words and its proof. Raises UserError where the folder cannot
-    be written.
+    `base_model` (default: the recipe's) is named in the metadata if its hub id is known. The license is the dense model's
+    if a file on this disk tells it, otherwise the card asks the reader to look it up. `export` is for a folder of another
+    architecture: its name, a phrase on its sizes, and how it was verified. Names are escaped. Raises UserError if the
+    folder cannot be written.
     """
     recipe = recipe_of(plan)
     base = base_model or (recipe.model if recipe else "")
-    origin = origin_of(base)
+    info, name = base_model_info(base), basename(out)
+    repeat = f"tomoe convert {shlex.quote(shown_name(base) or 'MODEL')} --recipe recipe.json -o {shlex.quote(name)}"
     data = ModelCardData(
-        base_model=origin.hub_id,
+        base_model=info.hub_id,
         datasets=_datasets(recipe) or None,
         library_name="transformers",
-        license=origin.license or "other",
-        license_name=None if origin.license else "same-as-the-dense-model",
+        license=info.license or "other",
+        license_name=None if info.license else "same-as-the-dense-model",
         pipeline_tag="text-generation",
         tags=["moe", "tomoe"],
-        model_name=own_name(out),
+        model_name=name,
         eval_results=(results := _eval_results(rows)) or None,
         metrics=sorted({result.metric_type for result in results}) or None,
     )
-    how = [line for line in conversion_summary(plan) if line[0] != "Dense model"]
     card = ModelCard.from_template(
         data,
-        template_str=resources.files("tomoe.report").joinpath("templates/card.md.j2").read_text(encoding="utf-8"),
-        title=own_name(out),
-        base=shown_name(base) or "a dense model",
+        template_str=_template("card.md.j2"),
+        title=escape_markdown(name),
+        quoted=_fenced(json.dumps(name, ensure_ascii=False)),
+        base=escape_markdown(shown_name(base) or "a dense model"),
         active=f"{plan.active_fraction():.0%}",
         num_experts=plan.num_experts,
-        summary=how,
+        summary=_escaped(line for line in conversion_summary(plan) if line[0] != "Dense model"),
         comparison=to_markdown(rows) if rows else "",
         limits=limits(plan, rows),
         warnings=[warning.text for warning in find_warnings(plan, rows)],
-        license_given=origin.license,
+        license=info.license,
         export=export,
-        command=command or f"tomoe convert {shown_name(base) or 'MODEL'} --recipe recipe.json -o {own_name(out)}",
+        command=_fenced(command or repeat),
     )
-    return write_whole(out / "README.md", str(card))
+    return atomic_write(out / "README.md", str(card))
 
 
 def write_plan_card(folder: Path, plan: Plan, plan_name: str = "PLAN") -> Path:
-    """Write FOLDER/README.md for a plan that travels alone. Raises UserError where the folder cannot be written."""
+    """Write FOLDER/README.md for a plan that travels alone. Raises UserError if the folder cannot be written."""
     recipe = recipe_of(plan)
     base = recipe.model if recipe else ""
-    data = ModelCardData(base_model=origin_of(base).hub_id, library_name="tomoe", tags=["moe", "tomoe", "plan"])
+    data = ModelCardData(base_model=base_model_info(base).hub_id, library_name="tomoe", tags=["moe", "tomoe", "plan"])
     size = sum((folder / name).stat().st_size for name in ("plan.json", "plan.safetensors"))
     card = ModelCard.from_template(
         data,
-        template_str=resources.files("tomoe.report").joinpath("templates/plan_card.md.j2").read_text(encoding="utf-8"),
-        title=plan_name.rpartition("/")[2] if plan_name != "PLAN" else own_name(folder),
-        base=shown_name(base) or "a dense model",
-        source=base if hub_id(base) or base in fetch.names() else "MODEL",
+        template_str=_template("plan_card.md.j2"),
+        title=escape_markdown(plan_name.rpartition("/")[2] if plan_name != "PLAN" else basename(folder)),
+        base=escape_markdown(shown_name(base) or "a dense model"),
+        source=shlex.quote(base) if hub_id(base) or base in catalog.names() else "MODEL",
         active=f"{plan.active_fraction():.0%}",
-        size=f"{size / 1e6:.1f} MB",
-        fingerprint=plan.source,
-        plan_name=plan_name,
-        summary=conversion_summary(plan),
+        size=format_bytes(size),
+        fingerprint=escape_markdown(plan.source),
+        plan_name=_fenced(shlex.quote(plan_name)),
+        summary=_escaped(conversion_summary(plan)),
     )
-    return write_whole(folder / "README.md", str(card))
+    return atomic_write(folder / "README.md", str(card))
+
+
+def _template(name: str) -> str:
+    return resources.files("tomoe.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _escaped(lines: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(what, escape_markdown(how)) for what, how in lines]
+
+
+def _fenced(code: str) -> str:
+    """Code that cannot end the block of Markdown around it."""
+    return code.replace("```", "'" * 3)
 
 
 def limits(plan: Plan, rows: Sequence[Row]) -> list[str]:
-    """What a user should know before trusting the model; sentences that depend on how it was made and measured."""
+    """Sentences on what to know before trusting the model; they depend on how it was made and measured."""
     recipe = recipe_of(plan)
-    found = []
+    sentences = []
     measured = [row for row in rows[1:] if row.measurement.kl is not None]
     if measured:
         dense, moe = rows[0].measurement, measured[-1].measurement
-        found.append(
+        sentences.append(
             f"It is not the dense model: perplexity {moe.perplexity:.2f} against {dense.perplexity:.2f} on the text "
             f"above, and another most likely token at {1 - (moe.top1_agreement or 0):.0%} of the positions."
         )
-        if "self" in re.findall(r"[\w.-]+", moe.data):
-            found.append("The dense model wrote that text itself, so its perplexity says little about real text.")
+        if self_sampled(moe.data):
+            sentences.append("The dense model wrote that text itself, so its perplexity says little about real text.")
     else:
-        found.append("Its quality was not measured against the dense model; do so before using it (`tomoe evaluate`).")
+        sentences.append(
+            "Its quality was not measured against the dense model; do so before using it (`tomoe evaluate`)."
+        )
     if recipe is not None:
         if not plan.notes.get("steps", recipe.train.steps):
-            found.append("Nothing was learned after the start; a trained conversion is usually much better.")
+            sentences.append("Nothing was learned after the start; a trained conversion is usually much better.")
         if "self" in recipe.data.sources:
-            found.append("Experts and routers were fitted on text that the dense model wrote, narrower than real text.")
-        found.append(f"They were fitted on contexts of {recipe.data.block_size} tokens; longer ones were not tried.")
+            sentences.append(
+                "Experts and routers were fitted on text that the dense model wrote, narrower than real text."
+            )
+        sentences.append(f"They were fitted on sequences of {recipe.data.seq_len} tokens; longer ones were not tried.")
     untested = (
         "No safety or fairness test was run"
         if measured and rows[-1].tasks
         else "No task, safety or fairness test was run"
     )
-    found += [
+    sentences += [
         f"{untested}. What the dense model gets wrong, this one may get wrong more often.",
-        "Fewer parameters work on a token, but speed depends on hardware and on tokens at a time: measure yours.",
+        "Fewer parameters work on a token, but speed depends on the hardware and on the tokens at a time: measure yours.",
     ]
-    return found
+    return sentences
 
 
 def _datasets(recipe: Recipe | None) -> list[str]:
-    """Hub ids of the data sets that it was fitted on; local text and text of the model itself have none."""
+    """Hub ids of the data sets that the model was fitted on; local text and text of the model itself have none."""
     named = [s for s in (recipe.data.sources if recipe else ()) if s in SOURCES or hub_id(s.partition(":")[0])]
     ids = [(SOURCES[s].hub_id if s in SOURCES else s) or "" for s in named]
-    return list(dict.fromkeys(found.partition(":")[0] for found in ids if found))
+    return list(dict.fromkeys(name.partition(":")[0] for name in ids if name))
 
 
 def _eval_results(rows: Sequence[Row]) -> list[EvalResult]:
-    """Of the converted model (the last row), if it was measured beside a dense one: the text, then each task."""
+    """Results of the converted model (the last row), if it was measured beside a dense one: the text, then each task."""
     if len(rows) < 2:
         return []
     m = rows[-1].measurement
@@ -143,10 +164,10 @@ def _eval_results(rows: Sequence[Row]) -> list[EvalResult]:
         "top1_agreement": ("Same most likely token as the dense model", m.top1_agreement),
     }
     settings = {"context_length": m.context_length, "stride": m.stride, "tokens": m.tokens, "sha256": m.data_sha256}
-    found = [
+    results = [
         EvalResult(
             task_type="text-generation",
-            task_name="Language modelling",
+            task_name="Language modeling",
             dataset_name=f"{m.data or 'text'}, context {m.context_length}, {m.tokens} tokens",
             dataset_args={key: value for key, value in settings.items() if value is not None},
             metric_type=kind,
@@ -157,7 +178,7 @@ def _eval_results(rows: Sequence[Row]) -> list[EvalResult]:
         for kind, (name, value) in numbers.items()
         if value is not None
     ]
-    return found + [
+    return results + [
         EvalResult(
             task_type="text-generation",
             task_name=f"{score.shots}-shot",
@@ -173,7 +194,7 @@ def _eval_results(rows: Sequence[Row]) -> list[EvalResult]:
 
 
 def _dataset(data: str) -> dict[str, Any]:
-    """Identifier, config and split of a text that is named like `wikitext (test)`; of any other its name."""
+    """Identifier, config and split of a text that is named like `wikitext (test)`, or just its name."""
     named = re.fullmatch(r"(\S+) \((\w+)\)", data)
     name = named[1] if named else ""
     place = SOURCES[name].hub_id if name in SOURCES else name if hub_id(name.partition(":")[0]) else None

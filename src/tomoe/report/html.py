@@ -1,4 +1,4 @@
-"""Templates to pages: everything inline, everything escaped, and no script but the one whose hash stands in the page."""
+"""Render pages from templates: all inline, all escaped, and no script but the one whose hash stands in the page."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
-from tomoe.evaluation.routing_trace import RoutingTrace
-from tomoe.files import write_whole
+from tomoe.files import atomic_write
 
 if TYPE_CHECKING:
-    from tomoe.report.style import Picture
+    from tomoe.evaluation.routing_trace import RoutingTrace
+    from tomoe.report.style import CaptionedFigure
 
-COLOURS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00")
-Texts = Sequence[tuple[str, RoutingTrace]]  # (name, trace), all of one model
+COLORS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00")
+Texts = Sequence[tuple[str, "RoutingTrace"]]  # (name, trace), all of one model
 
 
 def render(template: str, **values: Any) -> str:
-    """A page from one of our templates; every value that is not markup is escaped."""
+    """Render a page from one of our templates; every value that is not markup is escaped."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
     environment = Environment(
         loader=PackageLoader("tomoe", "report/templates"),
         autoescape=True,
@@ -31,39 +31,49 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"inline": inline, "shown": shown, "share": share, "numbers": numbers, "experts": experts}
+    environment.filters |= {
+        "data_uri": figure_uri,
+        "shown": shown,
+        "share": share,
+        "numbers": numbers,
+        "experts": experts,
+    }
     script = resources.files("tomoe.report").joinpath("templates/tokens.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
-        **values, script=Markup(script), script_sha256=Markup(digest), colours=COLOURS
+        **values, script=Markup(script), script_sha256=Markup(digest), colours=COLORS
     )
 
 
 def write_route_page(path: Path, title: str, texts: Texts, layer: int = 0) -> Path:
-    """A page of texts in the colours of their experts. Raises UserError where it cannot be written."""
-    return write_whole(path, render("route.html.j2", title=title, texts=texts, layer=layer))
+    """Write a page of texts in the colors of their experts. Raises UserError if it cannot be written."""
+    return atomic_write(path, render("route.html.j2", title=title, texts=texts, layer=layer))
 
 
-def inline(picture: Picture) -> Markup:
-    """The figure as an <svg> element."""
-    from tomoe.report.style import inline_svg  # with matplotlib, which is slow to import
+def figure_uri(drawn: CaptionedFigure) -> str:
+    """A figure as the source of an <img>: what an SVG holds cannot reach the page from there."""
+    from tomoe.report.style import to_svg  # here: matplotlib is slow to import
 
-    return inline_svg(picture)
+    return svg_uri(to_svg(drawn))
+
+
+def svg_uri(svg: str) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
 def shown(piece: str) -> str:
-    """A token that can be seen: line ends and parts of a character have a mark."""
+    """Make a token visible: line ends and parts of a character get a mark."""
     return piece.replace("\n", "↵\n") or "·"
 
 
 def share(texts: Texts, layer: int, expert: int) -> str:
-    """Share of the tokens of all texts that an expert got."""
+    """Share of the tokens of all texts that an expert got, in per cent."""
     rows = [trace.experts[layer] for _, trace in texts]
     return f"{100 * sum(row.count(expert) for row in rows) / sum(map(len, rows)):.0f} %"
 
 
 def numbers(trace: RoutingTrace) -> str:
-    """One line a layer: its number, then the expert of each token, one column a token."""
+    """One line for each layer: its number, then the expert of each token, one column for each token."""
     width = len(str(trace.num_experts - 1))
     label = len(f"layer {len(trace.experts) - 1}")
     lines = (" ".join(f"{expert:{width}}" for expert in row) for row in trace.experts)

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomoe
-from tomoe.evaluation.compare import Row, count, footnote, table, task_footnote, task_table
-from tomoe.files import write_whole
+from tomoe.evaluation.rows import Row
+from tomoe.evaluation.tables import count, footnote, table, task_footnote, task_table
+from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
-from tomoe.report.html import Texts, render
-from tomoe.report.summary import conversion_summary, layer_table, recipe_of, shown_name
+from tomoe.report.html import Texts, render, svg_uri
+from tomoe.report.summary import conversion_summary, layer_table, recipe_of, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
 
 if TYPE_CHECKING:  # matplotlib takes longer to import than all the rest, and most commands draw nothing
-    from tomoe.report.style import Picture
+    from tomoe.report.style import CaptionedFigure
 
 PAGE = "report.html"
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt and how each model went on, as (model, text)."""
+    """One prompt and the continuation of each model, as (model, text)."""
 
     prompt: str
     answers: Sequence[tuple[str, str]]
@@ -33,22 +36,22 @@ class Generation:
 
 @dataclass(frozen=True)
 class PageFacts:
-    """All that the page shows. Empty parts are left out of it."""
+    """All that the page shows. Parts that are empty here are left out of it."""
 
     title: str
     plan: Plan
-    rows: Sequence[Row] = ()  # from `compare`, dense first; routing is that of the last row which has it
+    rows: Sequence[Row] = ()  # from `compare`, dense first; routing is that of the last row that has it
     generations: Sequence[Generation] = ()
-    texts: Texts = ()  # to be coloured
-    pictures: Sequence[Picture] = ()
+    texts: Texts = ()  # to be colored
+    figures: Sequence[CaptionedFigure] = ()
     commands: Sequence[tuple[str, str]] = ()  # (command, what it does), to try next
     cost: Mapping[str, Any] = field(default_factory=dict)  # the run's cost.json
     timed: bool = False  # whether speed was measured
 
 
 def write_page(out: Path, facts: PageFacts) -> Path:
-    """Write OUT/report.html; the same facts give the same bytes. Raises UserError where it cannot be written."""
-    warnings = [found.text for found in find_warnings(facts.plan, facts.rows)]
+    """Write OUT/report.html; the same facts give the same bytes. Raises UserError if it cannot be written."""
+    warnings = [warning.text for warning in find_warnings(facts.plan, facts.rows)]
     titles, body = table(facts.rows)
     task_titles, task_body = task_table(facts.rows)
     layer_titles, layer_body = layer_table(facts.plan)
@@ -57,47 +60,51 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         "page.html.j2", title=facts.title, lead=_lead(facts.plan), sections=_sections(facts, warnings),
         tiles=tiles(facts.rows), warnings=warnings, titles=titles, body=body, footnote=footnote(facts.rows),
         task_titles=task_titles, task_body=task_body, task_footnote=task_footnote(facts.rows), texts=facts.texts,
-        generations=facts.generations, pictures=facts.pictures, layer_titles=layer_titles, layer_body=layer_body,
+        generations=facts.generations, figures=facts.figures, method=method_drawing(),
+        layer_titles=layer_titles, layer_body=layer_body,
         usage_titles=usage_titles, usage_body=usage_body, summary=_summary(facts.plan), recipe=_recipe(facts.plan),
-        memory=_memory(facts), commands=facts.commands, version=tomoe.__version__,
+        memory=_memory(facts), benchmark=None if facts.timed else _benchmark_command(out, facts.plan),
+        commands=facts.commands, version=tomoe.__version__,
     )  # fmt: skip
-    return write_whole(out / PAGE, page)
+    return atomic_write(out / PAGE, page)
 
 
 def _lead(plan: Plan) -> str:
     s = plan.shape
     return (
         f"{s.num_layers} layers of {plan.num_experts} experts, one for each token; {plan.active_fraction():.1%} of the "
-        "block parameters work on a token. Everything below was measured on this model; the dense model stands beside it."
+        "decoder parameters work on a token. Everything below was measured on this model; the dense model stands beside it."
     )
 
 
 def _sections(facts: PageFacts, warnings: Sequence[str]) -> list[tuple[str, str]]:
     """(id, heading) of the parts that the page has."""
-    every = [
+    sections = [
         ("warnings", "Warnings", warnings), ("quality", "Quality", facts.rows), ("tokens", "Tokens by expert", facts.texts),
-        ("writing", "What they write", facts.generations), ("experts", "Experts and layers", True),
+        ("writing", "Sample output", facts.generations), ("experts", "Experts and layers", True),
         ("how", "How it was made", True), ("speed", "Speed and memory", True), ("use", "Load, serve, reproduce", facts.commands),
     ]  # fmt: skip
-    return [(name, heading) for name, heading, there in every if there]
+    return [(name, heading) for name, heading, there in sections if there]
 
 
 def tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """(what, value, what stands beside it): the numbers to see first. Empty unless an MoE was measured beside a dense model."""
+    """The numbers to see first, as (what, value, note). Empty unless an MoE was measured beside a dense model."""
     if len(rows) < 2:
         return []
     dense, moe = rows[0].measurement, rows[-1].measurement
     sizes, whole = rows[-1].facts, rows[0].facts
     share = sizes["active_share"]
-    found = [
-        ("Active in the blocks", "-" if share is None else f"{share:.1%}", "of the dense model's blocks, for each token"),
-        ("Perplexity", f"{moe.perplexity:.2f}", f"{moe.perplexity / dense.perplexity:.2f} times dense: {dense.perplexity:.2f}"),
+    text = "; on text that the dense model sampled itself" if self_sampled(moe.data) else ""
+    ratio = f"{moe.perplexity / dense.perplexity:.2f} times dense: {dense.perplexity:.2f}"
+    tiles = [
+        ("Active params", "-" if share is None else f"{share:.1%}", "of the dense model's decoder parameters, for each token"),
+        ("Perplexity", f"{moe.perplexity:.2f}", ratio + text),
         ("Active weights", count(sizes["active_params"]), f"dense {count(whole['active_params'])}"),
         ("Stored weights", count(sizes["total_params"]), f"dense {count(whole['total_params'])}"),
     ]  # fmt: skip
     if moe.top1_agreement is not None and moe.kl is not None:
-        found.insert(2, ("Same next token", f"{moe.top1_agreement:.1%}", f"as the dense model; KL {moe.kl:.3f} nats"))
-    return found
+        tiles.insert(2, ("Same next token", f"{moe.top1_agreement:.1%}", f"as the dense model; KL {moe.kl:.3f} nats"))
+    return tiles
 
 
 def _summary(plan: Plan) -> list[tuple[str, str]]:
@@ -126,46 +133,62 @@ def _usage(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def _share(share: float) -> str:
-    """A rare expert is not a dead one."""
+    """Write a share so that a rare expert differs from a dead one."""
     return "0" if share == 0 else "< 0.1 %" if share < 0.0005 else f"{100 * share:.1f} %"
 
 
 def _memory(facts: PageFacts) -> list[str]:
-    """Sentences on speed and memory, as far as they were measured."""
-    said = [] if facts.timed else ["Speed was not measured."]
+    """Sentences on sizes and memory, as far as they were measured."""
+    sentences = []
     if len(facts.rows) > 1:
         dense, moe = facts.rows[0].facts, facts.rows[-1].facts
-        on_disk = "" if moe["bytes_on_disk"] is None else f", {moe['bytes_on_disk'] / 1e6:,.0f} MB on disk"
-        said.append(
+        on_disk = "" if moe["bytes_on_disk"] is None else f", {format_bytes(moe['bytes_on_disk'])} on disk"
+        sentences.append(
             f"The MoE stores {count(moe['total_params'])} weights{on_disk}; the dense model has "
             f"{count(dense['total_params'])}. Of them {count(moe['active_params'])} work on a token "
             f"(dense {count(dense['active_params'])}), embeddings and routers included."
         )
     if facts.cost.get("peak_memory_bytes"):
-        said.append(f"The conversion held {facts.cost['peak_memory_bytes'] / 1e9:.2f} GB of main memory at the most.")
-    return said
+        sentences.append(
+            f"The conversion held {format_bytes(facts.cost['peak_memory_bytes'])} of main memory at its peak."
+        )
+    return sentences
+
+
+def _benchmark_command(out: Path, plan: Plan) -> str:
+    """The commands that measure speed and add it to the page."""
+    recipe, name = recipe_of(plan), shlex.quote(basename(out))
+    dense = shlex.quote((recipe and shown_name(recipe.model)) or "DENSE")
+    return f"tomoe benchmark {dense} {name} --json {name}/benchmark.json\ntomoe report {name}"
+
+
+def method_drawing() -> str | None:
+    """The drawing of the method as the source of an <img>; None if the package has none."""
+    drawing = resources.files("tomoe.report").joinpath("templates/method.svg")
+    return svg_uri(drawing.read_text(encoding="utf-8")) if drawing.is_file() else None
 
 
 def commands(recipe: Recipe, name: str, finetuned: bool = False) -> list[tuple[str, str]]:
-    """(command, what for) of a converted folder called `name`: load, generate, serve, measure, make again."""
-    model = shown_name(recipe.model) or "MODEL"
-    again = f"tomoe convert {model} --recipe {name}/recipe.json -o {'OUT' if finetuned else 'AGAIN'}"
+    """(command, what it does) for a converted folder called `name`: load, generate, serve, measure, make again."""
+    model, folder = shlex.quote(shown_name(recipe.model) or "MODEL"), shlex.quote(name)
+    again = f"tomoe convert {model} --recipe {shlex.quote(f'{name}/recipe.json')} -o {'OUT' if finetuned else 'AGAIN'}"
     if finetuned:
-        again += f"\ntomoe finetune OUT --recipe {name}/run/recipe.json -o AGAIN"
+        again += f"\ntomoe finetune OUT --recipe {shlex.quote(f'{name}/run/recipe.json')} -o AGAIN"
+    quoted = json.dumps(name, ensure_ascii=False)
     load = (
         "import tomoe  # or trust_remote_code=True below\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+        f'model = AutoModelForCausalLM.from_pretrained({quoted}, dtype="auto")\n'
+        f"tokenizer = AutoTokenizer.from_pretrained({quoted})"
     )
     return [
         (load, "Load it in Python"),
-        (f'tomoe generate {name} "Once upon a time"', "Let it write"),
+        (f'tomoe generate {folder} "Once upon a time"', "Generate text"),
         (
-            f"tomoe export {name} -o STOCK",
-            "Serve it: write it as an architecture that other programs know, where one fits",
+            f"tomoe export {folder} -o STOCK",
+            "Serve it: write it as an architecture that other programs know, if one fits",
         ),
-        (f'tomoe route {name} "Any text" --html tokens.html', "Colour any text by expert"),
-        (f"tomoe evaluate {model} {name} --text FILE", "Measure both on text of your own"),
-        (again, "Make it again, from the same recipe"),
+        (f'tomoe route {folder} "Any text" --html tokens.html', "Color any text by expert"),
+        (f"tomoe evaluate {model} {folder} --text FILE", "Measure both on your own text"),
+        (again, "Repeat the conversion with the same recipe"),
     ]

@@ -1,9 +1,8 @@
-"""How figures look, and how one is written: SVG and PNG files, or inline in a page. The same numbers give the same bytes."""
+"""How figures look, and how one is written, as SVG and PNG. The same numbers give the same bytes."""
 
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -11,23 +10,22 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import matplotlib
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tomoe.files import write_whole
+from tomoe.files import atomic_write
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 INK = "#1b1f24"
 WIDTH = 5.0  # inches: letters stay readable on a phone
-# Okabe and Ito's colours that stand out from white and from black alike; dashes and markers tell them apart in grey
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+# Okabe and Ito's colors that stand out from white and from black alike; dashes and markers tell them apart in grey
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D")
 LIGHT = "#8fb8cf"  # the paler one of two shades of the first colour
-HEAT = "cividis"  # rises in lightness all the way, and looks the same to the colour-blind
+HEAT = "cividis"  # rises in lightness all the way, and looks the same to the color-blind
 PNG_DPI = 160
 STYLE: dict[str, Any] = {
     "text.parse_math": False,  # names may hold a dollar sign
@@ -41,8 +39,8 @@ STYLE: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A figure with its words. `alt` says what is drawn, for who cannot see it; `caption` what to look for."""
+class CaptionedFigure:
+    """A figure with its texts: `alt` describes it to those who cannot see it, `caption` says what to look for."""
 
     name: str  # of its files, without suffix
     title: str
@@ -52,7 +50,7 @@ class Picture:
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """Draw in the house's style, whatever matplotlib is set to elsewhere."""
+    """Decorate a drawing function: the settings above hold, whatever matplotlib is set to elsewhere."""
     settings = cast(Any, dict(matplotlib.rcParamsDefault) | STYLE)
     settings.pop("backend", None)
 
@@ -64,13 +62,13 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
     return within
 
 
-def short(text: str, most: int = 32) -> str:
-    """A name that leaves room for the rest of the figure."""
-    return text if len(text) <= most else text[: most - 1] + "…"
+def short(text: str, limit: int = 32) -> str:
+    """Cut a name to so many characters, to leave room for the rest of the figure."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def canvas(height: float, rows: int = 1, **subplots: Any) -> tuple[Figure, list[Axes]]:
-    """A figure of the common width, with its axes from top to bottom."""
+    """Make a figure of the common width, `height` inches tall, and its axes from top to bottom."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, list(figure.subplots(rows, 1, squeeze=False, **subplots)[:, 0])
 
@@ -80,50 +78,29 @@ def _settle(figure: Figure) -> None:
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
-        for axes in (
-            figure.axes
-        ):  # the solver's last digits depend on where objects lie in memory, and ids are hashes of places
+        for axes in figure.axes:
+            # the solver's last digits depend on where objects lie in memory, and ids are hashes of positions
             x, y, width, height = axes.get_position(original=True).bounds
             axes.set_position((round(x, 5), round(y, 5), round(width, 5), round(height, 5)))
 
 
 @styled
-def to_svg(picture: Picture, transparent: bool = False) -> str:
+def to_svg(drawn: CaptionedFigure) -> str:
     """One <svg> element and its prologue, without date or version."""
-    _settle(picture.figure)
+    _settle(drawn.figure)
     buffer = io.StringIO()
-    unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    picture.figure.savefig(buffer, format="svg", metadata=unsaid, transparent=transparent)
+    omitted = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    drawn.figure.savefig(buffer, format="svg", metadata=omitted)
     return buffer.getvalue()
 
 
-def _own(tag: str, name: str) -> str:
-    """A tag in ink of the text's colour, its ids apart from other figures'. Images of equal bytes would share an id."""
-    tag = re.sub(r' id="image\w+"', "", tag.replace(INK, "currentColor"))
-    return re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", tag)
-
-
-def inline_svg(picture: Picture) -> Markup:
-    """For a page that may be dark: no background, ink in the colour of the text, ids of its own."""
-    svg = to_svg(picture, transparent=True)
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(
-        r"<[^>]*>", lambda tag: _own(tag[0], picture.name), svg
-    )  # text holds no < and no >, but what it likes else
-    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
-    return Markup(
-        svg.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)
-    )  # safe: matplotlib escapes text
-
-
 @styled
-def save(picture: Picture, folder: Path) -> tuple[Path, Path]:
-    """Write FOLDER/name.svg and FOLDER/name.png. Raises UserError where that fails."""
-    _settle(picture.figure)
+def save(drawn: CaptionedFigure, folder: Path) -> tuple[Path, Path]:
+    """Write FOLDER/name.svg and FOLDER/name.png. Raises UserError if that fails."""
+    _settle(drawn.figure)
     buffer = io.BytesIO()
-    picture.figure.savefig(buffer, format="png", dpi=PNG_DPI, metadata={"Software": None})
+    drawn.figure.savefig(buffer, format="png", dpi=PNG_DPI, metadata={"Software": None})
     return (
-        write_whole(folder / f"{picture.name}.svg", to_svg(picture)),
-        write_whole(folder / f"{picture.name}.png", buffer.getvalue()),
+        atomic_write(folder / f"{drawn.name}.svg", to_svg(drawn)),
+        atomic_write(folder / f"{drawn.name}.png", buffer.getvalue()),
     )

@@ -1,23 +1,23 @@
-"""What was converted and how, in words: the part that card and page share, read from the plan alone."""
+"""What was converted and how: the sentences that card and page share, read from the plan alone. Needs no torch."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from tomoe.files import own_name
-from tomoe.model.hub import HUB_ID
-from tomoe.plan import FINETUNED, Plan
+from tomoe.files import basename
+from tomoe.plan import FINETUNED, REPAIRED, Plan
 from tomoe.recipe.conversion import Recipe
 
 ATTENTION = {
-    "none": "kept whole",
+    "off": "kept whole",
     "static": "fewer Q/K and V/O dims, the same for all tokens",
-    "dynamic": "fewer Q/K dims for all tokens, V/O dims chosen for each token",
+    "per_token": "fewer Q/K dims for all tokens, V/O dims chosen for each token",
 }
 
 
 def recipe_of(plan: Plan) -> Recipe | None:
-    """The recipe that a plan carries; None for one made by hand."""
+    """The recipe that a plan carries; None if it was made by hand. Raises UserError if it is damaged."""
     return Recipe(**plan.recipe) if plan.recipe else None
 
 
@@ -26,23 +26,30 @@ def shown_name(model: str) -> str:
 
     A text on the hub may name its configuration too: owner/name:configuration.
     """
-    return model if hub_id(model.partition(":")[0]) and not Path(model).exists() else own_name(model)
+    return model if hub_id(model.partition(":")[0]) and not Path(model).exists() else basename(model)
 
 
 def hub_id(model: str) -> str | None:
-    """The name, where it can be a hub id and is no local path."""
+    """The name if it can be a hub id and is no local path, otherwise None."""
+    from tomoe.model.names import HUB_ID  # here: the hub's client takes half a second to import
+
     shaped = HUB_ID.fullmatch(model) and not model.endswith(".gguf")
     return model if shaped and not Path(model).exists() else None
 
 
+def self_sampled(data: str) -> bool:
+    """Whether the text of this name was sampled from the dense model itself (the source `self`)."""
+    return "self" in re.findall(r"[\w.-]+", data)
+
+
 def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
-    """(what, how) lines."""
+    """How the model was made, as (what, how) lines."""
     recipe, s = recipe_of(plan), plan.shape
     widths = [layer.width for layer in plan.layers]
     unions = [layer.union for layer in plan.layers]
     lines = [
         ("Dense model", shown_name(recipe.model if recipe else "") or "not named"),
-        ("Active share", f"{plan.active_fraction():.1%} of the block parameters work on each token"),
+        ("Active params", f"{plan.active_fraction():.1%} of the decoder parameters work on each token"),
         (
             "Experts",
             f"{plan.num_experts} per layer, one for each token, {_span(widths)} of {s.mlp_size:,} neurons wide; "
@@ -54,18 +61,19 @@ def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
         return lines
     t, d = recipe.train, recipe.data
     steps = plan.notes.get("steps", t.steps)
-    per_step = t.batch_size * t.gradient_accumulation * d.block_size
+    per_step = t.batch_size * t.gradient_accumulation_steps * d.seq_len
     aim = "to predict what the dense model predicts" if recipe.loss.objective == "kl" else "to predict the next token"
-    later = _finetuned(plan)
-    learned = f"{steps:,} steps of {per_step:,} tokens, {aim}; the dense weights stay as they are"
-    learned = learned.replace("stay", "stayed") if later else learned
+    finetuning = _finetuning(plan)
+    kept = "were" if finetuning or REPAIRED in plan.notes else "are"
+    learning = f"{steps:,} steps of {per_step:,} tokens, {aim}; the dense weights {kept} not changed"
     start = "from calibration statistics (carved)" if recipe.start == "carved" else "from random projections"
     sources = ", ".join(shown_name(source) for source in d.sources)
     return [
         *lines,
         ("Start", start),
-        ("Learning", learned if steps else "none: experts and routers are the start itself"),
-        *later,
+        ("Learning", learning if steps else "none: experts and routers are those of the start"),
+        *_repair(plan),
+        *finetuning,
         ("Text", f"{sources} (sampled from the dense model itself)" if sources == "self" else sources),
         ("Seed", str(recipe.seed)),
         ("Versions", ", ".join(f"{k} {plan.notes[k]}" for k in ("torch", "transformers", "tomoe") if k in plan.notes)),
@@ -73,8 +81,8 @@ def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
 
 
 def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells, a line for each layer."""
-    titles = ["layer", "expert width", "of neurons", "in any expert", "Q/K dims", "V/O dims", "active"]
+    """Titles and cells, one line for each layer."""
+    titles = ["layer", "expert width", "of neurons", "in any expert", "Q/K dims", "V/O dims", "active params"]
     return titles, [
         [str(row["layer"]), f"{row['width']:,}", f"{row['width_share']:.1%}", f"{row['union_share']:.1%}",
          str(row["qk_dims"]), str(row["value_dims"]), f"{row['active']:.1%}"]
@@ -82,17 +90,34 @@ def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     ]  # fmt: skip
 
 
-def _finetuned(plan: Plan) -> list[tuple[str, str]]:
-    """One line, where the weights learned on after the conversion."""
+def _repair(plan: Plan) -> list[tuple[str, str]]:
+    """One line if projections were refitted to the masks: which, on how much text, with what gain."""
+    note = plan.notes.get(REPAIRED)
+    if not note:
+        return []
+    which = "down and output projections" if note.get("output") is True else "down projections"
+    rank = f", changes of rank {note['rank']}" if type(note.get("rank")) is int else ""
+    tokens = f" to {note['tokens']:,} tokens of the training text" if type(note.get("tokens")) is int else ""
+    errors = [note.get(name) for name in ("error_before", "error_after")]
+    gain = ""
+    if all(isinstance(error, float) for error in errors):
+        gain = f"; squared error of a layer relative to its input {errors[0]:.3g} before, {errors[1]:.3g} after"
+    return [("Repair", f"{which} refitted in closed form{tokens}{rank}{gain}")]
+
+
+def _finetuning(plan: Plan) -> list[tuple[str, str]]:
+    """One line if the weights were fine-tuned after the conversion."""
     note = plan.notes.get(FINETUNED)
     if not note:
         return []
-    told = {key: str(note.get(key, "?"))[:80] for key in ("steps", "tokens", "weights", "objective", "form", "routers")}
-    parts = "all weights of the blocks" if told["weights"] == "full" else "adapters of low rank, merged"
-    aim = "what the dense model predicts" if told["objective"] == "kl" else "the next token"
+    known = {
+        key: str(note.get(key, "?"))[:80] for key in ("steps", "tokens", "weights", "objective", "form", "routers")
+    }
+    parts = "all decoder weights" if known["weights"] == "full" else "low-rank adapters, merged"
+    aim = "what the dense model predicts" if known["objective"] == "kl" else "the next token"
     names = note.get("sources")
     sources = ", ".join(map(str, names))[:200] if isinstance(names, list) else "text that is not named"
-    how = f"{told['steps']} steps, {told['tokens']} tokens of {sources}; {parts}, routers {told['routers']}, towards {aim}"
+    how = f"{known['steps']} steps, {known['tokens']} tokens of {sources}; {parts}, routers {known['routers']}, towards {aim}"
     return [("Fine-tuning", how + "; the plan belongs to these weights, not to those of the dense model")]
 
 
@@ -104,7 +129,7 @@ def _span(numbers: list[int]) -> str:
 def _attention(plan: Plan) -> str:
     whole = plan.shape.head_dim
     if all(qk == whole and v == whole for _, qk, v in plan.widths()):
-        return ATTENTION["none"]
-    kind = ATTENTION["dynamic" if plan.dynamic_values else "static"]
+        return ATTENTION["off"]
+    kind = ATTENTION["per_token" if plan.dynamic_values else "static"]
     qk, values = ([w[i] for w in plan.widths()] for i in (1, 2))
     return f"{kind}: Q/K {_span(qk)}, V/O {_span(values)} of {whole} dims"

@@ -1,4 +1,4 @@
-"""What should make a user stop and look, in plain sentences: found in the plan, in the routing and in what was measured."""
+"""Warnings in plain sentences, found in the plan, in the routing and in what was measured. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tomoe.evaluation.compare import Row
-from tomoe.evaluation.usage import ExpertUsage
+from tomoe.evaluation.rows import ExpertUsage, Row
 from tomoe.plan import Plan
 from tomoe.report.summary import recipe_of
 
 Kind = Literal[
-    "dead experts", "overloaded expert", "narrow attention", "unused neurons", "budget missed", "training text", "context"
+    "dead experts", "overloaded expert", "narrow attention", "unused neurons", "budget missed", "training text", "context",
+    "few sequences",
 ]  # fmt: skip
 
-ENOUGH = 500  # tokens for each expert: in a page or two of one article, one that got none is not dead
-OVERLOADED = 0.5  # share of a layer's tokens that one of three or more experts gets
-NARROW = 1 / 8  # share of the dims of a head that is left
-UNION = 0.75  # share of a layer's neurons that some expert uses
-BUDGET = 0.002  # of the block parameters, as extraction promises
-OVERLAP = (
-    0.05  # share of the evaluation tokens that stand in the training text too; instructions repeat each other a little
-)
+# tokens for each expert: in a page or two of one article, one that got none is not dead
+ENOUGH = 500
+# share of a layer's tokens that one of three or more experts gets
+OVERLOADED = 0.5
+# share of the dims of a head that is left
+NARROW = 1 / 8
+# share of a layer's neurons that some expert uses
+UNION = 0.75
+# share of the decoder parameters, as extraction promises
+BUDGET = 0.002
+# share of the evaluation tokens that stand in the training text too; instructions repeat each other a little
+OVERLAP = 0.05
+# sequences of the evaluation text; with fewer the standard error itself is a guess
+FEW_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
@@ -34,26 +40,27 @@ class Finding:
 
 
 def find_warnings(plan: Plan | None = None, rows: Sequence[Row] = ()) -> list[Finding]:
-    """Everything worth a warning in a conversion: its plan, and the rows that `compare` measured for it, if any.
+    """Find everything worth a warning in a conversion: in its plan, and in the rows that `compare` measured, if any.
 
-    Pure: the same plan and rows give the same findings, in the same order, and nothing is run.
+    The same plan and rows give the same findings, in the same order, and no model runs. Raises UserError if the recipe of
+    the plan is damaged.
     """
-    found = [] if plan is None else [*_budget(plan), *_attention(plan), *_union(plan), *_fitted_context(plan)]
+    findings = [] if plan is None else [*_budget(plan), *_attention(plan), *_union(plan), *_fitted_context(plan)]
     for row in rows:
-        found += [*_routing(row.usage), *_overlap(row), *_context(row)]
-    return list(dict.fromkeys(found))  # what is wrong with the text is wrong for every row
+        findings += [*_routing(row.usage), *_overlap(row), *_context(row), *_few_sequences(row)]
+    return list(dict.fromkeys(findings))  # what is wrong with the text is wrong for every row
 
 
 def _budget(plan: Plan) -> list[Finding]:
     recipe, active = recipe_of(plan), plan.active_fraction()
     if recipe is None or abs(active - recipe.active) <= BUDGET:
         return []
-    text = f"{active:.1%} of the block parameters are active, but {recipe.active:.1%} were asked for"
+    text = f"{active:.1%} of the decoder parameters are active, but the recipe asks for {recipe.active:.1%}"
     return [Finding("budget missed", text)]
 
 
 def _attention(plan: Plan) -> list[Finding]:
-    found, dims = [], plan.shape.head_dim
+    findings, dims = [], plan.shape.head_dim
     for name, column in (("Q/K", 1), ("V/O", 2)):
         kept = {i: widths[column] for i, widths in enumerate(plan.widths()) if widths[column] <= NARROW * dims}
         if kept:
@@ -62,8 +69,8 @@ def _attention(plan: Plan) -> list[Finding]:
                 f"{_layers(kept)}: hardly anything is left of {name} (layer {least}: {kept[least]} of {dims} dims); "
                 "attention there sees next to nothing"
             )
-            found.append(Finding("narrow attention", text))
-    return found
+            findings.append(Finding("narrow attention", text))
+    return findings
 
 
 def _union(plan: Plan) -> list[Finding]:
@@ -81,26 +88,26 @@ def _union(plan: Plan) -> list[Finding]:
 
 def _fitted_context(plan: Plan) -> list[Finding]:
     recipe, highest = recipe_of(plan), plan.dense_config.get("max_position_embeddings")
-    if recipe is None or not isinstance(highest, int) or recipe.data.block_size <= highest:
+    if recipe is None or not isinstance(highest, int) or recipe.data.seq_len <= highest:
         return []
-    text = f"it was fitted on blocks of {recipe.data.block_size:,} tokens, but the model is made for {highest:,}"
+    text = f"it was fitted on sequences of {recipe.data.seq_len:,} tokens, but the model is made for {highest:,}"
     return [Finding("context", text)]
 
 
 def _routing(usage: ExpertUsage | None) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if usage is None or usage.tokens < ENOUGH * max(map(len, usage.shares)):
-        return found
+        return findings
     for layer, row in enumerate(usage.shares):
         dead = [n for n, share in enumerate(row) if share == 0]
         if dead:
             name = f"expert {dead[0]}" if len(dead) == 1 else "experts " + ", ".join(map(str, dead))
-            found.append(Finding("dead experts", f"layer {layer}: {name} got none of the {usage.tokens:,} tokens"))
+            findings.append(Finding("dead experts", f"layer {layer}: {name} got none of the {usage.tokens:,} tokens"))
         # one of two experts nearly always has more than half
         if len(row) > 2 and max(row) > OVERLOADED:
             text = f"layer {layer}: expert {row.index(max(row))} got {max(row):.0%} of the {usage.tokens:,} tokens"
-            found.append(Finding("overloaded expert", text))
-    return found
+            findings.append(Finding("overloaded expert", text))
+    return findings
 
 
 def _overlap(row: Row) -> list[Finding]:
@@ -122,6 +129,17 @@ def _context(row: Row) -> list[Finding]:
         "perplexity than it has"
     )
     return [Finding("context", text)]
+
+
+def _few_sequences(row: Row) -> list[Finding]:
+    m = row.measurement
+    if m.blocks >= FEW_SEQUENCES:
+        return []
+    text = (
+        f"it was measured on {m.blocks} sequence{'s' * (m.blocks != 1)} of text only, so its perplexity and KL are noisy; "
+        f"give a longer text, at least {FEW_SEQUENCES} sequences of {m.context_length:,} tokens"
+    )
+    return [Finding("few sequences", text)]
 
 
 def _least(numbers: dict[int, float] | dict[int, int]) -> int:

@@ -1,4 +1,4 @@
-"""What a run took: time by stage, tokens, memory."""
+"""The cost of a run: time by stage, tokens, memory."""
 
 from __future__ import annotations
 
@@ -11,30 +11,37 @@ import torch
 from transformers import PreTrainedModel
 
 from tomoe.data.corpus import Corpus
-from tomoe.files import write_whole
-from tomoe.recipe.conversion import LoopSection
+from tomoe.files import atomic_write
+from tomoe.recipe.run import LoopSection
 
 
 def write_cost(
-    path: Path, t: LoopSection, model: PreTrainedModel, corpus: Corpus, moments: tuple[float, float, float],
+    path: Path,
+    loop: LoopSection,
+    model: PreTrainedModel,
+    corpus: Corpus,
+    times: tuple[float, float, float],
     resumed: bool,
-) -> None:  # fmt: skip
-    """Wall seconds by stage, tokens, peak memory of the first process (bytes), and on what.
+) -> None:
+    """Write wall seconds by stage, tokens, peak memory of process 0 (bytes) and the device to `path` (cost.json).
 
-    `moments` are when it began, had its text and had learned, by `time.perf_counter`. Peak memory is null where the
-    system does not say; seconds are those of the last start alone, where it was resumed.
+    `times` are `time.perf_counter()` at the start, after the text and after learning. Peak memory is null if the system
+    does not report it; the seconds of a resumed run count from the resume.
     """
     device = model.device.type
-    began, text_ready, learned = moments
-    took = {
+    started, text_ready, learned = times
+    cost = {
         "seconds": {
-            "text": text_ready - began,
+            "text": text_ready - started,
             "learning": learned - text_ready,
             "folding": time.perf_counter() - learned,
         },
         "tokens": {
             "text": sum(part.tokens for part in (corpus.train, corpus.calibration, corpus.evaluation)),
-            "learning": t.steps * t.batch_size * t.gradient_accumulation * corpus.train.input_ids.shape[1],
+            "learning": loop.steps
+            * loop.batch_size
+            * loop.gradient_accumulation_steps
+            * corpus.train.input_ids.shape[1],
         },
         "peak_memory_bytes": peak_memory(),
         "device_peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
@@ -42,12 +49,13 @@ def write_cost(
         "threads": torch.get_num_threads(),
         "resumed": resumed,
     }
-    write_whole(path, json.dumps(took, indent=2) + "\n")
+    atomic_write(path, json.dumps(cost, indent=2) + "\n")
 
 
 def peak_memory() -> int | None:
-    """Most bytes of main memory that this process ever held; None on Windows, which keeps no such count for us."""
-    try:  # Linux. Its `ru_maxrss` would not do: a process inherits the peak of the one that started it.
+    """Return the peak of this process's main memory in bytes; None on Windows, which does not report it."""
+    # Linux: `ru_maxrss` would include the peak of the process that started this one
+    try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
@@ -56,5 +64,6 @@ def peak_memory() -> int | None:
         import resource
     except ImportError:
         return None
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else held * 1024  # macOS counts bytes, others kilobytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, others kilobytes
+    return peak if sys.platform == "darwin" else peak * 1024

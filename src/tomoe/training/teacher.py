@@ -1,4 +1,4 @@
-"""What the dense model says about a block of text: computed, or read where it was computed before."""
+"""The dense model's final hidden states: computed, or read from a cache on disk."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tomoe.files import write_whole
+from tomoe.files import atomic_write
 from tomoe.model.loading import fingerprint
-from tomoe.model.structure import run_blocks
+from tomoe.model.structure import run_model
 
 
 def hidden_states(model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, "T D"]:
-    """Final hidden states, flattened over tokens."""
-    return run_blocks(model, ids, mask)[0].flatten(0, 1)
+    """Return the final hidden states, flattened over tokens."""
+    return run_model(model, ids, mask)[0].flatten(0, 1)
 
 
 class TeacherCache:
-    """The same, kept on disk: one file a block, S x D numbers, under a name made of its tokens.
+    """`hidden_states` with a cache on disk: one file of S x D numbers per sequence, named after its tokens.
 
-    So any number of runs on the same text share one folder, whatever order they read it in, and a kill leaves whole files
-    only. What is kept is what was computed, to the bit; another version of torch, dtype, device or weights has a folder of
-    its own. A damaged file is computed again. Raises UserError where the folder cannot be written.
+    Any number of runs on the same text share one folder, in whatever order they read the text, and a kill leaves only
+    whole files. Cached states are those that were computed, to the bit; weights, dtype, device and version of torch have
+    a folder each. A damaged file is computed again. Calls raise UserError if the folder cannot be written.
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel):
-        about = (fingerprint(model), str(model.dtype), model.device.type, torch.__version__)
-        self.folder = folder / hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+        key = (fingerprint(model), str(model.dtype), model.device.type, torch.__version__)
+        self.folder = folder / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
     def __call__(
         self, model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
     ) -> Float[Tensor, "T D"]:
-        paths = [self._path(*block) for block in zip(ids, mask, strict=True)]
-        kept = [b for path in paths if (b := self._read(path, (ids.shape[1], model.config.hidden_size))) is not None]
-        if len(kept) < len(paths):
-            kept = list(hidden_states(model, ids, mask).unflatten(0, ids.shape))
-            for path, block in zip(paths, kept, strict=True):
-                write_whole(path, save({"hidden": block.contiguous()}))
-        return torch.cat(kept).to(model.device)
+        paths = [self._path(*sequence) for sequence in zip(ids, mask, strict=True)]
+        shape = (ids.shape[1], model.config.hidden_size)
+        states = [cached for path in paths if (cached := self._read(path, shape)) is not None]
+        if len(states) < len(paths):
+            states = list(hidden_states(model, ids, mask).unflatten(0, ids.shape))
+            for path, hidden in zip(paths, states, strict=True):
+                atomic_write(path, save({"hidden": hidden.contiguous()}))
+        return torch.cat(states).to(model.device)
 
     def _path(self, ids: Int[Tensor, " S"], mask: Bool[Tensor, " S"]) -> Path:
         name = hashlib.sha256(ids.cpu().numpy().tobytes() + mask.cpu().numpy().tobytes()).hexdigest()

@@ -1,8 +1,15 @@
-"""Kernels of its own for the experts, entered into the modelling file's backends: importing this is enough."""
+"""Faster ways to run the experts than the modelling file has: importing this package enters them there."""
 
 from tomoe.moe.kernels import grouped, native
 from tomoe.moe.modeling_tomoe import BACKEND_CHOICES, EXPERT_BACKENDS
 
-EXPERT_BACKENDS["native"] = native.run_native
-EXPERT_BACKENDS["triton"] = grouped.run_triton
-BACKEND_CHOICES.append(native.choose_native)
+
+def register() -> None:
+    """Enter `native` and `triton` into the modelling file's backends, and let `auto` take `native` wherever it can run."""
+    EXPERT_BACKENDS["native"] = native.run_native
+    EXPERT_BACKENDS["triton"] = grouped.run_triton
+    if native.choose_native not in BACKEND_CHOICES:
+        BACKEND_CHOICES.append(native.choose_native)
+
+
+register()

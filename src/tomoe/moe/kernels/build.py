@@ -1,4 +1,4 @@
-"""Compile a kernel for this very processor at its first use, keep the library, load it."""
+"""Compile a kernel for this processor at its first use, cache the library, load it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from tomoe.model.catalog import cache_folder
+from tomoe.files import cache_folder
 
 log = logging.getLogger(__name__)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-w")
@@ -23,10 +23,10 @@ SECONDS = 120.0
 
 @cache
 def load(source: Path) -> ctypes.CDLL | None:
-    """The library made from a C++ file, or None where it cannot be had: no compiler, no OpenMP, no place, TOMOE_NATIVE=0.
+    """The library compiled from a C++ file; None without a compiler, OpenMP or a cache folder, or if TOMOE_NATIVE=0.
 
-    It is kept in `cache_folder()/kernels` under a name made from source, flags, compiler and processor, so that nothing
-    stale and nothing made for another machine is ever loaded; and nothing that another user could have written.
+    It is cached in `cache_folder()/kernels` under a hash of source, flags, compiler and processor, so that a stale one, or
+    one for another machine, is never loaded; and neither is one that another user could have written.
     """
     if os.environ.get("TOMOE_NATIVE", "1") == "0":
         return None
@@ -39,10 +39,10 @@ def load(source: Path) -> ctypes.CDLL | None:
 
 
 def _compiled(source: Path) -> Path | None:
-    asked = os.environ.get("CXX")
-    compiler = next(filter(None, map(shutil.which, [asked] if asked else COMPILERS)), None)
+    cxx = os.environ.get("CXX")
+    compiler = next(filter(None, map(shutil.which, [cxx] if cxx else COMPILERS)), None)
     if compiler is None:
-        log.info("no native kernel: no C++ compiler (%s)", asked or ", ".join(COMPILERS))
+        log.info("no native kernel: no C++ compiler (%s)", cxx or ", ".join(COMPILERS))
         return None
     text = b"\0".join(path.read_bytes() for path in [source, *sorted(source.parent.glob("*.h"))])
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
@@ -50,18 +50,18 @@ def _compiled(source: Path) -> Path | None:
     path = cache_folder() / "kernels" / f"{source.stem}-{key}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Beside its place, so that the last step is a rename: two processes may compile at once, the last one wins.
+        # In the cache folder, so that the last step is a rename: two processes may compile at once, the last one wins.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
+            built = Path(folder) / path.name
             log.info("compiling %s for this processor", source.name)
-            command = [compiler, *FLAGS, str(source), "-o", str(made)]
+            command = [compiler, *FLAGS, str(source), "-o", str(built)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
             if done.returncode:
                 log.info("no native kernel: %s says %s", compiler, done.stderr.strip()[-500:])
                 return None
-            os.replace(made, path)
-    found = path.stat()
-    if hasattr(os, "geteuid") and (found.st_uid != os.geteuid() or found.st_mode & 0o022):
+            os.replace(built, path)
+    stat = path.stat()
+    if hasattr(os, "geteuid") and (stat.st_uid != os.geteuid() or stat.st_mode & 0o022):
         log.info("no native kernel: %s belongs to, or can be written by, another user", path)
         return None
     return path
@@ -73,5 +73,5 @@ def _processor() -> bytes:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
         lines = []
-    told = {line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")}
-    return "\n".join([platform.machine(), platform.processor(), *sorted(told)]).encode()
+    features = {line for line in lines if line.split(":")[0].strip() in ("model name", "flags", "Features", "CPU part")}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(features)]).encode()

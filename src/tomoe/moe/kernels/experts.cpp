@@ -2,7 +2,7 @@
 //
 // Each row that some token needs is read once for the whole batch. Neurons are grouped by the set of experts, among those
 // that got tokens, which they belong to; a group meets exactly the tokens of these experts. First pass: blocks of 16
-// neurons are shared out over the threads. Second pass: columns of the output are, so no sum is shared between threads
+// neurons are split over the threads. Second pass: columns of the output are, so no sum is shared between threads
 // and the result does not depend on their number. Sums are float32; activations are rounded to the weights' type.
 
 #include "panels.h"
@@ -46,7 +46,7 @@ inline void dots(const W* const* rows, const W* const* next, const W* const* tok
         for (int r = 0; r < R; r++) column[r] = acc[r][c];
         sums_of_four(column, out[c] + r0);
         for (int r = 0; r < R; r++)
-            for (int64_t i = d; i < size; i++) out[c][r0 + r] += wide(rows[r][i]) * wide(tokens[c][i]);
+            for (int64_t i = d; i < size; i++) out[c][r0 + r] += to_float(rows[r][i]) * to_float(tokens[c][i]);
     }
 }
 
@@ -113,8 +113,8 @@ inline void accumulate(const W* const* rows, const W* const* next, int64_t d, co
             float* out = y + 32 * (int64_t)tokens[t] + LANES * half;
             Floats s0 = load(out), s1 = {};
             for (int r = 0; r < R; r += 2) {
-                s0 += w[r] * wide(h[ROWS * t + r]);
-                s1 += w[r + 1] * wide(h[ROWS * t + r + 1]);
+                s0 += w[r] * to_float(h[ROWS * t + r]);
+                s1 += w[r + 1] * to_float(h[ROWS * t + r + 1]);
             }
             store(out, s0 + s1);
         }
@@ -162,7 +162,7 @@ void run_rows(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t
     }
     std::vector<W> hidden(place);
     const int64_t wide_size = (size + 31) / 32, num_blocks = (int64_t)blocks.size();
-    // Columns are shared out in pieces of at least 128: several for each thread, and with sums that a cache holds.
+    // Columns are split in pieces of at least 128: several for each thread, and with sums that a cache holds.
     const int64_t fitting = SUMS / (32 * num_tokens), even = wide_size / (2 * threads);
     const int64_t piece = std::max<int64_t>(4, std::min(fitting, even)), pieces = (wide_size + piece - 1) / piece;
     std::vector<float> all_sums(wide_size * 32 * num_tokens);
@@ -190,14 +190,14 @@ void run_rows(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t
                 if (gate) project(gates, t ? nullptr : next_gates, b.count, xs, n, size, g);
                 for (int c = 0; c < n; c++) {
                     if (up_bias)
-                        for (int r = 0; r < ROWS; r++) u[c][r] += wide(up_bias[b.rows[r]]);
+                        for (int r = 0; r < ROWS; r++) u[c][r] += to_float(up_bias[b.rows[r]]);
                     if (gate_bias)
-                        for (int r = 0; r < ROWS; r++) g[c][r] += wide(gate_bias[b.rows[r]]);
+                        for (int r = 0; r < ROWS; r++) g[c][r] += to_float(gate_bias[b.rows[r]]);
                     const Floats v = gate ? activate(kind, load(g[c])) * load(u[c]) : activate(kind, load(u[c]));
                     float made[ROWS];
                     store(made, v);
                     W* h = hidden.data() + b.place + ROWS * (t + c);
-                    for (int r = 0; r < ROWS; r++) narrow(r < b.count ? made[r] : 0.f, h[r]);
+                    for (int r = 0; r < ROWS; r++) from_float(r < b.count ? made[r] : 0.f, h[r]);
                 }
             }
         }
@@ -234,7 +234,7 @@ void run_rows(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t
                 for (int64_t k = first; k < last; k++)
                     for (int i = 0; i < 32; i++) {
                         int64_t d = 32 * k + column<W>(i);
-                        if (d < size) narrow(sums[((k - first) * num_tokens + t) * 32 + i], y[t * size + d]);
+                        if (d < size) from_float(sums[((k - first) * num_tokens + t) * 32 + i], y[t * size + d]);
                     }
         }
     }

@@ -1,7 +1,8 @@
-"""Experts on a GPU: two grouped products on rows of the shared weights, given by index. Nothing is copied, nothing waits.
+"""Experts on a GPU: two grouped products on rows of the shared weights, by index. Nothing is copied, nothing waits.
 
-Tokens stand sorted by expert, in tiles of one expert each. How many tiles an expert has is known on the device only, so
+Tokens are sorted by expert, in tiles of one expert each. How many tiles an expert has is known on the device only, so
 the grid holds as many as there can be, and each finds its expert by itself; tiles that are left over do nothing.
+The kernels were checked in Triton's interpreter only, and never timed on a GPU.
 
 Shapes in signatures are those of `grouped.py`, which calls this: checks of shapes would wrap the kernels, too.
 """
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from tomoe.moe.modeling_tomoe import ToMoEMLP
 
-TOKENS, NEURONS, DIMS, DEPTH = 16, 64, 64, 64  # of a tile; DEPTH: summed at once
+# Sizes of a tile; DEPTH is summed at once.
+TOKENS, NEURONS, DIMS, DEPTH = 16, 64, 64, 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -72,10 +74,10 @@ def _hidden(  # type: ignore[no-untyped-def]
             ups += tl.load(up_bias + u)[None, :].to(tl.float32)
         if gate_biased:
             gates += tl.load(gate_bias + u)[None, :].to(tl.float32)
-        made = _activate(gates, kind) * ups if gated else _activate(ups, kind)
+        activations = _activate(gates, kind) * ups if gated else _activate(ups, kind)
         tl.store(
             h + places[:, None] * width + n[None, :],
-            made.to(h.dtype.element_ty),
+            activations.to(h.dtype.element_ty),
             mask=(places < end)[:, None] & (n < width)[None, :],
         )
 
@@ -111,20 +113,21 @@ def _output(  # type: ignore[no-untyped-def]
 
 def run(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, kind: int) -> Tensor:
     """All experts in two kernels; `kind` is the activation's number in `native.ACTIVATIONS`."""
-    x, (count, size), width = x.contiguous(), x.shape, mlp.expert_neurons.shape[1]
+    x, (count, size), width = x.contiguous(), x.shape, mlp.expert_rows.shape[1]
     order = expert_ids.argsort(stable=True)
     ends = torch.nn.functional.one_hot(expert_ids, mlp.num_experts).sum(0).cumsum(0)
     offsets = torch.cat([ends.new_zeros(1), ends])
     h, y = x.new_empty(count, width), torch.empty_like(x)
     tiles = triton.cdiv(count, TOKENS) + min(mlp.num_experts, count) - 1
-    gate = mlp.up_proj if mlp.gate_proj is None else mlp.gate_proj  # never read where there is none
+    # never read without a gate
+    gate = mlp.up_proj if mlp.gate_proj is None else mlp.gate_proj
     _hidden[(tiles, triton.cdiv(width, NEURONS))](
-        x, order, offsets, mlp.expert_neurons, gate, mlp.up_proj,
+        x, order, offsets, mlp.expert_rows, gate, mlp.up_proj,
         mlp.up_proj if mlp.gate_bias is None else mlp.gate_bias, mlp.up_proj if mlp.up_bias is None else mlp.up_bias,
         h, size, width, mlp.num_experts, mlp.gate_proj is not None, mlp.gate_bias is not None, mlp.up_bias is not None,
         kind, TOKENS, NEURONS, DEPTH,
     )  # fmt: skip
     _output[(tiles, triton.cdiv(size, DIMS))](
-        h, order, offsets, mlp.expert_neurons, mlp.down_proj, y, size, width, mlp.num_experts, TOKENS, DIMS, DEPTH
+        h, order, offsets, mlp.expert_rows, mlp.down_proj, y, size, width, mlp.num_experts, TOKENS, DIMS, DEPTH
     )
     return y

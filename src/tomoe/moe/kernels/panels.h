@@ -1,10 +1,10 @@
 // Many tokens: products of matrices, in registers. Tokens stand sorted by expert, 16 to a panel, one in each lane.
 //
-// First pass: a tile of up to seven neurons (their gate and up rows, laid out so that one step's numbers are neighbours)
-// meets every panel in which some token needs one of them. Neurons of a tile may belong to different experts; where a
+// First pass: a tile of up to seven neurons (their gate and up rows, laid out so that one step's numbers are neighbors)
+// meets every panel in which some token needs one of them. Neurons of a tile may belong to different experts; if a
 // token's expert does not have a neuron, its activation is zero. Second pass: 32 columns of the output at a time, tokens
 // of one expert against the tiles that reach it, in chunks whose down rows a core's cache holds.
-// The unit of both is a word: one float32, or two bfloat16 of neighbouring dims (first pass) or neurons (second pass).
+// The unit of both is a word: one float32, or two bfloat16 of neighboring dims (first pass) or neurons (second pass).
 
 #pragma once
 #include "vectors.h"
@@ -12,23 +12,23 @@
 namespace {
 
 constexpr int PANEL = LANES;  // tokens
-constexpr int MOST = 7;       // neurons of a tile
-constexpr int EIGHT = 8;      // tokens of one expert that meet 32 columns at once
+constexpr int TILE_NEURONS = 7;       // neurons of a tile
+constexpr int TILE_TOKENS = 8;      // tokens of one expert that meet 32 columns at once
 constexpr int64_t CHUNK = 1024;  // words of a column of down rows that stay in a core's cache
 
-struct alignas(64) Line {
+struct alignas(64) CacheLine {
     uint32_t words[LANES];
 };
-inline Words load(const Line& line) {
+inline Words load(const CacheLine& line) {
     Words v;
     std::memcpy(&v, line.words, sizeof v);
     return v;
 }
-inline void store(Line& line, Words v) { std::memcpy(line.words, &v, sizeof v); }
+inline void store(CacheLine& line, Words v) { std::memcpy(line.words, &v, sizeof v); }
 
 // Elements in a word: two bfloat16 only where the processor multiplies pairs of them.
 template <class W>
-constexpr int each() {
+constexpr int elems_per_word() {
 #ifdef HAS_BF16_DOT
     return sizeof(W) == 2 ? 2 : 1;
 #else
@@ -37,13 +37,13 @@ constexpr int each() {
 }
 template <class W>
 constexpr int64_t in_words(int64_t elements) {
-    return (elements + each<W>() - 1) / each<W>();
+    return (elements + elems_per_word<W>() - 1) / elems_per_word<W>();
 }
 
 template <class W>
 inline Floats add_product(Floats sums, Words a, uint32_t b) {
 #ifdef HAS_BF16_DOT
-    if constexpr (each<W>() == 2)
+    if constexpr (elems_per_word<W>() == 2)
         return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
 #endif
     float f;
@@ -61,8 +61,8 @@ inline void transpose_step(Words* v) {  // blocks of S x S change places across 
     for (int i = 0; i < LANES; i++) {
         if (i & S) continue;
         Words a = v[i], b = v[i | S];
-        v[i] = chosen(a, b, first);
-        v[i | S] = chosen(a, b, second);
+        v[i] = blend(a, b, first);
+        v[i | S] = blend(a, b, second);
     }
 }
 inline void transpose(Words* v) {
@@ -75,7 +75,7 @@ inline void transpose(Words* v) {
 template <class W>
 inline Words load_words(const W* p) {
 #ifdef HAS_BF16_DOT
-    if constexpr (each<W>() == 2) {
+    if constexpr (elems_per_word<W>() == 2) {
         Words v;
         std::memcpy(&v, p, sizeof v);
         return v;
@@ -86,8 +86,8 @@ inline Words load_words(const W* p) {
 
 // out[k].words[i] = word k of row i; a row that is null is zero.
 template <class W>
-inline void interleave(const W* const* rows, int64_t size, Line* out) {
-    constexpr int64_t STEP = LANES * each<W>();
+inline void interleave(const W* const* rows, int64_t size, CacheLine* out) {
+    constexpr int64_t STEP = LANES * elems_per_word<W>();
     for (int64_t d = 0; d < size; d += STEP) {
         Words v[LANES];
         for (int i = 0; i < LANES; i++) {
@@ -102,14 +102,14 @@ inline void interleave(const W* const* rows, int64_t size, Line* out) {
             }
         }
         transpose(v);
-        const int64_t first = d / each<W>(), count = std::min<int64_t>(LANES, in_words<W>(size) - first);
+        const int64_t first = d / elems_per_word<W>(), count = std::min<int64_t>(LANES, in_words<W>(size) - first);
         for (int64_t k = 0; k < count; k++) store(out[first + k], v[k]);
     }
 }
 
 // sums[p][r]: row r of `rows` (one word of each row in a line) against the 16 tokens of panel p.
 template <class W, int R, int P>
-inline void multiply(const Line* rows, const Line* const* panels, int64_t depth, Floats (*sums)[2 * MOST]) {
+inline void multiply(const CacheLine* rows, const CacheLine* const* panels, int64_t depth, Floats (*sums)[2 * TILE_NEURONS]) {
     Floats acc[P][R] = {};
     for (int64_t k = 0; k < depth; k++) {
         Words x[P];
@@ -121,7 +121,7 @@ inline void multiply(const Line* rows, const Line* const* panels, int64_t depth,
         for (int r = 0; r < R; r++) sums[p][r] = acc[p][r];
 }
 template <class W, int P>
-inline void multiply(const Line* rows, int count, const Line* const* panels, int64_t depth, Floats (*sums)[2 * MOST]) {
+inline void multiply(const CacheLine* rows, int count, const CacheLine* const* panels, int64_t depth, Floats (*sums)[2 * TILE_NEURONS]) {
     switch (count) {
         case 1: return multiply<W, 1, P>(rows, panels, depth, sums);
         case 2: return multiply<W, 2, P>(rows, panels, depth, sums);
@@ -145,14 +145,14 @@ inline Words rounded(Floats v) {  // to bfloat16, in the low half; to nearest, t
 template <class W>
 inline Words word_of(Floats low, Floats high) {  // activations of one neuron, or of two
     if constexpr (sizeof(W) == 4) return (Words)low;
-    if constexpr (each<W>() == 1) return rounded(low) << 16;
+    if constexpr (elems_per_word<W>() == 1) return rounded(low) << 16;
     return rounded(low) | rounded(high) << 16;
 }
 
 struct Tile {
-    int32_t rows[MOST];
+    int32_t rows[TILE_NEURONS];
     int32_t count = 0;
-    uint64_t sets[MOST];  // working experts that each neuron belongs to
+    uint64_t sets[TILE_NEURONS];  // working experts that each neuron belongs to
     uint64_t reach = 0;   // those of any
     int64_t slot;         // of its first word among those of all tiles
 };
@@ -199,9 +199,9 @@ struct Layout {
             working |= reach.back();
         }
         for (uint64_t set : reach) {
-            auto found = std::find(kinds.begin(), kinds.end(), set);
-            kind.push_back((int32_t)(found - kinds.begin()));
-            if (found == kinds.end()) {
+            auto it = std::find(kinds.begin(), kinds.end(), set);
+            kind.push_back((int32_t)(it - kinds.begin()));
+            if (it == kinds.end()) {
                 kinds.push_back(set);
                 popularity.push_back(0);
             }
@@ -217,17 +217,17 @@ struct Layout {
             const int64_t p = t / PANEL, end = std::min(num_tokens, (p + 1) * PANEL);
             int64_t last = t;
             while (last < end && experts[last] == experts[t]) last++;
-            if (last - t > EIGHT) last = t + (last - t + 1) / 2;
+            if (last - t > TILE_TOKENS) last = t + (last - t + 1) / 2;
             const std::pair<int32_t, int32_t> pair(kind[p], experts[t]);
-            const auto found = std::find(pairs.begin(), pairs.end(), pair);
+            const auto it = std::find(pairs.begin(), pairs.end(), pair);
             if (t % PANEL == 0) first_of.push_back(some.size());
-            some.push_back({p, t - p * PANEL, last - t, experts[t], (int32_t)(found - pairs.begin())});
-            if (found == pairs.end()) pairs.push_back(pair);
+            some.push_back({p, t - p * PANEL, last - t, experts[t], (int32_t)(it - pairs.begin())});
+            if (it == pairs.end()) pairs.push_back(pair);
             t = last;
         }
         first_of.push_back(some.size());
     }
-    // Zeros where a token's expert is not in the set.
+    // Zeros if a token's expert is not in the set.
     Floats kept(Floats v, int64_t panel, uint64_t set) const {
         static const Words bits = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
         uint32_t lanes = 0;
@@ -247,8 +247,8 @@ struct Layout {
         for (size_t g = 0; g < groups.sets.size(); g++) {
             const uint64_t set = groups.sets[g];
             const auto& rows = groups.rows[g];
-            const int64_t n = (int64_t)rows.size(), parts = n == 1 ? 1 : (n - 1 + MOST - 2) / (MOST - 1);
-            if (!tiles.empty() && tiles.back().count + n <= MOST) {
+            const int64_t n = (int64_t)rows.size(), parts = n == 1 ? 1 : (n - 1 + TILE_NEURONS - 2) / (TILE_NEURONS - 1);
+            if (!tiles.empty() && tiles.back().count + n <= TILE_NEURONS) {
                 const Tile& last = tiles.back();
                 const int64_t apart = cost(met(last.reach), last.count) + cost(met(set), n);
                 if (cost(met(last.reach | set), last.count + n) <= apart) {
@@ -276,7 +276,7 @@ struct Layout {
             tiles[i].slot = slots;
             slots += in_words<W>(tiles[i].count);
             word_rows.insert(word_rows.end(), tiles[i].rows, tiles[i].rows + tiles[i].count);
-            word_rows.resize(slots * each<W>(), word_rows.back());
+            word_rows.resize(slots * elems_per_word<W>(), word_rows.back());
         }
         chunks.push_back((int64_t)tiles.size());
         std::vector<int64_t> totals;
@@ -294,30 +294,30 @@ struct Layout {
     }
     // What an expert's tokens meet of a chunk, in panels of a kind.
     std::vector<Range> ranges(int64_t chunk, int32_t kind, int32_t expert) const {
-        std::vector<Range> found;
+        std::vector<Range> merged;
         for (int64_t i = chunks[chunk]; i < chunks[chunk + 1]; i++) {
             const Tile& tile = tiles[i];
             if (!(tile.reach >> expert & 1)) continue;
             const int64_t place = places[kind][i], count = in_words<W>(tile.count);
-            if (!found.empty() && found.back().slot + found.back().count == tile.slot &&
-                found.back().place + found.back().count == place)
-                found.back().count += count;
+            if (!merged.empty() && merged.back().slot + merged.back().count == tile.slot &&
+                merged.back().place + merged.back().count == place)
+                merged.back().count += count;
             else
-                found.push_back({tile.slot, place, count});
+                merged.push_back({tile.slot, place, count});
         }
-        return found;
+        return merged;
     }
 };
 
 // sums[t][0..32] += activations of some tokens times the down rows of their expert, 32 columns of them.
 template <class W, int N>
-inline void gather(const Line (*rows)[2], int64_t first, const Line* hidden, const std::vector<Range>& ranges, Line (*sums)[2]) {
+inline void gather(const CacheLine (*rows)[2], int64_t first, const CacheLine* hidden, const std::vector<Range>& ranges, CacheLine (*sums)[2]) {
     Floats acc[N][2];
     for (int t = 0; t < N; t++)
         for (int c = 0; c < 2; c++) acc[t][c] = (Floats)load(sums[t][c]);
     for (const Range& range : ranges) {
-        const Line(*w)[2] = rows + (range.slot - first);
-        const Line* h = hidden + range.place;
+        const CacheLine(*w)[2] = rows + (range.slot - first);
+        const CacheLine* h = hidden + range.place;
         for (int64_t k = 0; k < range.count; k++) {
             const Words a = load(w[k][0]), b = load(w[k][1]);
             for (int t = 0; t < N; t++) {
@@ -330,9 +330,9 @@ inline void gather(const Line (*rows)[2], int64_t first, const Line* hidden, con
         for (int c = 0; c < 2; c++) store(sums[t][c], (Words)acc[t][c]);
 }
 template <class W>
-inline void gather(const Line (*rows)[2], int64_t first, const Line* hidden, int64_t lane, int64_t count,
-                   const std::vector<Range>& ranges, Line (*sums)[2]) {
-    const Line* h = (const Line*)((const uint32_t*)hidden + lane);
+inline void gather(const CacheLine (*rows)[2], int64_t first, const CacheLine* hidden, int64_t lane, int64_t count,
+                   const std::vector<Range>& ranges, CacheLine (*sums)[2]) {
+    const CacheLine* h = (const CacheLine*)((const uint32_t*)hidden + lane);
     switch (count) {
         case 1: return gather<W, 1>(rows, first, h, ranges, sums);
         case 2: return gather<W, 2>(rows, first, h, ranges, sums);
@@ -345,14 +345,14 @@ inline void gather(const Line (*rows)[2], int64_t first, const Line* hidden, int
     }
 }
 
-// Of `count` words of down rows 32 columns, at most; columns past the end are zero.
+// 32 columns, at most, of `count` words of down rows; columns past the end are zero.
 template <class W>
-inline void interleave_down(const int32_t* rows, int64_t count, const W* down, int64_t size, int64_t columns, Line (*out)[2]) {
-    const int64_t neurons = count * each<W>(), ahead = 16;
-    for (int64_t i = 0; i < neurons; i += each<W>()) {
+inline void interleave_down(const int32_t* rows, int64_t count, const W* down, int64_t size, int64_t columns, CacheLine (*out)[2]) {
+    const int64_t neurons = count * elems_per_word<W>(), ahead = 16;
+    for (int64_t i = 0; i < neurons; i += elems_per_word<W>()) {
         const W* of[2];
         W tails[2][2 * LANES];
-        for (int half = 0; half < each<W>(); half++) {
+        for (int half = 0; half < elems_per_word<W>(); half++) {
             of[half] = down + rows[i + half] * size;
             if (i + half + ahead < neurons) __builtin_prefetch(down + rows[i + half + ahead] * size);
             if (columns < 2 * LANES) {
@@ -363,8 +363,8 @@ inline void interleave_down(const int32_t* rows, int64_t count, const W* down, i
         }
         for (int c = 0; c < 2; c++) {
             Words word = (Words)load(of[0] + LANES * c);  // bfloat16 stands in the high half
-            if constexpr (each<W>() == 2) word = word >> 16 | (Words)load(of[1] + LANES * c);
-            store(out[i / each<W>()][c], word);
+            if constexpr (elems_per_word<W>() == 2) word = word >> 16 | (Words)load(of[1] + LANES * c);
+            store(out[i / elems_per_word<W>()][c], word);
         }
     }
 }
@@ -378,8 +378,8 @@ inline void come(const W* row, int64_t size) {
 
 // One tile against the panels that it meets: activations to `hidden`.
 template <class W>
-inline void run_tile(const Layout<W>& layout, size_t index, const Line* x, int64_t depth, int64_t size, const W* gate,
-                     const W* up, const W* gate_bias, const W* up_bias, int kind, Line* rows, Line* hidden) {
+inline void run_tile(const Layout<W>& layout, size_t index, const CacheLine* x, int64_t depth, int64_t size, const W* gate,
+                     const W* up, const W* gate_bias, const W* up_bias, int kind, CacheLine* rows, CacheLine* hidden) {
     const Tile& tile = layout.tiles[index];
     const int n = tile.count, r = gate ? 2 * n : n;
     const W* sources[LANES] = {};
@@ -394,7 +394,7 @@ inline void run_tile(const Layout<W>& layout, size_t index, const Line* x, int64
     int ahead = 0;
     for (int64_t p = 0; p < panels;) {
         int64_t met[2];
-        const Line* xs[2];
+        const CacheLine* xs[2];
         int count = 0;
         for (; p < panels && count < 2; p++)
             if (layout.reach[p] & tile.reach) {
@@ -408,22 +408,22 @@ inline void run_tile(const Layout<W>& layout, size_t index, const Line* x, int64
             if (!weights) break;
             come(weights + next->rows[ahead % coming] * size, size);
         }
-        Floats sums[2][2 * MOST];
+        Floats sums[2][2 * TILE_NEURONS];
         if (count == 2)
             multiply<W, 2>(rows, r, xs, depth, sums);
         else
             multiply<W, 1>(rows, r, xs, depth, sums);
         for (int c = 0; c < count; c++) {
-            Line* out = hidden + layout.starts[met[c]] + layout.places[layout.kind[met[c]]][index];
-            Floats made[MOST + 1] = {};
+            CacheLine* out = hidden + layout.starts[met[c]] + layout.places[layout.kind[met[c]]][index];
+            Floats made[TILE_NEURONS + 1] = {};
             for (int i = 0; i < n; i++) {
                 Floats u = sums[c][r - n + i], g = gate ? sums[c][i] : u;
-                if (up_bias) u += wide(up_bias[tile.rows[i]]);
-                if (gate_bias) g += wide(gate_bias[tile.rows[i]]);
+                if (up_bias) u += to_float(up_bias[tile.rows[i]]);
+                if (gate_bias) g += to_float(gate_bias[tile.rows[i]]);
                 made[i] = gate ? activate(kind, g) * u : activate(kind, u);
                 if (layout.reach[met[c]] & ~tile.sets[i]) made[i] = layout.kept(made[i], met[c], tile.sets[i]);
             }
-            for (int i = 0; i < n; i += each<W>()) store(*out++, word_of<W>(made[i], made[i + 1]));
+            for (int i = 0; i < n; i += elems_per_word<W>()) store(*out++, word_of<W>(made[i], made[i + 1]));
         }
     }
 }
@@ -439,10 +439,10 @@ void run_panels(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64
     for (int64_t c = 0; c < num_chunks; c++)
         for (const auto& pair : layout.pairs) ranges.push_back(layout.ranges(c, pair.first, pair.second));
 
-    const std::unique_ptr<Line[]> packed(new Line[panels * depth]), hidden(new Line[layout.starts.back()]);
-    // Of each thread: the rows of a tile in the first pass; in the second a chunk of down rows, and sums of all tokens.
-    const int64_t own = std::max(depth, 2 * (CHUNK + MOST) + 2 * num_tokens);
-    const std::unique_ptr<Line[]> all_own(new Line[own * threads]);
+    const std::unique_ptr<CacheLine[]> packed(new CacheLine[panels * depth]), hidden(new CacheLine[layout.starts.back()]);
+    // Each thread holds the rows of a tile in the first pass; in the second a chunk of down rows, and sums of all tokens.
+    const int64_t scratch_size = std::max(depth, 2 * (CHUNK + TILE_NEURONS) + 2 * num_tokens);
+    const std::unique_ptr<CacheLine[]> scratch(new CacheLine[scratch_size * threads]);
 
 #pragma omp parallel num_threads(threads)
     {
@@ -450,7 +450,7 @@ void run_panels(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64
 #ifdef _OPENMP
         thread = omp_get_thread_num();
 #endif
-        Line* mine = all_own.get() + own * thread;
+        CacheLine* mine = scratch.get() + scratch_size * thread;
 #pragma omp for schedule(dynamic)
         for (int64_t p = 0; p < panels; p++) {
             const W* rows[LANES] = {};
@@ -464,13 +464,13 @@ void run_panels(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64
 #pragma omp for schedule(dynamic)
         for (int64_t s = 0; s < strips; s++) {
             const int64_t d = 2 * LANES * s, columns = std::min<int64_t>(2 * LANES, size - d);
-            Line(*rows)[2] = (Line(*)[2])mine;
-            Line(*sums)[2] = rows + CHUNK + MOST;
+            CacheLine(*rows)[2] = (CacheLine(*)[2])mine;
+            CacheLine(*sums)[2] = rows + CHUNK + TILE_NEURONS;
             std::memset((void*)sums, 0, num_tokens * sizeof *sums);
             for (int64_t c = 0; c < num_chunks; c++) {
                 const int64_t first = layout.tiles[layout.chunks[c]].slot;
                 const int64_t end = c + 1 < num_chunks ? layout.tiles[layout.chunks[c + 1]].slot : layout.slots;
-                interleave_down(layout.word_rows.data() + first * each<W>(), end - first, down + d, size, columns, rows);
+                interleave_down(layout.word_rows.data() + first * elems_per_word<W>(), end - first, down + d, size, columns, rows);
                 for (const Some& tokens : layout.some)
                     gather<W>(rows, first, hidden.get() + layout.starts[tokens.panel], tokens.lane, tokens.count,
                               ranges[c * layout.pairs.size() + tokens.pair], sums + tokens.panel * PANEL + tokens.lane);
@@ -478,7 +478,7 @@ void run_panels(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64
             for (int64_t t = 0; t < num_tokens; t++) {
                 const float* made = (const float*)sums[t];
                 W* out = y + layout.order[t] * size + d;
-                for (int64_t i = 0; i < columns; i++) narrow(made[i], out[i]);
+                for (int64_t i = 0; i < columns; i++) from_float(made[i], out[i]);
             }
         }
     }

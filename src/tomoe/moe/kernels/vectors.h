@@ -39,20 +39,20 @@ inline Floats load(const bf16* p) {
     return (Floats)(__builtin_convertvector(h, Words) << 16);
 }
 inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
-inline float wide(float v) { return v; }
-inline float wide(bf16 v) {
+inline float to_float(float v) { return v; }
+inline float to_float(bf16 v) {
     uint32_t bits = (uint32_t)v.bits << 16;
     float f;
     std::memcpy(&f, &bits, sizeof f);
     return f;
 }
-inline void narrow(float v, float& out) { out = v; }
-inline void narrow(float v, bf16& out) {  // to nearest, ties to even; NaN stays NaN
+inline void from_float(float v, float& out) { out = v; }
+inline void from_float(float v, bf16& out) {  // to nearest, ties to even; NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &v, sizeof bits);
     out.bits = v != v ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-inline Words chosen(Words a, Words b, Words lanes) {  // lanes below 16 are of a, the others of b
+inline Words blend(Words a, Words b, Words lanes) {  // lanes below 16 are of a, the others of b
 #ifdef __clang__
     Words v;
     for (int i = 0; i < LANES; i++) v[i] = lanes[i] < LANES ? a[lanes[i]] : b[lanes[i] - LANES];
@@ -61,20 +61,20 @@ inline Words chosen(Words a, Words b, Words lanes) {  // lanes below 16 are of a
     return __builtin_shuffle(a, b, lanes);
 #endif
 }
-// Pairs of S neighbouring lanes added up: within each 2 S lanes first those of a, then those of b.
+// Pairs of S neighboring lanes added up: within each 2 S lanes first those of a, then those of b.
 template <int S>
-inline Floats added(Floats a, Floats b) {
+inline Floats pairwise_add(Floats a, Floats b) {
     Words first, second;
     for (int l = 0; l < LANES; l++) {
         first[l] = l & S ? LANES + l - S : l;
         second[l] = l & S ? LANES + l : l + S;
     }
-    return (Floats)chosen((Words)a, (Words)b, first) + (Floats)chosen((Words)a, (Words)b, second);
+    return (Floats)blend((Words)a, (Words)b, first) + (Floats)blend((Words)a, (Words)b, second);
 }
 inline void sums_of_four(const Floats* v, float* out) {
     typedef float Eight __attribute__((vector_size(32)));
     typedef float Four __attribute__((vector_size(16)));
-    const Floats all = added<2>(added<1>(v[0], v[1]), added<1>(v[2], v[3]));
+    const Floats all = pairwise_add<2>(pairwise_add<1>(v[0], v[1]), pairwise_add<1>(v[2], v[3]));
     Eight halves[2];
     std::memcpy(halves, &all, sizeof all);
     halves[0] += halves[1];

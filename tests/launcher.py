@@ -1,4 +1,4 @@
-"""Several processes on one command, as torchrun starts them; and the small run that they share in tests."""
+"""Starts several processes on one command, as torchrun does; and the small run that tests share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from pico_files import small
 
-# What torchrun does, without importing torch once for every process: for each line of JSON on stdin, fork as many as are
-# asked for, say to each who it is, and send the signal to the victims when the checkpoint of step 4 is there.
+# Does what torchrun does without importing torch in every process: for each line of JSON on stdin it forks that many
+# processes, tells each its rank, and sends the signal to the victims as soon as the checkpoint of step 4 exists.
 FORK = """
 import json, os, resource, signal, socket, sys, time
 from pathlib import Path
@@ -57,7 +57,7 @@ for line in sys.stdin:
 
 
 class Launcher:
-    """Starts several processes on one command; its own process has imported everything before."""
+    """Runs a command in several processes, forked from one that has imported everything."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -73,9 +73,9 @@ class Launcher:
         signum: int = signal.SIGKILL,
         limits: Mapping[int, int] | None = None,
     ) -> list[int]:
-        """Their exit codes. What process R prints is in OUT.R.log, OUT being what follows -o or --json.
+        """Return the exit codes. What process R prints is in OUT.R.log, where OUT follows -o or --json.
 
-        `victims` get the signal; `limits`: bytes that a file of a process may have, by its number.
+        `victims` get the signal; `limits` maps the rank of a process to the bytes that its files may have.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -95,18 +95,31 @@ def masks(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "masks" / f"step-{step:06d}" / "masks.safetensors")
 
 
-def train(given: Path, out: Path, *more: str) -> list[str | Path]:
-    sizes = small(train_steps="8", train_save_every="8", train_gradient_accumulation="4", train_learning_rate="0.01")
-    return ["train", given / "dense", "--data", given / "text.txt", "--attention", "dynamic", "-o", out, *sizes, *more]
+def train(inputs: Path, out: Path, *more: str) -> list[str | Path]:
+    sizes = small(
+        train_steps="8", train_save_every="8", train_gradient_accumulation_steps="4", train_learning_rate="0.01"
+    )
+    return [
+        "train",
+        inputs / "dense",
+        "--data",
+        inputs / "text.txt",
+        "--attention",
+        "per_token",
+        "-o",
+        out,
+        *sizes,
+        *more,
+    ]
 
 
-def assert_same_run(found: Path, meant: Path) -> None:
+def assert_same_run(actual: Path, expected: Path) -> None:
     """Sums of gradients are taken in another order, so the last bits differ, and AdamW's division makes more of them."""
-    for mine, theirs in zip(metrics(found), metrics(meant), strict=True):
+    for mine, theirs in zip(metrics(actual), metrics(expected), strict=True):
         assert mine["tokens"] == theirs["tokens"]
-        for name in ("loss", "fidelity", "budget", "coverage", "balance", "gradient_norm"):
+        for name in ("loss", "distill", "budget", "coverage", "balance", "gradient_norm"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), (name, mine["step"])
-    before, ours, whole = masks(meant, 0), masks(found, 8), masks(meant, 8)
+    before, ours, whole = masks(expected, 0), masks(actual, 8), masks(expected, 8)
     moved = sum(float((whole[n] - before[n]).norm()) for n in whole)
     apart = sum(float((ours[n] - whole[n]).norm()) for n in whole)
     assert moved > 1

@@ -1,0 +1,146 @@
+"""What closed-form repair wins back: a carved plan (or one given) with its projections refitted, against the same without.
+
+Same text, tokens and context as benchmarks/quality.py at 0 steps. The text to refit to is drawn from the same sources, and
+the held-out blocks are never in it; the test text is of another kind. A line of OUT/repair.jsonl for each way.
+
+    python benchmarks/repair.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5 | --plan FOLDER]
+        [--tokens 16384,32768] [--target local,half] [--ridge 0.01] [--rank 0,64] [--attention none]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from tomoe.api import read_text
+
+from tomoe.conversion import finish_plan, make_network
+from tomoe.data.corpus import Blocks, Corpus, joined, prepare
+from tomoe.evaluation.perplexity import Predictions, measure
+from tomoe.model.loading import load_dense, load_tokenizer
+from tomoe.plan import Plan
+from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.repair import LayerRepair, RepairSettings, repair, repaired
+from tomoe.recipe.conversion import Recipe
+
+BLOCK = 512
+HELD_OUT = CALIBRATION = 8192
+
+
+class Bench:
+    """The dense model, its predictions for both texts, and what is measured beside them."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.tokenizer = args, load_tokenizer(args.model)
+        self.model = load_dense(args.model, torch.bfloat16)
+        self.corpus = self.text(BLOCK)
+        test = read_text(args.test, self.tokenizer, 1024, args.test_tokens).blocks
+        self.texts = {"held_out": self.corpus.evaluation, "test": test}
+        self.dense = {name: Predictions(self.model, keep=True) for name in self.texts}
+        self.dense_ppl = {
+            name: measure(self.dense[name], t.input_ids, t.mask).perplexity for name, t in self.texts.items()
+        }
+
+    def recipe(self, active: float, tokens: int = BLOCK) -> Recipe:
+        return Recipe.load(
+            None,
+            [
+                f"model={self.args.model}", f"active={active}", "train.steps=0", f"data.sources={self.args.train}",
+                f"data.tokens={tokens + CALIBRATION + HELD_OUT}", f"data.evaluation_tokens={HELD_OUT}",
+                f"experts.attention={self.args.attention}",
+            ],
+        )  # fmt: skip
+
+    def text(self, tokens: int) -> Corpus:
+        return prepare(self.recipe(0.7, tokens).data, self.tokenizer, 0)
+
+    def calibration(self, tokens: int) -> Blocks:
+        """So many tokens that are not held out."""
+        corpus = self.text(tokens)
+        held_out = {tuple(row) for row in self.corpus.evaluation.input_ids.tolist()}
+        assert held_out == {tuple(row) for row in corpus.evaluation.input_ids.tolist()}
+        return joined([corpus.calibration, corpus.train]).first(tokens)
+
+    def carve(self, active: float) -> Plan:
+        folder = self.args.out / f"carved-{self.args.attention}-{active}"
+        if not (folder / "plan.json").exists():
+            recipe = self.recipe(active)
+            net = make_network(recipe, self.model, self.corpus.calibration)
+            folder.mkdir(parents=True, exist_ok=True)
+            finish_plan(net, self.model, recipe, self.corpus, 0, "").save(folder)
+        return Plan.load(folder)
+
+    def measure(self, plan: Plan, repairs: list[LayerRepair] | None) -> dict[str, float]:
+        line: dict[str, float] = {}
+        with ExitStack() as stack:
+            stack.enter_context(masked(self.model, planned_masks(plan)))
+            if repairs:
+                stack.enter_context(repaired(self.model, repairs))
+            for name, text in self.texts.items():
+                found = measure(self.model, text.input_ids, text.mask, self.dense[name])
+                line[f"{name}_perplexity"] = round(found.perplexity, 3)
+                line[f"{name}_kl"] = round(found.kl or 0.0, 4)
+                line[f"{name}_top1"] = round(found.top1_agreement or 0.0, 4)
+        return line
+
+    def row(self, name: str, plan: Plan, settings: RepairSettings | None, tokens: int) -> dict[str, Any]:
+        began, worked, repairs = time.perf_counter(), time.process_time(), None
+        if settings:
+            text = self.calibration(tokens)
+            began, worked = time.perf_counter(), time.process_time()
+            repairs = repair(self.model, planned_masks(plan), text.input_ids, text.mask, settings)
+        line: dict[str, Any] = {"plan": name, "active": round(plan.active_fraction(), 4), "tokens": tokens}
+        line |= {n: getattr(settings, n) for n in ("target", "ridge", "rank", "output")} if settings else {}
+        if repairs:
+            line["seconds"] = round(time.perf_counter() - began)
+            line["cpu_seconds"] = round(
+                time.process_time() - worked
+            )  # of all threads; another's work on the machine aside
+            line["threads"] = torch.get_num_threads()
+            for part in ("error_before", "error_after"):
+                line[part] = round(sum(getattr(layer.down, part) for layer in repairs), 4)
+        line |= self.measure(plan, repairs)
+        with (self.args.out / "repair.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+        return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--train", required=True)
+    parser.add_argument("--test", required=True)
+    parser.add_argument("--test-tokens", type=int, default=8192)
+    parser.add_argument("--plan", type=Path, action="append", default=[])
+    parser.add_argument("--attention", default="none")
+    for name, default in (
+        ("active", "0.7,0.5"), ("tokens", "32768"), ("target", "half"), ("ridge", "0.01"), ("rank", "0"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", default=default)
+    parser.add_argument("--only-repaired", action="store_true")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(args)
+    print(json.dumps(bench.dense_ppl), flush=True)
+    plans = {str(path): Plan.load(path) for path in args.plan} or {
+        f"carved {active}": bench.carve(float(active)) for active in args.active.split(",")
+    }
+    ways = list(itertools.product(*(getattr(args, n).split(",") for n in ("tokens", "target", "ridge", "rank"))))
+    for name, plan in plans.items():
+        if not args.only_repaired:
+            bench.row(name, plan, None, 0)
+        for tokens, target, ridge, rank in ways:
+            settings = RepairSettings(target, float(ridge), int(rank), args.attention != "none")
+            bench.row(name, plan, settings, int(tokens))
+
+
+if __name__ == "__main__":
+    main()

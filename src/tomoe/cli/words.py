@@ -1,0 +1,55 @@
+"""What the command line does to text before it is shown, without importing rich: most typing mistakes end before that."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# control characters but newline and tab, changes of the writing direction, and halves of surrogate pairs
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text with control characters as escape sequences.
+
+    Plans, recipes and models come from strangers: a name in them must not move the cursor or color the terminal.
+    """
+    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def quiet_libraries() -> None:
+    """Silence transformers and its companions but for errors; downloads keep their bars. Imports transformers."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name in ("torch", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def only_notes() -> Iterator[None]:
+    """Inside the block, no Python warning is shown; keys of recipe format 1 are reported as one line each."""
+    if sys.warnoptions:
+        yield
+        return
+    noted: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        from tomoe.recipe.base import RenamedKey
+
+        note = printable(str(message))
+        if issubclass(category, RenamedKey) and note not in noted:
+            noted.add(note)
+            print("tomoe: note:", note, file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", FutureWarning)
+        warnings.showwarning = show
+        yield

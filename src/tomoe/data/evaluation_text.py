@@ -1,0 +1,60 @@
+"""The text that models are evaluated on: held out by a conversion, or a file or named source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from tomoe.data.corpus import Corpus, Sequences, pack
+from tomoe.data.sources import documents, find
+from tomoe.errors import UserError
+from tomoe.files import basename
+
+# default context length, in tokens
+CONTEXT = 1024
+# published perplexities use one stream: documents (at most this many) joined by this separator, without end-of-text tokens
+PUBLISHED = {"wikitext": ("\n\n", None), "wikitext-103": ("\n\n", None), "ptb": (" ", None), "c4": (" ", 1100)}
+
+
+@dataclass(frozen=True)
+class EvaluationText:
+    """Sequences to evaluate on, with a name for reports."""
+
+    sequences: Sequences
+    name: str
+    seed: int | None = None
+    stride: int | None = None
+    """Tokens from one window to the next; None: the sequences as they are."""
+    sources: tuple[str, ...] = ()
+    """Names that the `source_ids` of the sequences index."""
+
+
+def held_out_text(names: Sequence[str]) -> EvaluationText:
+    """The evaluation sequences of the first converted folder among `names`. Raises UserError if none holds some."""
+    for name in names:
+        path = Path(name) / "run" / "corpus.safetensors"
+        if path.is_file():
+            corpus = Corpus.load(path)
+            sources = tuple(Path(source).name for source in corpus.sources)
+            return EvaluationText(corpus.evaluation, f"{', '.join(sources)}, held out", corpus.seed, sources=sources)
+    raise UserError(
+        "none of these folders holds held-out text (run/corpus.safetensors); name a text file or source with --text"
+    )
+
+
+def read_text(source: str, tokenizer: PreTrainedTokenizerBase, context: int, tokens: int | None) -> EvaluationText:
+    """At most `tokens` tokens from the beginning of a file or named source, in sequences of `context` tokens.
+
+    Raises UserError if there is no text.
+    """
+    split = find(source).held_out or "train"
+    texts: Iterable[str] = documents(source, split)
+    if source in PUBLISHED:
+        separator, max_documents = PUBLISHED[source]
+        texts = [separator.join(islice(texts, max_documents))]
+    sequences = pack(tokenizer, texts, context, tokens)
+    return EvaluationText(sequences, basename(source) if Path(source).exists() else f"{source} ({split})")

@@ -1,0 +1,72 @@
+"""Time a dense model and its MoE beside each other on the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from tomoe.data.evaluation_text import held_out_text, read_text
+from tomoe.evaluation import throughput
+from tomoe.evaluation.param_counts import model_facts
+from tomoe.evaluation.timings import Benchmark, Memory
+from tomoe.files import basename
+from tomoe.model.loading import load_model, load_tokenizer, pick_device
+from tomoe.moe.modeling_tomoe import choose_backend
+from tomoe.progress import ProgressCallback, no_progress, stage_callback
+
+
+def benchmark(
+    dense: str,
+    moe: str,
+    batches: Sequence[int] = (1, 8, 64),
+    prompts: Sequence[int] = (128, 1024),
+    *,
+    text: str | None = None,
+    pairs: int = 9,
+    seconds: float = 60.0,
+    threads: int | None = None,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    on_progress: ProgressCallback = no_progress,
+) -> Benchmark:
+    """Time both models beside each other on the same text: without `text`, on what the MoE held out.
+
+    `batches` are rows and `prompts` tokens of a row; each pair of sizes is timed `pairs` times, dense and MoE in turn.
+    Cells that would take longer than `seconds` are left out. Raises UserError if a model or text is not found.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if text is None:
+        evaluation = held_out_text([moe])
+    else:
+        evaluation = read_text(text, load_tokenizer(dense), 128, max(batches) * (max(prompts) + throughput.STEPS))
+    ids = evaluation.sequences.input_ids[evaluation.sequences.mask]
+    models: dict[str, Any] = {}
+    memory: dict[str, Memory] = {}
+    for name in (dense, moe):
+        before = throughput.resident_bytes(torch.device(pick_device(device)))
+        model = models[name] = load_model(name, dtype, device)
+        per_token = throughput.cache_bytes_per_token(model, ids[None, :16].to(model.device))
+        after = throughput.resident_bytes(model.device)
+        grown = None if before is None or after is None else after - before
+        memory[name] = Memory(throughput.weight_bytes(model), grown, per_token)
+    pair = throughput.Pair(models[dense], models[moe], ids, expert_backends, seconds, pairs)
+    cells, left_out = throughput.run_cells(pair, batches, prompts, stage_callback(on_progress, "benchmark"))
+    return Benchmark(
+        basename(dense), basename(moe), evaluation.name, model_facts(models[moe])["active_share"], memory[dense],
+        memory[moe], tuple(cells), tuple(left_out), {m.__name__: str(m.__version__) for m in (torch, transformers)},
+    )  # fmt: skip
+
+
+def expert_backends(model: Any, tokens: int) -> str:
+    """Name the backend that runs a converted model's experts on so many tokens at once: its config's, or that of `auto`."""
+    backend = getattr(model.config, "expert_backend", "-")
+    if backend != "auto":
+        return str(backend)
+    with torch.no_grad():
+        x = torch.empty(tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        chosen = [choose_backend(layer.mlp, x) for layer in model.model.layers]
+    return ", ".join(dict.fromkeys(chosen))

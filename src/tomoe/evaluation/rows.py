@@ -1,0 +1,185 @@
+"""What was measured of a model, as plain data, and its JSON (evaluation.json). Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
+
+from tomoe.errors import UserError
+from tomoe.files import read_json
+
+FORMAT = "tomoe-comparison-2"
+T = TypeVar("T")
+
+
+def _rectangular(shares: list[list[float]]) -> list[list[float]]:
+    if len({len(row) for row in shares}) > 1:
+        raise ValueError("layers have different numbers of experts")
+    return shares
+
+
+# What a file may hold, whoever wrote it.
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Share = Annotated[Number, Field(ge=0, le=1.001)]
+Name = Annotated[str, Field(strict=True, max_length=10_000)]
+Shares = Annotated[
+    list[Annotated[list[Share], Field(min_length=1)]], Field(min_length=1), AfterValidator(_rectangular)
+]  # [layer][expert]
+
+
+def validated(kind: type[T], values: object, what: str) -> T:
+    """`values`, read from JSON, as a `kind`. Raises UserError with `what` and the first place that is wrong."""
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])[:100]
+        reason = f"at {place!r}: {first['msg']}" if place else first["msg"]
+        raise UserError(f"this is no {what} ({reason}); measure again") from None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One model on one text, with all that is needed to measure it again. Plain data: `to_dict` is JSON."""
+
+    perplexity: Positive  # exp(nll)
+    standard_error: NotNegative | None  # of the perplexity, over sequences; None if there are fewer than two
+    nll: Number  # mean negative log-likelihood of a token, nats
+    tokens: Count  # tokens that were predicted
+    blocks: Count  # sequences with at least one such token
+    context_length: Count  # tokens of a sequence
+    stride: Count | None = None  # tokens from one sequence to the next, if they overlap; None: side by side
+    kl: Number | None = None  # KL(reference || model), mean over the same tokens, nats
+    top1_agreement: Share | None = None  # share of tokens for which both have the same most likely one
+    model: Name = ""
+    data: Name = ""
+    data_sha256: Name = ""  # of token ids and mask
+    dtype: Name = ""
+    device: Name = ""
+    seed: int | None = None  # that the data was prepared with
+    versions: dict[Name, Name] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Measurement:
+        """Raises UserError for a dict that `to_dict` of this version did not make."""
+        return validated(cls, values, "measurement of this version of tomoe")
+
+
+class ModelFacts(TypedDict):
+    """Counts of weights. "block" parameters are decoder parameters: the projection weights of attention and MLPs."""
+
+    total_params: Count  # stored, shared ones once
+    active_params: Count  # that work on one token: embeddings, norms, biases and routers in full
+    block_params: Count  # stored in the decoder layers
+    active_block_params: Count
+    # active decoder parameters over those of the dense model; None if that is unknown
+    active_share: NotNegative | None
+    bytes_on_disk: Count | None
+    max_positions: Count | None  # tokens that the model is made for
+
+
+@dataclass(frozen=True)
+class ExpertUsage:
+    """Share of the tokens that every expert of every layer got; each row sums to 1."""
+
+    shares: Shares
+    tokens: Count
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """What one model reached in one task. Shares, not per cent."""
+
+    task: Name
+    shots: Count
+    metric: Name
+    value: Number
+    standard_error: NotNegative | None
+    examples: Count
+    truncated: Count  # requests that did not fit the model's context and lost their beginning
+    metrics: dict[Name, Number]  # all that the task reports
+    version: Name  # of the task, as lm-eval counts it
+    harness: Name  # lm-eval and its version
+    seed: int = 1234  # of the choice of few-shot examples; lm-eval's own
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model: its quality, its size, and its routing if it has routers."""
+
+    measurement: Measurement
+    facts: ModelFacts
+    usage: ExpertUsage | None = None
+    training_overlap: Share | None = None  # share of the text that it was fitted on, see overlap.py
+    tasks: tuple[TaskScore, ...] = ()
+    usage_by_source: dict[Name, ExpertUsage] = field(default_factory=dict)  # if the text has several sources
+
+    @property
+    def name(self) -> str:
+        return self.measurement.model
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Row:
+        """Raises UserError for a dict that `to_dict` of this version did not make."""
+        return validated(cls, values, "row of a comparison")
+
+
+def to_json(rows: list[Row] | tuple[Row, ...]) -> str:
+    """All of it, for `from_json`."""
+    return json.dumps({"format": FORMAT, "rows": [row.to_dict() for row in rows]}, indent=2, allow_nan=False) + "\n"
+
+
+def from_json(text: str) -> list[Row]:
+    """Raises UserError for text that `to_json` of this version did not make."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"this is no comparison of models ({str(error)[:200]}); make one with `tomoe evaluate`"
+        ) from None
+    return _rows(values)
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """What was measured of the model in `folder` when it was made; empty if nothing was, or by another version of tomoe.
+
+    Raises UserError if evaluation.json is damaged.
+    """
+    path = folder / "evaluation.json"
+    if not path.exists():
+        return []
+    values = read_json(path)
+    if values.get("format") != FORMAT:
+        return []
+    try:
+        return _rows(values)
+    except UserError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+
+
+def _rows(values: Any) -> list[Row]:
+    if not isinstance(values, dict) or "format" not in values:
+        raise UserError("this is no comparison of models; make one with `tomoe evaluate`")
+    if values["format"] != FORMAT:
+        raise UserError(f"this comparison has format {str(values['format'])[:40]!r}, not {FORMAT!r}; measure again")
+    return validated(list[Row], values.get("rows"), "comparison of models")

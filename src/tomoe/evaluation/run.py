@@ -1,0 +1,142 @@
+"""Evaluate models on the same text: the dense one first, as the reference of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from tomoe import distributed
+from tomoe.data.corpus import Corpus, Sequences, joined
+from tomoe.data.evaluation_text import CONTEXT, EvaluationText, held_out_text, read_text
+from tomoe.errors import UserError
+from tomoe.evaluation.compare import compare
+from tomoe.evaluation.overlap import shared_share
+from tomoe.evaluation.perplexity import sliding
+from tomoe.evaluation.rows import Row, TaskScore
+from tomoe.evaluation.tasks import TaskSet
+from tomoe.files import basename
+from tomoe.model.loading import load_model, load_tokenizer
+from tomoe.progress import ProgressCallback, no_progress
+
+
+def evaluate(
+    names: Sequence[str | Path] | str | Path,
+    text: str | Path | None = None,
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    tokens: int | None = None,
+    tasks: TaskSet | None = None,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    offload: bool = False,
+    on_progress: ProgressCallback = no_progress,
+) -> list[Row]:
+    """Measure models on the same text, the dense one first: perplexity, KL from the first model, same top-1, routing, size.
+
+    ```python
+    dense, moe = tomoe.evaluate(["HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-moe"])
+    print(dense.measurement.perplexity, moe.measurement.perplexity, moe.measurement.kl)  # kl in nats
+    ```
+
+    Args:
+        names: folders, hub ids or known names; the first model is the reference of the others.
+        text: a file, a hub id or a named source such as "wikitext"; None: what a converted folder among `names` held out.
+        context: tokens of a sequence (default: 1024, or that of the held-out text).
+        stride: tokens from one sequence to the next; if it is smaller than `context`, sequences overlap, and each token is
+            predicted from at least `context - stride` others. None: sequences stand side by side.
+        tokens: tokens of the text to use, at most.
+        tasks: zero- or few-shot tasks for every model, see `tomoe.evaluation.tasks.TaskSet`.
+        dtype: of the weights: "float32", "bfloat16" or "float16".
+        device: "auto", "cpu" or "cuda".
+        offload: keep decoder layers on disk and read them for every sequence, for models larger than memory.
+
+    Returns one `Row` for each model, in the order of `names`. Several processes (torchrun) divide the sequences among
+    them and each returns all numbers; tasks run in process 0 alone, which alone has their scores.
+
+    Raises UserError if a model or text is not found, or the text does not fit the models.
+    """
+    models = [str(name) for name in ([names] if isinstance(names, str | Path) else names)]
+    if not models:
+        raise UserError("no model is named; give the dense model first, then converted ones")
+    evaluation = _evaluation_text(models, None if text is None else str(text), context, stride, tokens)
+
+    def loaded() -> Iterator[tuple[str, PreTrainedModel]]:
+        for name in models:
+            yield name, load_model(name, dtype, device, offload)
+
+    return compare_on(loaded(), evaluation, on_progress, tasks)
+
+
+def _evaluation_text(
+    models: Sequence[str], text: str | None, context: int | None, stride: int | None, tokens: int | None
+) -> EvaluationText:
+    """The text to measure on, see `evaluate`."""
+    if text is not None:
+        context = context or CONTEXT
+        if stride is not None and not 0 < stride <= context:
+            raise UserError(f"the stride is {stride}, but it should be between 1 and the context ({context})")
+        return replace(read_text(text, load_tokenizer(models[0]), context, tokens), stride=stride)
+    evaluation = held_out_text(models)
+    size = evaluation.sequences.input_ids.shape[1]
+    if context not in (None, size) or stride is not None:
+        raise UserError(
+            f"the held-out text is in separate sequences of {size} tokens; name a text with --text for another "
+            "context or a stride"
+        )
+    return evaluation if tokens is None else replace(evaluation, sequences=evaluation.sequences.truncate(tokens))
+
+
+def compare_on(
+    models: Iterable[tuple[str, PreTrainedModel]],
+    evaluation: EvaluationText,
+    on_progress: ProgressCallback = no_progress,
+    tasks: TaskSet | None = None,
+) -> list[Row]:
+    """Measure loaded models on one text, as `compare` does, and how much of it each was fitted on (`training_overlap`).
+
+    `models` are (name, model) pairs, dense first; they may come from a generator that loads as it goes. Raises UserError
+    if the text does not fit a model.
+    """
+    names: list[str] = []
+
+    def with_names() -> Iterator[tuple[str, PreTrainedModel]]:
+        for name, model in models:
+            names.append(name)
+            yield name, model
+
+    def scores(name: str, model: PreTrainedModel) -> tuple[TaskScore, ...]:
+        assert tasks is not None
+        title = basename(name)
+        return tasks.run(
+            model, load_tokenizer(name), lambda task, *progress: on_progress(f"{task} of {title}", *progress)
+        )
+
+    sequences, sources = evaluation.sequences, None
+    inputs = (sequences.input_ids, sequences.mask)
+    if evaluation.stride is not None:
+        inputs = sliding(sequences.input_ids[sequences.mask], sequences.input_ids.shape[1], evaluation.stride)
+    elif sequences.source_ids is not None:
+        sources = [evaluation.sources[i] for i in sequences.source_ids.tolist()]
+    rows = compare(
+        with_names(), *inputs, stride=evaluation.stride, data=evaluation.name, seed=evaluation.seed, sources=sources,
+        tasks=scores if tasks and not distributed.rank() else None, on_progress=on_progress,
+    )  # fmt: skip
+    overlaps = [training_overlap(name, sequences) for name in names]
+    return [replace(row, training_overlap=overlap) for row, overlap in zip(rows, overlaps, strict=True)]
+
+
+def training_overlap(name: str, text: Sequences) -> float | None:
+    """Share of the text's tokens (0 to 1) that stand, in runs of 13 tokens, in the text that a converted folder kept.
+
+    That is the text of its calibration, its training and, if it was fine-tuned, its fine-tuning. None if `name` is no
+    folder that keeps its text (run/corpus.safetensors): a dense model, or a model from the hub.
+    """
+    files = sorted((Path(name) / "run").glob("*corpus.safetensors"))  # of a fine-tuned model, also what came earlier
+    if not files:
+        return None
+    fitted = [part for corpus in map(Corpus.load, files) for part in (corpus.train, corpus.calibration)]
+    return shared_share(text, joined(fitted))

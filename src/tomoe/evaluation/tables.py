@@ -1,0 +1,161 @@
+"""Rows as tables: titles and cells, Markdown, and the terminal. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from tomoe.evaluation.rows import Row, TaskScore
+from tomoe.files import format_bytes
+
+NONE = "-"
+_ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " ", "\r": " "})
+
+
+def escape_markdown(text: str) -> str:
+    """The text as one line of Markdown: no HTML, no link, no table cell comes out of it."""
+    return re.sub(r"([\\`*\[\]|])", r"\\\1", text.translate(_ENTITIES))
+
+
+def count(number: int) -> str:
+    """134,515,008 -> 134.5 M."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.1f} {letter}"
+    return str(number)
+
+
+def cells(row: Row) -> dict[str, str]:
+    """One row of every table, by column title."""
+    m, f = row.measurement, row.facts
+    error = "" if m.standard_error is None else f" ± {m.standard_error:.2f}"
+    return {
+        "model": row.name,
+        "active params": NONE if f["active_share"] is None else f"{f['active_share']:.1%}",
+        "active / all weights": f"{count(f['active_params'])} / {count(f['total_params'])}",
+        "perplexity": f"{m.perplexity:.2f}{error}",
+        "KL (nats)": NONE if m.kl is None else f"{m.kl:.4f}",
+        "same top-1": NONE if m.top1_agreement is None else f"{m.top1_agreement:.1%}",
+        "tokens": f"{m.tokens:,}",
+        "context": f"{m.context_length:,}",
+        "on disk": NONE if f["bytes_on_disk"] is None else format_bytes(f["bytes_on_disk"]),
+    }
+
+
+def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells; a column in which no row has anything is left out."""
+    all_cells = [cells(row) for row in rows]
+    titles = [title for title in (all_cells[0] if all_cells else {}) if any(row[title] != NONE for row in all_cells)]
+    return titles, [[row[title] for title in titles] for row in all_cells]
+
+
+def footnote(rows: Sequence[Row]) -> str:
+    """What one needs to get the same numbers: text, seed, dtype, device, versions; and whether rows are comparable."""
+    if not rows:
+        return ""
+    first = rows[0].measurement
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    parts = [
+        f"Text: {first.data or 'not named'} (sha256 {first.data_sha256[:12]})"
+        + ("" if first.seed is None else f", seed {first.seed}")
+        + f", {first.blocks} sequence{'s' * (first.blocks != 1)} of {first.context_length} tokens (the context)"
+        + ("" if first.stride is None else f", each starting {first.stride} tokens after the one before")
+        + f", {first.tokens:,} of them predicted",
+        "" if first.standard_error is None else "± is one standard error, with sequences as independent units",
+        "KL and same top-1 are against the first model" if len(rows) > 1 else "",
+        "Active params are the share of the dense model's decoder parameters that work on a token",
+        "; ".join(dict.fromkeys(f"{row.measurement.dtype} on {row.measurement.device}" for row in rows)),
+        versions,
+    ]
+    if len({row.measurement.data_sha256 for row in rows}) > 1:
+        parts.append("ATTENTION: the rows were measured on different texts and cannot be compared")
+    return ". ".join(part for part in parts if part) + "."
+
+
+def task_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells: a line for each task, a column for each model, their means last. Empty if no task was run."""
+    tasks = list({(s.task, s.shots, s.metric): None for row in rows for s in row.tasks})
+    by_model = [{(s.task, s.shots, s.metric): s for s in row.tasks} for row in rows]
+    body = [
+        [task[0], str(task[1]), task[2].replace("_", " "), *(_share(scores.get(task)) for scores in by_model)]
+        for task in tasks
+    ]
+    if len(body) > 1:
+        body.append(["mean", "", "", *(_mean(row.tasks) if len(row.tasks) == len(tasks) else NONE for row in rows)])
+    return ["task", "shots", "metric", *(row.name for row in rows)] if body else [], body
+
+
+def _share(score: TaskScore | None) -> str:
+    if score is None:
+        return NONE
+    error = "" if score.standard_error is None else f" ± {100 * score.standard_error:.1f}"
+    return f"{100 * score.value:.1f}{error}"
+
+
+def _mean(scores: Sequence[TaskScore]) -> str:
+    """Tasks are independent, so the squares of their errors add up."""
+    value = sum(s.value for s in scores) / len(scores)
+    error = math.sqrt(sum((s.standard_error or 0.0) ** 2 for s in scores)) / len(scores)
+    return f"{100 * value:.1f} ± {100 * error:.1f}"
+
+
+def task_footnote(rows: Sequence[Row]) -> str:
+    """How the tasks were run; empty if none was."""
+    scores = [score for row in rows for score in row.tasks]
+    if not scores:
+        return ""
+    counts = ", ".join(dict.fromkeys(f"{s.task} {s.examples:,}" for s in scores))
+    truncated = sum(s.truncated for s in scores)
+    parts = [
+        f"Per cent, ± one standard error. Questions: {counts}",
+        f"{scores[0].harness}, few-shot examples drawn with seed {scores[0].seed}",
+        f"{truncated:,} prompts were longer than the model's context and lost their beginning" if truncated else "",
+    ]
+    return ". ".join(part for part in parts if part) + "."
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """The table with its footnote; then tasks with theirs."""
+
+    def line(values: Sequence[str]) -> str:
+        return "| " + " | ".join(map(escape_markdown, values)) + " |"
+
+    lines = []
+    for (titles, body), note in ((table(rows), footnote(rows)), (task_table(rows), task_footnote(rows))):
+        if titles:
+            ruler = "|---|" + "---:|" * (len(titles) - 1)
+            lines += [line(titles), ruler, *map(line, body), "", escape_markdown(note), ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def to_rich(rows: Sequence[Row]) -> Table:
+    """The same table for the terminal, without the columns that the footnote repeats: it should fit 80 characters."""
+    titles, body = table(rows)
+    shown = Table(caption=escape(footnote(rows)), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    kept = [i for i, title in enumerate(titles) if title not in ("tokens", "context")]
+    for i in kept:
+        shown.add_column(titles[i].replace(" ", "\n", 1), justify="right" if i else "left", overflow="fold")
+    for values in body:
+        shown.add_row(*(escape(values[i]) for i in kept))
+    return shown
+
+
+def tasks_to_rich(rows: Sequence[Row]) -> Group | None:
+    """The tasks and their footnote for the terminal; None if none was run."""
+    titles, body = task_table(rows)
+    if not titles:
+        return None
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, title in enumerate(titles):
+        shown.add_column(escape(title), justify="right" if i else "left", overflow="fold")
+    for values in body:
+        shown.add_row(*map(escape, values))
+    # no caption: that is folded at the width of the table
+    return Group(shown, Text(task_footnote(rows)))

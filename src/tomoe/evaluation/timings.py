@@ -1,0 +1,119 @@
+"""What a benchmark found, as plain data, as JSON and as a table. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from tomoe.evaluation.rows import Count, Name, NotNegative, Positive
+from tomoe.files import format_bytes
+
+FORMAT = "tomoe-benchmark-1"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One phase at one size. Seconds are those of one pass: over the whole prompt, or over one token of every row."""
+
+    phase: Name  # prefill or decode
+    batch: Count
+    prompt: Count  # tokens of a row that are prefilled, or that the cache holds when decoding starts
+    dtype: Name
+    device: Name
+    threads: Count
+    backend: Name  # how the MoE ran its experts
+    runs: Count
+    dense_s: NotNegative  # median
+    moe_s: NotNegative
+    ratio: Positive  # median over pairs of runs of dense / MoE: above 1 the MoE is faster
+    ratio_low: Positive  # the middle half of the pairs lies between these
+    ratio_high: Positive
+    dense_flops: Count  # multiplications and additions of matrix products, those of the MoE without what it masks away
+    moe_flops: Count
+    dense_bytes: Count  # of weights that the pass reads, per token
+    moe_bytes: Count
+    bound: NotNegative  # the ratio if the pass cost its operations (prefill) or its bytes of weights (decode) alone
+
+    @property
+    def verdict(self) -> str:
+        return "faster" if self.ratio_low > 1 else "SLOWER" if self.ratio_high < 1 else "even"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one model, in bytes."""
+
+    weights: int
+    resident: int | None  # growth of the process by loading and running it; None if the system does not tell
+    cache_per_token: int  # K and V of one token in all layers
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    dense: str
+    moe: str
+    text: str
+    active_share: float | None
+    dense_memory: Memory
+    moe_memory: Memory
+    cells: tuple[Cell, ...]
+    left_out: tuple[str, ...]
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def to_json(benchmark: Benchmark) -> str:
+    """Serialize everything, with the verdict of every cell, for figures and for whoever measures again."""
+    values = asdict(benchmark) | {"cells": [asdict(c) | {"verdict": c.verdict} for c in benchmark.cells]}
+    return json.dumps({"format": FORMAT} | values, indent=2, allow_nan=False) + "\n"
+
+
+def to_rich(benchmark: Benchmark) -> Table:
+    """One line for each cell, in milliseconds; the caption says what the numbers mean."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=footnote(benchmark), caption_justify="left")
+    titles = ["", "batch", "prompt", "dense\nms", "MoE\nms", "faster\nby", "bound"]
+    for title in [*titles, "GFLOP\ndense/MoE", "MB/token\ndense/MoE", "experts"]:
+        table.add_column(title, justify="left" if title in ("", "experts") else "right")
+    for c in benchmark.cells:
+        slower = f" {c.verdict}" if c.verdict == "SLOWER" else ""
+        table.add_row(
+            c.phase, str(c.batch), f"{c.prompt:,}", f"{1e3 * c.dense_s:.1f}", f"{1e3 * c.moe_s:.1f}",
+            f"{c.ratio:.2f} ({c.ratio_low:.2f}-{c.ratio_high:.2f}){slower}", f"{c.bound:.2f}",
+            f"{c.dense_flops / 1e9:.3g}/{c.moe_flops / 1e9:.3g}", f"{c.dense_bytes / 1e6:.3g}/{c.moe_bytes / 1e6:.3g}",
+            c.backend,
+        )  # fmt: skip
+    return table
+
+
+def footnote(benchmark: Benchmark) -> str:
+    """Memory, what the columns mean, what was left out, and what one needs to measure again."""
+
+    def memory(name: str, m: Memory) -> str:
+        resident = "" if m.resident is None else f", resident {format_bytes(m.resident)}"
+        return f"{name}: weights {format_bytes(m.weights)}{resident}, cache {format_bytes(m.cache_per_token)} a token"
+
+    share = benchmark.active_share
+    parts = [
+        memory(benchmark.dense, benchmark.dense_memory),
+        memory(benchmark.moe, benchmark.moe_memory),
+        ""
+        if share is None
+        else f"{share:.1%} of the decoder parameters are active, so decoder layers alone can be at most {1 / share:.2f} "
+        "times as fast",
+        "A ratio is the median over pairs of neighboring runs, with the middle half of them; the bound is the ratio of "
+        "operations (prefill) or of bytes of weights (decode)",
+        f"Text: {benchmark.text}",
+        _left_out(benchmark.left_out),
+        ", ".join(f"{name} {version}" for name, version in benchmark.versions.items()),
+    ]
+    return ". ".join(part for part in parts if part) + "."
+
+
+def _left_out(lines: Sequence[str]) -> str:
+    """Name the cells that are missing, and what brings them back."""
+    if not lines:
+        return ""
+    return f"Left out as too slow (--seconds sets the limit): {'; '.join(lines)}"

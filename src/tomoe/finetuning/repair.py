@@ -1,0 +1,78 @@
+"""Refit a finished conversion to its own masks: OUT (a converted folder) -> REPAIRED (a folder of the same kind)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tomoe import __version__, distributed
+from tomoe.conversion import save_conversion
+from tomoe.data.corpus import Corpus, prepare
+from tomoe.errors import UserError
+from tomoe.files import atomic_write, basename
+from tomoe.finetuning.run import Origin
+from tomoe.model.loading import load_dense, load_tokenizer, pick_device
+from tomoe.moe.checkpoint import refuse_overwriting
+from tomoe.plan import FINETUNED, Plan
+from tomoe.progress import ProgressCallback, no_progress, stage_callback
+from tomoe.pruning.repaired_plan import repair_plan
+from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.finetuning import FinetuneRecipe
+from tomoe.report.card import write_card
+from tomoe.report.summary import shown_name
+
+
+@distributed.locks_out("repair")
+def repair(
+    folder: Path,
+    out: Path,
+    changes: Sequence[str] = (),
+    data: Sequence[str] = (),
+    dense: str = "",
+    force: bool = False,
+    on_progress: ProgressCallback = no_progress,
+) -> Plan:
+    """Refit the projections of a conversion to its masks, from the original dense weights, and write the result to `out`.
+
+    changes: `repair.key=value` settings (mode full if the conversion was not repaired). data: text to fit to (default: what
+    the conversion learned from). dense: the dense model, if it is not where the plan says. Returns the new plan.
+
+    Raises UserError if the folder holds no conversion or a fine-tuned one, its dense model changed, or no text is there.
+    """
+    origin = Origin.of(FinetuneRecipe(model=str(folder), dense=dense))
+    if FINETUNED in origin.plan.notes:
+        raise UserError(
+            f"{folder} was fine-tuned after folding, and repair starts from the dense weights; repair before that"
+        )
+    refuse_overwriting(out, force, origin.dense)
+    recipe = Recipe(**origin.plan.recipe)
+    recipe = recipe.changed([*(["repair.mode=full"] if recipe.repair.mode == "none" else []), *changes])
+    if recipe.repair.mode == "none":
+        raise UserError("repair.mode is none, so there is nothing to do; set it to full or low_rank")
+    tokenizer = load_tokenizer(origin.dense)
+    kept = folder / "run" / "corpus.safetensors"
+    if not data and not kept.is_file():
+        raise UserError(f"{folder} keeps no text (run/corpus.safetensors); name some with --data")
+    device = pick_device(recipe.device)
+    model = load_dense(origin.dense, getattr(torch, origin.stored), device, offload=None)
+    origin.check_dense(model)
+    corpus = Corpus.load(kept)
+    if data:
+        section = recipe.data.model_copy(update={"sources": tuple(data)})
+        corpus = prepare(section, tokenizer, recipe.seed, model, stage_callback(on_progress, "text"))
+    text = corpus.train.truncate(recipe.repair.tokens)
+    plan = repair_plan(origin.plan, model, text.input_ids, text.mask, recipe.repair, on_progress)
+    plan = replace(plan, recipe=recipe.model_dump(mode="json"), notes=plan.notes | {"tomoe": __version__})
+
+    def write() -> None:
+        save_conversion(plan, model, tokenizer, out, force)
+        if kept.is_file():
+            atomic_write(out / "run" / kept.name, kept.read_bytes())
+        command = f"tomoe repair {shown_name(str(folder))} -o {basename(out)}"
+        write_card(out, plan, base_model=origin.dense, command=command)
+
+    distributed.on_rank_zero(write)
+    return plan

@@ -1,0 +1,57 @@
+"""Loads any model with its tokenizer, and continues a prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tomoe.errors import UserError
+from tomoe.model.loading import load_model, load_tokenizer
+
+# continued by both models in the report
+PROMPT = "The three most important things about the sea are"
+
+
+def load(
+    name: str | Path, dtype: str = "bfloat16", device: str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A dense model (hub id, folder, .gguf file, known name) or a converted folder, with its tokenizer.
+
+    Raises UserError if there is no such model.
+    """
+    return load_model(str(name), dtype, device), load_tokenizer(str(name))
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> str:
+    """The continuation of a prompt. Temperature 0 takes the most likely tokens, a higher one samples with the seed.
+
+    Raises UserError for a prompt without a token.
+    """
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    prompt_tokens = inputs["input_ids"].shape[1]
+    if prompt_tokens == 0:
+        raise UserError("there is nothing to continue: the prompt has no token")
+    greedy = temperature == 0
+    # generate draws from the global generator only
+    with torch.inference_mode(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        ids = cast(Any, model).generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=not greedy,
+            temperature=None if greedy else temperature,
+            top_p=None,
+            top_k=None if greedy else 0,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )
+    return str(tokenizer.decode(ids[0, prompt_tokens:], skip_special_tokens=True))

@@ -1,0 +1,29 @@
+"""Hooks on a model inside a `with` block, and the input that a decoder part was called with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Keep hooks inside a `with` block. If registering fails halfway, those already registered are removed, too."""
+    registered: list[RemovableHandle] = []
+    try:
+        for handle in handles:
+            registered.append(handle)
+        yield
+    finally:
+        for handle in registered:
+            handle.remove()
+
+
+def input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The hidden states that a layer, MLP or attention was called with: families pass them by position or by name."""
+    x: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return x

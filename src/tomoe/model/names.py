@@ -1,0 +1,38 @@
+"""What the name of a model means: a folder, a .gguf file, a known name or a hub id. Needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from tomoe.errors import UserError
+from tomoe.model import catalog
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def resolve(model: str) -> Path | str:
+    """The folder or .gguf file of a model, downloaded if it has a known name; a hub id as it is.
+
+    Write ./name for a folder that has a known name. Raises UserError for a name that is none of these.
+    """
+    if model in catalog.names():
+        return catalog.fetch(model)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        ggufs = sorted(file.name for file in path.glob("*.gguf"))
+        hint = f"; did you mean {path / ggufs[0]}?" if ggufs else ""
+        raise UserError(f"the folder {model} holds no config.json, so it is not a Hugging Face model{hint}")
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return path
+        raise UserError(f"{model} is a file, but a model is a folder with config.json or a .gguf file")
+    if HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+        return model
+    known = catalog.names()
+    near = difflib.get_close_matches(model, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f", and the known names are {', '.join(known)}"
+    raise UserError(f"there is no folder or .gguf file {model!r}, a hub id reads owner/name{hint}")

@@ -1,0 +1,70 @@
+"""The sizes of a dense model. Needs no torch, so that counting and inspecting are quick.
+
+Shapes: C dims of a head, Q choices of a head (one per rotary pair or unrotated dim), c kept dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxtyping import Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of the decoder; every budget number follows from them."""
+
+    num_layers: int
+    """L"""
+    hidden_size: int
+    """D"""
+    mlp_size: int
+    """F: the neurons that experts are made of."""
+    num_heads: int
+    """H"""
+    num_kv_heads: int
+    """G"""
+    head_dim: int
+    """C"""
+    rotary_size: int
+    """R: the first dims of a head, which RoPE rotates in pairs (j, j + R/2)."""
+    gated: bool
+    """Whether the MLP computes act(gate x) * up x, otherwise act(up x)."""
+
+    @property
+    def num_qk_choices(self) -> int:
+        """Q: one choice per rotary pair, one per dim that RoPE does not rotate (Appendix A.2)."""
+        return self.head_dim - self.rotary_size // 2
+
+    def kept_qk_dims(self, pairs: int, unpaired: int) -> int:
+        """Head dims of this many kept rotary pairs and dims that RoPE does not rotate."""
+        return 2 * pairs + unpaired
+
+    def expand_qk(self, mask: Float[Any, " Q"]) -> Float[Any, " C"]:
+        """A mask over choices (torch tensor) as a mask over head dims: the two dims of a pair share one entry."""
+        import torch
+
+        pairs = mask[: self.rotary_size // 2]
+        return torch.cat([pairs, pairs, mask[self.rotary_size // 2 :]])
+
+    def qk_dims(self, kept: Bool[Any, " Q"]) -> Int[Any, " c"]:
+        """Kept head dims in the order of a pruned head: first halves of the pairs, second halves, unpaired dims."""
+        import torch
+
+        num_pairs = self.rotary_size // 2
+        pairs = kept[:num_pairs].nonzero().squeeze(1)
+        return torch.cat([pairs, pairs + num_pairs, kept[num_pairs:].nonzero().squeeze(1) + self.rotary_size])
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def num_kv_heads(config: Any) -> int:
+    """Key/value heads of a transformers config; as many as query heads if it does not say."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def head_dim(config: Any) -> int:
+    """Dims of a head of a transformers config."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

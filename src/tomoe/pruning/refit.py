@@ -1,0 +1,152 @@
+"""One matrix refitted in closed form: weighted least squares with a ridge, whole or of low rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tomoe.errors import UserError
+
+BLOCK = 512  # inputs; of a Gram matrix only the upper blocks are computed
+MOST_RAISES = 6  # of the ridge, tenfold each
+LEAST_RIDGE = 1e-6  # what a ridge of zero is raised to first
+
+Matrix = Float[Tensor, "D n"]
+
+
+@dataclass(frozen=True)
+class Refit:
+    """One refitted matrix and what it gained on the calibration tokens."""
+
+    weight: Matrix  # float32, in place of the dense one
+    factors: tuple[Float[Tensor, "D r"], Float[Tensor, "r n"]] | None  # their product is the change; None: it is whole
+    error_before: float  # mean over tokens of |gap|^2 / |residual|^2, with the dense matrix
+    error_after: float
+    ridge: float  # the one that was used
+
+
+class NormalEquations:
+    """Sums over tokens of which the refitted matrix is the solution; n inputs, D outputs.
+
+    G = sum w h h^T, C = sum w g h^T, and the weighted squared gap itself.
+    """
+
+    def __init__(self, inputs: int, outputs: int, device: torch.device):
+        self.upper: Float[Tensor, "n n"] = torch.zeros(
+            inputs, inputs, device=device
+        )  # G, the blocks from the diagonal on
+        self.cross: Matrix = torch.zeros(outputs, inputs, device=device)
+        self.sums: Float[Tensor, 2] = torch.zeros(2, dtype=torch.float64, device=device)  # weighted |gap|^2, tokens
+
+    def add(self, h: Float[Tensor, "t n"], gap: Float[Tensor, "t D"], residual: Float[Tensor, "t D"]) -> None:
+        """Take in tokens; `residual` is the stream that the output is added to. Sums are float32, whatever `h` is."""
+        root = residual.float().square().sum(-1, keepdim=True).clamp_min(1e-6).rsqrt()
+        own, wanted = h * root, gap * root
+        with _products(h.dtype):
+            for a in range(0, len(self.upper), BLOCK):
+                self.upper[a : a + BLOCK, a:].addmm_(own[:, a : a + BLOCK].T, own[:, a:])
+            self.cross.addmm_(wanted.T, own)
+        self.sums += torch.stack([wanted.double().square().sum(), root.new_tensor(len(h)).double()])
+
+    @property
+    def gram(self) -> Float[Tensor, "n n"]:
+        """G, whole: what lies below the diagonal is copied from above it."""
+        for a in range(BLOCK, len(self.upper), BLOCK):
+            self.upper[a:, a - BLOCK : a] = self.upper[a - BLOCK : a, a:].T
+        return self.upper
+
+    def error(self, change: Matrix) -> float:
+        """Mean of |h Delta^T - g|^2 / |residual|^2 over all tokens."""
+        total, count = self.sums.tolist()
+        fitted = ((change @ self.gram - 2 * self.cross) * change).sum(dtype=torch.float64)
+        return (total + float(fitted)) / max(count, 1.0)
+
+
+@contextmanager
+def _products(dtype: torch.dtype) -> Iterator[None]:
+    """Inside the block float32 products on the CPU may round their factors, not their sums, where these were bfloat16 before.
+
+    With instructions for it the Gram matrix of rounded activations takes two thirds of the time, and is one all the same.
+    """
+    backend: Any = torch.backends.mkldnn
+    settings = backend.matmul
+    before = settings.fp32_precision
+    try:
+        if dtype == torch.bfloat16:
+            settings.fp32_precision = "bf16"
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def solve(
+    gram: Float[Tensor, "n n"], cross: Matrix, ridge: float, say: Callable[[str], None] = lambda sentence: None
+) -> tuple[Matrix, float]:
+    """Delta = C (G + ridge mean(diag G) 1)^-1 and the ridge that it took.
+
+    A matrix that is not positive definite gets ten times the ridge, and `say` a sentence. Raises UserError where sums are no
+    finite numbers, or no ridge helps.
+    """
+    scale = float(gram.diagonal().double().mean())
+    if not (math.isfinite(scale) and bool(gram.isfinite().all()) and bool(cross.isfinite().all())):
+        raise UserError(
+            "the activations of the calibration text are not finite numbers, so nothing can be refitted to them; load the "
+            "model in float32 or bfloat16"
+        )
+    if scale == 0:  # every input is masked for every token
+        return torch.zeros_like(cross), ridge
+    for _ in range(MOST_RAISES):
+        regular = gram.double()
+        regular.diagonal().add_(ridge * scale)
+        factor, failed = torch.linalg.cholesky_ex(regular)
+        if not failed:
+            change = torch.cholesky_solve(cross.double().T, factor).T.float()
+            if bool(change.isfinite().all()):
+                return change, ridge
+        raised = max(10 * ridge, LEAST_RIDGE)
+        say(f"its Gram matrix is not positive definite with a ridge of {ridge:g}, taking {raised:g}")
+        ridge = raised
+    raise UserError(
+        f"the Gram matrix of the calibration text is not positive definite even with a ridge of {ridge:g}; give more text"
+    )
+
+
+def low_rank(
+    change: Matrix, gram: Float[Tensor, "n n"], rank: int
+) -> tuple[Float[Tensor, "D r"], Float[Tensor, "r n"]]:
+    """U, V with U V nearest to the change Delta in the metric of G: least tr (Delta - U V) G (Delta - U V)^T.
+
+    These are the first `rank` terms of the singular value decomposition of Delta G^(1/2): U holds the eigenvectors of
+    Delta G Delta^T with the largest eigenvalues, V = U^T Delta. With the regularised G that Delta was solved with, U V is the
+    solution of the whole problem among changes of that rank, because Delta is its minimum and G its curvature.
+    """
+    wide = change.double()
+    _, vectors = torch.linalg.eigh(wide @ gram.double() @ wide.T)
+    left = vectors[:, -min(rank, *change.shape) :].flip(1)
+    return left.float(), (left.T @ wide).float()
+
+
+def refit(
+    weight: Matrix,
+    sums: NormalEquations,
+    ridge: float,
+    rank: int = 0,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Refit:
+    """The matrix that solves the normal equations. Raises UserError as `solve` does."""
+    change, ridge = solve(sums.gram, sums.cross, ridge, say)
+    factors = None
+    if rank:
+        metric = sums.gram.clone()
+        metric.diagonal().add_(ridge * metric.diagonal().mean())
+        factors = low_rank(change, metric, rank)
+        change = factors[0] @ factors[1]
+    before, after = sums.error(torch.zeros_like(change)), sums.error(change)
+    return Refit(weight.float() + change, factors, before, after, ridge)

@@ -1,0 +1,87 @@
+"""Plan -> Plan: refit the down projections (and, if V/O dims are pruned, the output projections) to the plan's masks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tomoe.plan import REPAIRED, LayerPlan, Plan
+from tomoe.progress import ProgressCallback, no_progress
+from tomoe.pruning.masking import planned_masks
+from tomoe.pruning.refit import Refit
+from tomoe.pruning.repair import LayerRepair, RepairSettings, repair_layers
+from tomoe.recipe.conversion import RepairSection
+
+
+def repair_plan(
+    plan: Plan,
+    model: PreTrainedModel,
+    ids: Int[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"],
+    section: RepairSection,
+    on_progress: ProgressCallback = no_progress,
+    folder: Path | None = None,
+) -> Plan:
+    """Return the plan with refitted projections, and a note of how they were fitted and what it gained.
+
+    `model` holds the dense weights that the plan is for, `ids` the calibration sequences; `mask` is False on padding.
+    Earlier refits of the plan are replaced. Under torchrun every rank must take part; all get the same plan. Hidden
+    states that do not fit in memory go to a file in `folder`. Raises UserError if activations are not finite.
+    """
+    layers = tuple(replace(layer, refit={}) for layer in plan.layers)
+    bare = replace(plan, layers=layers)
+    prunes_values = any(layer.value_top_k < plan.shape.head_dim for layer in layers)
+    settings = RepairSettings(
+        section.target, section.ridge, section.rank if section.mode == "low_rank" else 0, prunes_values
+    )
+    repaired: list[LayerPlan] = []
+    errors = torch.zeros(2, dtype=torch.float64)
+
+    def report(done: int, total: int, info: dict[str, Any]) -> None:
+        on_progress("repair", done, total, info)
+
+    for layer, fit in zip(layers, repair_layers(
+        model, planned_masks(bare, model.device), ids, mask, settings, report, folder
+    ), strict=True):  # fmt: skip
+        repaired.append(replace(layer, refit=_tensors(fit, model.dtype)))
+        errors += torch.tensor([fit.down.error_before, fit.down.error_after], dtype=torch.float64)
+    before, after = (errors / len(layers)).tolist()
+    note = {
+        "mode": section.mode, "ridge": section.ridge, "target": section.target, "tokens": int(mask.sum()),
+        "error_before": before, "error_after": after, "output": prunes_values,
+    } | ({"rank": section.rank} if section.mode == "low_rank" else {})  # fmt: skip
+    return replace(bare, layers=tuple(repaired), notes=plan.notes | {REPAIRED: note})
+
+
+def _tensors(fit: LayerRepair, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what the plan keeps of a layer: whole matrices in the model's dtype, factors in float32."""
+    parts: dict[str, Refit | None] = {"down": fit.down, "output": fit.output}
+    tensors: dict[str, Tensor] = {}
+    for name, refit in parts.items():
+        if refit is None:
+            continue
+        if refit.factors is None:
+            tensors[f"{name}.weight"] = refit.weight.to(dtype).cpu()
+        else:
+            tensors |= {
+                f"{name}.left": refit.factors[0].contiguous().cpu(),
+                f"{name}.right": refit.factors[1].contiguous().cpu(),
+            }
+    return tensors
+
+
+def repair_bytes(plan: Plan, section: RepairSection, itemsize: int) -> int:
+    """Return the bytes that repair adds to a plan, before it is made."""
+    s = plan.shape
+    sizes = [s.mlp_size] + ([s.num_heads * s.head_dim] if any(v.value_top_k < s.head_dim for v in plan.layers) else [])
+    if section.mode == "none":
+        return 0
+    if section.mode == "full":
+        return s.num_layers * s.hidden_size * sum(sizes) * itemsize
+    return s.num_layers * sum((s.hidden_size + size) * min(section.rank, s.hidden_size, size) for size in sizes) * 4

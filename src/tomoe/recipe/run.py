@@ -1,0 +1,88 @@
+"""What the recipes of all runs share: model, seed, device, training loop and text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from tomoe.errors import UserError
+from tomoe.recipe.base import BaseRecipe, Section
+
+
+class LoopSection(Section):
+    """The training loop of any kind of run."""
+
+    steps: int = Field(default=500, ge=0)
+    """Optimizer steps; 0 learns nothing."""
+    batch_size: int = Field(default=1, ge=1)
+    """Sequences per forward pass."""
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """Forward passes per step; under torchrun they are divided among the ranks."""
+    learning_rate: float = Field(default=1e-2, gt=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """The learning rate after warm-up: constant, or falling to zero along a cosine."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly from zero."""
+    weight_decay: float = Field(default=0.05, ge=0)
+    """Decoupled weight decay of AdamW."""
+    gradient_clip: float = Field(default=1.0, ge=0)
+    """Maximum norm of the gradient; 0 = off."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: slower, less memory."""
+    teacher_cache: str = ""
+    """Folder for the dense model's final hidden states, shared by runs on the same text; empty: no cache."""
+    save_every: int = Field(default=100, ge=1)
+    """Steps between checkpoints."""
+    log_every: int = Field(default=1, ge=1)
+    """Steps between rows of metrics.jsonl."""
+    max_nonfinite_steps: int = Field(default=5, ge=1)
+    """Stop after this many consecutive steps without a finite loss."""
+
+
+class DataSection(Section):
+    """The text to learn from, to calibrate on and to evaluate on."""
+
+    sources: tuple[str, ...] = Field(default=("self",), min_length=1)
+    """Names, hub ids or local paths; several are mixed in equal parts by tokens. `self` samples from the dense model."""
+    seq_len: int = Field(default=512, ge=8)
+    """Tokens per sequence (context length)."""
+    tokens: int = Field(default=100_000, ge=1)
+    """Total tokens of training, calibration and evaluation; for `self`, tokens to sample."""
+    calibration_tokens: int = Field(default=8192, ge=1)
+    """Tokens that the start is carved from."""
+    evaluation_tokens: int = Field(default=16_384, ge=1)
+    """Tokens held out for evaluation."""
+    text_column: str | None = None
+    """Column with the text, for hub, .jsonl and .parquet sources; default: `text`, else instruction, input and output."""
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _split_commas(cls, value: object) -> object:
+        return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _leave_something_to_train_on(self) -> Self:
+        if self.tokens <= self.calibration_tokens + self.evaluation_tokens:
+            raise UserError(
+                f"data.tokens is {self.tokens}, but it should exceed data.calibration_tokens "
+                f"({self.calibration_tokens}) and data.evaluation_tokens ({self.evaluation_tokens}) together"
+            )
+        return self
+
+
+class RunRecipe(BaseRecipe):
+    """What the training loop, the run folder and the trackers read from the recipe of any run."""
+
+    model: str = ""
+    """The model to start from."""
+    seed: int = Field(default=0, ge=0)
+    """Random seed."""
+    device: str = "auto"
+    """`auto` (CUDA if available), `cpu`, `cuda` or `cuda:N`."""
+    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
+    """Experiment tracker that gets the rows of metrics.jsonl."""
+    if TYPE_CHECKING:  # each kind of run declares these itself, after its other sections: keys keep that order
+        train: LoopSection
+        data: DataSection

@@ -1,0 +1,157 @@
+"""Rows as plain data: they read back, need no torch, and a file that anyone wrote ends in rows or in a sentence."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import SOURCE
+from tomoe.errors import UserError
+from tomoe.evaluation.rows import ExpertUsage, Measurement, Row, TaskScore, from_json, read_rows, to_json
+from tomoe.evaluation.tables import escape_markdown, footnote, table, task_footnote, task_table, to_markdown
+from tomoe.report.page import tiles
+from tomoe.report.warnings import find_warnings
+
+FACTS = {
+    "total_params": 1000, "active_params": 900, "block_params": 800, "active_block_params": 700, "active_share": 0.7,
+    "bytes_on_disk": 2_000_000, "max_positions": 64,
+}  # fmt: skip
+ODD = [None, True, "x", "", -1, 0, 1.5, -0.5, 10**4200, 1e308, [], {}, [[]], [1], {"a": 1}, "\x1b[31m<b>", [[0.5, "x"]]]
+
+
+def some_rows() -> list[Row]:
+    usage = ExpertUsage([[0.25, 0.75], [0.5, 0.5]], 4096)
+    score = TaskScore("piqa", 5, "acc", 0.6, 0.01, 100, 0, {"acc": 0.6}, "1.0", "lm-eval 0.4")
+    measured = [
+        Measurement(2.0, 0.1, 0.7, 100, 10, 16, None, kl, same, name, "a text", "0" * 64, "float32", "cpu", 0, {"torch": "2"})
+        for name, kl, same in (("dense", None, None), ("moe", 0.1, 0.9))
+    ]  # fmt: skip
+    return [
+        Row(measured[0], FACTS, None, None, (score,)),
+        Row(measured[1], FACTS, usage, 0.5, (score,), {"a": usage, "b": usage}),
+    ]
+
+
+def show(rows: list[Row]) -> None:
+    """Everything that a page, a card and the terminal make of rows."""
+    table(rows), footnote(rows), task_table(rows), task_footnote(rows), to_markdown(rows), tiles(rows)
+    find_warnings(rows=rows)
+
+
+def leaves(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values, those of lists and objects too."""
+    if path:
+        yield path
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in items:
+        yield from leaves(value, (*path, key))
+
+
+def mutations(values: Any) -> Iterator[Any]:
+    """Every value replaced by each odd one, and left out."""
+    for path in leaves(values):
+        for odd in (*ODD, ...):
+            changed = copy.deepcopy(values)
+            parent = changed
+            for key in path[:-1]:
+                parent = parent[key]
+            if odd is ...:
+                del parent[path[-1]]
+            else:
+                parent[path[-1]] = odd
+            yield changed
+
+
+def test_rows_read_back() -> None:
+    rows = some_rows()
+    assert from_json(to_json(rows)) == rows
+    assert Row.from_dict(json.loads(json.dumps(rows[1].to_dict()))) == rows[1]
+
+
+def test_no_odd_value_ends_in_a_traceback() -> None:
+    shown = refused = 0
+    for values in mutations(json.loads(to_json(some_rows()))):
+        try:
+            rows = from_json(json.dumps(values))
+        except UserError as error:
+            refused += "\n" not in str(error)
+            continue
+        shown += 1
+        show(rows)
+    assert shown > 100
+    assert refused > 800
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"format": "tomoe-comparison-2", "rows": ' + b"[" * 500 + b"]" * 500 + b"}", "evaluation.json is damaged"),
+        (b'{"format": "\xff\xfe"}', "is not JSON"),
+        (b'{"format": "tomoe-comparison-2", "rows": [' + b"9" * 10_000 + b"]}", "is not JSON"),
+        (b'{"format": "tomoe-comparison-2", "rows": NaN}', "is not JSON"),
+        (b'{"format": "tomoe-comparison-2", "rows": {}}', "evaluation.json is damaged"),
+        (b'{"format": "tomoe-comparison-2"}', "evaluation.json is damaged"),
+        (b"[]", "holds a list"),
+    ],
+    ids=lambda part: str(part)[:30],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "evaluation.json").write_bytes(content)
+    with pytest.raises(UserError, match=reason) as raised:
+        read_rows(tmp_path)
+    assert str(tmp_path / "evaluation.json") in str(raised.value)
+
+
+def test_what_is_not_there_or_of_another_version_is_no_row(tmp_path: Path) -> None:
+    assert read_rows(tmp_path) == []
+    (tmp_path / "evaluation.json").write_text('{"format": "tomoe-comparison-1", "rows": []}')
+    assert read_rows(tmp_path) == []
+
+
+def test_markdown_takes_no_markup_from_names() -> None:
+    evil = "<img src=x onerror=alert(1)> [link](http://x) `code` a|b\n# title & *bold*"
+    assert escape_markdown(evil) == (
+        "&lt;img src=x onerror=alert(1)&gt; \\[link\\](http://x) \\`code\\` a\\|b # title &amp; \\*bold\\*"
+    )
+    assert escape_markdown("SmolLM2_135M (v2), 70 %") == "SmolLM2_135M (v2), 70 %"
+    rows = some_rows()
+    written = to_markdown([Row(Measurement(2.0, None, 0.7, 1, 1, 8, model=evil, data=evil), FACTS), rows[1]])
+    assert "<img" not in written
+    assert "\n#" not in written
+
+
+LIGHT = """
+import sys, types
+package = types.ModuleType("tomoe")
+package.__path__, package.__version__ = [sys.argv[1]], "0"
+sys.modules["tomoe"] = package
+from pathlib import Path
+import tomoe.evaluation.rows, tomoe.evaluation.tables, tomoe.evaluation.timings
+import tomoe.report.summary, tomoe.report.warnings, tomoe.report.html
+from tomoe.plan import Plan
+plan = Plan.load(Path(sys.argv[2]), "numpy")
+tomoe.report.summary.conversion_summary(plan), tomoe.report.summary.layer_table(plan)
+print(len(tomoe.report.warnings.find_warnings(plan, tomoe.evaluation.rows.read_rows(Path(sys.argv[2])))))
+print([name for name in ("torch", "transformers", "matplotlib") if name in sys.modules])
+"""
+
+
+def test_what_inspect_needs_imports_no_torch(tmp_path: Path) -> None:
+    """In a fresh process; `tomoe` itself is left out, whose own imports are the command line's concern."""
+    from conftest import make_pico, make_plan
+
+    make_plan(make_pico("llama"), "per_token").save(tmp_path)
+    (tmp_path / "evaluation.json").write_text(to_json(some_rows()))
+    done = subprocess.run([sys.executable, "-c", LIGHT, SOURCE, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    findings, heavy = done.stdout.splitlines()
+    assert int(findings) >= 1
+    assert heavy == "[]"

@@ -1,0 +1,59 @@
+"""The paper's pseudo-MoE (Eq. 17, Appendix B.3): the dense model under the plan's masks. The reference of fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tomoe.finetuning.students import (
+    Fp32MasterWeights,
+    _frozen_embeddings,
+    _merged,
+    _rounded,
+    _trained_routers,
+    _trained_weights,
+    _with_routers,
+)
+from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.plan import LayerPlan, Plan
+from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.routing import Routing
+from tomoe.recipe.finetuning import FinetuneRecipe
+
+
+class PseudoMoE:
+    """Learns what `MoEStudent` learns, on the dense model's own matrices; `finish` folds them again."""
+
+    def __init__(self, dense: PreTrainedModel, plan: Plan, recipe: FinetuneRecipe):
+        assert recipe.weights == "full"
+        self.model, self.plan = dense, plan
+        layers = [replace(layer, router_weight=layer.router_weight.clone()) for layer in plan.layers]
+        self.masks = planned_masks(replace(plan, layers=tuple(layers)), dense.device)
+        self.routers = [m.router.requires_grad_(False) for m in self.masks]
+        if recipe.routers == "frozen":
+            # a frozen router chooses, and passes no gradient on to its input
+            for router in self.routers:
+                router.forward = torch.no_grad()(router.forward)
+        for m in self.masks:
+            if m.value_router is not None:
+                m.value_router.requires_grad_(False)
+        self.learned = Fp32MasterWeights(
+            _trained_weights(dense, _frozen_embeddings(dense), None) + _trained_routers(self.routers, recipe)
+        )
+
+    @contextmanager
+    def running(self, valid: Bool[Tensor, " T"]) -> Iterator[Callable[[], Sequence[Routing]]]:
+        with masked(self.model, self.masks):
+            yield lambda: [m.routing.select(valid) for m in self.masks if m.routing is not None]
+
+    def finish(self, version: str) -> tuple[ToMoEForCausalLM, list[LayerPlan]]:
+        dense = _merged(self.model, self.learned, None)
+        layers = _with_routers(self.plan, [_rounded(router.weight) for router in self.routers])
+        return fold(dense, replace(self.plan, layers=tuple(layers)), version), layers

@@ -1,0 +1,197 @@
+"""Models and tokenizers are loaded frozen and without their own code; otherwise one sentence says why not. No network."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conftest import make_pico
+from pico_tokenizer import make_tokenizer
+from tomoe.errors import UserError
+from tomoe.model import loading
+from tomoe.model.loading import fingerprint, load_dense, load_tokenizer, strip_remote_code_
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_pico("llama").save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_loaded_model_is_frozen_and_of_the_asked_kind(folder: Path) -> None:
+    model = load_dense(str(folder), torch.bfloat16)
+    assert not model.training
+    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.bfloat16, False)}
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert load_tokenizer(str(folder))("a<eos>").input_ids == make_tokenizer()("a<eos>").input_ids
+
+
+def edit(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+REMOTE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: (f / "model.safetensors").write_bytes(b"cut off"), "weights are damaged"),
+        (lambda f: os.truncate(f / "model.safetensors", 20_000), "weights are damaged"),
+        (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors"),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"model\.safetensors"),
+        (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
+        (lambda f: (f / "config.json").write_text("{}"), "no causal language model"),
+        (lambda f: edit(f, model_type="t5"), "no causal language model"),
+        (lambda f: edit(f, model_type="own"), "`own`"),
+        (lambda f: edit(f, **REMOTE), r"its own code \(trust_remote_code\).*not run here"),
+        (lambda f: edit(f, num_hidden_layers=3), r"lack 9 tensors.*model\.layers\.2"),
+        (lambda f: edit(f, intermediate_size=64), "shapes"),
+        (lambda f: edit(f, num_attention_heads=5), r"makes no sense.*\(5\)"),
+    ],
+)
+def test_models_that_cannot_be_loaded(
+    folder: Path, damage: object, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert callable(damage)
+    damage(folder)
+    with pytest.raises(UserError, match=words) as refused:
+        load_dense(str(folder), torch.float32)
+    assert "\n" not in str(refused.value)
+    assert str(folder) in str(refused.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **options: object) -> None:
+        raise OSError("We couldn't connect to the hub. Check this.\nAnd that.")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", unreachable)
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", unreachable)
+    for load in (lambda: load_dense("owner/name", torch.float32), lambda: load_tokenizer("owner/name")):
+        with pytest.raises(UserError, match=r"owner/name.*couldn't connect to the hub; smollm2-135m needs no hub$"):
+            load()
+
+
+def test_a_tokenizer_that_is_not_there(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="cannot load the tokenizer"):
+        load_tokenizer(str(folder))
+
+
+def test_a_saved_tokenizer_names_no_code(folder: Path, tmp_path: Path) -> None:
+    """With trust_remote_code, transformers would run the code of another repository that `auto_map` names."""
+    path = folder / "tokenizer_config.json"
+    code = {"AutoTokenizer": ["attacker/repo--evil.EvilTokenizer", None]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": code}))
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.save_pretrained(tmp_path / "loaded")
+    assert "auto_map" not in json.loads((tmp_path / "loaded" / path.name).read_text())
+    # a caller may bring a tokenizer of its own
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.save_pretrained(tmp_path / "before")
+    assert "auto_map" in json.loads((tmp_path / "before" / path.name).read_text())
+    tokenizer._auto_map = code
+    strip_remote_code_(tokenizer)
+    tokenizer.save_pretrained(tmp_path / "after")
+    assert "auto_map" not in json.loads((tmp_path / "after" / path.name).read_text())
+
+
+def test_the_fingerprint_is_of_the_weights_not_of_their_dtype(folder: Path) -> None:
+    whole, half = load_dense(str(folder), torch.float32), load_dense(str(folder), torch.bfloat16)
+    assert fingerprint(whole) == fingerprint(half)
+    whole.model.layers[1].mlp.up_proj.weight[3, 4] += 0.5
+    assert fingerprint(whole) != fingerprint(half)
+
+
+def test_the_fingerprint_tells_shapes_apart(folder: Path) -> None:
+    model = load_dense(str(folder), torch.float32)
+    before, up = fingerprint(model), model.model.layers[0].mlp.up_proj
+    up.weight = torch.nn.Parameter(up.weight.view(up.weight.shape[::-1]), requires_grad=False)  # the same bytes
+    assert fingerprint(model) != before
+
+
+def test_the_fingerprint_takes_pieces_as_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_dense(str(folder), torch.float32)
+    whole = fingerprint(model)
+    monkeypatch.setattr(loading, "_CHUNK", 7)
+    assert fingerprint(model) == whole
+
+
+def test_the_fingerprint_counts_tied_weights_once(tmp_path: Path) -> None:
+    tied = make_pico("llama", tie_word_embeddings=True)
+    before = fingerprint(tied)
+    tied.save_pretrained(tmp_path)
+    assert fingerprint(load_dense(str(tmp_path), torch.float32)) == before
+    tied.lm_head.weight = torch.nn.Parameter(tied.lm_head.weight.clone(), requires_grad=False)
+    assert fingerprint(tied) != before
+
+
+# ---- GGUF
+
+
+def write_gguf(model: PreTrainedModel, path: Path) -> None:
+    """A LLaMA as llama.cpp stores it: its own names, and query and key rows in pairs."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("A Title")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+
+    def stored(name: str, tensor: Tensor) -> Tensor:
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        return (
+            tensor
+            if heads is None
+            else tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        )
+
+    for name, tensor in model.state_dict().items():
+        writer.add_tensor(names.get_name(name, (".weight",)), stored(name, tensor).contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_loads_and_saves_as_any_other_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    dense = make_pico("llama")
+    write_gguf(dense, tmp_path / "pico.gguf")
+    model = load_dense(str(tmp_path / "pico.gguf"), torch.float32)
+    assert capfd.readouterr() == ("", "")
+    tokens = torch.arange(3, 40)[None]
+    torch.testing.assert_close(model(tokens).logits, dense(tokens).logits)
+    assert model.config._name_or_path == "pico"
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert not {"quantization_config", "_model_name_or_path"} & set(saved)
+    assert fingerprint(load_dense(str(tmp_path / "saved"), torch.bfloat16)) == fingerprint(model)
+
+
+def test_a_gguf_file_that_is_none_or_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "none.gguf").write_bytes(b"no gguf at all")
+    with pytest.raises(UserError, match=r"none\.gguf"):
+        load_dense(str(tmp_path / "none.gguf"), torch.float32)
+    write_gguf(make_pico("llama"), tmp_path / "cut.gguf")
+    os.truncate(tmp_path / "cut.gguf", 40_000)
+    with pytest.raises(UserError, match="cut off"):
+        load_dense(str(tmp_path / "cut.gguf"), torch.float32)

@@ -1,0 +1,153 @@
+"""What transformers' own tests ask of any model: attentions, tuples, configs without weights, quantizers, damaged files."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from conftest import FAMILIES, make_pico, make_plan, tokens
+from pico_tokenizer import make_tokenizer
+from tomoe.errors import UserError
+from tomoe.exporting.targets import Options, choose, write_export
+from tomoe.model.loading import load_dense
+from tomoe.moe.checkpoint import save_moe
+from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEModel
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def converted(family: str, attention: str = "per_token") -> ToMoEForCausalLM:
+    dense = make_pico(family)
+    return fold(dense, make_plan(dense, attention))
+
+
+def test_quantizers_leave_the_routers_alone() -> None:
+    """bitsandbytes, torchao, quanto and awq read `_keep_in_fp32_modules` and know nothing of the strict list."""
+    moe = converted("llama")
+    linear = [name for name, module in moe.named_modules() if isinstance(module, torch.nn.Linear)]
+    skipped = {name for name in linear if not should_convert_module(name, list(moe._keep_in_fp32_modules))}
+    assert skipped == {name for name in linear if "router" in name}
+    assert any("value_router" in name for name in skipped)
+
+
+def test_eight_bits_of_bitsandbytes_leave_the_routers_in_float32(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    dense = make_pico("llama")
+    plan = make_plan(dense, "per_token")
+    save_moe(fold(dense, plan), plan, None, tmp_path / "moe")
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", quantization_config=config, dtype=torch.bfloat16)
+    dtypes = {name: p.dtype for name, p in packed.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if "router." in name} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if name.endswith("q_proj.weight")} == {torch.int8}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attentions_are_returned(family: str) -> None:
+    moe, ids = converted(family), tokens(2, 7)
+    moe.set_attn_implementation("eager")
+    for model in (moe, moe.model):
+        out = model(ids, output_attentions=True, output_router_logits=True, output_hidden_states=True)
+        assert len(out.attentions) == len(out.router_logits) == moe.config.num_hidden_layers
+        assert len(out.hidden_states) == moe.config.num_hidden_layers + 1
+        for weights in out.attentions:
+            assert weights.shape == (2, moe.config.num_attention_heads, 7, 7)
+            torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+            assert not weights.triu(1).any(), "a token attends to later ones"
+    assert moe(ids).attentions is None
+    assert not any(m._forward_hooks for layer in moe.model.layers for m in (layer.self_attn, layer.mlp.router))
+    moe.config.output_attentions = True
+    assert len(moe(ids).attentions) == moe.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tuples_for_those_who_want_them(family: str) -> None:
+    moe, ids = converted(family), tokens()
+    out = moe(ids, labels=ids, use_cache=False)
+    values = moe(ids, labels=ids, use_cache=False, return_dict=False)
+    assert isinstance(values, tuple)
+    assert [torch.equal(a, b) for a, b in zip(values, out.to_tuple(), strict=True)] == [True, True]
+    hidden = moe.model(ids, use_cache=False, return_dict=False)
+    assert torch.equal(hidden[0], moe.model(ids).last_hidden_state)
+    moe.config.return_dict = False
+    assert torch.equal(moe(ids)[0], out.logits)
+    assert torch.equal(moe(ids, return_dict=True).logits, out.logits)
+
+
+def test_arguments_of_the_base_model_can_be_read() -> None:
+    names = list(inspect.signature(ToMoEModel.forward).parameters)
+    assert names[:7] == [
+        "self", "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache",
+    ]  # fmt: skip
+    moe, ids = converted("llama"), tokens()
+    assert torch.equal(moe.model(ids, torch.ones_like(ids)).last_hidden_state, moe.model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("attention", ["static", "per_token"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_alone_makes_a_model_that_can_be_saved(family: str, attention: str, tmp_path: Path) -> None:
+    config = converted(family, attention).config
+    torch.manual_seed(0)
+    moe = AutoModelForCausalLM.from_config(config).eval()
+    moe.check_ids()
+    used = [layer.mlp.expert_rows.unique().numel() for layer in moe.model.layers]
+    assert used == config.union_sizes, "rows that no expert uses"
+    for name, p in moe.named_parameters():
+        assert bool(p.isfinite().all()), name
+        if p.dim() == 2:
+            assert 0 < float(p.std()) < 0.5, name
+    logits = moe(tokens()).logits
+    assert bool(logits.isfinite().all())
+    assert float(logits.std()) > 0
+    moe.save_pretrained(tmp_path / "moe")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "moe")(tokens()).logits, logits)
+    torch.manual_seed(0)
+    assert torch.equal(AutoModelForCausalLM.from_config(config).eval()(tokens()).logits, logits)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["layers.1.mlp.router.weight", "layers.0.input_layernorm.weight", "norm.weight", "layers.0.self_attn.q_norm"],
+)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_routers_and_norms_that_are_not_finite_are_refused(name: str, number: float, tmp_path: Path) -> None:
+    dense = make_pico("qwen3")
+    plan = make_plan(dense, "static")
+    save_moe(fold(dense, plan), plan, None, tmp_path / "moe")
+    file = tmp_path / "moe" / "model.safetensors"
+    stored = load_file(file)
+    stored[f"model.{name}"].view(-1)[1] = number
+    save_file(stored, file, {"format": "pt"})
+    for load in (AutoModelForCausalLM.from_pretrained, AutoModel.from_pretrained):
+        with pytest.raises(ValueError, match=rf"{name} holds numbers that are not finite"):
+            load(tmp_path / "moe")
+    with pytest.raises(UserError, match="not finite") as refused:
+        load_dense(str(tmp_path / "moe"), torch.float32)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_tokenizer_s_pointer_to_foreign_code_is_not_passed_on(tmp_path: Path) -> None:
+    """The dense model's tokenizer may name code of its own; readers of OUT would be asked to run it."""
+    tokenizer = make_tokenizer()
+    pointer = {"AutoTokenizer": ["attacker/repo--evil.EvilTokenizer", None]}
+    tokenizer.init_kwargs["auto_map"] = pointer
+    dense = make_pico("llama", vocab_size=len(tokenizer))
+    plan = make_plan(dense, "static")
+    moe = fold(dense, plan)
+    save_moe(moe, plan, tokenizer, tmp_path / "moe")
+    for name in ("hf", "mixtral"):
+        write_export(choose(moe, name), moe, tokenizer, tmp_path / name, Options())
+    for folder in ("moe", "hf", "mixtral"):
+        written = (tmp_path / folder / "tokenizer_config.json").read_text()
+        assert "auto_map" not in written
+        assert "attacker" not in written
+    assert tokenizer.init_kwargs["auto_map"] == pointer, "the caller's tokenizer was changed"

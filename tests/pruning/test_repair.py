@@ -1,0 +1,414 @@
+"""Closed-form repair against direct least squares on what the whole model computes; what it gains; what breaks it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Int
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conftest import FAMILIES, make_pico, make_plan, tokens
+from pico_files import write_pico
+from tomoe.errors import UserError
+from tomoe.model.loading import load_dense
+from tomoe.model.structure import decoder_layers, layer_parts
+from tomoe.pruning import repair as repairing
+from tomoe.pruning.masking import LayerMasks, masked, planned_masks
+from tomoe.pruning.refit import MOST_RAISES, NormalEquations, low_rank, refit, solve
+from tomoe.pruning.repair import LayerRepair, RepairSettings, layer_inputs, repair, repaired
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+RED = 1e-2  # what a planted fault must exceed; a right solution stays below a hundredth of it
+SHARE = {"local": 0.0, "half": 0.5, "stream": 1.0}
+
+
+def calibration(rows: int = 8, length: int = 24) -> tuple[Int[Tensor, "rows length"], Bool[Tensor, "rows length"]]:
+    """Blocks longer than the sliding window, the last of them padded."""
+    ids, real = tokens(rows, length, seed=3), torch.ones(rows, length, dtype=torch.bool)
+    real[-1, length // 2 :] = False
+    return ids.masked_fill(~real, 0), real
+
+
+def run_whole(
+    model: PreTrainedModel, masks: list[LayerMasks] | None, repairs: list[LayerRepair | None]
+) -> list[dict[str, Tensor]]:
+    """What the layers of the whole model take and give on the real tokens, all layers in one pass."""
+    ids, real = calibration()
+    seen: list[dict[str, Tensor]] = [{} for _ in repairs]
+
+    def keep(i: int, name: str, taken: bool) -> Callable[..., None]:
+        def hook(_: Any, args: tuple[Any, ...], *out: Any) -> None:
+            seen[i][name] = (args[0] if taken else out[0])[real].double()
+
+        return hook
+
+    with ExitStack() as stack:
+        if masks:
+            stack.enter_context(masked(model, masks))
+        stack.enter_context(repaired(model, repairs))
+        for i, (parts, layer) in enumerate(zip(layer_parts(model), decoder_layers(model), strict=True)):
+            for part, name in ((layer, "in"), (parts.mlp, "mlp in"), (parts.down, "h"), (parts.o, "o")):
+                stack.callback(part.register_forward_pre_hook(keep(i, name, True)).remove)
+            for part, name in ((layer, "out"), (parts.mlp, "mlp"), (parts.o, "attention")):
+                stack.callback(part.register_forward_hook(keep(i, name, False)).remove)
+        model.model(input_ids=ids, attention_mask=real.long(), use_cache=False)
+    return seen
+
+
+def least_squares(
+    h: Tensor, wanted: Tensor, dense: Tensor, residual: Tensor, ridge: float
+) -> Tensor:  # [t n], [t D], [D n], [t D]
+    """argmin_W sum_t |h_t W^T - wanted_t|^2 / |residual_t|^2 + ridge mean(diag G) |W - dense|^2, as one augmented system."""
+    root = residual.norm(dim=-1, keepdim=True).reciprocal()
+    level = (ridge * (h * root).square().sum(0).mean()).sqrt()
+    rows = torch.cat([h * root, level * torch.eye(h.shape[1], dtype=h.dtype)])
+    return torch.linalg.lstsq(rows, torch.cat([wanted * root, level * dense.double().T])).solution.T
+
+
+def direct_down(
+    model: PreTrainedModel, masks: list[LayerMasks], made: list[LayerRepair], i: int, share: float
+) -> Tensor:
+    """The down projection of layer i, from whole-model passes with the layers before it repaired."""
+    parts = layer_parts(model)[i]
+    prefix = [*made[:i], LayerRepair(refit_nothing(parts.down.weight), made[i].output)]
+    ours = run_whole(model, masks, [*prefix, *[None] * (len(made) - i - 1)])[i]
+    theirs = run_whole(model, None, [None] * len(made))[i]
+    residual = ours["out"] - ours["mlp"]
+    local = parts.mlp(ours["mlp in"].float()).double()
+    bias = 0 if parts.down.bias is None else parts.down.bias.double()
+    wanted = (1 - share) * local + share * (theirs["out"] - residual) - bias
+    return least_squares(ours["h"], wanted, parts.down.weight, residual, RepairSettings.ridge)
+
+
+def refit_nothing(weight: Tensor) -> Any:
+    sums = NormalEquations(weight.shape[1], weight.shape[0], weight.device)
+    return refit(weight, sums, 1e-2)
+
+
+def make_repair(
+    family: str, attention: str = "off", **settings: Any
+) -> tuple[PreTrainedModel, list[LayerMasks], list[LayerRepair]]:
+    model = make_pico(family)
+    masks: list[LayerMasks] = list(planned_masks(make_plan(model, attention)))
+    return model, masks, repair(model, masks, *calibration(), RepairSettings(**settings))
+
+
+def relative(found: Tensor, meant: Tensor) -> float:
+    return float((found.double() - meant.double()).norm() / meant.double().norm())
+
+
+def off_by(family: str, target: str = "half") -> float:
+    """How far the repair of the last layer is from direct least squares, relative to how much it changed."""
+    model, masks, made = make_repair(family, target=target)
+    i = len(made) - 1
+    dense = layer_parts(model)[i].down.weight
+    return relative(made[i].down.weight - dense, direct_down(model, masks, made, i, SHARE[target]) - dense)
+
+
+@pytest.mark.parametrize(
+    ("family", "target"), [*((family, "half") for family in FAMILIES), ("llama", "local"), ("phi", "stream")]
+)
+def test_every_layer_solves_the_least_squares_problem(family: str, target: str) -> None:
+    model, masks, made = make_repair(family, target=target)
+    for i, layer in enumerate(made):
+        dense = layer_parts(model)[i].down.weight
+        meant = direct_down(model, masks, made, i, SHARE[target])
+        assert relative(layer.down.weight, dense) > 0.05
+        assert relative(layer.down.weight - dense, meant - dense) < RED / 100
+
+
+def dense_attention(model: PreTrainedModel, i: int, masks: list[LayerMasks], made: list[LayerRepair]) -> Tensor:
+    """What attention i gives without masks, behind layers that are masked and repaired."""
+    whole = [Everything(parts.down.in_features) for parts in layer_parts(model)]
+    mixed = [*masks[:i], *whole[i:]]
+    return run_whole(model, mixed, [*made, *[None] * (len(masks) - i)])[i]["attention"]
+
+
+@pytest.mark.parametrize("attention", ["static", "per_token"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_output_projections_solve_theirs_where_attention_is_pruned(family: str, attention: str) -> None:
+    model, masks, made = make_repair(family, attention, output=True)
+    theirs = run_whole(model, None, [None] * len(made))
+    for i, (layer, parts) in enumerate(zip(made, layer_parts(model), strict=True)):
+        ours = run_whole(model, masks, [*made[:i], *[None] * (len(made) - i)])[i]
+        x = ours["in"]
+        bias = 0 if parts.o.bias is None else parts.o.bias.double()
+        local = dense_attention(model, i, masks, made[:i])
+        wanted = 0.5 * local + 0.5 * (theirs[i]["in"] + theirs[i]["attention"] - x) - bias
+        meant = least_squares(ours["o"], wanted, parts.o.weight, x, RepairSettings.ridge)
+        assert relative(layer.output.weight - parts.o.weight, meant - parts.o.weight) < RED / 100
+        meant = direct_down(model, masks, made, i, 0.5)
+        assert relative(layer.down.weight - parts.down.weight, meant - parts.down.weight) < RED / 100
+        assert layer.output.error_after < layer.output.error_before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_running_layer_by_layer_gives_the_hidden_states_of_the_whole_model(family: str) -> None:
+    model, (ids, real) = make_pico(family), calibration()
+    for rows in (slice(0, 4), slice(4, 8)):  # without padding, and with it
+        mask = None if bool(real[rows].all()) else real[rows].long()
+        meant = model.model(input_ids=ids[rows], attention_mask=mask, use_cache=False, output_hidden_states=True)
+        hidden, handed = layer_inputs(model, ids[rows], real[rows])
+        for i, layer in enumerate(decoder_layers(model)):
+            assert torch.equal(hidden, meant.hidden_states[i])
+            hidden = layer(hidden, **handed[i])
+
+
+def final_error(model: PreTrainedModel, masks: list[LayerMasks], made: list[LayerRepair | None]) -> float:
+    """Of the last hidden states, relative to the dense model's."""
+    ours, theirs = run_whole(model, masks, made)[-1]["out"], run_whole(model, None, [None] * len(made))[-1]["out"]
+    return relative(ours, theirs)
+
+
+@pytest.mark.parametrize("attention", ["off", "static", "per_token"])
+def test_the_masked_model_comes_nearer_to_the_dense_one(dense: PreTrainedModel, attention: str) -> None:
+    masks = planned_masks(make_plan(dense, attention))
+    made = repair(dense, masks, *calibration(), RepairSettings(output=attention != "off"))
+    assert final_error(dense, masks, made) < 0.95 * final_error(dense, masks, [None] * len(made))
+    assert all(layer.down.error_after < layer.down.error_before for layer in made)
+
+
+class Everything:
+    """Masks of ones."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def neurons(self, x: Tensor) -> Tensor:
+        return torch.ones(len(x), self.size)
+
+    def qk(self) -> None:
+        return None
+
+    def values(self, x: Tensor) -> None:
+        return None
+
+
+def test_masks_of_ones_change_nothing(dense: PreTrainedModel) -> None:
+    masks = [Everything(parts.down.in_features) for parts in layer_parts(dense)]
+    for layer, parts in zip(
+        repair(dense, masks, *calibration(), RepairSettings(output=True)), layer_parts(dense), strict=True
+    ):
+        torch.testing.assert_close(layer.down.weight, parts.down.weight.data, atol=1e-5, rtol=0)
+        torch.testing.assert_close(layer.output.weight, parts.o.weight.data, atol=1e-5, rtol=0)
+
+
+def test_the_model_stays_as_it_is(dense: PreTrainedModel) -> None:
+    before, ids = {name: t.clone() for name, t in dense.state_dict().items()}, tokens()
+    logits = dense(ids).logits
+    repair(dense, planned_masks(make_plan(dense, "static")), *calibration(), RepairSettings(output=True))
+    assert all(torch.equal(t, before[name]) for name, t in dense.state_dict().items())
+    assert torch.equal(dense(ids).logits, logits)
+
+
+def weights(made: list[LayerRepair]) -> Tensor:
+    return torch.stack([layer.down.weight for layer in made])
+
+
+def test_padding_is_ignored() -> None:
+    model = make_pico("qwen2")
+    masks, (ids, real) = planned_masks(make_plan(model, "off")), calibration()
+    meant = weights(repair(model, masks, ids, real))
+    other = torch.where(real, ids, tokens(*ids.shape, seed=9))
+    assert relative(weights(repair(model, masks, other, real)), meant) < 1e-6
+    more = torch.cat([ids, tokens(3, ids.shape[1])]), torch.cat([real, torch.zeros_like(real[:3])])
+    more[1][8:, 0] = False
+    assert relative(weights(repair(model, masks, *more)), meant) < 1e-5
+    assert relative(weights(repair(model, masks, other, torch.ones_like(real))), meant) > RED
+    with pytest.raises(UserError, match="every token is padding"):
+        repair(model, masks, ids, torch.zeros_like(real))
+
+
+@pytest.mark.parametrize("chunk", [1, 24, 72, 10_000])
+def test_chunks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    model, masks, made = make_repair("mistral")
+    monkeypatch.setattr(repairing, "CHUNK_TOKENS", chunk)
+    assert relative(weights(repair(model, masks, *calibration())), weights(made)) < 1e-4
+
+
+def test_hidden_states_on_disk_give_the_same_bits(tmp_path: Path) -> None:
+    model, masks, made = make_repair("llama3")
+    seen: list[int] = []
+
+    def look(done: int, total: int, known: dict[str, Any]) -> None:
+        seen.extend(path.stat().st_size for path in tmp_path.rglob("*.bin"))
+
+    spilled = repair(model, masks, *calibration(), RepairSettings(memory=0), look, tmp_path)
+    assert torch.equal(weights(spilled), weights(made))
+    assert set(seen) == {8 * 24 * 32 * 4, 8 * 24 * 48 * 4}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi"])
+def test_layers_that_stay_in_their_files_are_repaired_alike(family: str, tmp_path: Path) -> None:
+    model = load_dense(str(write_pico(tmp_path / "dense", family)), torch.float32)
+    streamed = load_dense(str(tmp_path / "dense"), torch.float32, offload=True)
+    masks, settings = planned_masks(make_plan(model, "static")), RepairSettings(output=True)
+    made = [repair(m, masks, *calibration(), settings) for m in (model, streamed)]
+    assert all(p.is_meta for layer in decoder_layers(streamed) for p in layer.parameters())
+    assert torch.equal(weights(made[1]), weights(made[0]))
+    assert torch.equal(streamed(tokens()).logits, model(tokens()).logits)
+
+
+def test_bfloat16_comes_near_to_float32() -> None:
+    model, masks, made = make_repair("llama3")
+    narrow = repair(model.bfloat16(), masks, *calibration())
+    for ours, meant in zip(narrow, made, strict=True):  # a few tokens fall to another expert
+        assert ours.down.error_after == pytest.approx(meant.down.error_after, rel=0.03)
+
+
+def random_sums(inputs: int = 12, outputs: int = 7, count: int = 60) -> NormalEquations:
+    generator = torch.Generator().manual_seed(0)
+    sums = NormalEquations(inputs, outputs, torch.device("cpu"))
+    h, gap, residual = (torch.randn(count, n, generator=generator) for n in (inputs, outputs, outputs))
+    sums.add(h, gap + h[:, :1], residual)
+    return sums
+
+
+@pytest.mark.parametrize("block", [1, 5, 12, 512])
+def test_gram_matrices_are_summed_in_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr("tomoe.pruning.refit.BLOCK", block)
+    generator = torch.Generator().manual_seed(1)
+    sums = NormalEquations(12, 4, torch.device("cpu"))
+    parts = [[torch.randn(30, n, generator=generator) for n in (12, 4, 4)] for _ in range(2)]
+    for part in parts:
+        sums.add(*part)
+        assert torch.equal(sums.gram, sums.gram.T)  # looking at it does no harm
+    own = torch.cat([h / residual.norm(dim=1, keepdim=True) for h, _, residual in parts])
+    torch.testing.assert_close(sums.gram, own.T @ own)
+
+
+def test_error_is_that_of_the_tokens() -> None:
+    generator = torch.Generator().manual_seed(1)
+    h, gap, residual, change = (torch.randn(n, generator=generator) for n in ((50, 6), (50, 4), (50, 4), (4, 6)))
+    sums = NormalEquations(6, 4, torch.device("cpu"))
+    sums.add(h[:20], gap[:20], residual[:20])
+    sums.add(h[20:], gap[20:], residual[20:])
+    meant = ((h @ change.T - gap).square().sum(1) / residual.square().sum(1)).mean()
+    assert sums.error(change) == pytest.approx(float(meant), rel=1e-5)
+
+
+def test_low_rank_is_the_singular_value_decomposition_in_the_metric() -> None:
+    sums = random_sums()
+    change, _ = solve(sums.gram, sums.cross, 1e-2)
+    values, vectors = torch.linalg.eigh(sums.gram.double())
+    root = vectors * values.sqrt()
+    u, s, vt = torch.linalg.svd(change.double() @ root, full_matrices=False)
+    for rank in (1, 3, 7):
+        left, right = low_rank(change, sums.gram, rank)
+        assert left.shape == (7, rank)
+        assert right.shape == (rank, 12)
+        meant = (u[:, :rank] * s[:rank]) @ vt[:rank] @ torch.linalg.inv(root)
+        torch.testing.assert_close((left @ right).double(), meant, atol=1e-4, rtol=1e-4)
+
+
+def test_low_rank_at_full_rank_is_the_whole_change_and_less_loses_more() -> None:
+    _, _, whole = make_repair("qwen3")
+    _, _, full = make_repair("qwen3", rank=64)
+    assert relative(weights(full), weights(whole)) < 1e-5
+    errors = [make_repair("qwen3", rank=rank)[2][0].down.error_after for rank in (1, 4, 16, 32)]
+    assert errors == sorted(errors, reverse=True)
+    layer = make_repair("qwen3", rank=4)[2][1].down
+    assert [t.shape for t in layer.factors] == [(32, 4), (4, 48)]
+    dense = layer_parts(make_pico("qwen3"))[1].down.weight
+    torch.testing.assert_close(dense + layer.factors[0] @ layer.factors[1], layer.weight)
+
+
+def test_a_matrix_that_is_not_positive_definite_gets_more_ridge_and_a_sentence() -> None:
+    sums, said = random_sums(), list[str]()
+    lowest = torch.linalg.eigvalsh(sums.gram)[0]
+    gram = sums.gram - (lowest + 1e-3 * sums.gram.diagonal().mean()) * torch.eye(12)  # now it is below zero
+    change, ridge = solve(gram, sums.cross, 0.0, said.append)
+    assert change.isfinite().all()
+    assert ridge > 0
+    assert said[0] == "its Gram matrix is not positive definite with a ridge of 0, taking 1e-06"
+    assert len(said) >= 2
+    with pytest.raises(UserError, match="not positive definite even with a ridge"):
+        solve(-torch.eye(12), sums.cross, 1e-9, said.append)
+    gram[0, 1] = torch.inf
+    with pytest.raises(UserError, match="not finite"):
+        solve(gram, sums.cross, 1e-2)
+    zero = NormalEquations(12, 7, torch.device("cpu"))
+    assert solve(zero.gram, zero.cross, 1e-2)[0].abs().max() == 0
+    assert MOST_RAISES > 3
+
+
+def test_progress_says_what_was_gained_and_what_was_raised() -> None:
+    model = make_pico("llama")
+    heard: list[tuple[int, int, dict[str, Any]]] = []
+    few = tokens(1, 4), torch.ones(1, 4, dtype=torch.bool)  # fewer tokens than neurons
+    masks = planned_masks(make_plan(model, "off"))
+    repair(model, masks, *few, RepairSettings(ridge=0.0), lambda *args: heard.append(args))
+    assert [known[:2] for known in heard] == [(1, 2), (2, 2)]
+    assert all(known["error_after"] <= known["error_before"] for _, _, known in heard)
+    assert heard[0][2]["note"].startswith("layer 0: its Gram matrix is not positive definite")
+
+
+def test_activations_that_are_not_finite_are_refused() -> None:
+    model = make_pico("llama")
+    masks = planned_masks(make_plan(model, "off"))
+    layer_parts(model)[1].up.weight.data[3] = torch.nan
+    with pytest.raises(UserError, match="not finite"):
+        repair(model, masks, *calibration())
+
+
+def test_two_processes_refit_what_one_does(tmp_path: Path) -> None:
+    model, masks, made = make_repair("llama3", "static", output=True)
+    children = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+                own = repair(model, masks, *calibration(), RepairSettings(output=True))
+                save_file({"down": weights(own)}, tmp_path / f"{rank}.safetensors")
+            finally:
+                os._exit(0)
+        children.append(pid)
+    for pid in children:
+        os.waitpid(pid, 0)
+    first, second = (load_file(tmp_path / f"{rank}.safetensors")["down"] for rank in range(2))
+    assert torch.equal(first, second)
+    assert relative(first, weights(made)) < 1e-5
+
+
+# Faults, planted one by one: a test above must see each.
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_faults_of_sign_scale_and_weight_are_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = NormalEquations.add
+    assert off_by(family) < RED / 100
+    for fault in (
+        lambda h, gap, residual: (h, -gap, residual),
+        lambda h, gap, residual: (h, 2 * gap, residual),
+        lambda h, gap, residual: (h, gap, torch.ones_like(residual)),
+        lambda h, gap, residual: (h, gap, residual.sign() * residual.square().sum(-1, keepdim=True)),
+    ):
+        monkeypatch.setattr(NormalEquations, "add", lambda self, *args, f=fault: add(self, *f(*args)))
+        assert off_by(family) > RED
+    monkeypatch.setattr(NormalEquations, "add", add)
+
+
+def test_faults_of_the_streams_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = dict(repairing.STREAM_SHARE)
+    monkeypatch.setattr(repairing, "STREAM_SHARE", shares | {"half": 0.4})
+    assert off_by("llama") > RED
+    monkeypatch.setattr(repairing, "STREAM_SHARE", shares)
+    # the stream goes on with the dense matrix: the next layer is fitted to what it will never see
+    change = repairing.F.linear
+    monkeypatch.setattr(
+        repairing.F,
+        "linear",
+        lambda x, w, *b: 0 * change(x, w, *b) if not b and w.dtype == x.dtype else change(x, w, *b),
+    )
+    assert off_by("llama", "stream") > RED

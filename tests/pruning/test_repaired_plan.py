@@ -1,0 +1,84 @@
+"""The equation with repair: masked model with refitted matrices == folded model, and the plan carries them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from conftest import ATTENTION_MODES, FAMILIES, make_pico, make_plan, tokens
+from tomoe.errors import UserError
+from tomoe.moe.fold import fold
+from tomoe.plan import REPAIRED, Plan
+from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.repaired_plan import repair_bytes, repair_plan
+from tomoe.recipe.conversion import RepairSection
+
+pytestmark = pytest.mark.slow
+
+MODES = {"full": RepairSection(mode="full"), "low_rank": RepairSection(mode="low_rank", rank=3)}
+
+
+def repaired(model: PreTrainedModel, attention: str, mode: str = "full") -> Plan:
+    ids = tokens(8, 16, seed=3)
+    return repair_plan(make_plan(model, attention), model, ids, torch.ones_like(ids, dtype=torch.bool), MODES[mode])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masked_equals_folded_with_repair(family: str, attention: str, mode: str) -> None:
+    model, ids = make_pico(family), tokens(2, 12)
+    plan = repaired(model, attention, mode)
+    with torch.no_grad():
+        with masked(model, planned_masks(plan)):
+            expected = model(ids).logits
+        bare = fold(model, make_plan(model, attention))(ids).logits
+        logits = fold(model, plan)(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert (logits - bare).abs().max() > 1e-3, "repair changed nothing"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_repaired_plan_survives_a_save(mode: str, tmp_path: Path) -> None:
+    model = make_pico("qwen2")
+    plan = repaired(model, "per_token", mode)
+    plan.save(tmp_path / "plan")
+    loaded = Plan.load(tmp_path / "plan")
+    assert loaded.notes[REPAIRED] == plan.notes[REPAIRED]
+    assert loaded.notes[REPAIRED]["error_after"] < loaded.notes[REPAIRED]["error_before"]
+    for layer, other in zip(plan.layers, loaded.layers, strict=True):
+        assert layer.refit.keys() == other.refit.keys()
+        assert all(torch.equal(t, other.refit[name]) for name, t in layer.refit.items())
+    added = sum(t.nbytes for layer in plan.layers for t in layer.refit.values())
+    assert added == repair_bytes(plan, MODES[mode], 4)
+    assert Plan.load(tmp_path / "plan", "numpy").totals() == plan.totals()
+    ids = tokens(2, 12)
+    with torch.no_grad():
+        assert torch.equal(fold(model, loaded)(ids).logits, fold(model, plan)(ids).logits)
+
+
+def test_repair_again_replaces_the_first() -> None:
+    model, ids = make_pico("llama"), tokens(8, 16, seed=3)
+    once = repaired(model, "off")
+    twice = repair_plan(once, model, ids, torch.ones_like(ids, dtype=torch.bool), MODES["full"])
+    for a, b in zip(once.layers, twice.layers, strict=True):
+        assert torch.equal(a.refit["down.weight"], b.refit["down.weight"])
+
+
+@pytest.mark.parametrize("wrong", ["47 columns", "one factor alone", "not finite", "unknown"])
+def test_broken_refits_are_refused(wrong: str) -> None:
+    plan = repaired(make_pico("llama"), "off")
+    layer = plan.layers[0]
+    weight = layer.refit["down.weight"]
+    refit = {
+        "47 columns": {"down.weight": weight[:, 1:]},
+        "one factor alone": {"down.left": torch.zeros(32, 2)},
+        "not finite": {"down.weight": weight * float("nan")},
+        "unknown": {"gate.weight": torch.zeros(2)},
+    }[wrong]
+    with pytest.raises(UserError, match="layer 0 of the plan is broken"):
+        replace(plan, layers=(replace(layer, refit=refit), *plan.layers[1:]))

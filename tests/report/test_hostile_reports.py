@@ -1,0 +1,173 @@
+"""A folder that anyone may have written: a report of it is made, or refused in a sentence; names in it stay names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_samples import COST, EVIL
+from test_card import measured, plan_of
+
+from tomoe.errors import UserError
+from tomoe.evaluation.routing_trace import RoutingTrace
+from tomoe.evaluation.rows import to_json
+from tomoe.evaluation.timings import Cell
+from tomoe.files import sha256
+from tomoe.recipe.conversion import Recipe
+from tomoe.report import all_figures, build, page
+from tomoe.report.card import write_card, write_plan_card
+from tomoe.report.figures import cost_figure, throughput_figure
+from tomoe.report.page import Generation, PageFacts
+
+CELL = asdict(Cell("decode", 1, 8, "float32", "cpu", 1, "runs", 3, 1.0, 0.8, 1.25, 1.2, 1.3, 10, 5, 8, 4, 2.0))
+ODD = [
+    None,
+    True,
+    "x",
+    "",
+    -1,
+    0,
+    1.5,
+    10**400,
+    1e308,
+    [],
+    {},
+    [[]],
+    [1],
+    {"a": 1},
+    {"a": "b"},
+    [["a", {}]],
+    [[0.5, "x"]],
+]
+
+
+def odd_copies(values: Any) -> list[Any]:
+    """Each value of a JSON structure replaced by each odd one, one at a time."""
+    copies = [odd for odd in ODD if odd != values]
+    if isinstance(values, dict):
+        copies += [values | {key: odd} for key, value in values.items() for odd in odd_copies(value)]
+        copies += [{k: v for k, v in values.items() if k != key} for key in values]
+    if isinstance(values, list):
+        copies += [[*values[:i], odd, *values[i + 1 :]] for i, value in enumerate(values) for odd in odd_copies(value)]
+    return copies
+
+
+def shown_or_refused(path: Path, kind: Any, values: Any, show: Any) -> tuple[int, int]:
+    shown = refused = 0
+    for odd in odd_copies(values):
+        try:
+            checked = build._checked(path, kind, odd)
+        except UserError as error:
+            refused += str(path) in str(error) and "\n" not in str(error)
+            continue
+        show(checked)
+        shown += 1
+    return shown, refused
+
+
+def test_odd_costs_are_drawn_or_refused(tmp_path: Path) -> None:
+    shown, refused = shown_or_refused(tmp_path / "cost.json", build.Cost, COST, cost_figure)
+    assert shown > 20
+    assert refused > 40
+
+
+def test_odd_cells_are_drawn_or_refused(tmp_path: Path) -> None:
+    kind = list[Cell]
+    draw = lambda cells: throughput_figure([asdict(cell) for cell in cells])  # noqa: E731
+    shown, refused = shown_or_refused(tmp_path / "benchmark.json", kind, [CELL], draw)
+    assert shown > 20
+    assert refused > 200
+
+
+def test_odd_observations_are_shown_or_refused(tmp_path: Path) -> None:
+    trace = RoutingTrace(["a", "b"], [[0, 1], [1, 1]], 2)
+    observed = build.Observed(build.FORMAT, "0", [Generation("p", [("m", "t")])], [("x", trace), ("y", trace)])
+    plan = plan_of("self")
+
+    def show(checked: build.Observed) -> None:
+        page.write_page(tmp_path, PageFacts("t", plan, generations=checked.generations, texts=checked.texts))
+
+    values = json.loads(json.dumps(asdict(observed)))
+    shown, refused = shown_or_refused(tmp_path / "report.json", build.Observed, values, show)
+    assert shown > 10
+    assert refused > 300
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A converted folder without weights, as far as a report of what was measured before needs it."""
+    monkeypatch.setattr(all_figures, "all_figures", lambda *_: [])
+    out, plan = tmp_path / "moe", plan_of("self")
+    plan.save(out)
+    (out / "run").mkdir()
+    Recipe(**plan.recipe).save(out / "recipe.json")
+    trace = RoutingTrace(["a"], [[0], [1]], 2)
+    observed = build.Observed(build.FORMAT, sha256(out / "plan.safetensors"), [Generation("p", [])], [("x", trace)])
+    (out / "evaluation.json").write_text(to_json(measured()))
+    (out / "report.json").write_text(json.dumps(asdict(observed)))
+    return out
+
+
+@pytest.mark.parametrize("name", ["evaluation.json", "report.json", "benchmark.json", "run/cost.json"])
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"a": "\xff"}', b'{"a": ' + b"9" * 10_000 + b"}", b"7", b'{"cells": [7], "seconds": 7}'],
+    ids=["deep", "no UTF-8", "10,000 digits", "a number", "wrong types"],
+)  # fmt: skip
+def test_a_damaged_file_is_one_sentence(folder: Path, name: str, content: bytes) -> None:
+    build.write_reports(folder, again=False)
+    assert (folder / "report.html").is_file()
+    (folder / name).write_bytes(content)
+    # an object of another format was written by another version, so that the models are measured again
+    wrong = content.startswith(b'{"cells') and name in ("evaluation.json", "report.json")
+    with pytest.raises(UserError, match="cannot|no |not " if wrong else str(folder / name)) as raised:
+        build.write_reports(folder, again=False)
+    assert "\n" not in str(raised.value)
+
+
+def test_cards_take_no_markup_from_names(tmp_path: Path) -> None:
+    evil = EVIL.replace("/", "_") + "\n# heading\n```\n<b>"
+    plan = replace(plan_of(evil, model=evil), source=evil, notes={"torch": evil})
+    out = tmp_path / evil
+    for card in (write_card(out, plan, measured(evil)), _plan_card(out, plan, evil)):
+        text = card.read_text(encoding="utf-8").split("\n---\n", 1)[1]
+        code = text.split("\n```")
+        assert len(code) % 2 == 1, "no name opens or ends a block of code"
+        prose = "".join(code[::2])
+        assert "<" not in prose
+        assert "\n# heading" not in prose
+
+
+def _plan_card(folder: Path, plan: Any, name: str) -> Path:
+    plan.save(folder)
+    return write_plan_card(folder, plan, f"owner/{name}")
+
+
+def test_commands_are_quoted(tmp_path: Path) -> None:
+    plan = replace(plan_of("self"), recipe=Recipe(model="$(touch x).gguf").model_dump())
+    text = page.write_page(tmp_path / "my; out", PageFacts("t", plan)).read_text("utf-8")
+    assert "tomoe benchmark &#39;$(touch x).gguf&#39; &#39;my; out&#39;" in text
+    assert "tomoe generate &#39;my; out&#39;" in _commands("my; out", tmp_path)
+    card = write_card(tmp_path / "my; out", plan).read_text("utf-8")
+    assert "tomoe convert '$(touch x).gguf' --recipe recipe.json -o 'my; out'" in card
+
+
+def _commands(name: str, folder: Path) -> str:
+    facts = PageFacts("t", plan_of("self"), commands=page.commands(Recipe(model="a/b"), name))
+    return page.write_page(folder, facts).read_text("utf-8")
+
+
+def test_a_perplexity_on_sampled_text_says_so() -> None:
+    for data, sampled in (("self, held out", True), ("self-help.txt, held out", False)):
+        (note,) = [note for what, _, note in page.tiles(measured(data)) if what == "Perplexity"]
+        assert ("the dense model sampled" in note) == sampled
+
+
+def test_the_drawing_of_the_method_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "method_drawing", lambda: None)
+    assert 'class="method"' not in page.write_page(tmp_path, PageFacts("t", plan_of("self"))).read_text("utf-8")
+    monkeypatch.setattr(page, "method_drawing", lambda: "data:image/svg+xml;base64,AAAA")
+    text = page.write_page(tmp_path, PageFacts("t", plan_of("self"))).read_text("utf-8")
+    assert '<p class="method"><img src="data:image/svg+xml;base64,AAAA" alt="The method: ' in text
