@@ -1,0 +1,91 @@
+"""The documentation is held against the code: the generated pages are current, and links inside it lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.rglob("*.md"), *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING"))])
+
+
+@pytest.fixture(scope="module")
+def generator() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "make_reference.py"))
+
+
+def test_the_page_of_recipe_keys_is_current(generator: dict[str, Any]) -> None:
+    assert (DOCS / "reference" / "recipe.md").read_text("utf-8") == generator["make_page"](), (
+        "run: python docs/make_reference.py > docs/reference/recipe.md"
+    )
+
+
+class _Base(BaseModel):
+    """A section."""
+
+    steps: int = Field(default=5, ge=1)
+    """How many."""
+    kind: str | None = None
+
+
+class _Derived(_Base):
+    steps: int = 7
+    kind: str | None = None
+    """What kind | of run."""
+    inner: _Base = _Base()
+
+
+def test_keys_inherit_the_text_of_their_base_class(generator: dict[str, Any]) -> None:
+    page = generator["describe"]("Title", "About.", _Derived)
+    assert "| `steps` | int | `7` | How many. |" in page
+    assert "| `kind` | str or none | none | What kind \\| of run. |" in page
+    assert "| `inner.steps` | int, >= 1 | `5` | How many. |" in page
+
+
+def test_the_drawing_of_the_method_is_current() -> None:
+    drawn = runpy.run_path(str(DOCS / "images" / "method.py"))["draw"]()
+    for path in (DOCS / "images" / "method.svg", ROOT / "src" / "tomoe" / "report" / "templates" / "method.svg"):
+        assert path.read_text("utf-8") == drawn, "run: python docs/images/method.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{page.name} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub and mkdocs make them from plain words."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text("utf-8")
+    for page in DOCS.rglob("*.md"):
+        assert page.relative_to(DOCS).as_posix() in navigation
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "reference" / "recipe.html").is_file()
