@@ -319,7 +319,8 @@ def _read_layers(path: Path, shape: ModelShape, top_k: list[int], arrays: str) -
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         unread = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
         # numpy has no bfloat16
-        if arrays == "numpy" and "BF16" in {dtype for _, dtype in unread.values()}:
+        # refitted projections are not read by who only counts
+        if arrays == "numpy" and any(dtype == "BF16" and _REFIT not in name for name, (_, dtype) in unread.items()):
             return _read_layers(path, shape, top_k, "torch")
         for i, k in enumerate(top_k):
             tensors = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -67,6 +68,16 @@ def test_repair_again_replaces_the_first() -> None:
     twice = repair_plan(once, model, ids, torch.ones_like(ids, dtype=torch.bool), MODES["full"])
     for a, b in zip(once.layers, twice.layers, strict=True):
         assert torch.equal(a.refit["down.weight"], b.refit["down.weight"])
+
+
+def test_counting_a_repaired_plan_needs_no_torch(tmp_path: Path) -> None:
+    """Refitted matrices in bfloat16, which numpy has not, are passed over."""
+    plan = repaired(make_pico("llama"), "off")
+    layers = [replace(layer, refit={name: t.bfloat16() for name, t in layer.refit.items()}) for layer in plan.layers]
+    replace(plan, layers=tuple(layers)).save(tmp_path / "plan")
+    counted = Plan.load(tmp_path / "plan", "numpy")
+    assert isinstance(counted.layers[0].router_weight, np.ndarray)
+    assert counted.totals() == plan.totals()
 
 
 @pytest.mark.parametrize("wrong", ["47 columns", "one factor alone", "not finite", "unknown"])
