@@ -205,7 +205,7 @@ def test_what_is_read_layer_by_layer_needs_the_memory_of_a_layer(
     whole, offloaded = recipe(tmp_path), recipe(tmp_path, "offload=true")
     sizes = estimate.sizes_of(load_config(str(tmp_path / "dense")), whole)
     layer, all_layers = (weights.total for weights in (largest(sizes, offloaded), largest(sizes, whole)))
-    assert all_layers - layer == 4 * sizes.blocks * 5 // 6
+    assert all_layers - layer == 4 * sizes.decoder_params * 5 // 6
     monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(all_layers - 1, 0))
     command = ["carve", tmp_path / "dense", "--data", text, "-o", tmp_path / "moe", *small()]
     refused = tomoe(*command)
