@@ -40,7 +40,7 @@ class Bench:
         self.args, self.tokenizer = args, load_tokenizer(args.model)
         self.model = load_dense(args.model, torch.bfloat16)
         self.corpus = self.text(BLOCK)
-        test = read_text(args.test, self.tokenizer, 1024, args.test_tokens).blocks
+        test = read_text(args.test, self.tokenizer, 1024, args.test_tokens).sequences
         self.texts = {"held_out": self.corpus.evaluation, "test": test}
         self.dense = {name: Predictions(self.model, keep=True) for name in self.texts}
         self.dense_ppl = {

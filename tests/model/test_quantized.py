@@ -209,7 +209,7 @@ def test_the_doctor_knows_packed_bases(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(doctor, "_try", cost)
     monkeypatch.setattr(doctor, "available_memory", lambda device: estimate.AvailableMemory(300 * 10**6, 0))
     for installed, remedies in ((True, ["train.quantization=nf4"]), (False, [])):
-        monkeypatch.setattr(doctor, "available", lambda installed=installed: installed)
+        monkeypatch.setattr(quantized, "available", lambda installed=installed: installed)
         assert list(doctor.examine(recipe, trials=True).remedies) == remedies
     packed = doctor.examine(recipe.changed(["train.quantization=nf4"]), trials=True)
     assert {e.stage: e.memory for e in packed.estimates}["carve"] == 310 * 10**6
