@@ -59,10 +59,11 @@ def repair(
     device = pick_device(recipe.device)
     model = load_dense(origin.dense, getattr(torch, origin.stored), device, offload=None)
     origin.check_dense(model)
-    corpus = Corpus.load(kept)
     if data:
         section = recipe.data.model_copy(update={"sources": tuple(data)})
         corpus = prepare(section, tokenizer, recipe.seed, model, stage_callback(on_progress, "text"))
+    else:
+        corpus = Corpus.load(kept)
     text = corpus.train.truncate(recipe.repair.tokens)
     plan = repair_plan(origin.plan, model, text.input_ids, text.mask, recipe.repair, on_progress)
     plan = replace(plan, recipe=recipe.model_dump(mode="json"), notes=plan.notes | {"tomoe": __version__})

@@ -205,4 +205,5 @@ def _rounded(weight: Float[Tensor, "N D"]) -> Float[Tensor, "N D"]:
 
 
 def _with_routers(plan: Plan, weights: Sequence[Float[Tensor, "N D"]]) -> list[LayerPlan]:
-    return [replace(layer, router_weight=w.cpu()) for layer, w in zip(plan.layers, weights, strict=True)]
+    # refitted matrices were merged into weights that have been trained since
+    return [replace(layer, router_weight=w.cpu(), refit={}) for layer, w in zip(plan.layers, weights, strict=True)]

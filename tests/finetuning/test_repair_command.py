@@ -1,0 +1,22 @@
+"""`tomoe repair`: a finished conversion refitted, from the text that it keeps or from text that is named."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from pico_files import CommandLine, refused
+from tomoe.plan import REPAIRED, Plan
+
+
+def test_repair_takes_the_kept_text_or_the_named_one(tomoe: CommandLine, converted: Path, tmp_path: Path) -> None:
+    bare, text = tmp_path / "bare", converted / "text.txt"
+    shutil.copytree(converted / "moe", bare, ignore=shutil.ignore_patterns("run"))
+    for name, command in {"kept": [converted / "moe"], "named": [bare, "--data", text, "--mode", "low_rank"]}.items():
+        done = tomoe("repair", *command, "-o", tmp_path / name)
+        assert done.code == 0, done.err
+        note = Plan.load(tmp_path / name).notes[REPAIRED]
+        assert note["error_after"] < note["error_before"]
+    assert note["mode"] == "low_rank"
+    refused(tomoe("repair", bare, "-o", tmp_path / "none"), "keeps no text", "--data")
+    assert not (tmp_path / "none").exists()
