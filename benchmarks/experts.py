@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from transformers import LlamaConfig
@@ -35,7 +36,9 @@ def make(hidden: int, size: int, dtype: torch.dtype, generator: torch.Generator)
     dense = LlamaMLP(LlamaConfig(hidden_size=hidden, intermediate_size=size)).requires_grad_(False)
     members = torch.stack([torch.randperm(size, generator=generator) < size // 2 for _ in range(8)])
     order = neuron_order(members)
-    config = SimpleNamespace(num_experts=8, expert_sizes=[size // 2], union_sizes=[len(order)], expert_backend="auto")
+    config: Any = SimpleNamespace(
+        num_experts=8, expert_sizes=[size // 2], union_sizes=[len(order)], expert_backend="auto"
+    )
     moe = ToMoEMLP(dense, config, 0).requires_grad_(False)
     torch.set_default_dtype(torch.float32)
     for name in ("gate_proj", "up_proj"):

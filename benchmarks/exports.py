@@ -23,13 +23,14 @@ from transformers.utils import logging
 
 from tomoe.conversion import convert
 from tomoe.exporting.engines import LlamaCpp
+from tomoe.exporting.gguf import Precision
 from tomoe.exporting.run import export
 from tomoe.exporting.targets import TARGETS, Options
 from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.moe.checkpoint import load_moe
 from tomoe.recipe.conversion import Recipe
 
-FORMS = [("hf", "f16"), ("mixtral", "f16"), ("qwen2_moe", "f16"), ("qwen3_moe", "f16"),
+FORMS: list[tuple[str, Precision]] = [("hf", "f16"), ("mixtral", "f16"), ("qwen2_moe", "f16"), ("qwen3_moe", "f16"),
          ("gguf", "f32"), ("gguf", "f16"), ("gguf", "q8_0")]  # fmt: skip
 PROMPT = "The old boat went over the sea, and"
 
@@ -96,18 +97,19 @@ def measure(args: argparse.Namespace, label: str, dense_name: str, folder: Path,
 
 def pico(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from test_gguf import TOKENIZER
-
     from conftest import FAMILIES
     from pico_files import SMALL, write_pico, write_text
+    from pico_tokenizer import make_tokenizer
 
+    # llama.cpp wants a tokenizer with merges
+    tokenizer = make_tokenizer(opens_with_bos=True, merges=[("t", "h"), ("th", "e"), ("Ġ", "the")])
     args.pico.mkdir(parents=True)
     text = write_text(args.pico / "text.txt")
     for family in FAMILIES:
         place = args.pico / family
         window = {"sliding_window": 128} if family == "mistral" else {}  # wide enough for the prompt in llama.cpp
-        dense = write_pico(place / "dense", family, vocab_size=len(TOKENIZER), **window)
-        TOKENIZER.save_pretrained(dense)
+        dense = write_pico(place / "dense", family, vocab_size=len(tokenizer), **window)
+        tokenizer.save_pretrained(dense)
         changes = SMALL | {"train.steps": "0", "experts.num_experts": "4", "attention.pruning": "static"}
         overrides = [f"model={dense}", f"data.sources={text}", *(f"{k}={v}" for k, v in changes.items())]
         convert(Recipe.load(None, overrides), place / "moe")

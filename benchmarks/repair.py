@@ -1,10 +1,10 @@
-"""What closed-form repair wins back: a carved plan (or one given) with its projections refitted, against the same without.
+"""What closed-form repair wins back: a carved plan (or an existing one) with its projections refitted, against the same without.
 
 Same text, tokens and context as benchmarks/quality.py at 0 steps. The text to refit to is drawn from the same sources, and
-the held-out blocks are never in it; the test text is of another kind. A line of OUT/repair.jsonl for each way.
+the held-out sequences are never in it; the test text is of another kind. A line of OUT/repair.jsonl for each way.
 
     python benchmarks/repair.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5 | --plan FOLDER]
-        [--tokens 16384,32768] [--target local,half] [--ridge 0.01] [--rank 0,64] [--attention none]
+        [--tokens 16384,32768] [--target local,half] [--ridge 0.01] [--rank 0,64] [--attention off]
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tomoe.api import read_text
 
 from tomoe.conversion import finish_plan, make_network
-from tomoe.data.corpus import Blocks, Corpus, joined, prepare
+from tomoe.data.corpus import Corpus, Sequences, joined, prepare
+from tomoe.data.evaluation_text import read_text
 from tomoe.evaluation.perplexity import Predictions, measure
 from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.plan import Plan
@@ -29,7 +29,7 @@ from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.repair import LayerRepair, RepairSettings, repair, repaired
 from tomoe.recipe.conversion import Recipe
 
-BLOCK = 512
+SEQ_LEN = 512
 HELD_OUT = CALIBRATION = 8192
 
 
@@ -39,7 +39,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args, self.tokenizer = args, load_tokenizer(args.model)
         self.model = load_dense(args.model, torch.bfloat16)
-        self.corpus = self.text(BLOCK)
+        self.corpus = self.text(SEQ_LEN)
         test = read_text(args.test, self.tokenizer, 1024, args.test_tokens).sequences
         self.texts = {"held_out": self.corpus.evaluation, "test": test}
         self.dense = {name: Predictions(self.model, keep=True) for name in self.texts}
@@ -47,25 +47,25 @@ class Bench:
             name: measure(self.dense[name], t.input_ids, t.mask).perplexity for name, t in self.texts.items()
         }
 
-    def recipe(self, active: float, tokens: int = BLOCK) -> Recipe:
+    def recipe(self, active: float, tokens: int = SEQ_LEN) -> Recipe:
         return Recipe.load(
             None,
             [
                 f"model={self.args.model}", f"active={active}", "train.steps=0", f"data.sources={self.args.train}",
                 f"data.tokens={tokens + CALIBRATION + HELD_OUT}", f"data.evaluation_tokens={HELD_OUT}",
-                f"experts.attention={self.args.attention}",
+                f"attention.pruning={self.args.attention}",
             ],
         )  # fmt: skip
 
     def text(self, tokens: int) -> Corpus:
         return prepare(self.recipe(0.7, tokens).data, self.tokenizer, 0)
 
-    def calibration(self, tokens: int) -> Blocks:
+    def calibration(self, tokens: int) -> Sequences:
         """So many tokens that are not held out."""
         corpus = self.text(tokens)
         held_out = {tuple(row) for row in self.corpus.evaluation.input_ids.tolist()}
         assert held_out == {tuple(row) for row in corpus.evaluation.input_ids.tolist()}
-        return joined([corpus.calibration, corpus.train]).first(tokens)
+        return joined([corpus.calibration, corpus.train]).truncate(tokens)
 
     def carve(self, active: float) -> Plan:
         folder = self.args.out / f"carved-{self.args.attention}-{active}"
@@ -83,10 +83,10 @@ class Bench:
             if repairs:
                 stack.enter_context(repaired(self.model, repairs))
             for name, text in self.texts.items():
-                found = measure(self.model, text.input_ids, text.mask, self.dense[name])
-                line[f"{name}_perplexity"] = round(found.perplexity, 3)
-                line[f"{name}_kl"] = round(found.kl or 0.0, 4)
-                line[f"{name}_top1"] = round(found.top1_agreement or 0.0, 4)
+                scores = measure(self.model, text.input_ids, text.mask, self.dense[name])
+                line[f"{name}_perplexity"] = round(scores.perplexity, 3)
+                line[f"{name}_kl"] = round(scores.kl or 0.0, 4)
+                line[f"{name}_top1"] = round(scores.top1_agreement or 0.0, 4)
         return line
 
     def row(self, name: str, plan: Plan, settings: RepairSettings | None, tokens: int) -> dict[str, Any]:
@@ -99,9 +99,8 @@ class Bench:
         line |= {n: getattr(settings, n) for n in ("target", "ridge", "rank", "output")} if settings else {}
         if repairs:
             line["seconds"] = round(time.perf_counter() - began)
-            line["cpu_seconds"] = round(
-                time.process_time() - worked
-            )  # of all threads; another's work on the machine aside
+            # of all threads; another's work on the machine aside
+            line["cpu_seconds"] = round(time.process_time() - worked)
             line["threads"] = torch.get_num_threads()
             for part in ("error_before", "error_after"):
                 line[part] = round(sum(getattr(layer.down, part) for layer in repairs), 4)
@@ -120,7 +119,7 @@ def main() -> None:
     parser.add_argument("--test", required=True)
     parser.add_argument("--test-tokens", type=int, default=8192)
     parser.add_argument("--plan", type=Path, action="append", default=[])
-    parser.add_argument("--attention", default="none")
+    parser.add_argument("--attention", default="off", choices=["off", "static", "per_token"])
     for name, default in (
         ("active", "0.7,0.5"), ("tokens", "32768"), ("target", "half"), ("ridge", "0.01"), ("rank", "0"),
     ):  # fmt: skip
@@ -138,7 +137,7 @@ def main() -> None:
         if not args.only_repaired:
             bench.row(name, plan, None, 0)
         for tokens, target, ridge, rank in ways:
-            settings = RepairSettings(target, float(ridge), int(rank), args.attention != "none")
+            settings = RepairSettings(target, float(ridge), int(rank), args.attention != "off")
             bench.row(name, plan, settings, int(tokens))
 
 

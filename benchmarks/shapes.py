@@ -9,6 +9,7 @@ Experts are random halves of every layer's neurons; routers are random, so token
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,7 +21,7 @@ from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import LayerPlan, Plan
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "llama-1b": dict(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, tie_word_embeddings=True,

@@ -74,7 +74,7 @@ def stage(name: str, folder: Path, offload: bool, tokens: int) -> dict[str, Any]
         recipe = Recipe.load(None, ["train.steps=0", "active=0.5", f"model={folder}"])
         corpus = text(model.config.vocab_size, tokens)
         net = make_network(recipe, model, corpus.calibration)
-        finish_plan(net, model, recipe, corpus, 0).save(out / "plan")
+        finish_plan(net, model, recipe, corpus, 0, "").save(out / "plan")
     else:
         plan = Plan.load(out / "plan")
         save_moe(fold(model, plan, lazily=True), plan, None, out / "moe", force=True)
