@@ -61,7 +61,7 @@ class Paper:
 
     def beside_weights(self) -> int:
         """All terms of training but the base, with activation checkpointing."""
-        training, _ = least_memory(self.sizes, self.checkpointed)
+        training, *_ = least_memory(self.sizes, self.checkpointed)
         return training.total - weight_bytes(self.sizes, self.recipe)
 
 
@@ -76,7 +76,7 @@ def gb(size: float) -> str:
 
 
 def terms(p: Paper, tokens: int) -> list[str]:
-    training, _ = least_memory(p.sizes, p.recipe)
+    training, *_ = least_memory(p.sizes, p.recipe)
     return [
         p.name, f"{p.sizes.total / 1e9:.3f} B", f"{p.sizes.decoder_params / p.sizes.total:.0%}",
         gb(weight_bytes(p.sizes, p.recipe)), gb(trainable_bytes(p.sizes, p.recipe)),
@@ -86,10 +86,10 @@ def terms(p: Paper, tokens: int) -> list[str]:
 
 
 def totals(p: Paper) -> list[str]:
-    plain, _ = least_memory(p.sizes, p.recipe)
+    plain, *_ = least_memory(p.sizes, p.recipe)
     rest = p.beside_weights()
     sharded = [gb(weight_bytes(p.sizes, p.recipe, n) + rest) for n in (4, 8)]
-    _, folding = least_memory(p.sizes, p.recipe.changed(["train.quantization=nf4"]))
+    *_, folding = least_memory(p.sizes, p.recipe.changed(["train.quantization=nf4"]))
     return [
         p.name, gb(plain.total), gb(weight_bytes(p.sizes, p.recipe) + rest), gb(p.quantized("int8") + rest),
         gb(p.quantized("nf4") + rest),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import FAMILIES, make_pico, tokens
+from conftest import FAMILIES, make_pico, make_plan, tokens
 from pico_files import CommandLine, small, write_pico
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
@@ -17,6 +17,7 @@ from tomoe.memory import estimate
 from tomoe.model.structure import shape_of
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import micro_step
+from tomoe.pruning.repaired_plan import repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.loop import activation_checkpointing, make_optimizer
 
@@ -116,7 +117,7 @@ def test_a_run_that_cannot_fit_does_not_begin(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe.load(None, [f"model={model}", *small()[1::2]])
-    training, folding = estimate.least_memory(estimate.sizes_of(make_config(model), recipe), recipe)
+    training, *_, folding = estimate.least_memory(estimate.sizes_of(make_config(model), recipe), recipe)
     assert training.total > folding.total
     command = [model, "--data", text, *small(), "-o", tmp_path / "out"]
     monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(training.total - 1, 0))
@@ -134,6 +135,61 @@ def test_a_run_that_cannot_fit_does_not_begin(
     )
     assert "in each of 4 processes" in tomoe("train", *command).err
     assert tomoe("train", *command, "--skip-memory-check").code == 0
+
+
+@pytest.mark.parametrize("mode", ["full", "low_rank"])
+def test_repair_counts_equations_streams_and_the_plan(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each term is what the repair of a model really holds; low rank makes the plan small, not the equations."""
+    model = make_pico("qwen2", intermediate_size=256)
+    recipe = a_recipe(f"repair.mode={mode}", "repair.tokens=64", "repair.rank=3", "data.seq_len=16")
+    solved: list[int] = []
+    streams: list[torch.Tensor] = []
+    factorise, empty = torch.linalg.cholesky_ex, torch.empty
+
+    def solving(matrix: torch.Tensor) -> object:
+        result = factorise(matrix)
+        solved.append(matrix.nbytes + result.L.nbytes)
+        return result
+
+    def storing(*args: object, **options: object) -> torch.Tensor:
+        streams.append(empty(*args, **options))
+        return streams[-1]
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", solving)
+    monkeypatch.setattr(torch, "empty", storing)
+    ids = tokens(4, 16)
+    plan = repair_plan(make_plan(model, "off"), model, ids, torch.ones_like(ids, dtype=torch.bool), recipe.repair)
+    sizes = estimate.sizes_of(model.config, recipe)
+    carving, repair, folding = estimate.least_memory(sizes, recipe.changed(["train.steps=0"]))
+    assert (carving.stage, repair.stage, folding.stage) == ("carving", "repair", "folding")
+    gram = 4 * 256 * 256
+    assert repair.parts["normal equations"] == gram + max(solved)
+    assert repair.parts["hidden states"] == sum(t.nbytes for t in streams if t.shape[:2] == ids.shape)
+    refits = sum(t.nbytes for layer in plan.layers for t in layer.refit.values())
+    assert repair.parts["refitted projections"] == folding.parts["refitted projections"] == refits
+    assert refits < 4 * 2 * 32 * 256 or mode == "full"
+    bare = estimate.least_memory(sizes, recipe.changed(["train.steps=0", "repair.mode=none"]))
+    assert [need.stage for need in bare] == ["carving", "folding"]
+    assert folding.total - bare[1].total == refits
+
+
+def test_hidden_states_in_a_file_take_no_memory() -> None:
+    recipe = a_recipe("repair.mode=full", "repair.tokens=100000", "data.tokens=200000")
+    sizes = estimate.sizes_of(make_pico("llama").config, recipe)
+    assert 0 < estimate.hidden_state_bytes(sizes, recipe) == 100_000 * (2 * 32 + sizes.shape.mlp_size) * 4
+    huge = recipe.changed(["repair.tokens=100000000", "data.tokens=200000000"])
+    assert estimate.hidden_state_bytes(sizes, huge) == 0
+
+
+def test_a_repair_that_cannot_fit_does_not_begin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe.load(None, [f"model={model}", *small(train_steps="0", repair_mode="full")[1::2]])
+    carving, repair, folding = estimate.least_memory(estimate.sizes_of(make_config(model), recipe), recipe)
+    assert repair.total > max(carving.total, folding.total)
+    monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(repair.total - 1, 0))
+    # `tomoe train` learns only
+    estimate.check_memory(recipe, folds=False)
+    with pytest.raises(UserError, match=r"repair needs at least .* for normal equations"):
+        estimate.check_memory(recipe, folds=True)
 
 
 def make_config(folder: Path) -> object:

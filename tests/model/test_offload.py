@@ -202,7 +202,8 @@ def test_what_is_read_layer_by_layer_needs_the_memory_of_a_layer(
 ) -> None:
     write_pico(tmp_path / "dense", num_hidden_layers=6)
     text = write_text(tmp_path / "text.txt")
-    whole, offloaded = recipe(tmp_path), recipe(tmp_path, "offload=true")
+    # `tomoe carve` repairs, too
+    whole, offloaded = (recipe(tmp_path, "repair.mode=full", *more) for more in ([], ["offload=true"]))
     sizes = estimate.sizes_of(load_config(str(tmp_path / "dense")), whole)
     layer, all_layers = (weights.total for weights in (largest(sizes, offloaded), largest(sizes, whole)))
     assert all_layers - layer == 4 * sizes.decoder_params * 5 // 6

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from conftest import make_network, tokens
 from pico_files import CommandLine, pico_recipe, small, write_pico, write_text
 from tomoe import conversion
-from tomoe.data.corpus import Sequences
+from tomoe.data.corpus import Corpus, Sequences
 from tomoe.errors import UserError
 from tomoe.evaluation.run import evaluate
 from tomoe.memory import doctor, estimate
@@ -25,7 +25,9 @@ from tomoe.model import quantized
 from tomoe.model.loading import fingerprint, load_config, load_dense
 from tomoe.model.structure import check_output, layer_parts, shape_of
 from tomoe.moe.fold import fold
+from tomoe.plan import REPAIRED
 from tomoe.pruning.objective import micro_step
+from tomoe.pruning.repaired_plan import repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.teacher import TeacherCache, hidden_states
 
@@ -137,6 +139,21 @@ def test_a_conversion_is_carved_planned_and_folded_from_the_original_weights(qua
     found = load_dense(str(folder / "moe"), torch.float32)
     assert "quantization_config" not in found.config.to_dict()
     assert all(torch.equal(t, found.state_dict()[name]) for name, t in meant.state_dict().items())
+    conversion.plan(folder / "moe" / "run", folder / "plan")
+    assert (folder / "plan" / "plan.safetensors").read_bytes() == (folder / "moe" / "plan.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+def test_projections_are_refitted_from_the_original_weights(quantization: str, folder: Path) -> None:
+    recipe = pico_recipe(folder, f"train.quantization={quantization}", "repair.mode=full", "repair.tokens=256")
+    made = conversion.convert(recipe, folder / "moe")
+    original = load_dense(str(folder / "dense"), torch.float32)
+    text = Corpus.load(folder / "moe" / "run" / "corpus.safetensors").train.truncate(256)
+    meant = repair_plan(made, original, text.input_ids, text.mask, recipe.repair)
+    for ours, theirs in zip(made.layers, meant.layers, strict=True):
+        assert torch.equal(ours.refit["down.weight"], theirs.refit["down.weight"])
+    assert made.notes[REPAIRED] == meant.notes[REPAIRED]
+    assert made.notes[REPAIRED]["error_after"] < made.notes[REPAIRED]["error_before"]
     conversion.plan(folder / "moe" / "run", folder / "plan")
     assert (folder / "plan" / "plan.safetensors").read_bytes() == (folder / "moe" / "plan.safetensors").read_bytes()
 

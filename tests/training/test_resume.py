@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from format_1 import format_1
 from pico_files import CommandLine, contents, pico_recipe, small, steps_of
-from tomoe.conversion import plan, train
+from tomoe.conversion import convert, plan, train
 from tomoe.pruning import objective
+from tomoe.pruning.repair import RepairSettings
 from tomoe.recipe.base import RenamedKey
 from tomoe.training import run_folder
 
@@ -125,6 +126,36 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert tomoe("train", *options, "-o", tmp_path / "run", "--resume").code == 0
     name = Path("masks") / "step-000006" / "masks.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.usefixtures("model", "text")
+@pytest.mark.parametrize("spills", [False, True])
+def test_a_conversion_stopped_inside_the_repair_ends_in_the_same_bytes(
+    spills: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learning is over by then, so only the repair starts again; nothing of the first one is left."""
+    recipe = pico_recipe(tmp_path, "repair.mode=full")
+    monkeypatch.setattr(RepairSettings, "memory", 0 if spills else 2**30)
+    stages: list[str] = []
+
+    def stop(stage: str, done: int, total: int, info: Mapping[str, Any]) -> None:
+        stages.append(stage)
+        if stage == "repair":
+            # a kill -9 at this moment would leave no more than this
+            assert not list((tmp_path / "moe" / "run").glob("tomoe-repair-*"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(recipe, tmp_path / "moe", on_progress=stop)
+    assert "train" in stages
+    assert not (tmp_path / "moe" / "config.json").exists()
+    again: list[str] = []
+    convert(recipe, tmp_path / "moe", resume=True, on_progress=lambda stage, *_: again.append(stage))
+    assert "train" not in again
+    assert "repair" in again
+    convert(recipe, tmp_path / "whole")
+    times = ("cost.json", "metrics.jsonl")
+    assert contents(tmp_path / "moe", times) == contents(tmp_path / "whole", times)
 
 
 @pytest.mark.usefixtures("model", "text")

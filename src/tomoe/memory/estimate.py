@@ -28,10 +28,13 @@ from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
 from tomoe.pruning.extract import least_active
 from tomoe.pruning.losses import CHUNK
 from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.pruning.repair import RepairSettings
+from tomoe.pruning.repaired_plan import repair_bytes
 from tomoe.recipe.conversion import Recipe
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_FLOAT32 = 4  # bytes
+# bytes
+_FLOAT32, _FLOAT64 = 4, 8
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
     return Sizes(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)
 
 
-def least_memory(sizes: Sizes, recipe: Recipe, shards: int = 1) -> tuple[MemoryEstimate, MemoryEstimate]:
-    """Return what training (or carving) needs in one of `shards` processes over which the base is sharded, and folding in one."""
+def least_memory(sizes: Sizes, recipe: Recipe, shards: int = 1) -> tuple[MemoryEstimate, ...]:
+    """Return what each stage needs in one process: training (or carving), with `shards` of them, repair if any, folding."""
     t = recipe.train
     quantized = t.quantization != "none"
     dtype = t.quantization if quantized and t.steps else t.dtype
@@ -102,11 +105,16 @@ def least_memory(sizes: Sizes, recipe: Recipe, shards: int = 1) -> tuple[MemoryE
         training["logits"] = 4 * CHUNK * sizes.output // sizes.shape.hidden_size * _FLOAT32
     by_layer = recipe.offload or t.shard or quantized
     folded = int(max(recipe.active, sizes.least_active) * sizes.decoder_params * getattr(torch, t.dtype).itemsize)
-    folding = {
-        f"weights in {t.dtype}": layer_bytes(sizes, recipe) if by_layer else weight_bytes(sizes, recipe),
-        "one file of the MoE": min(folded, CHECKPOINT_SHARD_BYTES),
-    }
-    return MemoryEstimate("training" if t.steps else "carving", training), MemoryEstimate("folding", folding)
+    original = {f"weights in {t.dtype}": layer_bytes(sizes, recipe) if by_layer else weight_bytes(sizes, recipe)}
+    refits = refit_bytes(sizes, recipe)
+    stages = [MemoryEstimate("training" if t.steps else "carving", training)]
+    if recipe.repair.mode != "none":
+        equations, states = equation_bytes(sizes), hidden_state_bytes(sizes, recipe)
+        stages.append(
+            MemoryEstimate("repair", original | {"normal equations": equations, "hidden states": states} | refits)
+        )
+    folding = original | {"one file of the MoE": min(folded, CHECKPOINT_SHARD_BYTES)} | refits
+    return (*stages, MemoryEstimate("folding", folding))
 
 
 def weight_bytes(sizes: Sizes, recipe: Recipe, shards: int = 1) -> int:
@@ -154,6 +162,32 @@ def activation_bytes(sizes: Sizes, recipe: Recipe) -> int:
     return tokens * (s.num_layers - 1) * layer
 
 
+def equation_bytes(sizes: Sizes) -> int:
+    """Bytes of one layer's normal equations while they are solved: a Gram matrix in float32, in float64, and its factor."""
+    return sizes.shape.mlp_size**2 * (_FLOAT32 + 2 * _FLOAT64)
+
+
+def hidden_state_bytes(sizes: Sizes, recipe: Recipe) -> int:
+    """Bytes of main memory for the hidden states that repair keeps between layers; 0 if they go to a file.
+
+    With a GPU they are 0 as well: what is compared with its memory should not count main memory.
+    """
+    s, data, section = sizes.shape, recipe.data, recipe.repair
+    tokens = min(section.tokens, max(data.tokens - data.calibration_tokens - data.evaluation_tokens, data.seq_len))
+    streams = 1 if section.target == "local" else 2
+    size = tokens * (streams * s.hidden_size + s.mlp_size) * getattr(torch, recipe.train.dtype).itemsize
+    size //= distributed.world_size()
+    return 0 if size > RepairSettings.memory or pick_device(recipe.device).startswith("cuda") else size
+
+
+def refit_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
+    """What repair adds to the plan, in main memory: nothing to count without repair or with a GPU."""
+    if recipe.repair.mode == "none" or pick_device(recipe.device).startswith("cuda"):
+        return {}
+    itemsize = getattr(torch, recipe.train.dtype).itemsize
+    return {"refitted projections": repair_bytes(sizes.shape, recipe.repair, itemsize)}
+
+
 def available_memory(device: str) -> AvailableMemory:
     """Return what is free on this machine, or of the part of it that this process may use."""
     on_device = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0
@@ -199,7 +233,7 @@ def _left(group: Path, limit: str, used: str, idle: str) -> int | None:
 
 
 def check_memory(recipe: Recipe, folds: bool) -> None:
-    """Raise UserError if training, or with `folds` also folding, cannot fit into what is free.
+    """Raise UserError if training, or with `folds` also repair and folding, cannot fit into what is free.
 
     All processes of a run call it: those on one machine share its main memory, and each has a GPU of its own.
     """
@@ -212,15 +246,19 @@ def _check(recipe: Recipe, folds: bool) -> None:
     device = pick_device(recipe.device)
     on_gpu = device.startswith("cuda")
     sizes = sizes_of(load_config(recipe.model, checked=True), recipe)
-    training, folding = least_memory(sizes, recipe, distributed.world_size() if recipe.train.shard else 1)
+    training, *repair, folding = least_memory(sizes, recipe, distributed.world_size() if recipe.train.shard else 1)
     available = available_memory(device)
     free = available.device_memory if on_gpu else available.memory
     local = 1 if on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # all processes measure dense model and MoE beside each other, unless the base was sharded
-    for need, processes in ((training, local), (folding, 1 if recipe.train.shard else local))[: 2 if folds else 1]:
+    needs = [(training, local)]
+    if folds:
+        needs += [*((need, local) for need in repair), (folding, 1 if recipe.train.shard else local)]
+    for need, processes in needs:
         if need.total * processes > free:
             parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in need.parts.items())
             hint = "" if recipe.offload or recipe.train.steps else "--offload holds one layer at a time, "
+            hint += "--repair none leaves it out, " if need.stage == "repair" else ""
             kind = ("GPU" if on_gpu else "main") + " memory"
             each = f" in each of {processes} processes" if processes > 1 else ""
             raise UserError(

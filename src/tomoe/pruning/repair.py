@@ -274,17 +274,18 @@ def repair_layers(
     """
     if not bool(real.any()):
         raise UserError("there is no calibration text to refit to: every token is padding")
-    with TemporaryDirectory(prefix="tomoe-repair-", dir=folder) as spill:
+    # what is mapped stays readable without its name, and a kill leaves nothing behind
+    with TemporaryDirectory(prefix="tomoe-repair-", dir=folder, ignore_cleanup_errors=True) as spill:
         repairing = _Repairing(model, masks, ids, real, settings, Path(spill))
-        total = len(repairing.layers)
-        for i in range(total):
-            notes: list[str] = []
-            made = repairing.layer(i, notes.append)
-            known: dict[str, Any] = {"error_before": made.down.error_before, "error_after": made.down.error_after}
-            if notes:
-                known["note"] = f"layer {i}: {'; '.join(notes)}"
-            on_progress(i + 1, total, known)
-            yield made
+    total = len(repairing.layers)
+    for i in range(total):
+        notes: list[str] = []
+        made = repairing.layer(i, notes.append)
+        known: dict[str, Any] = {"error_before": made.down.error_before, "error_after": made.down.error_after}
+        if notes:
+            known["note"] = f"layer {i}: {'; '.join(notes)}"
+        on_progress(i + 1, total, known)
+        yield made
 
 
 def repair(

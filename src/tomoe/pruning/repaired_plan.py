@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tomoe.model.shape import ModelShape
 from tomoe.plan import REPAIRED, LayerPlan, Plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.pruning.masking import planned_masks
@@ -76,12 +77,13 @@ def _tensors(fit: LayerRepair, dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors
 
 
-def repair_bytes(plan: Plan, section: RepairSection, itemsize: int) -> int:
-    """Return the bytes that repair adds to a plan, before it is made."""
-    s = plan.shape
-    sizes = [s.mlp_size] + ([s.num_heads * s.head_dim] if any(v.value_top_k < s.head_dim for v in plan.layers) else [])
+def repair_bytes(shape: ModelShape, section: RepairSection, itemsize: int, output: bool = False) -> int:
+    """Return the bytes that repair adds to a plan, before it is made; `output`: with the output projections of attention."""
     if section.mode == "none":
         return 0
+    sizes = [shape.mlp_size, *([shape.num_heads * shape.head_dim] if output else [])]
     if section.mode == "full":
-        return s.num_layers * s.hidden_size * sum(sizes) * itemsize
-    return s.num_layers * sum((s.hidden_size + size) * min(section.rank, s.hidden_size, size) for size in sizes) * 4
+        return shape.num_layers * shape.hidden_size * sum(sizes) * itemsize
+    ranks = [min(section.rank, shape.hidden_size, size) for size in sizes]
+    # factors are float32
+    return shape.num_layers * sum((shape.hidden_size + n) * r for n, r in zip(sizes, ranks, strict=True)) * 4
