@@ -4,7 +4,7 @@ Same text, tokens and context as benchmarks/quality.py at 0 steps. The text to r
 the held-out sequences are never in it; the test text is of another kind. A line of OUT/repair.jsonl for each way.
 
     python benchmarks/repair.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5 | --plan FOLDER]
-        [--tokens 16384,32768] [--target local,half] [--ridge 0.01] [--rank 0,64] [--attention off]
+        [--tokens 16384,32768] [--target local,half] [--ridge 0.01] [--rank 0,64] [--attention off] [--output]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tomoe.data.evaluation_text import read_text
 from tomoe.evaluation.perplexity import Predictions, measure
 from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.plan import Plan
-from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.masking import LayerMasks, masked, planned_masks
 from tomoe.pruning.repair import LayerRepair, RepairSettings, repair, repaired
 from tomoe.recipe.conversion import Recipe
 
@@ -53,7 +54,7 @@ class Bench:
             [
                 f"model={self.args.model}", f"active={active}", "train.steps=0", f"data.sources={self.args.train}",
                 f"data.tokens={tokens + CALIBRATION + HELD_OUT}", f"data.evaluation_tokens={HELD_OUT}",
-                f"attention.pruning={self.args.attention}",
+                f"attention.pruning={self.args.attention}", "repair.mode=none",
             ],
         )  # fmt: skip
 
@@ -76,15 +77,18 @@ class Bench:
             finish_plan(net, self.model, recipe, self.corpus, 0, "").save(folder)
         return Plan.load(folder)
 
-    def measure(self, plan: Plan, repairs: list[LayerRepair] | None) -> dict[str, float]:
+    def measure(self, masks: Sequence[LayerMasks] | None, repairs: Sequence[LayerRepair] | None) -> dict[str, float]:
+        """Both texts, with masks and refitted projections if there are any."""
         line: dict[str, float] = {}
         with ExitStack() as stack:
-            stack.enter_context(masked(self.model, planned_masks(plan)))
+            if masks:
+                stack.enter_context(masked(self.model, masks))
             if repairs:
                 stack.enter_context(repaired(self.model, repairs))
             for name, text in self.texts.items():
                 scores = measure(self.model, text.input_ids, text.mask, self.dense[name])
                 line[f"{name}_perplexity"] = round(scores.perplexity, 3)
+                line[f"{name}_error"] = round(scores.standard_error or 0.0, 3)
                 line[f"{name}_kl"] = round(scores.kl or 0.0, 4)
                 line[f"{name}_top1"] = round(scores.top1_agreement or 0.0, 4)
         return line
@@ -104,7 +108,7 @@ class Bench:
             line["threads"] = torch.get_num_threads()
             for part in ("error_before", "error_after"):
                 line[part] = round(sum(getattr(layer.down, part) for layer in repairs), 4)
-        line |= self.measure(plan, repairs)
+        line |= self.measure(planned_masks(plan), repairs)
         with (self.args.out / "repair.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
@@ -124,6 +128,7 @@ def main() -> None:
         ("active", "0.7,0.5"), ("tokens", "32768"), ("target", "half"), ("ridge", "0.01"), ("rank", "0"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default=default)
+    parser.add_argument("--output", action="store_true", help="refit the output projections of whole attention, too")
     parser.add_argument("--only-repaired", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -137,7 +142,7 @@ def main() -> None:
         if not args.only_repaired:
             bench.row(name, plan, None, 0)
         for tokens, target, ridge, rank in ways:
-            settings = RepairSettings(target, float(ridge), int(rank), args.attention != "off")
+            settings = RepairSettings(target, float(ridge), int(rank), args.output or args.attention != "off")
             bench.row(name, plan, settings, int(tokens))
 
 

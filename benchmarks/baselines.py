@@ -1,0 +1,291 @@
+"""Ways to cut a dense model, side by side: one model, one budget, the same two texts, each way with and without repair.
+
+Attention stays whole, so the MLPs pay for all of the cut. Rows, each with the neurons that a token uses in a layer:
+
+- dense: all of them
+- norm: the same for all tokens, those whose weights have the largest norm; every layer equally wide
+- activation x norm: the same for all tokens, by root mean square on calibration text times the norm of the down column
+  (as Wanda scores weights); every layer equally wide
+- one expert: the same for all tokens, by backward elimination, with the widths of the carved start
+- carved: the expert that the router chooses, of eight that overlap; nothing is learned
+- --plan NAME=FOLDER: a plan that was made elsewhere, for example by learning
+- best per token: for every token those with the largest contribution. No model can do that, because the choice needs all
+  activations; it bounds what a router can reach at these widths
+- inputs per token: every projection, those of attention included, multiplies the inputs that are largest for the token
+  (as TEAL does, at one share for all); saves time for single sequences only
+
+`repaired` refits the down projections to those masks in closed form. Lines go to OUT/baselines.jsonl, and those that are
+there are not made again; table and figure are drawn from all of them.
+
+    python benchmarks/baselines.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5] [--tokens 32768]
+        [--plan NAME=FOLDER ...] [--tasks piqa,arc_easy --task-dir TASKS --limit 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+from repair import Bench
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tomoe.budget import attention_params, decoder_params, mlp_params
+from tomoe.conversion import finish_plan, make_network
+from tomoe.evaluation.tasks import TaskSet, parse_tasks
+from tomoe.model.hooks import hooked
+from tomoe.model.structure import LayerParts, layer_parts, run_model, shape_of
+from tomoe.plan import Plan
+from tomoe.pruning.masking import LayerMasks, masked, planned_masks
+from tomoe.pruning.repair import RepairSettings, repair, repaired
+from tomoe.report.style import COLORS, CaptionedFigure, canvas, save, styled
+
+Line = dict[str, Any]
+
+
+class StaticMasks:
+    """The same neurons for every token."""
+
+    def __init__(self, kept: Float[Tensor, " F"]):
+        self.kept = kept
+
+    def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+        return self.kept.expand(len(x), -1)
+
+    def qk(self) -> None:
+        return None
+
+    def values(self, x: Float[Tensor, "T D"]) -> None:
+        return None
+
+
+class BestMasks(StaticMasks):
+    """For every token the neurons with the largest |activation| x norm of the down column."""
+
+    def __init__(self, parts: LayerParts, width: int):
+        self.parts, self.width = parts, width
+        self.norm = parts.down.weight.float().norm(dim=0)
+
+    def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+        p = self.parts
+        hidden = p.activation(p.up(x)) if p.gate is None else p.activation(p.gate(x)) * p.up(x)
+        return largest(hidden.float().abs() * self.norm, self.width)
+
+
+def largest(scores: Float[Tensor, "*n size"], count: int) -> Float[Tensor, "*n size"]:
+    """Mark the `count` largest with 1."""
+    return torch.zeros_like(scores).scatter_(-1, scores.topk(count, -1).indices, 1.0)
+
+
+@contextmanager
+def sparse_inputs(model: nn.Module, active: float) -> Iterator[None]:
+    """Inside the block every projection of the decoder multiplies only the share `active` of its inputs, by size."""
+
+    def cut(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = args[0]
+        return (x * largest(x.abs().float(), round(active * x.shape[-1])).to(x.dtype),)
+
+    def handles() -> Iterator[RemovableHandle]:
+        for p in layer_parts(model):
+            for module in filter(None, (p.q, p.k, p.v, p.o, p.gate, p.up, p.down)):
+                yield module.register_forward_pre_hook(cut)
+
+    with hooked(handles()):
+        yield
+
+
+class Baselines:
+    """All rows of one model: masks by name and budget, measured and kept."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.bench, self.file = args, Bench(args), args.out / "baselines.jsonl"
+        self.model, self.corpus = self.bench.model, self.bench.corpus
+        self.parts, self.shape = layer_parts(self.model), shape_of(self.model)
+        self.tasks = TaskSet(parse_tasks(args.tasks), args.task_dir, limit=args.limit) if args.tasks else None
+        self.plans = [(name, Plan.load(Path(folder))) for name, _, folder in (p.partition("=") for p in args.plan)]
+        self.rms = self.root_mean_squares()
+
+    def root_mean_squares(self) -> list[Float[Tensor, " F"]]:
+        """Of every neuron's activation on the calibration text."""
+        text, squares = self.corpus.calibration, [torch.zeros(self.shape.mlp_size) for _ in self.parts]
+
+        def handles() -> Iterator[RemovableHandle]:
+            for p, total in zip(self.parts, squares, strict=True):
+
+                def add(_: nn.Module, args: tuple[Any, ...], total: Tensor = total) -> None:
+                    total += args[0][text.mask].float().square().sum(0)
+
+                yield p.down.register_forward_pre_hook(add)
+
+        with torch.no_grad(), hooked(handles()):
+            run_model(self.model, text.input_ids, text.mask)
+        return [(total / text.tokens).sqrt() for total in squares]
+
+    def ways(self, active: float) -> dict[str, Callable[[], Sequence[LayerMasks]]]:
+        """What makes the masks of each row at this budget."""
+        s = self.shape
+        attention = s.num_layers * attention_params(s, s.head_dim, s.head_dim)
+        width = round((active * decoder_params(s) - attention) / (s.num_layers * mlp_params(s, 1)))
+
+        def static(score: Callable[[LayerParts, Tensor], Tensor]) -> Sequence[LayerMasks]:
+            pairs = zip(self.parts, self.rms, strict=True)
+            return [StaticMasks(largest(score(p, rms), width)) for p, rms in pairs]
+
+        def one_expert() -> Sequence[LayerMasks]:
+            recipe = self.bench.recipe(active).changed(["experts.num_experts=1"])
+            net = make_network(recipe, self.model, self.corpus.calibration)
+            return planned_masks(finish_plan(net, self.model, recipe, self.corpus, 0, ""))
+
+        def planned(plan: Plan) -> Sequence[LayerMasks]:
+            return planned_masks(replace(plan, layers=tuple(replace(layer, refit={}) for layer in plan.layers)))
+
+        near = {name: plan for name, plan in self.plans if abs(plan.active_fraction() - active) < 0.005}
+        return {
+            "norm": lambda: static(lambda p, _: neuron_norm(p)),
+            "activation x norm": lambda: static(lambda p, rms: rms * p.down.weight.float().norm(dim=0)),
+            "one expert": one_expert,
+            "carved": lambda: planned(self.bench.carve(active)),
+            **{name: partial(planned, plan) for name, plan in near.items()},
+            "best per token": lambda: [BestMasks(p, width) for p in self.parts],
+        }
+
+    def lines(self) -> list[Line]:
+        return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
+
+    def row(
+        self, key: Line, masks: Sequence[LayerMasks] | None = None, repairs: Any = None, spent: float = 0.0
+    ) -> None:
+        """Measure both texts, and the tasks if there are any, and keep the line. `spent`: CPU seconds of making it."""
+        line = key | {"cpu_seconds": round(spent)} | self.bench.measure(masks, repairs)
+        if self.tasks:
+            with ExitStack() as stack:
+                if masks:
+                    stack.enter_context(masked(self.model, masks))
+                if repairs:
+                    stack.enter_context(repaired(self.model, repairs))
+                scores = self.tasks.run(self.model, self.bench.tokenizer)
+            line["tasks"] = {t.task: [t.value, t.standard_error, t.metric, t.examples] for t in scores}
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+    def run(self, active: float) -> None:
+        """Make and measure the rows of one budget that are not there yet."""
+
+        def key(name: str, tokens: int = 0) -> Line:
+            return {"row": name, "active": active, "repair_tokens": tokens}
+
+        done = [{name: line[name] for name in key("")} for line in self.lines()]
+        text = self.bench.calibration(self.args.tokens)
+        for name, make in self.ways(active).items():
+            plain, fitted = key(name), key(name, text.tokens)
+            if plain in done and fitted in done:
+                continue
+            began = time.process_time()
+            masks = make()
+            if plain not in done:
+                self.row(plain, masks, spent=time.process_time() - began)
+            if fitted not in done:
+                began = time.process_time()
+                repairs = repair(self.model, masks, text.input_ids, text.mask, RepairSettings(self.args.target))
+                self.row(fitted, masks, repairs, time.process_time() - began)
+        if key("inputs per token") not in done:
+            with sparse_inputs(self.model, active):
+                self.row(key("inputs per token"))
+
+
+def neuron_norm(p: LayerParts) -> Float[Tensor, " F"]:
+    """Squared norm of all weights of a neuron."""
+    rows = [w.weight.float().square().sum(1) for w in (p.gate, p.up) if w is not None]
+    return torch.stack([*rows, p.down.weight.float().square().sum(0)]).sum(0)
+
+
+def table(lines: Sequence[Line]) -> str:
+    """All lines as Markdown, best test KL last within a budget."""
+    tasks = list(dict.fromkeys(task for line in lines for task in line.get("tasks", {})))
+    titles = ["row", "active", "repaired on", "CPU s", "held-out ppl", "KL", "top-1", "test ppl", "KL", "top-1", *tasks]
+    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for line in sorted(lines, key=lambda line: (-line["active"], -line["test_kl"])):
+        cells = [line["row"], f"{line['active']:.0%}"]
+        cells += [f"{line['repair_tokens']:,}" if line["repair_tokens"] else "-", str(line["cpu_seconds"])]
+        for text in ("held_out", "test"):
+            cells.append(f"{line[f'{text}_perplexity']:.2f} ± {line[f'{text}_error']:.2f}")
+            cells += [f"{line[f'{text}_kl']:.3f}", f"{line[f'{text}_top1']:.1%}"]
+        for task in tasks:
+            value, error, *_ = line.get("tasks", {}).get(task, [None, None])
+            cells.append("" if value is None else f"{value:.1%} ± {error or 0:.1%}")
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+@styled
+def figure(lines: Sequence[Line]) -> CaptionedFigure:
+    """KL of every row on the test text: one line for each row, one color for each budget, hollow before repair."""
+    cut = [line for line in lines if line["active"] < 1]
+    best = {name: min(line["test_kl"] for line in cut if line["row"] == name) for name in {line["row"] for line in cut}}
+    names = sorted(best, key=lambda name: -best[name])
+    budgets = sorted({line["active"] for line in cut}, reverse=True)
+    drawn, (axes,) = canvas(1.3 + 0.28 * len(names))
+    for n, active in enumerate(budgets):
+        for repaired_too in (False, True):
+            points = [line for line in cut if line["active"] == active and bool(line["repair_tokens"]) == repaired_too]
+            axes.plot(
+                [line["test_kl"] for line in points], [names.index(line["row"]) for line in points], "os"[n % 2],
+                color=COLORS[n % 4], markerfacecolor=COLORS[n % 4] if repaired_too else "none", markersize=5,
+                label=f"{active:.0%} active{', repaired' if repaired_too else ''}",
+            )  # fmt: skip
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("KL from the dense model on text unlike the calibration, nats")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    said = "; ".join(
+        f"{line['row']}{' repaired' if line['repair_tokens'] else ''} at {line['active']:.0%}: {line['test_kl']:.3f}"
+        for line in cut
+    )
+    return CaptionedFigure(
+        "baselines", "Ways to cut a model", f"Dot plot of KL by way and budget. {said}.",
+        "Further left is better. A filled mark is the hollow one of its color with refitted down projections.", drawn,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--train", required=True)
+    parser.add_argument("--test", required=True)
+    parser.add_argument("--test-tokens", type=int, default=8192)
+    parser.add_argument("--active", default="0.7,0.5")
+    parser.add_argument("--tokens", type=int, default=32768, help="to refit to")
+    parser.add_argument("--target", default="half", choices=["local", "half", "stream"])
+    parser.add_argument("--plan", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--tasks", default="")
+    parser.add_argument("--task-dir", type=Path)
+    parser.add_argument("--limit", type=int)
+    parser.set_defaults(attention="off")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    baselines = Baselines(args)
+    if not any(line["row"] == "dense" for line in baselines.lines()):
+        baselines.row({"row": "dense", "active": 1.0, "repair_tokens": 0})
+    for active in args.active.split(","):
+        baselines.run(float(active))
+    (args.out / "baselines.md").write_text(table(baselines.lines()))
+    save(figure(baselines.lines()), args.out)
+
+
+if __name__ == "__main__":
+    main()
