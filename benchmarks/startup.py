@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/startup.py [FOLDER] [--runs N]
 
-FOLDER is a converted model, for `inspect`. Prints the median of N runs (default 9), and what of PyTorch, transformers and
-matplotlib was imported.
+FOLDER is a converted model, a plan or a run, for `inspect`. Prints the median of N runs (default 9), and which heavy
+packages were imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 
-HEAVY = ("torch", "transformers", "matplotlib", "numpy")
+HEAVY = ("torch", "transformers", "matplotlib", "numpy", "jaxtyping", "huggingface_hub")
 # runs a command in a fresh process; the last line on stderr lists the heavy packages that it imported
 RUN = f"""
 import sys

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "transformers", "matplotlib", "numpy")
+HEAVY = ("torch", "transformers", "matplotlib", "numpy", "jaxtyping", "huggingface_hub")
 # runs a command and says what it imported
 COMMAND = f"""
 import sys
@@ -47,6 +47,14 @@ def test_no_command_imports_torch_before_its_arguments_are_right(args: list[str]
     assert done.returncode == code, done.stderr
     assert words in done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == "imported []"
+
+
+@pytest.mark.parametrize(("folder", "imported"), [("moe", ["numpy"]), ("moe/run", [])])
+def test_inspect_imports_no_torch(converted: Path, folder: str, imported: list[str]) -> None:
+    """Plans are counted by numpy."""
+    done = fresh(COMMAND, "inspect", converted / folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == f"imported {imported}"
 
 
 def test_importing_tomoe_imports_neither_torch_nor_transformers() -> None:

@@ -42,6 +42,15 @@ def test_a_model_as_it_was_written(tomoe: CommandLine, made: Path) -> None:
         subprocess.run(["sha256sum", "--check", "--quiet", SUMS], cwd=made / "moe", check=True)
 
 
+def test_a_plan_by_itself(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    for name in ("plan.json", "plan.safetensors"):
+        shutil.copy(made / "moe" / name, tmp_path)
+    assert "as it was written" in tomoe("inspect", tmp_path, "--verify").out
+    flip(tmp_path / "plan.safetensors", 5)
+    refused(tomoe("inspect", tmp_path, "--verify"), "checksums differ")
+    refused(tomoe("apply", tmp_path, made / "dense", "-o", tmp_path / "moe"), "checksums differ")
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "plan.safetensors", "modeling_tomoe.py"])
 def test_a_flipped_bit_is_found(tomoe: CommandLine, made: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(made / "moe", tmp_path / "moe")

@@ -5,10 +5,13 @@ Shapes: C dims of a head, Q choices of a head (one per rotary pair or unrotated 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Bool, Float, Int
+# jaxtyping takes long to import; whoever checks shapes has imported it before
+if TYPE_CHECKING or "jaxtyping" in sys.modules:
+    from jaxtyping import Bool, Float, Int
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ class Section(BaseModel):
     A section that is constructed by itself raises pydantic's ValidationError; within a recipe that becomes a UserError.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, defer_build=True
+    )
 
 
 class BaseRecipe(Section):
