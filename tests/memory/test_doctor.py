@@ -37,7 +37,7 @@ def test_what_does_not_fit_is_refused_without_weights() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_can_be_tried(stage: probe.Stage, tmp_path: Path) -> None:
     folder = write_pico(tmp_path / "dense")
-    recipe = Recipe.load(None, [f"model={folder}", *small()[1::2]])
+    recipe = Recipe.load(None, [f"model={folder}", *small(repair_mode="full")[1::2]])
     cost = probe.run_trial(Trial(stage, str(folder), recipe.model_dump(mode="json")))
     assert cost.memory > 10**8  # Python and torch alone take more
     assert cost.seconds > 0
@@ -57,10 +57,12 @@ def deep(tmp_path: Path) -> Path:
 
 def test_the_line_through_two_trials(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
-    recipe = Recipe.load(None, [f"model={deep}", "train.steps=10"])
+    recipe = Recipe.load(None, [f"model={deep}", "train.steps=10", "repair.mode=full"])
     found = doctor.examine(recipe, trials=True)
     memory = {e.stage: e.memory for e in found.estimates}
     assert memory["train"] == memory["fold"] == 700 * 10**6
+    # 4,096 tokens tried of 32,768: two streams of 32 and one layer's 512 activations, in bfloat16
+    assert memory["repair"] == 700 * 10**6 + (32_768 - 4_096) * (2 * 32 + 512) * 2
     layer = sum(
         p.numel() for p in make_pico("llama", intermediate_size=512).model.layers[0].parameters() if p.dim() == 2
     )
@@ -83,15 +85,15 @@ def test_too_little_memory_is_said_with_what_would_help(
 
 def test_nothing_runs_unless_it_is_requested(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_try", None)
-    found = doctor.examine(Recipe.load(None, [f"model={deep}", "train.steps=10"]))
+    found = doctor.examine(Recipe.load(None, [f"model={deep}", "train.steps=10", "repair.mode=full"]))
     assert found.estimates == []
-    assert [need.stage for need in found.least] == ["training", "folding"]
+    assert [need.stage for need in found.least] == ["training", "repair", "folding"]
 
 
 def test_progress_counts_the_trials(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
     progress: list[tuple[str, int, int]] = []
-    recipe = Recipe.load(None, [f"model={deep}"])
+    recipe = Recipe.load(None, [f"model={deep}", "repair.mode=none"])
     doctor.examine(recipe, lambda stage, i, n, _: progress.append((stage, i, n)), trials=True)
     assert progress == [("trying on few layers", i, 6) for i in range(7)]
 
@@ -115,7 +117,7 @@ def test_a_budget_out_of_reach_needs_no_trial(tomoe: CommandLine, deep: Path) ->
 
 def test_what_it_prints_as_json(tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
-    outcome = tomoe("doctor", deep, "--trial", "--json", "--active", "0.6")
+    outcome = tomoe("doctor", deep, "--trial", "--json", "--active", "0.6", "--set", "repair.mode=full")
     assert outcome.code == 0
     found = json.loads(outcome.out)
     assert found["sizes"]["shape"]["num_layers"] == 20
@@ -127,7 +129,8 @@ def test_what_it_prints_as_json(tomoe: CommandLine, deep: Path, monkeypatch: pyt
 def test_a_model_that_is_read_layer_by_layer(tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Carving takes no more for more layers; nothing is learned."""
     monkeypatch.setattr(doctor, "_try", linear)
-    values = ["--set", "offload=true", "--set", "train.steps=0", "--set", "data.sources=text.txt"]
+    settings = ("offload=true", "train.steps=0", "data.sources=text.txt", "repair.mode=none")
+    values = [word for setting in settings for word in ("--set", setting)]
     done = tomoe("doctor", deep, "--trial", "--json", *values)
     assert done.code == 0, done.err
     found = json.loads(done.out)

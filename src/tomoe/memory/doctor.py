@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,16 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from tomoe.errors import UserError
-from tomoe.memory.estimate import AvailableMemory, MemoryEstimate, Sizes, available_memory, least_memory, sizes_of
-from tomoe.memory.probe import STAGES, Stage, StageCost, Trial
+from tomoe.memory.estimate import (
+    AvailableMemory,
+    MemoryEstimate,
+    Sizes,
+    available_memory,
+    hidden_state_bytes,
+    least_memory,
+    sizes_of,
+)
+from tomoe.memory.probe import STAGES, Stage, StageCost, Trial, tried_tokens
 from tomoe.model import quantized
 from tomoe.model.loading import load_config, pick_device
 from tomoe.progress import ProgressCallback, no_progress
@@ -47,7 +55,7 @@ class Diagnosis:
 
     sizes: Sizes
     least: tuple[MemoryEstimate, ...]  # bounds from below, by arithmetic
-    estimates: list[Estimate]  # of carve, train and fold; empty without trials
+    estimates: list[Estimate]  # of carve, train, repair and fold; empty without trials
     available: AvailableMemory
     remedies: dict[str, Estimate]
     train_seconds: float  # of all steps; 0 without trials
@@ -73,7 +81,8 @@ def examine(recipe: Recipe, on_progress: ProgressCallback = no_progress, trials:
         layers = dict.fromkeys(min(n, num_layers) for n in LAYERS)
         models = {n: _write_small(config, n, Path(folder) / str(n)) for n in layers}
         # a model that is read layer by layer is not learned from
-        stages = tuple(stage for stage in STAGES if stage != "train" or not recipe.offload)
+        left_out = {"train": recipe.offload, "repair": recipe.repair.mode == "none"}
+        stages = tuple(stage for stage in STAGES if not left_out.get(stage))
         done, total = itertools.count(), len(stages) * len(models)
 
         def tick() -> None:
@@ -82,6 +91,9 @@ def examine(recipe: Recipe, on_progress: ProgressCallback = no_progress, trials:
         tick()
         costs = {stage: _try_all(stage, models, recipe, tick) for stage in stages}
         estimates = [extrapolate(stage, costs[stage], num_layers) for stage in stages]
+        if "repair" in stages:
+            at = stages.index("repair")
+            estimates[at] = _repairing(recipe, sizes, estimates[at])
         estimates[stages.index("carve")] = _carving(config, recipe, sizes, costs["carve"], estimates[0])
         available = available_memory(pick_device(recipe.device))
         training = next((e for e in estimates if e.stage == "train"), None)
@@ -131,6 +143,13 @@ def _carving(
     read = weights * getattr(torch, str(config.dtype or "float32").removeprefix("torch.")).itemsize
     on_device = cost.device_memory + loaded if cost.device_memory else 0
     return Estimate("carve", cost.memory + read + (0 if on_device else loaded), on_device, line.seconds)
+
+
+def _repairing(recipe: Recipe, sizes: Sizes, line: Estimate) -> Estimate:
+    """Add the hidden states of the text that the trials left out: these grow with the text, all else with the layers."""
+    tried = recipe.changed([f"repair.tokens={tried_tokens(recipe)}"])
+    added = hidden_state_bytes(sizes, recipe) - hidden_state_bytes(sizes, tried)
+    return replace(line, memory=line.memory + max(added, 0))
 
 
 def lacks(available: AvailableMemory, e: Estimate) -> bool:

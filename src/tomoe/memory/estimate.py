@@ -167,15 +167,20 @@ def equation_bytes(sizes: Sizes) -> int:
     return sizes.shape.mlp_size**2 * (_FLOAT32 + 2 * _FLOAT64)
 
 
+def repair_tokens(recipe: Recipe) -> int:
+    """Tokens that repair fits to: as many as the recipe asks for, or all that there are to train on."""
+    data = recipe.data
+    return min(recipe.repair.tokens, max(data.tokens - data.calibration_tokens - data.evaluation_tokens, data.seq_len))
+
+
 def hidden_state_bytes(sizes: Sizes, recipe: Recipe) -> int:
     """Bytes of main memory for the hidden states that repair keeps between layers; 0 if they go to a file.
 
     With a GPU they are 0 as well: what is compared with its memory should not count main memory.
     """
-    s, data, section = sizes.shape, recipe.data, recipe.repair
-    tokens = min(section.tokens, max(data.tokens - data.calibration_tokens - data.evaluation_tokens, data.seq_len))
-    streams = 1 if section.target == "local" else 2
-    size = tokens * (streams * s.hidden_size + s.mlp_size) * getattr(torch, recipe.train.dtype).itemsize
+    s, streams = sizes.shape, 1 if recipe.repair.target == "local" else 2
+    a_token = (streams * s.hidden_size + s.mlp_size) * getattr(torch, recipe.train.dtype).itemsize
+    size = repair_tokens(recipe) * a_token
     size //= distributed.world_size()
     return 0 if size > RepairSettings.memory or pick_device(recipe.device).startswith("cuda") else size
 

@@ -18,17 +18,20 @@ import torch
 
 from tomoe.conversion import finish_plan, make_network
 from tomoe.data.corpus import Corpus, Sequences
+from tomoe.memory.estimate import repair_tokens
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer, pick_device
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.pruning.objective import mask_step
-from tomoe.recipe.conversion import Recipe
+from tomoe.pruning.repair import CHUNK_TOKENS
+from tomoe.pruning.repaired_plan import repair_plan
+from tomoe.recipe.conversion import Recipe, RepairSection
 from tomoe.training.cost import peak_memory
 from tomoe.training.loop import Training
 from tomoe.training.run_folder import RunFolder
 
-Stage = Literal["carve", "train", "fold"]
-STAGES: tuple[Stage, ...] = ("carve", "train", "fold")
+Stage = Literal["carve", "train", "repair", "fold"]
+STAGES: tuple[Stage, ...] = ("carve", "train", "repair", "fold")
 STEPS = 3  # training steps; the first one warms up and is not timed
 
 
@@ -43,15 +46,20 @@ class Trial:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Peak bytes of main memory and of the GPU; seconds of the stage (of one step, for `train`)."""
+    """Peak bytes of main memory and of the GPU; seconds of the stage (of one step, for `train`; of all text, for `repair`)."""
 
     memory: int
     device_memory: int
     seconds: float
 
 
+def tried_tokens(recipe: Recipe) -> int:
+    """Tokens that a trial of `repair` fits to: its time grows with them, and all of them would take too long."""
+    return min(CHUNK_TOKENS, repair_tokens(recipe))
+
+
 def random_corpus(recipe: Recipe, vocabulary: int) -> Corpus:
-    """Random tokens: enough for calibration and a few steps."""
+    """Random tokens: enough for calibration, a few steps and a trial of repair."""
     generator, seq_len = torch.Generator().manual_seed(0), recipe.data.seq_len
 
     def sequences(tokens: int) -> Sequences:
@@ -59,8 +67,9 @@ def random_corpus(recipe: Recipe, vocabulary: int) -> Corpus:
         return Sequences(ids, torch.ones_like(ids, dtype=torch.bool))
 
     step = seq_len * recipe.train.batch_size
+    train = max(step, tried_tokens(recipe)) if recipe.repair.mode != "none" else step
     calibration = sequences(recipe.data.calibration_tokens)
-    return Corpus(sequences(step), calibration, sequences(seq_len), ("random",), "none", 0)
+    return Corpus(sequences(train), calibration, sequences(seq_len), ("random",), "none", 0)
 
 
 def run_trial(trial: Trial) -> StageCost:
@@ -76,7 +85,8 @@ def run_trial(trial: Trial) -> StageCost:
     text = random_corpus(recipe, model.config.vocab_size)
     # two layers cannot meet a budget in steps of 32 neurons
     experts = recipe.experts.model_copy(update={"width_multiple": 1})
-    start = recipe if trial.stage == "carve" else recipe.model_copy(update={"start": "random", "experts": experts})
+    random = {"start": "random", "experts": experts, "repair": RepairSection(mode="none")}
+    start = recipe if trial.stage == "carve" else recipe.model_copy(update=random)
     began = time.perf_counter()
     net = make_network(start, model, text.calibration)
     if trial.stage == "train":
@@ -84,10 +94,16 @@ def run_trial(trial: Trial) -> StageCost:
         rows = [training.one_step() for _ in range(STEPS)]
         training.save()
         seconds = sum(float(row["seconds"]) for row in rows[1:]) / (STEPS - 1)
+    elif trial.stage == "carve":
+        seconds = time.perf_counter() - began
+    elif trial.stage == "repair":
+        plan, fitted = finish_plan(net, model, start, text, 0, ""), text.train.truncate(tried_tokens(recipe))
+        began = time.perf_counter()
+        repair_plan(plan, model, fitted.input_ids, fitted.mask, recipe.repair, folder=folder)
+        seconds = (time.perf_counter() - began) * repair_tokens(recipe) / tried_tokens(recipe)
     else:
-        if trial.stage == "fold":
-            plan = finish_plan(net, model, start, text, 0, fingerprint(model))
-            save_moe(fold(model, plan, lazily=True), plan, tokenizer, folder / "moe")
+        plan = finish_plan(net, model, start, text, 0, fingerprint(model))
+        save_moe(fold(model, plan, lazily=True), plan, tokenizer, folder / "moe")
         seconds = time.perf_counter() - began
     on_device = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else 0
     return StageCost(peak_memory() or 0, on_device, seconds)
