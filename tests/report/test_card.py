@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,3 +136,16 @@ def test_license_of_gguf_files_and_of_known_models(tmp_path: Path, monkeypatch: 
 def test_what_is_no_license_is_left_out(tmp_path: Path, head: str) -> None:
     (tmp_path / "README.md").write_text(f"---\n{head}\n---\nwords\n")
     assert base_model_info(str(tmp_path)) == BaseModelInfo(None, None)
+
+
+@pytest.mark.slow
+def test_the_lines_for_readers_without_tomoe_run_no_code_of_a_tokenizer(converted: Path) -> None:
+    card = (converted / "moe" / "README.md").read_text("utf-8")
+    (lines,) = [block for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "import tomoe" not in block]
+    lines += "\nimport sys; assert 'tomoe' not in sys.modules"
+    lines += "\nprint(model(**tokenizer('the sea', return_tensors='pt')).logits.shape)"
+    command = [sys.executable, "-c", lines]
+    done = subprocess.run(command, cwd=converted, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size" in done.stdout
+    assert "run the custom code" not in done.stdout + done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tomoe.cli import options
@@ -12,29 +13,21 @@ if TYPE_CHECKING:
     from tomoe.recipe.conversion import Recipe
 
 
+@options.makes_recipe("steps", "start")
 def carve(
-    model: options.Model,
+    chosen: options.RecipeOptions,
     out: options.Out,
-    active: options.Active = None,
-    recipe: options.RecipeName = None,
-    changes: options.Changes = None,
-    seed: options.Seed = None,
-    data: options.Data = None,
-    attention: options.Attention = None,
-    repair: options.Repair = None,
     offload: options.Offload = False,
     resume: options.Resume = False,
     force: options.Force = False,
     skip_memory_check: options.SkipMemoryCheck = False,
 ) -> None:
     """Convert without training, in minutes, from calibration statistics; refit the projections in closed form."""
-    changes = [*(changes or []), "train.steps=0", "start=carved", *(["offload=true"] if offload else [])]
+    fixed = ["train.steps=0", "start=carved", *(["offload=true"] if offload else [])]
 
     def recipe_for(tokens: int) -> Recipe:
-        return options.make_recipe(
-            recipe, [f"data.tokens={tokens}", *changes], model=model, active=active, seed=seed, data=data,
-            attention=attention, repair=repair or "full",
-        )  # fmt: skip
+        changes = [f"data.tokens={tokens}", *(chosen.changes or []), *fixed]
+        return replace(chosen, changes=changes, repair=chosen.repair or "full").make()
 
     # Sampling or reading text to train on would take longer than all the rest, so only as much text as carving and repair need is
     # prepared. How much that is stands in the recipe, which is first read with more text than any setting exceeds.

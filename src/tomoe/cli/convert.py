@@ -21,18 +21,10 @@ Target = Annotated[
 ]
 
 
+@options.makes_recipe()
 def convert(
-    model: options.Model,
+    chosen: options.RecipeOptions,
     out: options.Out,
-    active: options.Active = None,
-    recipe: options.RecipeName = None,
-    changes: options.Changes = None,
-    steps: options.Steps = None,
-    seed: options.Seed = None,
-    data: options.Data = None,
-    start: options.Start = None,
-    attention: options.Attention = None,
-    repair: options.Repair = None,
     format: Target = None,
     resume: options.Resume = False,
     force: options.Force = False,
@@ -40,11 +32,7 @@ def convert(
 ) -> None:
     """Convert a dense model to a Mixture-of-Experts and measure both."""
     target = None if format in (None, "auto") else format
-    conversion = options.make_recipe(
-        recipe, changes, model=model, active=active, seed=seed, data=data, steps=steps, start=start,
-        attention=attention, repair=repair,
-        target=target,
-    )  # fmt: skip
+    conversion = chosen.make(target=target)
     first = run_conversion(conversion, out, resume, force, skip_memory_check)
     if format is not None and first:
         export(out, out / f"export-{format}", format, device=conversion.device, force=force or resume)

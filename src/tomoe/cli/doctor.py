@@ -16,13 +16,9 @@ if TYPE_CHECKING:
     from tomoe.memory.doctor import Diagnosis
 
 
+@options.makes_recipe("seed", "data", "start", "repair")
 def doctor(
-    model: options.Model,
-    active: options.Active = None,
-    recipe: options.RecipeName = None,
-    changes: options.Changes = None,
-    steps: options.Steps = None,
-    attention: options.Attention = None,
+    chosen: options.RecipeOptions,
     trial: Annotated[
         bool,
         typer.Option("--trial", help="Also run the stages on a few layers, to estimate memory and time (minutes)."),
@@ -30,8 +26,8 @@ def doctor(
     as_json: options.AsJson = False,
 ) -> None:
     """Check before a conversion: structure, reachable budgets, memory."""
-    conversion = options.make_recipe(recipe, changes, model=model, active=active, steps=steps, attention=attention)
-    options.check_model(model)
+    conversion = chosen.make()
+    options.check_model(chosen.model)
 
     from tomoe.cli.screen import Screen
     from tomoe.memory.doctor import examine, lacks

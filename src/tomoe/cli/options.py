@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -104,28 +106,53 @@ Force = Annotated[bool, typer.Option("--force", help="Replace what OUT holds.")]
 SkipMemoryCheck = Annotated[bool, typer.Option("--skip-memory-check", help="Skip the memory check.")]
 
 
-def make_recipe(
-    base: str | None,
-    changes: list[str] | None,
-    *,
-    model: str,
-    active: float | None = None,
-    seed: int | None = None,
-    data: list[str] | None = None,
-    steps: int | None = None,
-    start: str | None = None,
-    attention: str | None = None,
-    repair: str | None = None,
-    target: str | None = None,
-) -> Recipe:
-    """The recipe `base` with the named options, then `--set` applied. Raises UserError for a wrong key or value."""
-    from tomoe.recipe.conversion import Recipe
+@dataclass(frozen=True)
+class RecipeOptions:
+    """The options of every command that makes a recipe; their names and help are the fields."""
 
-    named = {
-        "model": model, "active": active, "seed": seed, "data.sources": data or None, "train.steps": steps,
-        "start": start, "attention.pruning": attention, "repair.mode": repair, "target": target,
-    }  # fmt: skip
-    return Recipe.load(base, [*overrides(named), *map(with_fractions, changes or [])])
+    model: Model
+    active: Active = None
+    recipe: RecipeName = None
+    changes: Changes = None
+    steps: Steps = None
+    seed: Seed = None
+    data: Data = None
+    start: Start = None
+    attention: Attention = None
+    repair: Repair = None
+
+    def make(self, **more: object) -> Recipe:
+        """The named recipe with these options, then `--set` applied. `more` are keys of the recipe, as options.
+
+        Raises UserError for a wrong key or value.
+        """
+        from tomoe.recipe.conversion import Recipe
+
+        named = {
+            "model": self.model, "active": self.active, "seed": self.seed, "data.sources": self.data or None,
+            "train.steps": self.steps, "start": self.start, "attention.pruning": self.attention,
+            "repair.mode": self.repair, **more,
+        }  # fmt: skip
+        return Recipe.load(self.recipe, [*overrides(named), *map(with_fractions, self.changes or [])])
+
+
+def makes_recipe(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of `RecipeOptions` but those left out; it gets them as its first argument."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shared = [p for p in signature(RecipeOptions, eval_str=True).parameters.values() if p.name not in left_out]
+        _, *own = signature(command, eval_str=True).parameters.values()
+
+        def run(**values: Any) -> None:
+            command(RecipeOptions(**{p.name: values.pop(p.name) for p in shared}), **values)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        # typer reads it; what is required comes first
+        parameters = sorted([*shared, *own], key=lambda p: p.default is not Parameter.empty)
+        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def overrides(named: Mapping[str, object]) -> list[str]:

@@ -18,21 +18,14 @@ if TYPE_CHECKING:
     from tomoe.sweep import Cell
 
 
+@options.makes_recipe("active")
 def sweep(
-    model: options.Model,
+    chosen: options.RecipeOptions,
     out: options.Out,
     over: Annotated[
         list[str],
         typer.Option("--over", help="Recipe key and its values; repeat it for a grid.", metavar="KEY=A,B,..."),
     ],
-    recipe: options.RecipeName = None,
-    changes: options.Changes = None,
-    steps: options.Steps = None,
-    seed: options.Seed = None,
-    data: options.Data = None,
-    start: options.Start = None,
-    attention: options.Attention = None,
-    repair: options.Repair = None,
     text: options.Text = None,
     context: Annotated[int | None, typer.Option("--context", min=8, help="Sequence length of --text.")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Max tokens of --text.")] = None,
@@ -41,10 +34,8 @@ def sweep(
 
     Run the same command again to resume; finished cells are skipped.
     """
-    base = options.make_recipe(
-        recipe, changes, model=model, seed=seed, data=data, steps=steps, start=start, attention=attention, repair=repair
-    )
-    options.check_model(model)
+    base = chosen.make()
+    options.check_model(chosen.model)
 
     from tomoe import distributed, sweep
     from tomoe.cli.screen import Screen, duration, results

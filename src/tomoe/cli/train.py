@@ -6,36 +6,17 @@ from tomoe.cli import options
 from tomoe.cli.stopping import resumable
 
 
+@options.makes_recipe()
 def train(
-    model: options.Model,
+    chosen: options.RecipeOptions,
     out: options.Out,
-    active: options.Active = None,
-    recipe: options.RecipeName = None,
-    changes: options.Changes = None,
-    steps: options.Steps = None,
-    seed: options.Seed = None,
-    data: options.Data = None,
-    start: options.Start = None,
-    attention: options.Attention = None,
-    repair: options.Repair = None,
     resume: options.Resume = False,
     force: options.Force = False,
     skip_memory_check: options.SkipMemoryCheck = False,
 ) -> None:
     """Learn masks and routers; write a run folder."""
-    conversion = options.make_recipe(
-        recipe,
-        changes,
-        model=model,
-        active=active,
-        seed=seed,
-        data=data,
-        steps=steps,
-        start=start,
-        attention=attention,
-        repair=repair,
-    )
-    options.check_model(model)
+    conversion = chosen.make()
+    options.check_model(chosen.model)
 
     from tomoe.cli.screen import Screen
     from tomoe.conversion import train as run_training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.files import atomic_folder, read_json, write_sums
-from tomoe.model.loading import load_dense, pick_device
+from tomoe.model.loading import load_dense, pick_device, strip_remote_code_
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 
@@ -52,12 +53,10 @@ def save_moe(
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the tokenizer without `auto_map`, the dense model's pointer to code that would run at whoever loads it."""
-    auto_map = tokenizer.init_kwargs.pop("auto_map", None)
-    try:
-        tokenizer.save_pretrained(folder)
-    finally:
-        if auto_map is not None:
-            tokenizer.init_kwargs["auto_map"] = auto_map
+    bare = copy(tokenizer)
+    bare.init_kwargs = dict(tokenizer.init_kwargs)
+    strip_remote_code_(bare)
+    bare.save_pretrained(folder)
 
 
 def refuse_overwriting(out: Path, force: bool, dense: str = "") -> None:

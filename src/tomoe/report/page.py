@@ -176,7 +176,7 @@ def commands(recipe: Recipe, name: str, finetuned: bool = False) -> list[tuple[s
         again += f"\ntomoe finetune OUT --recipe {shlex.quote(f'{name}/run/recipe.json')} -o AGAIN"
     quoted = json.dumps(name, ensure_ascii=False)
     load = (
-        "import tomoe  # or trust_remote_code=True below\n"
+        "import tomoe  # registers the architecture\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model = AutoModelForCausalLM.from_pretrained({quoted}, dtype="auto")\n'
         f"tokenizer = AutoTokenizer.from_pretrained({quoted})"
