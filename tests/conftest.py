@@ -44,8 +44,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from tomoe.budget import active_params, decoder_params
 from tomoe.model.structure import shape_of
-from tomoe.plan import Plan
+from tomoe.plan import ALWAYS, Plan
 from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, SamplingSection
@@ -74,6 +75,7 @@ FAMILIES = {
     "phi": (PhiConfig, PhiForCausalLM, dict(num_key_value_heads=4, partial_rotary_factor=0.5, hidden_act="gelu_new")),
 }
 ATTENTION_MODES = ("off", "static", "per_token")
+FORMS = ("overlapping", "fine")
 
 
 def randomise(model: PreTrainedModel) -> PreTrainedModel:
@@ -100,14 +102,34 @@ def tokens(rows: int = 2, length: int = 12, seed: int = 0) -> Int[Tensor, "rows 
 
 def make_network(model: PreTrainedModel, attention: str, spread: float = 1.0, **experts: object) -> MaskNetwork:
     """A mask network whose logits differ from dim to dim, so that a share of the dims is really dropped."""
-    sizes = dict(num_experts=4, embedding_size=16, width_multiple=1) | experts
+    sizes = dict(num_experts=8 if experts.get("form") == "fine" else 4, embedding_size=16, width_multiple=1) | experts
     net = MaskNetwork(
         shape_of(model), ExpertsSection(**sizes), AttentionSection(pruning=attention), SamplingSection(), seed=0
     )
     generator = torch.Generator().manual_seed(1)
     for projection in (*net.neurons, *net.dims):
         projection.start.normal_(-3, spread, generator=generator)
+    if net.fine:
+        partition_(net, generator)
     return net
+
+
+def partition_(net: MaskNetwork, generator: torch.Generator) -> None:
+    """Random fine-grained experts of four neurons; the layers differ in k, and one expert is always chosen."""
+    for i in range(net.shape.num_layers):
+        expert = torch.full((net.shape.mlp_size,), -1)
+        order = torch.randperm(len(expert), generator=generator)[: 4 * net.experts.num_experts]
+        expert[order] = torch.arange(len(order)) // 4
+        net.expert_of_neuron[i], net.experts_per_token[i] = expert, 3 - i % 2
+        net.routers[i].bias.data.normal_(0, 0.5, generator=generator)
+        net.routers[i].bias.data[i] = ALWAYS
+
+
+def fine_fraction(net: MaskNetwork) -> float:
+    """The active fraction of fine-grained experts with attention whole: nothing else can take up the rest of a budget."""
+    s = net.shape
+    widths = [(net.fine_width(i), s.head_dim, s.head_dim) for i in range(s.num_layers)]
+    return float(active_params(s, widths)) / decoder_params(s)
 
 
 _plans: dict[tuple[object, ...], Plan] = {}
@@ -118,6 +140,8 @@ def make_plan(model: PreTrainedModel, attention: str, active: float = 0.6, **exp
 
     Pico models of one config have the same weights, so their plan is made once.
     """
+    if experts.get("form") == "fine" and attention == "off":
+        active = fine_fraction(make_network(model, attention, **experts))
     key = (model.config.to_json_string(), attention, active, *experts.items())
     if key not in _plans:
         ids = tokens()

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_network, make_pico, tokens
 from pico_files import CommandLine, small, write_pico, write_text
-from tomoe.budget import active_params, decoder_params
+from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params
 from tomoe.errors import UserError
 from tomoe.exporting.stock import dense_incompatibility
 from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.carving import carve_
-from tomoe.pruning.extract import BUDGET_TOLERANCE, extract_plan
+from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.losses import budget_penalty, layer_fractions, layer_widths, log_ratio
 from tomoe.recipe.conversion import Recipe
 

@@ -10,6 +10,9 @@ from typing import Any
 
 from tomoe.model.shape import ModelShape
 
+BUDGET_TOLERANCE = 0.002
+"""Largest distance between the active fraction of a plan and the requested one."""
+
 
 def mlp_params(shape: ModelShape, width: Any) -> Any:
     """Count the projection weights of an MLP of `width` neurons."""

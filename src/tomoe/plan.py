@@ -26,12 +26,16 @@ if TYPE_CHECKING or "jaxtyping" in sys.modules:
     from jaxtyping import Bool, Float
 
 FORMAT = "tomoe-plan-1"
+FINE_FORMAT = "tomoe-plan-2"
+"""Plans of fine-grained experts: versions that know only the overlapping form must refuse them."""
 # field of LayerPlan -> name of its tensor in plan.safetensors
 _TENSORS = {
     "expert_masks": "expert_neurons", "router_weight": "router_weight", "qk_kept": "qk_kept", "value_kept": "value_kept",
 }  # fmt: skip
-_MASKS = ("expert_neurons", "qk_kept", "value_kept")
-_FIELDS = {name: field for field, name in _TENSORS.items()}
+# the same, for tensors that only fine-grained experts have
+_FINE = {"shared_mask": "shared_neurons", "router_bias": "router_bias"}
+_MASKS = ("expert_neurons", "shared_neurons", "qk_kept", "value_kept")
+_FIELDS = {name: field for field, name in (_TENSORS | _FINE).items()}
 _ROUTER = "value_router."
 # no model is larger: a plan with such sizes is an attack
 MAX_SIZES = {
@@ -39,6 +43,8 @@ MAX_SIZES = {
     "head_dim": 2**16, "rotary_size": 2**16,
 }  # fmt: skip
 _REFIT = "refit."
+ALWAYS = 1024.0
+"""Router bias of a fine-grained expert that every token uses: so the shared part can be larger in some layers."""
 REPAIRED = "repair"
 """The note of a plan whose projections were refitted: how, on what text, with what gain."""
 FINETUNED = "finetuned"
@@ -47,10 +53,14 @@ FINETUNED = "finetuned"
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one decoder layer keeps. All experts of a layer have the same width."""
+    """What one decoder layer keeps. All experts of a layer have the same width.
+
+    There are two forms. `overlapping` (the paper's): a token uses one expert, and experts share neurons. `fine`: every
+    neuron is in exactly one expert or in the shared part, and a token uses the shared part and `top_k` experts.
+    """
 
     expert_masks: Bool[Any, "N F"]
-    """Neuron f belongs to expert n; experts may share neurons. Stored as the tensor `expert_neurons`."""
+    """Neuron f belongs to expert n. Stored as the tensor `expert_neurons`."""
     router_weight: Float[Any, "N D"]
     """One row per expert."""
     qk_kept: Bool[Any, " Q"]
@@ -64,6 +74,12 @@ class LayerPlan:
     refit: dict[str, Any] = field(default_factory=dict)
     """Refitted projections by repair: `down.weight` [D F], or `down.left` [D r] and `down.right` [r F], whose product is
     added to the dense matrix; the same under `output` [D H*C]. Empty: the dense matrices stay."""
+    shared_mask: Bool[Any, " F"] | None = None
+    """Neurons that every token uses; None for overlapping experts."""
+    router_bias: Float[Any, " N"] | None = None
+    """Added to the router's logits; None for overlapping experts."""
+    top_k: int = 1
+    """Experts of a token."""
 
     def refitted(self, part: Literal["down", "output"], weight: Any) -> Any:
         """Return the matrix that replaces the dense `weight` [D n] of a projection, in its dtype; `weight` if none does."""
@@ -75,14 +91,29 @@ class LayerPlan:
         return weight
 
     @property
-    def width(self) -> int:
-        """Neurons of each expert."""
+    def fine(self) -> bool:
+        """Whether the experts are fine-grained."""
+        return self.shared_mask is not None
+
+    @property
+    def expert_size(self) -> int:
+        """Neurons of one expert."""
         return int(self.expert_masks[0].sum())
 
     @property
+    def shared_size(self) -> int:
+        """Neurons of the shared part."""
+        return 0 if self.shared_mask is None else int(self.shared_mask.sum())
+
+    @property
+    def width(self) -> int:
+        """Neurons that a token uses."""
+        return self.shared_size + self.top_k * self.expert_size
+
+    @property
     def union(self) -> int:
-        """Neurons that some expert uses."""
-        return int(self.expert_masks.any(0).sum())
+        """Neurons that some token can use."""
+        return int(self.expert_masks.any(0).sum()) + self.shared_size
 
 
 @dataclass(frozen=True)
@@ -111,6 +142,11 @@ class Plan:
                 raise UserError(f"layer {i} of the plan is broken: {error}; make the plan again with `tomoe plan`")
         experts = sorted({len(layer.router_weight) for layer in self.layers})
         embeddings = sorted({len(layer.value_router["norm.bias"]) for layer in self.layers if layer.value_router})
+        if len({layer.fine for layer in self.layers}) > 1:
+            raise UserError(
+                "the layers of the plan differ: some have fine-grained experts, others overlapping ones; make the plan "
+                "again with `tomoe plan`"
+            )
         if len(experts) > 1 or len(embeddings) > 1:
             sizes = f"{experts} experts" if len(experts) > 1 else f"embeddings of {embeddings}"
             raise UserError(f"the layers of the plan differ: {sizes}; make the plan again with `tomoe plan`")
@@ -128,6 +164,11 @@ class Plan:
     def num_experts(self) -> int:
         """Experts of a layer (N)."""
         return int(self.layers[0].expert_masks.shape[0])
+
+    @property
+    def form(self) -> Literal["overlapping", "fine"]:
+        """The form of the experts."""
+        return "fine" if self.layers[0].fine else "overlapping"
 
     @property
     def dynamic_values(self) -> bool:
@@ -159,13 +200,14 @@ class Plan:
 
         tensors: dict[str, Any] = {}
         for i, layer in enumerate(self.layers):
-            parts = {name: getattr(layer, field) for field, name in _TENSORS.items()}
+            parts = {name: getattr(layer, field) for field, name in (_TENSORS | (_FINE if layer.fine else {})).items()}
             parts |= {f"{_ROUTER}{k}": v for k, v in layer.value_router.items()}
             parts |= {f"{_REFIT}{k}": v for k, v in layer.refit.items()}
             tensors |= {f"layers.{i}.{name}": t.contiguous().cpu() for name, t in parts.items()}
-        data = save(tensors, metadata={"format": FORMAT})
+        plan_format = FINE_FORMAT if self.form == "fine" else FORMAT
+        data = save(tensors, metadata={"format": plan_format})
         head = {
-            "format": FORMAT,
+            "format": plan_format,
             "shape": self.shape.to_dict(),
             "value_top_k": [layer.value_top_k for layer in self.layers],
             "active_fraction": self.active_fraction(),
@@ -175,6 +217,8 @@ class Plan:
             "recipe": self.recipe,
             "notes": self.notes,
         }
+        if self.form == "fine":
+            head["experts_per_token"] = [layer.top_k for layer in self.layers]
         atomic_write(folder / "plan.safetensors", data)
         atomic_write(folder / "plan.json", json.dumps(head, indent=2, sort_keys=True) + "\n")
 
@@ -189,18 +233,18 @@ class Plan:
         if not head_path.is_file() or not tensor_path.is_file():
             raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
         head = read_json(head_path)
-        if head.get("format") != FORMAT:
+        if head.get("format") not in (FORMAT, FINE_FORMAT):
             raise UserError(
-                f"{head_path} has format {str(head.get('format'))[:40]!r}, this version reads {FORMAT!r}; "
-                "make the plan again or update tomoe"
+                f"{head_path} has format {str(head.get('format'))[:40]!r}, this version reads {FORMAT!r} and "
+                f"{FINE_FORMAT!r}; make the plan again or update tomoe"
             )
         if arrays == "torch" and sha256(tensor_path) != head.get("tensors_sha256"):
             raise UserError(
                 f"{tensor_path} does not belong to {head_path.name} (checksums differ); copy both files again"
             )
         try:
-            shape, top_k, metadata = _read_header(head)
-            return cls(shape, _read_layers(tensor_path, shape, top_k, arrays), **metadata)
+            shape, chosen, metadata = _read_header(head)
+            return cls(shape, _read_layers(tensor_path, shape, chosen, arrays), **metadata)
         except UserError:
             raise
         except (KeyError, TypeError, ValueError, SafetensorError) as error:
@@ -225,9 +269,10 @@ class Plan:
         ]
 
 
-def _shapes(s: ModelShape, n: int) -> dict[str, tuple[int, ...]]:
-    return {"expert_neurons": (n, s.mlp_size), "router_weight": (n, s.hidden_size),
-            "qk_kept": (s.num_qk_choices,), "value_kept": (s.head_dim,)}  # fmt: skip
+def _shapes(s: ModelShape, n: int, fine: bool) -> dict[str, tuple[int, ...]]:
+    shapes = {"expert_neurons": (n, s.mlp_size), "router_weight": (n, s.hidden_size),
+              "qk_kept": (s.num_qk_choices,), "value_kept": (s.head_dim,)}  # fmt: skip
+    return shapes | {"shared_neurons": (s.mlp_size,), "router_bias": (n,)} if fine else shapes
 
 
 def _router_shapes(s: ModelShape, e: int) -> dict[str, tuple[int, ...]]:
@@ -237,15 +282,19 @@ def _router_shapes(s: ModelShape, e: int) -> dict[str, tuple[int, ...]]:
 
 def _validation_error(layer: LayerPlan, s: ModelShape) -> str | None:
     n = layer.expert_masks.shape[0]
-    for name, shape in _shapes(s, n).items():
+    for name, shape in _shapes(s, n, layer.fine).items():
         t = getattr(layer, _FIELDS[name])
-        if tuple(t.shape) != shape:
-            return f"{name} has shape {tuple(t.shape)}, the model needs {shape}"
+        if t is None or tuple(t.shape) != shape:
+            return f"{name} has shape {None if t is None else tuple(t.shape)}, the model needs {shape}"
     widths = layer.expert_masks.sum(1)
     if n < 1 or int(widths.min()) < 1:
         return "an expert has no neuron"
     if int(widths.min()) != int(widths.max()):
         return f"its experts have unequal widths ({int(widths.min())} to {int(widths.max())})"
+    if not 1 <= layer.top_k <= (n if layer.fine else 1):
+        return f"a token uses {layer.top_k} of its {n} experts"
+    if layer.fine and not bool((layer.expert_masks.sum(0) + layer.shared_mask == 1).all()):
+        return "a neuron is in no expert, or in several"
     if not bool(layer.qk_kept.any()) or not 1 <= layer.value_top_k <= int(layer.value_kept.sum()):
         return f"it keeps no Q/K dim, or K = {layer.value_top_k} of {int(layer.value_kept.sum())} V/O dims"
     if not layer.value_router and layer.value_top_k != int(layer.value_kept.sum()):
@@ -261,7 +310,7 @@ def _validation_error(layer: LayerPlan, s: ModelShape) -> str | None:
     if refit_shapes != (needed := _refit_shapes(s, refit_shapes)):
         return f"its refitted projections are {refit_shapes}, the model needs {needed}"
     tensors = {
-        "router": [layer.router_weight, *layer.value_router.values()],
+        "router": [layer.router_weight, *layer.value_router.values(), *([layer.router_bias] if layer.fine else [])],
         "refitted projection": layer.refit.values(),
     }
     for what, group in tensors.items():
@@ -282,8 +331,8 @@ def _refit_shapes(s: ModelShape, stored: dict[str, tuple[int, ...]]) -> dict[str
     return expected
 
 
-def _read_header(head: dict[str, Any]) -> tuple[ModelShape, list[int], dict[str, Any]]:
-    """Return the sizes, K of each layer, and the other fields of a Plan.
+def _read_header(head: dict[str, Any]) -> tuple[ModelShape, list[tuple[int, int]], dict[str, Any]]:
+    """Return the sizes, (V/O dims, experts) of a token in each layer, and the other fields of a Plan.
 
     Raises ValueError, KeyError or TypeError for values that no plan has.
     """
@@ -296,11 +345,13 @@ def _read_header(head: dict[str, Any]) -> tuple[ModelShape, list[int], dict[str,
             raise ValueError(f"its model has {str(value)[:40]!r} as {name}")
     if shape.num_heads % shape.num_kv_heads or shape.rotary_size % 2 or shape.rotary_size > shape.head_dim:
         raise ValueError("its heads, key/value heads and rotary dims do not fit each other")
-    top_k, notes = head["value_top_k"], head["notes"]
-    if not isinstance(top_k, list) or any(type(k) is not int for k in top_k):
-        raise TypeError("value_top_k is not a list of integers")
-    if len(top_k) != shape.num_layers:
-        raise ValueError(f"it holds {len(top_k)} layers, its model has {shape.num_layers}")
+    value_top_k, notes = head["value_top_k"], head["notes"]
+    top_k = head["experts_per_token"] if head["format"] == FINE_FORMAT else [1] * shape.num_layers
+    for name, numbers in (("value_top_k", value_top_k), ("experts_per_token", top_k)):
+        if not isinstance(numbers, list) or any(type(k) is not int for k in numbers):
+            raise TypeError(f"{name} is not a list of integers")
+        if len(numbers) != shape.num_layers:
+            raise ValueError(f"it holds {len(numbers)} layers, its model has {shape.num_layers}")
     metadata = {name: head[name] for name in ("source", "dense_config", "recipe", "notes")}
     for name, value in metadata.items():
         if not isinstance(value, str if name == "source" else dict):
@@ -314,10 +365,10 @@ def _read_header(head: dict[str, Any]) -> tuple[ModelShape, list[int], dict[str,
         metadata["notes"] = notes = {name: note for name, note in notes.items() if name != "block_size"} | seq_len
     if any(type(notes.get(name, 0)) is not int for name in ("steps", "seq_len")):
         raise TypeError("steps or seq_len in its notes is not an integer")
-    return shape, top_k, metadata
+    return shape, list(zip(value_top_k, top_k, strict=True)), metadata
 
 
-def _read_layers(path: Path, shape: ModelShape, top_k: list[int], arrays: str) -> tuple[LayerPlan, ...]:
+def _read_layers(path: Path, shape: ModelShape, chosen: list[tuple[int, int]], arrays: str) -> tuple[LayerPlan, ...]:
     """Read the layers. Raises ValueError or KeyError for a wrong tensor before it is read: it may be of any size."""
     layers = []
     with safe_open(path, "pt" if arrays == "torch" else "np") as file:
@@ -326,8 +377,8 @@ def _read_layers(path: Path, shape: ModelShape, top_k: list[int], arrays: str) -
         # numpy has no bfloat16
         # refitted projections are not read by who only counts
         if arrays == "numpy" and any(dtype == "BF16" and _REFIT not in name for name, (_, dtype) in unread.items()):
-            return _read_layers(path, shape, top_k, "torch")
-        for i, k in enumerate(top_k):
+            return _read_layers(path, shape, chosen, "torch")
+        for i, (value_top_k, top_k) in enumerate(chosen):
             tensors = {}
             for part, expected in _expected_shapes(unread, f"layers.{i}.", shape).items():
                 size, dtype = unread.pop(f"layers.{i}.{part}")
@@ -341,9 +392,9 @@ def _read_layers(path: Path, shape: ModelShape, top_k: list[int], arrays: str) -
                 else:
                     tensors[part] = _float32(file.get_tensor(f"layers.{i}.{part}"), dtype)
             router = {part.removeprefix(_ROUTER): t for part, t in tensors.items() if part.startswith(_ROUTER)}
-            fields = {field: tensors[name] for field, name in _TENSORS.items()}
+            fields = {field: tensors[name] for field, name in (_TENSORS | _FINE).items() if name in tensors}
             refit = {part.removeprefix(_REFIT): t for part, t in tensors.items() if part.startswith(_REFIT)}
-            layers.append(LayerPlan(**fields, value_top_k=k, value_router=router, refit=refit))
+            layers.append(LayerPlan(**fields, value_top_k=value_top_k, value_router=router, refit=refit, top_k=top_k))
         if unread:
             raise ValueError(f"it holds {min(unread)[:40]!r}, which no plan has")
     return tuple(layers)
@@ -359,7 +410,7 @@ def _float32(t: Any, dtype: str) -> Any:
 def _expected_shapes(stored: dict[str, Any], prefix: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a layer's tensors, by its number of experts and the embedding size of its value router."""
     (experts, *_), _ = stored[f"{prefix}router_weight"]
-    parts = _shapes(shape, experts)
+    parts = _shapes(shape, experts, any(f"{prefix}{name}" in stored for name in _FINE.values()))
     if any(name.startswith(prefix + _ROUTER) for name in stored):
         (embedding, *_), _ = stored[f"{prefix}{_ROUTER}norm.bias"]
         parts |= {_ROUTER + name: size for name, size in _router_shapes(shape, embedding).items()}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from conftest import ATTENTION_MODES, FAMILIES, make_pico, make_plan, tokens
+from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
 from tomoe.model.structure import shape_of
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.checkpoint import save_moe
@@ -36,13 +37,13 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=[(family, attention) for family in FAMILIES for attention in ATTENTION_MODES],
-    ids=lambda pair: "-".join(pair),
+    params=[(*pair, form) for pair in itertools.product(FAMILIES, ATTENTION_MODES) for form in FORMS],
+    ids=lambda names: "-".join(names),
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    family, attention = request.param
+    family, attention, form = request.param
     dense = make_pico(family)
-    plan = make_plan(dense, attention)
+    plan = make_plan(dense, attention, form=form)
     folded = fold(dense, plan)
     folder = tmp_path_factory.mktemp("moe") / family
     save_moe(folded, plan, None, folder)
@@ -108,6 +109,39 @@ def test_full_masks_are_the_dense_model(dense: PreTrainedModel, attention: str) 
     assert_same(fold(dense, plan)(ids).logits, meant)
 
 
+def with_top_k(plan: Plan, most: int, k: int) -> Plan:
+    """The plan in which tokens use more or fewer experts, as `ToMoEConfig.layer_top_k` says it; `most` is its largest k."""
+
+    def of(top_k: int, n: int) -> int:
+        return max(1, round(top_k * k / most)) if k <= most else n - round((n - top_k) * (n - k) / (n - most))
+
+    layers = tuple(replace(layer, top_k=of(layer.top_k, len(layer.router_weight))) for layer in plan.layers)
+    return replace(plan, layers=layers)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+def test_fine_experts_can_be_used_in_other_numbers(dense: PreTrainedModel, k: int, tmp_path: Path) -> None:
+    """The number of experts is chosen at load time; all of them are the dense model."""
+    plan = make_plan(dense, "off", form="fine")
+    save_moe(fold(dense, plan), plan, None, tmp_path / "moe")
+    moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=k)
+    ids = tokens(2, 24, seed=5)
+    with masked(dense, planned_masks(with_top_k(plan, 3, k))):
+        meant = dense(ids).logits
+    for backend in EXPERT_BACKENDS:
+        with running(moe, backend):
+            assert_same(moe(ids).logits, meant)
+    assert bool((meant - dense(ids).logits).abs().max() < 1e-5 * meant.abs().max()) == (k == 8)
+
+
+@pytest.mark.parametrize("k", [0, 9, -1])
+def test_a_number_of_experts_that_there_is_not_is_refused(llama: PreTrainedModel, k: int, tmp_path: Path) -> None:
+    plan = make_plan(llama, "off", form="fine")
+    save_moe(fold(llama, plan), plan, None, tmp_path / "moe")
+    with pytest.raises(ValueError, match="num_experts_per_tok"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=k)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generating_with_a_cache_is_one_pass_without(case: Case, cache: str) -> None:
     prompt, length = tokens(2, 7, seed=7), 14  # beyond the sliding window of mistral
@@ -157,7 +191,7 @@ def decisions(model: PreTrainedModel, plan: Plan, ids: Tensor) -> tuple[Tensor, 
                 chosen.append(m.values(x.flatten(0, -2)))
 
         def route(_: object, args: tuple, m: object = m) -> None:
-            chosen.append(m.router.route(args[0].flatten(0, -2)).assignment.argmax(-1).float())
+            chosen.append(m.router.route(args[0].flatten(0, -2), m.top_experts).assignment.round())
 
         handles.append(layer.self_attn.register_forward_pre_hook(attend, with_kwargs=True))
         handles.append(layer.mlp.register_forward_pre_hook(route))
@@ -169,15 +203,18 @@ def decisions(model: PreTrainedModel, plan: Plan, ids: Tensor) -> tuple[Tensor, 
     return logits, [c.view(*ids.shape, -1) for c in chosen]
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_from_disk_rounds_no_worse_than_masked_bfloat16(family: str, attention: str, tmp_path: Path) -> None:
+def test_bfloat16_from_disk_rounds_no_worse_than_masked_bfloat16(
+    family: str, attention: str, form: str, tmp_path: Path
+) -> None:
     """Both are roundings of one float32 function; where they choose alike, their errors must be of one size.
 
     A wrong float32 part (a rotary table cast to bfloat16, say) would show as an error many times larger.
     """
     exact = make_pico(family)
-    plan = make_plan(exact, attention)
+    plan = make_plan(exact, attention, form=form)
     exact.save_pretrained(tmp_path / "dense")
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16)
     save_moe(fold(exact, plan), plan, None, tmp_path / "moe")

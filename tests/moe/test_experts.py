@@ -31,6 +31,11 @@ class Case:
     bias: bool = False
     activation: str = "silu"
     used: tuple[int, ...] = ()  # experts that tokens go to; all if empty
+    top_k: int = 0  # fine-grained experts of a token; 0 for one overlapping expert
+
+    @property
+    def shared(self) -> int:
+        return self.union - self.experts * self.width if self.top_k else 0
 
 
 CASES = {
@@ -50,6 +55,13 @@ CASES = {
     "relu without gate": Case(gated=False, activation="relu"),
     "an activation of its own": Case(activation="mish"),
     "many tokens": Case(tokens=300),
+    "fine": Case(experts=6, width=5, top_k=3),
+    "fine, one token": Case(tokens=1, experts=6, width=5, top_k=2),
+    "fine, nothing shared": Case(experts=8, width=5, top_k=3),
+    "fine, all experts": Case(experts=6, width=5, top_k=6),
+    "fine, biases": Case(experts=3, width=11, bias=True, top_k=2),
+    "fine, no gate": Case(experts=3, width=8, gated=False, bias=True, activation="gelu_new", top_k=1),
+    "fine, 64 experts, many tokens": Case(tokens=300, experts=64, width=3, union=200, top_k=20),
 }
 ALL = pytest.mark.parametrize("name", CASES)
 BACKENDS = pytest.mark.parametrize("backend", list(EXPERT_BACKENDS))
@@ -63,12 +75,20 @@ def make_mlp(case: Case, dtype: torch.dtype = torch.float32) -> ToMoEMLP:
         dense.register_module(name, nn.Linear(case.hidden, case.union, bias=case.bias, dtype=dtype))
     dense.down_proj = nn.Linear(case.union, case.hidden, bias=case.bias, dtype=dtype)
     config = SimpleNamespace(
-        num_experts=case.experts, expert_sizes=[case.width], union_sizes=[case.union], expert_backend="auto"
+        num_experts=case.experts,
+        expert_form="fine" if case.top_k else "overlapping",
+        expert_sizes=[case.width],
+        union_sizes=[case.union],
+        shared_sizes=[case.shared],
+        layer_top_k=lambda layer: case.top_k,
+        expert_backend="auto",
     )
     mlp = ToMoEMLP(dense, config, 0)
     generator = torch.Generator().manual_seed(0)
     for parameter in mlp.parameters():
         parameter.data.normal_(0, 0.3, generator=generator)
+    if case.top_k:
+        return mlp.requires_grad_(False)
     members = torch.rand(case.experts, case.union, generator=generator).index_put(
         (torch.arange(case.experts), torch.arange(case.experts) % case.union), torch.tensor(2.0)
     )
@@ -80,14 +100,16 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Tensor,
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(case.tokens, case.hidden, generator=generator).to(dtype)
     used = torch.tensor(case.used or range(case.experts))
-    return x, used[torch.randint(len(used), (case.tokens,), generator=generator)]
+    if case.top_k:
+        return x, torch.rand(case.tokens, case.experts, generator=generator).topk(case.top_k).indices
+    return x, used[torch.randint(len(used), (case.tokens, 1), generator=generator)]
 
 
 def one_by_one(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Token after token in float64, on its expert's neurons alone; and the sum of the sizes of all that was added."""
+    """Token after token in float64, on its experts' neurons alone; and the sum of the sizes of all that was added."""
     y, sizes = torch.zeros(x.shape, dtype=torch.float64), torch.zeros(x.shape, dtype=torch.float64)
-    for t, (token, expert) in enumerate(zip(x.double(), expert_ids.tolist(), strict=True)):
-        rows = mlp.expert_rows[expert].tolist()
+    for t, (token, experts) in enumerate(zip(x.double(), expert_ids.tolist(), strict=True)):
+        rows = [*range(mlp.shared_size), *(row for expert in experts for row in mlp.expert_rows[expert].tolist())]
 
         def project(weight: Tensor, bias: Tensor | None, token: Tensor = token, rows: list[int] = rows) -> Tensor:
             return weight[rows].double() @ token + (0 if bias is None else bias[rows].double())

@@ -211,7 +211,7 @@ def test_activations_far_out(activation: str) -> None:
     mlp.up_proj.zero_()[:, 0] = torch.linspace(-300, 300, 40)
     x = torch.zeros(37, 16)
     x[:, 0] = 1.0
-    expert_ids = torch.arange(37) % 4
+    expert_ids = torch.arange(37)[:, None] % 4
     meant, _ = one_by_one(mlp, x, expert_ids)
     found = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
     torch.testing.assert_close(found.double(), meant, rtol=1e-5, atol=1e-5 * float(meant.abs().max()))
@@ -259,7 +259,7 @@ def test_tokens_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_inputs_need_not_be_contiguous() -> None:
     mlp, (x, expert_ids) = make_mlp(Case()), make_inputs(Case())
     strided = torch.stack([x, x], -1)[..., 0]
-    ids = torch.stack([expert_ids, expert_ids], -1)[:, 0]
+    ids = torch.stack([expert_ids, expert_ids], -1)[..., 0]
     assert not strided.is_contiguous()
     torch.testing.assert_close(
         EXPERT_BACKENDS["native"](mlp, strided, ids), EXPERT_BACKENDS["native"](mlp, x, expert_ids), rtol=0, atol=0

@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from conftest import ATTENTION_MODES, make_network, make_pico, tokens
+from tomoe.budget import BUDGET_TOLERANCE
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.extract import (
-    BUDGET_TOLERANCE,
     Extraction,
     Site,
     check_budget,

@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import evaluating, forward_sequence, has_inner
 from tomoe.evaluation.rows import Count
-from tomoe.evaluation.usage import ROUTER
+from tomoe.evaluation.usage import routers
 from tomoe.model.hooks import hooked
 from tomoe.moe.modeling_tomoe import route
+from tomoe.plan import ALWAYS
 
 WINDOW = 8  # tokens before one that say how it is written: some tokenizers drop or add spaces at the very beginning
 UNKNOWN = "\ufffd"
@@ -23,7 +24,10 @@ UNKNOWN = "\ufffd"
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """`experts[layer][token]` of the `tokens`, which joined are the text. A token without letters of its own is ""."""
+    """`experts[layer][token]` of the `tokens`, which joined are the text. A token without letters of its own is "".
+
+    Of several experts of a token it is the strongest.
+    """
 
     tokens: list[str]
     experts: list[list[Count]]
@@ -63,19 +67,23 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
     """Run the tokens through the model once. Raises UserError for no token, or for a model that has no router."""
     if not ids:
         raise UserError("there is no text to route: it has no token")
-    routers = [module for name, module in model.named_modules() if name.endswith(ROUTER)]
-    if not routers:
+    top_ks = routers(model)
+    if not top_ks:
         raise UserError("this model has no routers: it is dense; give a folder that `tomoe convert` wrote")
     rows: list[list[int]] = []
     width = 0
 
-    def record(_: nn.Module, _args: Any, output: Any) -> None:
+    def record(router: nn.Module, _args: Any, output: Any) -> None:
         nonlocal width
         logits = output[0] if isinstance(output, tuple) else output
         width = int(logits.shape[-1])
-        rows.append(route(logits.reshape(-1, width))[0].tolist())
+        logits = logits.reshape(-1, width)
+        bias = getattr(router, "bias", None)
+        if bias is not None:  # an expert that every token uses says nothing of a token
+            logits = logits.masked_fill(bias >= ALWAYS / 2, -torch.inf)
+        rows.append(route(logits, top_ks[router])[0][:, 0].tolist())
 
-    hooks = hooked(router.register_forward_hook(record) for router in routers)
+    hooks = hooked(router.register_forward_hook(record) for router in top_ks)
     with hooks, torch.no_grad(), evaluating(model):
         tokens = torch.tensor(list(ids))
         forward_sequence(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=has_inner(model))

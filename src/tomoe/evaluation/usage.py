@@ -17,15 +17,23 @@ from tomoe.moe.modeling_tomoe import route
 ROUTER = ".mlp.router"
 
 
+def routers(model: nn.Module) -> dict[nn.Module, int | None]:
+    """Return the routers of a model, in order, and how many experts a token uses; None for one of overlapping experts."""
+    modules = dict(model.named_modules())
+    names = [name for name in modules if name.endswith(ROUTER)]
+    return {modules[name]: getattr(modules[name.rpartition(".")[0]], "top_k", None) for name in names}
+
+
 class ExpertCounter:
     """Counts what routers chose, sequence by sequence, while others run the model: `with ExpertCounter(model) as counter:`.
 
-    A router is a module whose name ends in `.mlp.router`, and a token belongs to the largest of its outputs.
+    A router is a module whose name ends in `.mlp.router`; a token's experts are those that `route` gives it.
     """
 
     def __init__(self, model: nn.Module):
-        self.routers = [module for name, module in model.named_modules() if name.endswith(ROUTER)]
-        self.chosen: dict[nn.Module, Tensor] = {}  # one-hot [S, N] of the last forward pass
+        self.top_ks = routers(model)
+        self.routers = list(self.top_ks)
+        self.chosen: dict[nn.Module, Tensor] = {}  # 0/1 [S, N] of the last forward pass
         self.experts: dict[nn.Module, int] = {}
         self.counts: dict[str, dict[nn.Module, Tensor]] = {}  # by source, "" where none is named
         self.tokens: dict[str, int] = {}
@@ -42,7 +50,8 @@ class ExpertCounter:
         logits = output[0] if isinstance(output, tuple) else output
         logits = logits.reshape(-1, logits.shape[-1])
         self.experts[router] = logits.shape[-1]
-        self.chosen[router] = nn.functional.one_hot(route(logits)[0], logits.shape[-1])
+        expert_ids, _ = route(logits, self.top_ks[router])
+        self.chosen[router] = torch.zeros_like(logits, dtype=torch.long).scatter_(1, expert_ids, 1)
 
     def count(self, real: Bool[Tensor, " S"], source: str = "") -> None:
         """Add the real tokens of the sequence that ran last to those of its source."""
@@ -80,4 +89,5 @@ class ExpertCounter:
     def _usage(self, sources: Sequence[str]) -> ExpertUsage:
         tokens = sum(self.tokens[source] for source in sources)
         counts = [torch.stack([self.counts[source][router] for source in sources]).sum(0) for router in self.routers]
-        return ExpertUsage([(row.double() / max(tokens, 1)).tolist() for row in counts], tokens)
+        # of all choices: with several experts a token the shares still add up to 1
+        return ExpertUsage([(row.double() / max(int(row.sum()), 1)).tolist() for row in counts], tokens)

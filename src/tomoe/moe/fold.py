@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Int
@@ -35,6 +35,12 @@ def neuron_order(expert_masks: Bool[Tensor, "N F"]) -> Int[Tensor, " U"]:
     return used[code.argsort(stable=True)]
 
 
+def fine_order(layer: LayerPlan) -> Int[Tensor, " U"]:
+    """All neurons of a layer with fine-grained experts: the shared part, then expert after expert."""
+    shared = cast(Tensor, layer.shared_mask).nonzero().squeeze(1)
+    return torch.cat([shared, *(row.nonzero().squeeze(1) for row in layer.expert_masks)])
+
+
 def moe_config(dense: PreTrainedModel, plan: Plan, version: str) -> ToMoEConfig:
     """The dense config, flat, with the plan's sizes."""
     values = {k: v for k, v in dense.config.to_dict().items() if k not in ("architectures", "auto_map", "model_type")}
@@ -45,7 +51,10 @@ def moe_config(dense: PreTrainedModel, plan: Plan, version: str) -> ToMoEConfig:
         **values,
         dense_model_type=dense.config.model_type,
         num_experts=plan.num_experts,
-        expert_sizes=[layer.width for layer in plan.layers],
+        expert_form=plan.form,
+        expert_sizes=[layer.expert_size for layer in plan.layers],
+        shared_sizes=[layer.shared_size for layer in plan.layers],
+        experts_per_token=[layer.top_k for layer in plan.layers],
         union_sizes=[layer.union for layer in plan.layers],
         rotary_pairs=[int(layer.qk_kept[:pairs].sum()) for layer in plan.layers],
         qk_dims=[plan.qk_dims(i) for i in range(s.num_layers)],
@@ -64,12 +73,13 @@ def _head_rows(t: Tensor, dims: Int[Tensor, " c"], head_dim: int) -> Tensor:
 
 def layer_state(parts: LayerParts, layer: LayerPlan, s: ModelShape) -> dict[str, Tensor]:
     """The tensors of one folded layer, named as in its modules. Neurons in several experts are stored once."""
-    order = neuron_order(layer.expert_masks)
+    order = neuron_order(layer.expert_masks) if layer.shared_mask is None else fine_order(layer)
     place = torch.full((s.mlp_size,), -1).index_put_((order,), torch.arange(len(order)))
     members = [place[row.nonzero().squeeze(1)].sort().values for row in layer.expert_masks]
     state = {
         # routers are copied, so that whoever trains the model does not change the plan
         "mlp.router.weight": layer.router_weight.clone(),
+        "mlp.router.bias": None if layer.router_bias is None else layer.router_bias.clone(),
         "mlp.expert_neurons": torch.stack(members).int(),
         "mlp.up_proj": parts.up.weight[order],
         "mlp.up_bias": None if parts.up.bias is None else parts.up.bias[order],

@@ -5,8 +5,8 @@ This file imports torch and transformers only. It is copied beside the weights, 
 code (embeddings, norms, rotary embedding, decoder layer, cache) stays in charge; only each layer's `mlp` and
 `self_attn` are replaced, by one class each. The ways to run the experts stand at the end of the file.
 
-Letters: B batch, S sequence, T = B S tokens, D hidden size, N experts, W width of an expert, U neurons that some expert
-uses, H query heads, G key/value heads, C head dim, c kept dims of Q and K, P kept rotary pairs.
+Letters: B batch, S sequence, T = B S tokens, D hidden size, N experts, k experts of a token, W width of an expert, U neurons
+that some expert uses, H query heads, G key/value heads, C head dim, c kept dims of Q and K, P kept rotary pairs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple
 
+LAYER_SIZES = ("expert_sizes", "union_sizes", "shared_sizes", "experts_per_token", "rotary_pairs", "qk_dims", "value_dims",
+               "value_top_k")  # fmt: skip
+
 
 class ToMoEConfig(PreTrainedConfig):
     """The dense model's config, flat, plus what the plan chose; lists hold one number per layer.
 
-    dense_model_type: the family; num_experts: N; expert_sizes: W; union_sizes: U; rotary_pairs: P; qk_dims: c, which is 2 P
+    dense_model_type: the family; expert_form: overlapping (top-1, experts share neurons) or fine (top-k, experts share nothing,
+    added to a shared part of shared_sizes neurons); num_experts: N; experts_per_token: k; num_experts_per_tok: the largest k,
+    or when loading another one (`layer_top_k`); expert_sizes: W; union_sizes: U; rotary_pairs: P; qk_dims: c, which is 2 P
     and the kept dims that RoPE leaves alone; value_dims: kept dims of V and O; value_top_k: how many of them a token uses
     (fewer if a value router chooses); expert_backend: a name in EXPERT_BACKENDS; plan_source: hash of the dense weights;
     output_router_logits, router_aux_loss_coef: as in stock MoEs, for the balance loss (see `balance_loss`).
@@ -42,8 +47,11 @@ class ToMoEConfig(PreTrainedConfig):
     base_model_tp_plan = {f"layers.*.self_attn.{p}_proj": "rowwise" if p == "o" else "colwise" for p in "qkvo"}
 
     dense_model_type: str | None = None
+    expert_form: str = "overlapping"
     num_experts: int = 0
-    num_experts_per_tok: int = 1
+    num_experts_per_tok: int = 0
+    experts_per_token: list[int] = field(default_factory=list)
+    shared_sizes: list[int] = field(default_factory=list)
     expert_sizes: list[int] = field(default_factory=list)
     union_sizes: list[int] = field(default_factory=list)
     rotary_pairs: list[int] = field(default_factory=list)
@@ -62,8 +70,15 @@ class ToMoEConfig(PreTrainedConfig):
         # transformers writes only the class that was saved, and serving engines ask for AutoModel.
         classes = {"AutoConfig": "ToMoEConfig", "AutoModel": "ToMoEModel", "AutoModelForCausalLM": "ToMoEForCausalLM"}
         self.auto_map = {auto: f"modeling_tomoe.{name}" for auto, name in classes.items()}
-        # Serving engines read it; the routing is top-1, whatever a file says.
-        self.num_experts_per_tok = 1
+        layers = len(self.expert_sizes) if isinstance(self.expert_sizes, list) else 0
+        # Configs of version 0.1 have neither.
+        self.experts_per_token = self.experts_per_token or [1] * layers
+        self.shared_sizes = self.shared_sizes or [0] * layers
+        # Serving engines read it; with overlapping experts the routing is top-1, whatever a file says.
+        if self.expert_form == "overlapping":
+            self.num_experts_per_tok = 1
+        elif not self.num_experts_per_tok:
+            self.num_experts_per_tok = max(self.experts_per_token, default=1)
         # transformers makes empty configs to compare with.
         if self.dense_model_type is not None:
             self.check()
@@ -78,14 +93,25 @@ class ToMoEConfig(PreTrainedConfig):
         if not isinstance(self.dense_model_type, str) or self.dense_model_type == self.model_type:
             raise ValueError(f"the config names {self.dense_model_type!r} as the dense family, which is none")
         layers = self.num_hidden_layers
-        for name in ("expert_sizes", "union_sizes", "rotary_pairs", "qk_dims", "value_dims", "value_top_k"):
+        for name in LAYER_SIZES:
             sizes = getattr(self, name)
             if not isinstance(sizes, list) or len(sizes) != layers:
                 count = f"{len(sizes)} numbers" if isinstance(sizes, list) else type(sizes).__name__
                 raise ValueError(f"the config has {count} under {name}, but {layers} layers")
+        if self.expert_form not in ("overlapping", "fine"):
+            raise ValueError(
+                f"the config has {str(self.expert_form)[:40]!r} as expert_form; known are overlapping and fine"
+            )
+        experts = self.num_experts if self.expert_form == "fine" else 1
+        self._check_size("num_experts_per_tok", self.num_experts_per_tok, 1, experts)
         for i in range(layers):
             self._check_size(f"union_sizes of layer {i}", self.union_sizes[i], 1, self.intermediate_size)
+            self._check_size(f"shared_sizes of layer {i}", self.shared_sizes[i], 0, self.union_sizes[i] - 1)
             self._check_size(f"expert_sizes of layer {i}", self.expert_sizes[i], 1, self.union_sizes[i])
+            self._check_size(f"experts_per_token of layer {i}", self.experts_per_token[i], 1, experts)
+            held = self.shared_sizes[i] + self.num_experts * self.expert_sizes[i]
+            if held != self.union_sizes[i] if self.expert_form == "fine" else held < self.union_sizes[i]:
+                raise ValueError(f"shared part and experts of layer {i} have {held} neurons, not {self.union_sizes[i]}")
             self._check_size(f"qk_dims of layer {i}", self.qk_dims[i], 1, head_dim)
             self._check_size(f"rotary_pairs of layer {i}", self.rotary_pairs[i], 0, self.qk_dims[i] // 2)
             self._check_size(f"value_dims of layer {i}", self.value_dims[i], 1, head_dim)
@@ -97,6 +123,20 @@ class ToMoEConfig(PreTrainedConfig):
     def _check_size(name: str, value: Any, smallest: int, largest: int) -> None:
         if type(value) is not int or not smallest <= value <= largest:
             raise ValueError(f"the config has {str(value)[:40]!r} as {name}, which must be {smallest} to {largest}")
+
+    def layer_top_k(self, layer: int) -> int:
+        """Experts of a token in a layer, k. Loaded with another `num_experts_per_tok`, all layers use more or fewer of them, in
+        proportion to what they use, or to what they leave out; with all N the model is the dense one, if it was not repaired.
+        Raises ValueError if there are not so many experts."""
+        most, k, planned = max(self.experts_per_token), self.num_experts_per_tok, self.experts_per_token[layer]
+        if k == most:
+            return planned
+        self._check_size("num_experts_per_tok", k, 1, self.num_experts)
+        if k < most:
+            return max(1, round(planned * k / most))
+        return self.num_experts - round(
+            (self.num_experts - planned) * (self.num_experts - k) / (self.num_experts - most)
+        )
 
     def dense_config(self) -> PreTrainedConfig:
         """The config of the dense model, in its family's own class."""
@@ -227,16 +267,27 @@ def eager_attention(
     return (weights @ v).transpose(1, 2).contiguous(), weights
 
 
-def route(logits: Tensor, trains: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Top-1 routing: the expert of each token [T] from router logits [T, N], and its weight [T, 1] or None for 1.
+def expert_probs(logits: Tensor, top_k: int | None) -> Tensor:
+    """How likely each expert is to be used [T, N]: the softmax over overlapping experts (top_k None), of which a token uses
+    one; the sigmoid of how far a fine-grained expert is above the middle between the last that is chosen and the next."""
+    if top_k is None:
+        return logits.softmax(-1)
+    if top_k == logits.shape[-1]:
+        return torch.ones_like(logits)
+    return (logits - logits.topk(top_k + 1, dim=-1).values[:, -2:].mean(-1, keepdim=True).detach()).sigmoid()
 
-    A router that trains gets the weight 1 + P - stop_gradient(P): exactly 1, with the gradient of the probability P of
-    the chosen expert. This is the one place of this file in which a token chooses its expert.
+
+def route(logits: Tensor, top_k: int | None = None, trains: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The experts of each token [T, k], strongest first, from router logits [T, N], and their weights [T, k] or None for 1.
+
+    `top_k` is None for overlapping experts, of which a token uses one. A router that trains gets the weights
+    1 + P - stop_gradient(P): exactly 1, with the gradient of P, its `expert_probs`. This is the one place of this file in
+    which a token chooses its experts.
     """
-    expert_ids = logits.argmax(-1)
+    expert_ids = logits.argmax(-1, keepdim=True) if top_k is None else logits.topk(top_k, dim=-1).indices
     if not trains:
         return expert_ids, None
-    chosen_probs = logits.softmax(-1).gather(1, expert_ids[:, None])
+    chosen_probs = expert_probs(logits, top_k).gather(1, expert_ids)
     return expert_ids, 1 + (chosen_probs - chosen_probs.detach())
 
 
@@ -252,7 +303,10 @@ def spread_rows(num_experts: int, width: int, union: int) -> Tensor:
 
 
 class ToMoEMLP(nn.Module):
-    """N experts that share neurons (Eqs. 2, 13). Each neuron is stored once, as one row of every matrix."""
+    """N experts (Eqs. 2, 13). Each neuron is stored once, as one row of every matrix, whether experts share it or not.
+
+    The rows of a shared part, if there is one, are the first.
+    """
 
     gate_proj: nn.Parameter | None
     gate_bias: nn.Parameter | None
@@ -263,21 +317,33 @@ class ToMoEMLP(nn.Module):
 
     def __init__(self, dense: Any, config: ToMoEConfig, layer: int):
         super().__init__()
-        self.config, self.num_experts = config, config.num_experts
+        self.config, self.layer_idx, self.num_experts = config, layer, config.num_experts
+        self.shared_size, self.fine = config.shared_sizes[layer], config.expert_form == "fine"
         self._cache: dict[str, Any] = {}
         gate: Any = getattr(dense, "gate_proj", None)
         up, down = (dense.up_proj, dense.down_proj) if hasattr(dense, "up_proj") else (dense.fc1, dense.fc2)
         self.activation = getattr(dense, "act_fn", None) or getattr(dense, "activation_fn", None) or dense.act
         size, hidden = config.union_sizes[layer], up.in_features
 
-        self.router = nn.Linear(hidden, config.num_experts, bias=False)
+        self.router = nn.Linear(hidden, config.num_experts, bias=self.fine)
         for name, like, bias_size in (("gate", gate, size), ("up", up, size), ("down", down, hidden)):
             bias = getattr(like, "bias", None)
             for part, tensor, shape in (("proj", like, (size, hidden)), ("bias", bias, (bias_size,))):
                 rows = None if tensor is None else nn.Parameter(torch.empty(shape, dtype=up.weight.dtype))
                 self.register_parameter(f"{name}_{part}", rows)
         # Checkpoints know the rows of the experts by this name.
-        self.register_buffer("expert_neurons", spread_rows(config.num_experts, config.expert_sizes[layer], size))
+        self.register_buffer("expert_neurons", self.default_rows(size, config.expert_sizes[layer]))
+
+    def default_rows(self, union: int, width: int) -> Tensor:
+        """Rows [N, W] of experts that no plan chose."""
+        if self.fine:
+            return torch.arange(self.shared_size, union, dtype=torch.int32).view(self.num_experts, width)
+        return spread_rows(self.num_experts, width, union)
+
+    @property
+    def top_k(self) -> int | None:
+        """Experts of a token; None for overlapping experts, which are used one at a time."""
+        return self.config.layer_top_k(self.layer_idx) if self.fine else None
 
     @property
     def expert_rows(self) -> Tensor:
@@ -314,7 +380,7 @@ class ToMoEMLP(nn.Module):
             edges = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1), len(rows)]
             runs, done = [], 0
             for first, last in itertools.pairwise(edges):
-                if last - first >= LONG_RUN:
+                if last - first >= LONG_RUN or last - first == len(rows):
                     runs += [*gathered(done, first), (first, last, rows[first])]
                     done = last
             return runs + gathered(done, len(rows))
@@ -324,10 +390,12 @@ class ToMoEMLP(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.flatten(0, -2)
         logits = self.router(x.to(self.router.weight.dtype))
-        expert_ids, weights = route(logits, torch.is_grad_enabled() and self.router.weight.requires_grad)
-        y = EXPERT_BACKENDS[self.config.expert_backend](self, x, expert_ids)
-        if weights is not None:
-            y = y * weights.to(y.dtype)
+        expert_ids, weights = route(logits, self.top_k, torch.is_grad_enabled() and self.router.weight.requires_grad)
+        if weights is not None and self.fine:
+            y = run_masked(self, x, expert_ids, weights)
+        else:
+            y = EXPERT_BACKENDS[self.config.expert_backend](self, x, expert_ids)
+            y = y if weights is None else y * weights.to(y.dtype)
         if self.down_bias is not None:
             y = y + self.down_bias
         return y.view_as(hidden_states)
@@ -387,7 +455,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
             for name, p in module.named_parameters(recurse=False):
                 init.zeros_(p) if name.endswith("bias") else init.normal_(p, 0.0, std)
             width, union = module.expert_rows.shape[1], len(module.up_proj)
-            init.copy_(module.expert_rows, spread_rows(module.num_experts, width, union))
+            init.copy_(module.expert_rows, module.default_rows(union, width))
         elif isinstance(module, ToMoEAttention):
             for p in module.parameters(recurse=False):
                 init.ones_(p)
@@ -431,6 +499,8 @@ class ToMoEModel(ToMoEPreTrainedModel):
         super().__init__(config)
         if config.expert_backend not in EXPERT_BACKENDS:
             raise ValueError(f"there is no expert backend {config.expert_backend!r}; take {', '.join(EXPERT_BACKENDS)}")
+        # Loading may have changed some of the numbers.
+        config.check()
         family = AutoModel.from_config(config.dense_config()) if family is None else family
         family.config._attn_implementation = config._attn_implementation
         for i, layer in enumerate(family.layers):
@@ -476,17 +546,20 @@ class ToMoEModel(ToMoEPreTrainedModel):
         return MoeModelOutputWithPast(**outputs, router_logits=tuple(router_logits)) if routes else outputs
 
 
-def balance_loss(router_logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+def balance_loss(
+    router_logits: Sequence[Tensor], mask: Tensor | None, top_ks: Sequence[int | None] | None = None
+) -> Tensor:
     """N sum_i F_i P_i (Eq. 9) of router logits [T, N], mean over layers: 1 if tokens spread evenly, N if all go one way.
 
-    F_i is the share of tokens that expert i gets, P_i its mean probability. A mask [B, S] leaves padding out.
+    F_i is the share of choices that fell on expert i, P_i its mean probability (divided by k, where a token uses k experts;
+    `top_ks` as in `route`, one per layer). A mask [B, S] leaves padding out.
     """
     terms = []
-    for logits in router_logits:
+    for logits, top_k in zip(router_logits, top_ks or [None] * len(router_logits), strict=True):
         real = slice(None) if mask is None or mask.numel() != len(logits) else mask.flatten().bool()
-        probs = logits[real].float().softmax(-1)
-        shares = F.one_hot(route(logits[real])[0], probs.shape[-1]).float().mean(0)
-        terms.append((probs.shape[-1] * (shares * probs.mean(0)).sum()).to(router_logits[0].device))
+        probs = expert_probs(logits[real].float(), top_k)
+        shares = F.one_hot(route(logits[real], top_k)[0], probs.shape[-1]).float().mean((0, 1))
+        terms.append((probs.shape[-1] * (shares * probs.mean(0) / (top_k or 1)).sum()).to(router_logits[0].device))
     return torch.stack(terms).mean()
 
 
@@ -525,7 +598,9 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
         # A tensor of its own: for a slice PyTorch copies the whole output matrix on a CPU.
         logits = self.lm_head(hidden.clone(memory_format=torch.contiguous_format))
         routed = getattr(outputs, "router_logits", None)
-        loss, balance = None, None if routed is None else balance_loss(routed, attention_mask)
+        loss = balance = None
+        if routed is not None:
+            balance = balance_loss(routed, attention_mask, [layer.mlp.top_k for layer in self.model.layers])
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             loss = loss if balance is None else loss + self.config.router_aux_loss_coef * balance.to(loss.device)
@@ -535,40 +610,55 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
         )  # fmt: skip
 
 
-# Ways to run the experts: x [T, D] and expert_ids [T] -> y [T, D], without the bias of `down`.
+# Ways to run the experts: x [T, D] and expert_ids [T, k] -> y [T, D], without the bias of `down`.
 # Activations that `masked` holds at once.
 MASKED_ELEMENTS = 2**22
 # Neurons from which on a slice beats gathering; neurons gathered at once.
 LONG_RUN, GATHER_SIZE = 128, 512
 
 
-def run_masked(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
-    """Every neuron for every token, then zeros, in the model's dtype: costs what the dense MLP costs."""
+def run_masked(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Every neuron for every token, then zeros, in the model's dtype: costs what the dense MLP costs.
+
+    `weights` [T, k] multiply what each expert adds, for routers that train.
+    """
     tokens = max(1, MASKED_ELEMENTS // len(mlp.up_proj))
     masks = x.new_zeros(mlp.num_experts, len(mlp.up_proj)).scatter_(1, mlp.expert_rows.long(), 1)
     pieces = []
-    for some, ids in zip(x.split(tokens), expert_ids.split(tokens), strict=True):
-        h, mask = mlp.activations(some, slice(None)), masks[ids]
+    for first in range(0, max(len(x), 1), tokens):
+        some = slice(first, first + tokens)
+        h, ids = mlp.activations(x[some], slice(None)), expert_ids[some]
+        if mlp.fine:
+            ones = torch.ones_like(ids, dtype=x.dtype) if weights is None else weights[some].to(x.dtype)
+            mask = x.new_zeros(len(ids), mlp.num_experts).scatter(1, ids, ones) @ masks
+            mask[:, : mlp.shared_size] = 1
+        else:
+            mask = masks[ids[:, 0]]
         pieces.append((h * mask if torch.is_grad_enabled() else h.mul_(mask)) @ mlp.down_proj)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def run_runs(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
     """Expert by expert: its long runs of neurons as slices of the shared rows, the others gathered piece by piece."""
-    out = torch.empty_like(x)
-    order = expert_ids.argsort()
-    counts = torch.bincount(expert_ids, minlength=mlp.num_experts).tolist()
-    for expert, token_ids in enumerate(order.split(counts)):
-        if not len(token_ids):
+    k, precise = expert_ids.shape[1], torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros(x.shape, dtype=precise, device=x.device)
+    if mlp.shared_size:
+        shared = slice(mlp.shared_size)
+        out += mlp.activations(x, shared) @ mlp.down_proj[shared]
+    order = expert_ids.flatten().argsort()
+    counts = torch.bincount(expert_ids.flatten(), minlength=mlp.num_experts).tolist()
+    for expert, places in enumerate(order.split(counts)):
+        if not len(places):
             continue
+        token_ids = places // k
         expert_x = x[token_ids]
-        y = torch.zeros(expert_x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        y = torch.zeros(expert_x.shape, dtype=precise, device=x.device)
         for first, last, start in mlp.runs()[expert]:
-            shared = slice(start, start + last - first)
-            neurons = mlp.expert_rows[expert, first:last] if start < 0 else shared
+            run = slice(start, start + last - first)
+            neurons = mlp.expert_rows[expert, first:last] if start < 0 else run
             y += mlp.activations(expert_x, neurons) @ take_rows(mlp.down_proj, neurons)
-        out[token_ids] = y.to(x.dtype)
-    return out
+        out.index_add_(0, token_ids, y)
+    return out.to(x.dtype)
 
 
 def choose_backend(mlp: ToMoEMLP, x: Tensor) -> str:
@@ -580,7 +670,7 @@ def choose_backend(mlp: ToMoEMLP, x: Tensor) -> str:
     if torch.compiler.is_compiling() or (len(x) == 1 and x.device.type != "cpu"):
         return "masked"
     # Expert after expert, a few tokens read all rows more than once; many tokens are worth it.
-    return "runs" if len(x) == 1 or len(x) >= 64 * mlp.num_experts else "masked"
+    return "runs" if len(x) == 1 or len(x) * (mlp.top_k or 1) >= 64 * mlp.num_experts else "masked"
 
 
 EXPERT_BACKENDS: dict[str, Callable[[ToMoEMLP, Tensor, Tensor], Tensor]] = {

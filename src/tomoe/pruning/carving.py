@@ -22,13 +22,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tomoe import distributed
-from tomoe.budget import attention_params, decoder_params, mlp_params
+from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp_params
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import decoder_layers, layer_parts, run_model
 from tomoe.progress import StageCallback, no_stage_progress
+from tomoe.pruning.fine_carving import FineLayout, carve_fine, fine_layout, fine_params
 from tomoe.pruning.gumbel import keep_logit, keep_probability
 from tomoe.pruning.mask_network import MaskNetwork, Projection
+from tomoe.recipe.conversion import ExpertsSection
 from tomoe.seeds import derive_seed
 
 KMEANS_STEPS = 20
@@ -43,7 +45,8 @@ class Ranking:
     """The dims of one site in order of importance, and what it costs to keep only the first of them."""
 
     ranks: Int[Tensor, "n size"]
-    """0 is dropped last."""
+    """0 is dropped last. Of fine-grained experts: the expert of each neuron [1, F], of which a token uses as many as there
+    are units."""
     loss: Float[Tensor, " n1"]
     """Relative squared error, summed, with 0, 1, .. units kept (float64); units as in `params`."""
     params: list[int]
@@ -157,9 +160,12 @@ def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float, no
 class _Carving:
     """One pass over the calibration text: every layer is ranked as soon as it has run, then its activations are freed."""
 
-    def __init__(self, net: MaskNetwork, model: nn.Module, seed: int, progress: StageCallback):
-        self.net, self.shape, self.seed, self.progress = net, net.shape, seed, progress
+    def __init__(
+        self, net: MaskNetwork, model: nn.Module, layout: FineLayout | None, seed: int, progress: StageCallback
+    ):
+        self.net, self.shape, self.layout, self.seed, self.progress = net, net.shape, layout, seed, progress
         self.parts, self.layers = layer_parts(model), decoder_layers(model)
+        # [N, D], and for fine-grained experts [N, D + 1] with the bias in the last column
         self.routers: list[Tensor] = []
         self.mlps: list[Ranking] = []
         self.attention: list[tuple[Tensor, Tensor]] = []
@@ -210,21 +216,26 @@ class _Carving:
         yield parts.mlp.register_forward_hook(carve)
 
     def _carve_mlp(self, i: int, x: Tensor, h: Tensor, residual: Tensor) -> None:
-        s, n = self.shape, self.net.experts.num_experts
+        s, n, layout = self.shape, self.net.experts.num_experts, self.layout
         multiple = self.net.experts.width_multiple
         units = [min(u * multiple, s.mlp_size) for u in range(-(-s.mlp_size // multiple) + 1)]
-        params = [int(mlp_params(s, width)) for width in units]
+        params = [int(mlp_params(s, width)) for width in units] if layout is None else fine_params(s, layout)
         # empty tensors, which the process that ranks the layer fills in
         if self._owner(i) != distributed.rank():
-            self.routers.append(x.new_empty(n, s.hidden_size))
-            ranks = torch.empty(n, s.mlp_size, dtype=torch.long, device=x.device)
-            self.mlps.append(Ranking(ranks, torch.empty(len(units), dtype=torch.float64), params))
+            self.routers.append(x.new_empty(n, s.hidden_size + (layout is not None)))
+            ranks = torch.empty(n if layout is None else 1, s.mlp_size, dtype=torch.long, device=x.device)
+            self.mlps.append(Ranking(ranks, torch.empty(len(params), dtype=torch.float64), params))
+            return
+        weight = 1 / residual.square().sum(-1).clamp_min(1e-6)
+        down = self.parts[i].down.weight.float()
+        if layout is not None:
+            start = carve_fine(x, h, weight, down, layout, derive_seed(self.seed, "clusters", i))
+            self.routers.append(torch.cat([start.router_weight, start.router_bias[:, None]], 1))
+            self.mlps.append(Ranking(start.expert_of_neuron[None], start.loss, params))
             return
         router = spherical_kmeans(x, n, derive_seed(self.seed, "k-means", i))
         logits = x @ router.T
-        weight = 1 / residual.square().sum(-1).clamp_min(1e-6)
         self.routers.append(router * confident_scale(logits))
-        down = self.parts[i].down.weight.float()
         self.mlps.append(carve_mlp(h, logits.argmax(-1), weight, down, n, units, params))
 
 
@@ -266,14 +277,19 @@ def carve_(
 ) -> None:
     """Give `net` a carved start: its noise-free plan meets the active fraction `active`, and so does sampling on average.
 
-    `uniform_width` makes all layers equally wide; otherwise each is as wide as it needs.
+    `uniform_width` makes all layers equally wide; otherwise each is as wide as it needs. Raises UserError if fine-grained
+    experts cannot meet the budget.
     """
-    carving = _Carving(net, model, seed, progress)
-    carving.run(model, ids, mask)
-    s, width_multiple = net.shape, net.experts.width_multiple
+    s = net.shape
     pruned = net.attention.pruning != "off"
     kept = 1 - net.attention.share * (1 - active) if pruned else 1.0
     choices, dims = (max(1, round(kept * n)) for n in (s.num_qk_choices, s.head_dim))
+    layout = None
+    if net.fine:
+        qk_dims = round(s.head_dim * choices / s.num_qk_choices)
+        layout = layout_for(s, net.experts, active, (qk_dims, dims), uniform_width)
+    carving = _Carving(net, model, layout, seed, progress)
+    carving.run(model, ids, mask)
     spent = 0
     for i, (qk, values) in enumerate(carving.attention):
         order = qk.argsort(descending=True, stable=True)
@@ -283,14 +299,35 @@ def carve_(
             starts = [start_logits(_ranks(t), n, *_noise(net)) for t, n in ((values, dims), (qk, choices))]
             _set_start_(net.dims[i], torch.cat(starts))
     left = active * decoder_params(s) - spent
+    if layout is not None:
+        top_ks = [layout.top_k] * s.num_layers if uniform_width else allocate(carving.mlps, left)
+        _set_fine_start_(net, carving, top_ks)
+        return
     if uniform_width:
         widths = [max(1, round(left / (s.num_layers * mlp_params(s, 1))))] * s.num_layers
     else:
-        widths = [units * width_multiple for units in allocate(carving.mlps, left)]
+        widths = [units * net.experts.width_multiple for units in allocate(carving.mlps, left)]
     for i, (router, mlp) in enumerate(zip(carving.routers, carving.mlps, strict=True)):
         width = min(widths[i], s.mlp_size)
         net.routers[i].weight.copy_(router)
         _set_start_(net.neurons[i], start_logits(mlp.ranks, width, *_noise(net)))
+
+
+def layout_for(
+    s: ModelShape, experts: ExpertsSection, active: float, attention_dims: tuple[int, int], uniform: bool
+) -> FineLayout:
+    """Return the layout of fine-grained experts for a budget and (Q/K, V/O) dims. Raises UserError if there is none."""
+    total, layer = decoder_params(s), mlp_params(s, 1) * s.num_layers
+    left = active * total - s.num_layers * attention_params(s, *attention_dims)
+    return fine_layout(s.mlp_size, left / layer, BUDGET_TOLERANCE * total / layer, experts, uniform)
+
+
+def _set_fine_start_(net: MaskNetwork, carving: _Carving, top_ks: Sequence[int]) -> None:
+    for i, (router, mlp) in enumerate(zip(carving.routers, carving.mlps, strict=True)):
+        net.routers[i].weight.copy_(router[:, :-1])
+        net.routers[i].bias.copy_(router[:, -1])  # type: ignore[union-attr]
+        net.expert_of_neuron[i] = mlp.ranks[0]
+        net.experts_per_token[i] = top_ks[i]
 
 
 def _ranks(importance: Float[Tensor, " size"]) -> Int[Tensor, " size"]:

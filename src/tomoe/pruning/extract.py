@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tomoe.budget import attention_params, decoder_params, mlp_params
+from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp_params
 from tomoe.errors import UserError
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.shape import ModelShape
@@ -28,8 +28,6 @@ from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.recipe.conversion import Recipe
 
-BUDGET_TOLERANCE = 0.002
-"""Largest distance between the active fraction of a plan and the requested one."""
 Valid = Bool[Tensor, "B S"]
 
 
@@ -96,7 +94,7 @@ class Extraction:
         self.net, self.model, self.shape = net, model, net.shape
         embeddings = net.hypernetwork()
         self.embeddings = net.attention_embeddings(embeddings)
-        self.neuron_logits = [net.neurons[i](embeddings[2 * i + 1]) for i in range(self.shape.num_layers)]
+        self.neuron_logits = [neurons(embeddings[2 * i + 1]) for i, neurons in enumerate(net.neurons)]
         self.dim_logits = [net.dims[i](self.embeddings[i]) for i in range(self.shape.num_layers)]
 
     def _expected_dims(self, logits: Float[Tensor, "*n size"], offset: float) -> float:
@@ -130,13 +128,16 @@ class Extraction:
         return [torch.cat(layer) for layer in logits]
 
     def _sites(self, value_logits: Sequence[Tensor] | None) -> list[list[Site]]:
-        """Return the sites of each layer: its MLP, and unless attention stays whole, Q/K and V/O."""
+        """Return the sites of each layer: its MLP, unless its experts are fine-grained (carving set their widths), and
+        unless attention stays whole, Q/K and V/O."""
         s, experts = self.shape, self.net.experts
         multiple, c = experts.width_multiple, s.head_dim
         sites = []
         for i in range(s.num_layers):
-            neurons = partial(self._expected_dims, self.neuron_logits[i])
-            layer = [Site(lambda o, f=neurons: f(o) / multiple, self._mlp_params, -(-s.mlp_size // multiple))]  # type: ignore[misc]
+            layer = []
+            if not self.net.fine:
+                neurons = partial(self._expected_dims, self.neuron_logits[i])
+                layer.append(Site(lambda o, f=neurons: f(o) / multiple, self._mlp_params, -(-s.mlp_size // multiple)))  # type: ignore[misc]
             if self.net.attention.pruning != "off":
                 qk, values = self.dim_logits[i][c:], self.dim_logits[i][:c] if value_logits is None else value_logits[i]
                 order = qk.argsort(descending=True, stable=True)
@@ -151,9 +152,17 @@ class Extraction:
         """Return the plan whose active fraction is `active`; `value_logits` are the V/O logits of calibration tokens."""
         s, pruning = self.shape, self.net.attention.pruning
         sites = self._sites(value_logits)
-        kept_whole = s.num_layers * attention_params(s, s.head_dim, s.head_dim) if pruning == "off" else 0
-        target, all_sites = round(active * decoder_params(s)) - kept_whole, [site for layer in sites for site in layer]
+        fixed = s.num_layers * attention_params(s, s.head_dim, s.head_dim) if pruning == "off" else 0
+        if self.net.fine:
+            fixed += sum(int(mlp_params(s, self.net.fine_width(i))) for i in range(s.num_layers))
+        target, all_sites = round(active * decoder_params(s)) - fixed, [site for layer in sites for site in layer]
+        if not all_sites:
+            return Plan(s, tuple(self._layer(i, {}) for i in range(s.num_layers)))
         offset = common_offset(all_sites, target)
+        if self.net.fine:
+            units = whole_units(all_sites, offset, target)
+            pairs = [units[i : i + 2] for i in range(0, len(units), 2)]
+            return Plan(s, tuple(self._layer(i, {}, *pair) for i, pair in enumerate(pairs)))
         if common_multiple:
             slack = round(tolerance * decoder_params(s))
             width, units = self._common_width(sites, offset, target, common_multiple, slack)
@@ -164,7 +173,7 @@ class Extraction:
             per_layer = [units[i : i + len(sites[0])] for i in range(0, len(units), len(sites[0]))]
             multiple = self.net.experts.width_multiple
             per_layer = [[min(n * multiple, s.mlp_size), *attention] for n, *attention in per_layer]
-        layers = tuple(self._layer(i, *n) for i, n in enumerate(per_layer))
+        layers = tuple(self._layer(i, self._overlapping(i, width), *dims) for i, (width, *dims) in enumerate(per_layer))
         return Plan(s, layers, notes={"expert_widths": [self._expert_widths(i, offset) for i in range(s.num_layers)]})
 
     def _expert_widths(self, i: int, offset: float) -> list[int]:
@@ -201,10 +210,26 @@ class Extraction:
                 return best[1:]
             multiple = multiple // 2
 
-    def _layer(self, i: int, width: int, qk_units: int = 0, value_dims: int = 0) -> LayerPlan:
-        s = self.shape
+    def _overlapping(self, i: int, width: int) -> dict[str, Tensor]:
+        """Return the experts of layer i: of each the neurons with the largest logits."""
         ranks = self.neuron_logits[i].argsort(dim=-1, descending=True, stable=True)
         neurons = torch.zeros(ranks.shape, dtype=torch.bool).scatter_(1, ranks[:, :width].cpu(), True)
+        return {"expert_masks": neurons}
+
+    def _fine(self, i: int) -> dict[str, Any]:
+        """Return the fine-grained experts of layer i, as carving made them."""
+        expert_masks, shared_mask = self.net.expert_masks(i)
+        bias = cast(Tensor, self.net.routers[i].bias).detach().bfloat16().float().cpu()
+        top_k = int(self.net.experts_per_token[i])
+        return {
+            "expert_masks": expert_masks.cpu(),
+            "shared_mask": shared_mask.cpu(),
+            "router_bias": bias,
+            "top_k": top_k,
+        }
+
+    def _layer(self, i: int, experts: dict[str, Any], qk_units: int = 0, value_dims: int = 0) -> LayerPlan:
+        s = self.shape
         # bfloat16 values: every export format can hold them exactly
         router = self.net.routers[i].weight.detach().bfloat16().float().cpu()
         c, dims = s.head_dim, self.dim_logits[i].cpu()
@@ -217,7 +242,10 @@ class Extraction:
         if self.net.attention.pruning == "per_token" and top_k < c:
             state = self.net.value_router(i, self.embeddings[i]).state_dict()
             value_router = {name: t.detach().clone().cpu() for name, t in state.items()}
-        return LayerPlan(neurons, router, qk, values, top_k, value_router)
+        experts = experts or self._fine(i)
+        return LayerPlan(
+            **experts, router_weight=router, qk_kept=qk, value_kept=values, value_top_k=top_k, value_router=value_router
+        )
 
 
 def _first(order: Int[Tensor, " n"], count: int) -> Bool[Tensor, " n"]:

@@ -109,7 +109,7 @@ def layer_widths(masks: SampledLayerMasks, shape: ModelShape) -> tuple[Tensor | 
         values: Tensor | int = masks.value_masks.sum(-1).max()
     else:
         values = shape.head_dim if masks.static_values is None else masks.static_values.sum()
-    return masks.neuron_masks.sum(-1).max(), qk, values
+    return masks.width, qk, values
 
 
 def active_fraction(masks: Sequence[SampledLayerMasks], shape: ModelShape) -> Float[Tensor, ""]:
@@ -140,19 +140,22 @@ def _union(masks: Float[Tensor, "n m"]) -> Float[Tensor, ""]:
 def coverage_penalty(masks: Sequence[SampledLayerMasks]) -> Float[Tensor, ""]:
     """Return R_U (Eqs. 7, 16; Sec. 3.4, App. B.2), which pushes unions to 1; the mean over the sites that have one.
 
-    The union of an MLP is over experts, that of V/O dims over tokens.
+    The union of an MLP is over experts, that of V/O dims over tokens. Fine-grained experts cover the layer by themselves.
     """
-    terms = [log_ratio(_union(m.neuron_masks), 1.0) for m in masks]
+    terms = [log_ratio(_union(m.neuron_masks), 1.0) for m in masks if m.shared_mask is None]
     terms += [log_ratio(_union(m.value_masks), 1.0) for m in masks if m.value_masks is not None]
-    return torch.stack(terms).mean()
+    return torch.stack(terms).mean() if terms else torch.zeros(())
 
 
 def balance_penalty(routings: Sequence[Routing | None]) -> Float[Tensor, ""]:
-    """Return R_L (Eq. 9, Sec. 3.4) without its factor N: sum_i F_i P_i, at least 1/N; the mean over layers."""
+    """Return R_L (Eq. 9, Sec. 3.4) without its factor N: sum_i F_i P_i, at least 1/N; the mean over layers.
+
+    With k experts a token, F and P are divided by k.
+    """
     terms = []
     for routing in routings:
         assert routing is not None, "the masks have seen no tokens yet"
-        terms.append((routing.assignment.detach().mean(0) * routing.probs.mean(0)).sum())
+        terms.append((routing.assignment.detach().mean(0) * routing.probs.mean(0)).sum() / routing.top_k**2)
     return torch.stack(terms).mean()
 
 

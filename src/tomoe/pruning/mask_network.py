@@ -17,6 +17,9 @@ from tomoe.pruning.routing import ExpertRouter, Routing, ValueRouter
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, SamplingSection
 from tomoe.seeds import derive_seed
 
+SHARED = -1
+"""Number of the expert of neurons that every token uses."""
+
 
 class Projection(nn.Module):
     """Proj_D: LayerNorm -> GELU -> Linear (no bias), plus the logits of the start (Table 8, App. A.1).
@@ -50,6 +53,9 @@ class MaskNetwork(nn.Module):
     token_embeddings: Sequence[nn.Linear]
     dims: Sequence[Projection]
     attention_inputs: Tensor
+    # of fine-grained experts: [L, F], the expert that each neuron is in, or SHARED; and k of each layer [L]
+    expert_of_neuron: Tensor
+    experts_per_token: Tensor
 
     def __init__(
         self,
@@ -62,15 +68,21 @@ class MaskNetwork(nn.Module):
         super().__init__()
         self.shape, self.experts, self.attention, self.sampling = shape, experts, attention, sampling
         n, size, num_layers = experts.num_experts, experts.embedding_size, shape.num_layers
+        self.fine = experts.form == "fine"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "mask network"))
             self.hypernetwork = HyperNetwork(2 * num_layers, n, size, seed)
-            self.routers = _per_layer(num_layers, lambda: ExpertRouter(shape.hidden_size, n))
-            self.neurons = _per_layer(num_layers, lambda: Projection(size, torch.zeros(n, shape.mlp_size)))
+            self.routers = _per_layer(num_layers, lambda: ExpertRouter(shape.hidden_size, n, bias=self.fine))
+            # of fine-grained experts only the routers are learned
+            learned = 0 if self.fine else num_layers
+            self.neurons = _per_layer(learned, lambda: Projection(size, torch.zeros(n, shape.mlp_size)))
             self.token_embeddings = _per_layer(num_layers, lambda: nn.Linear(shape.hidden_size, size, bias=False))
             # the first C logits are V/O dims, the rest Q/K choices
             dims = shape.head_dim + shape.num_qk_choices
             self.dims = _per_layer(num_layers, lambda: Projection(size, torch.zeros(dims)))
+        if self.fine:
+            self.register_buffer("expert_of_neuron", torch.full((num_layers, shape.mlp_size), SHARED))
+            self.register_buffer("experts_per_token", torch.ones(num_layers, dtype=torch.long))
         self.local = attention.embedding == "local"
         if self.local and attention.pruning == "static":
             generator = torch.Generator().manual_seed(derive_seed(seed, "attention embeddings"))
@@ -113,6 +125,17 @@ class MaskNetwork(nn.Module):
         )
         return router.requires_grad_(False)
 
+    def expert_masks(self, i: int) -> tuple[Bool[Tensor, "N F"], Bool[Tensor, " F"]]:
+        """Return the neurons of the fine-grained experts of layer i, and those that every token uses."""
+        expert = self.expert_of_neuron[i]
+        numbers = torch.arange(self.experts.num_experts, device=expert.device)
+        return numbers[:, None] == expert, expert == SHARED
+
+    def fine_width(self, i: int) -> int:
+        """Return how many neurons of layer i a token uses, if its experts are fine-grained."""
+        expert = self.expert_of_neuron[i]
+        return int((expert == SHARED).sum()) + int(self.experts_per_token[i]) * int((expert == 0).sum())
+
     def forward(self, seed: int, token_seed: int | None = None) -> list[SampledLayerMasks]:
         """Sample the masks of one step.
 
@@ -136,7 +159,13 @@ class SampledLayerMasks:
         self, net: MaskNetwork, index: int, embedding: Tensor, expert_embeddings: Tensor, seed: int, token_seed: int
     ):
         self.net, self.index, self.embedding, self.seed, self.token_seed = net, index, embedding, seed, token_seed
-        self.neuron_masks: Float[Tensor, "N F"] = self._sample(net.neurons[index](expert_embeddings), "neurons")
+        self.shared_mask: Float[Tensor, " F"] | None = None
+        if net.fine:
+            expert_masks, shared_mask = net.expert_masks(index)
+            self.neuron_masks: Float[Tensor, "N F"] = expert_masks.float()
+            self.shared_mask, self.top_k = shared_mask.float(), int(net.experts_per_token[index])
+        else:
+            self.neuron_masks = self._sample(net.neurons[index](expert_embeddings), "neurons")
         self.pruning = net.attention.pruning
         self.qk_mask: Float[Tensor, " C"] | None = None
         self.static_values: Float[Tensor, " C"] | None = None
@@ -155,11 +184,21 @@ class SampledLayerMasks:
         s = self.net.sampling
         return gumbel_sigmoid(logits, s.temperature, s.keep_bias, derive_seed(self.seed, name), s.noise)
 
+    @property
+    def width(self) -> Float[Tensor, ""]:
+        """Neurons that a token uses; of overlapping experts those of the widest (Eq. 8)."""
+        widest = self.neuron_masks.sum(-1).max()
+        return widest if self.shared_mask is None else self.shared_mask.sum() + self.top_k * widest
+
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        s = self.net.sampling
-        routing = self.net.routers[self.index].sample(x, s.temperature, derive_seed(self.token_seed, "router"))
+        s, router = self.net.sampling, self.net.routers[self.index]
+        if self.shared_mask is not None:
+            routing = router.choose(x, s.temperature, self.top_k)
+        else:
+            routing = router.sample(x, s.temperature, derive_seed(self.token_seed, "router"))
         self.routing = routing.select(self.valid)
-        return routing.assignment @ self.neuron_masks
+        neurons = routing.assignment @ self.neuron_masks
+        return neurons if self.shared_mask is None else neurons + self.shared_mask
 
     def qk(self) -> Float[Tensor, " C"] | None:
         return self.qk_mask

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +39,12 @@ class PlannedLayerMasks:
 
     def __init__(self, layer: LayerPlan, shape: ModelShape, device: torch.device):
         self.expert_masks = layer.expert_masks.float().to(device)
-        self.router = ExpertRouter(shape.hidden_size, layer.expert_masks.shape[0])
+        self.router = ExpertRouter(shape.hidden_size, layer.expert_masks.shape[0], bias=layer.fine)
         self.router.weight.data = layer.router_weight.to(device)
+        self.shared_mask = None if layer.shared_mask is None else layer.shared_mask.float().to(device)
+        self.top_experts = layer.top_k if layer.fine else None
+        if self.router.bias is not None:
+            self.router.bias.data = cast(Tensor, layer.router_bias).to(device)
         self.qk_mask = shape.expand_qk(layer.qk_kept.float()).to(device)
         self.value_mask = layer.value_kept.float().to(device)
         self.top_k, self.layer = layer.value_top_k, layer
@@ -54,8 +58,9 @@ class PlannedLayerMasks:
             self.value_router.to(device)
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        self.routing = self.router.route(x)
-        return self.routing.assignment @ self.expert_masks
+        self.routing = self.router.route(x, self.top_experts)
+        neurons = self.routing.assignment @ self.expert_masks
+        return neurons if self.shared_mask is None else neurons + self.shared_mask
 
     def qk(self) -> Float[Tensor, " C"]:
         return self.qk_mask

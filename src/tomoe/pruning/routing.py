@@ -1,4 +1,4 @@
-"""The two choices that a token makes: its expert (MLP) and its value dims (attention).
+"""The two choices that a token makes: its experts (MLP) and its value dims (attention).
 
 `sample` is the choice in training, with noise and a gradient; `route` (experts) and `decide` (value dims) are the same
 choices at inference. They stand side by side and read the same logits, so the model that learns is the model that is
@@ -21,46 +21,70 @@ from tomoe.pruning.gumbel import Noise, gumbel_sigmoid, gumbel_softmax
 class Routing:
     """The experts of T tokens.
 
-    `assignment` is G: 1 for a token's expert, 0 for the others, with a straight-through gradient to `probs`, the softmax
-    of the logits (Eqs. 3, 14; Sec. 3.2, App. A.3).
+    `assignment` is G: 1 for the experts of a token, 0 for the others, with a straight-through gradient to `probs`: with one
+    expert a token, the softmax of the logits (Eqs. 3, 14; Sec. 3.2, App. A.3); with several, numbers from 0 to 1 that add up
+    to about `top_k`.
     """
 
     assignment: Float[Tensor, "T N"]
     probs: Float[Tensor, "T N"]
+    top_k: int = 1
 
     def select(self, valid: Bool[Tensor, " T"] | None) -> Routing:
         """Select the routing of some tokens; None selects all."""
-        return self if valid is None else Routing(self.assignment[valid], self.probs[valid])
+        return self if valid is None else Routing(self.assignment[valid], self.probs[valid], self.top_k)
 
 
-def route(logits: Float[Tensor, "T N"]) -> Routing:
-    """Route as inference does: top-1, without noise.
+def _top_k(logits: Float[Tensor, "T N"], top_k: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the choice of the `top_k` largest logits, 0/1, and sigmoid((z - threshold) / temperature) of all experts [T, N].
 
-    The weight of the chosen expert is 1 + P - stop_gradient(P): exactly 1, with the gradient of its probability P.
+    The threshold is halfway between the last logit that is chosen and the first that is not.
     """
-    probs = logits.softmax(-1)
-    hard = F.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
-    return Routing(hard * (1 + (probs - probs.detach())), probs)
+    if top_k == logits.shape[-1]:
+        return torch.ones_like(logits), torch.ones_like(logits)
+    chosen = logits.topk(top_k + 1, dim=-1)
+    threshold = chosen.values[:, -2:].mean(-1, keepdim=True).detach()
+    hard = torch.zeros_like(logits).scatter_(-1, chosen.indices[:, :-1], 1.0)
+    return hard, torch.sigmoid((logits - threshold) / temperature)
+
+
+def route(logits: Float[Tensor, "T N"], top_k: int | None = None) -> Routing:
+    """Route as inference does, without noise: to one overlapping expert (`top_k` None), or to `top_k` fine-grained ones.
+
+    The weight of a chosen expert is 1 + P - stop_gradient(P): exactly 1, with the gradient of its probability P.
+    """
+    if top_k is None:
+        probs = logits.softmax(-1)
+        hard = F.one_hot(logits.argmax(-1), logits.shape[-1]).to(probs.dtype)
+    else:
+        hard, probs = _top_k(logits, top_k, 1.0)
+    return Routing(hard * (1 + (probs - probs.detach())), probs, top_k or 1)
 
 
 class ExpertRouter(nn.Module):
-    """Gives one logit per expert: Linear(D, N) without a bias, as in every stock MoE architecture (Table 8, App. A.1)."""
+    """Gives one logit per expert: Linear(D, N), without a bias for overlapping experts (Table 8, App. A.1)."""
 
-    def __init__(self, hidden_size: int, num_experts: int):
+    def __init__(self, hidden_size: int, num_experts: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
+        self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T N"]:
-        return F.linear(x.float(), self.weight)
+        return F.linear(x.float(), self.weight, self.bias)
 
     def sample(self, x: Float[Tensor, "T D"], temperature: float, seed: int) -> Routing:
         """Route as training does: one-hot samples of a Gumbel-softmax (Eq. 3, Sec. 3.2)."""
         return Routing(*gumbel_softmax(self(x), temperature, seed))
 
-    def route(self, x: Float[Tensor, "T D"]) -> Routing:
+    def choose(self, x: Float[Tensor, "T D"], temperature: float, top_k: int) -> Routing:
+        """Route to fine-grained experts as training does: without noise, with a gradient to experts that are not chosen, too."""
+        hard, soft = _top_k(self(x), top_k, temperature)
+        return Routing(hard + (soft - soft.detach()), soft, top_k)
+
+    def route(self, x: Float[Tensor, "T D"], top_k: int | None = None) -> Routing:
         """Route as inference does."""
-        return route(self(x))
+        return route(self(x), top_k)
 
 
 class ValueRouter(nn.Module):

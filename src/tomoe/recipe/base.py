@@ -75,7 +75,8 @@ class BaseRecipe(Section):
 
     def changed(self, overrides: Sequence[str]) -> Self:
         """The same recipe with `section.key=value` overrides. Raises UserError for a key or value that is not allowed."""
-        values = self.model_dump()
+        # a default may depend on another key, so only what was set is kept
+        values = self.model_dump(exclude_unset=True)
         for override in overrides:
             _apply(values, override, type(self))
         return type(self)(**values)
@@ -129,7 +130,7 @@ def _apply(values: dict[str, Any], override: str, recipe: type[BaseRecipe]) -> N
     if key not in _known(recipe):
         raise UserError(_unknown(key, recipe))
     section, _, leaf = key.rpartition(".")
-    (values[section] if section else values)[leaf] = value
+    (values.setdefault(section, {}) if section else values)[leaf] = value
 
 
 def _known(recipe: type[BaseRecipe]) -> list[str]:

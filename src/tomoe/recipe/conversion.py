@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,15 +20,34 @@ _NOT_IN_DIGEST = frozenset(
 STOCK_MULTIPLE = 64
 
 
+# Fewer choose worse, more are small for kernels.
+FINE_EXPERTS = 64
+
+
 class ExpertsSection(Section):
     """The experts that an MLP becomes."""
 
-    num_experts: int = Field(default=8, ge=1)
-    """Experts per MLP (N)."""
+    form: Literal["overlapping", "fine"] = "overlapping"
+    """`overlapping` (the paper's): a token uses one expert, and experts share neurons; `fine`: a token uses a shared part
+    and several of many small experts that share nothing."""
+    num_experts: int = Field(default=8, ge=1, le=256)
+    """Experts per MLP (N); fine-grained ones are 64 unless this is given."""
+    expert_size: int | None = Field(default=None, ge=1)
+    """Neurons of a fine-grained expert; left out, it is chosen so that the shared part takes about `shared` of a token's
+    neurons."""
+    shared: float = Field(default=0.25, ge=0, le=1)
+    """For fine-grained experts without a given size: the share of a token's neurons that all tokens use."""
     embedding_size: int = Field(default=128, ge=2, multiple_of=2)
     """Size of an expert embedding (E); even, because both directions of the hypernetwork share it."""
     width_multiple: int = Field(default=32, ge=1)
     """Expert widths are multiples of this: grouped kernels need 8, K-quants 256."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fine_defaults(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("form") == "fine":
+            return {"num_experts": FINE_EXPERTS} | values
+        return values
 
 
 class AttentionSection(Section):

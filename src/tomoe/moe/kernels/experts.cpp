@@ -1,4 +1,4 @@
-// Top-1 experts on shared neuron rows: y_t = sum over the neurons u of t's expert of act(gate_u x_t) (up_u x_t) down_u.
+// Experts on shared neuron rows: y_t = sum over the neurons u of t's experts of act(gate_u x_t) (up_u x_t) down_u.
 //
 // Each row that some token needs is read once for the whole batch. Neurons are grouped by the set of experts, among those
 // that got tokens, which they belong to; a group meets exactly the tokens of these experts. First pass: blocks of 16
@@ -137,10 +137,14 @@ inline int column(int i) {
 }
 
 template <class W>
-void run_rows(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t size, int64_t neurons, const uint64_t* members,
+void run_rows(const W* x, const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t size, int64_t neurons, const uint64_t* members,
          const W* gate, const W* up, const W* down, const W* gate_bias, const W* up_bias, int kind, W* y, int threads) {
     uint64_t working = 0;
-    for (int64_t t = 0; t < num_tokens; t++) working |= 1ull << expert_ids[t];
+    std::vector<uint64_t> chosen(num_tokens);  // the experts of a token
+    for (int64_t t = 0; t < num_tokens; t++) {
+        for (int64_t k = 0; k < top_k; k++) chosen[t] |= 1ull << expert_ids[t * top_k + k];
+        working |= chosen[t];
+    }
     Groups groups(members, neurons, working);
     std::vector<std::vector<int32_t>> group_tokens(groups.sets.size());
     std::vector<Block> blocks;
@@ -148,7 +152,7 @@ void run_rows(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t
     for (size_t g = 0; g < groups.sets.size(); g++) {
         auto& tokens = group_tokens[g];
         for (int64_t t = 0; t < num_tokens; t++)
-            if (groups.sets[g] >> expert_ids[t] & 1) tokens.push_back((int32_t)t);
+            if (groups.sets[g] & chosen[t]) tokens.push_back((int32_t)t);
         auto& rows = groups.rows[g];
         for (size_t i = 0; i < rows.size(); i += ROWS) {
             Block b;
@@ -241,22 +245,25 @@ void run_rows(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t
 }
 
 template <class W>
-void run(bool panels, const void* x, const int64_t* expert_ids, int64_t num_tokens, int64_t size, int64_t neurons,
-         const uint64_t* members, const void* gate, const void* up, const void* down, const void* gate_bias,
-         const void* up_bias, int kind, void* y, int threads) {
-    (panels ? run_panels<W> : run_rows<W>)((const W*)x, expert_ids, num_tokens, size, neurons, members, (const W*)gate,
-                                           (const W*)up, (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind,
-                                           (W*)y, threads);
+void run(bool panels, const void* x, const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t size,
+         int64_t neurons, const uint64_t* members, const void* gate, const void* up, const void* down,
+         const void* gate_bias, const void* up_bias, int kind, void* y, int threads) {
+    if (panels)
+        run_panels<W>((const W*)x, expert_ids, num_tokens, size, neurons, members, (const W*)gate, (const W*)up,
+                      (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind, (W*)y, threads);
+    else
+        run_rows<W>((const W*)x, expert_ids, top_k, num_tokens, size, neurons, members, (const W*)gate, (const W*)up,
+                    (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind, (W*)y, threads);
 }
 
 }  // namespace
 
-// `panels`: products of matrices (many tokens), not row by row. 0: done; 1: not enough memory.
-extern "C" int tomoe_experts(int is_bf16, int panels, const void* x, const int64_t* expert_ids, int64_t num_tokens,
-                             int64_t size, int64_t neurons, const uint64_t* members, const void* gate, const void* up,
+// `panels`: products of matrices (many tokens, one expert each), not row by row. 0: done; 1: not enough memory.
+extern "C" int tomoe_experts(int is_bf16, int panels, const void* x, const int64_t* expert_ids, int64_t top_k,
+                             int64_t num_tokens, int64_t size, int64_t neurons, const uint64_t* members, const void* gate, const void* up,
                              const void* down, const void* gate_bias, const void* up_bias, int kind, void* y, int threads) {
     try {
-        (is_bf16 ? run<bf16> : run<float>)(panels, x, expert_ids, num_tokens, size, neurons, members, gate, up, down,
+        (is_bf16 ? run<bf16> : run<float>)(panels, x, expert_ids, top_k, num_tokens, size, neurons, members, gate, up, down,
                                            gate_bias, up_bias, kind, y, threads);
     } catch (const std::bad_alloc&) {
         return 1;

@@ -114,6 +114,7 @@ def _output(  # type: ignore[no-untyped-def]
 def run(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, kind: int) -> Tensor:
     """All experts in two kernels; `kind` is the activation's number in `native.ACTIVATIONS`."""
     x, (count, size), width = x.contiguous(), x.shape, mlp.expert_rows.shape[1]
+    expert_ids = expert_ids.flatten()
     order = expert_ids.argsort(stable=True)
     ends = torch.nn.functional.one_hot(expert_ids, mlp.num_experts).sum(0).cumsum(0)
     offsets = torch.cat([ends.new_zeros(1), ends])

@@ -21,8 +21,8 @@ from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
-# Membership of a neuron is the bits of one signed number.
-MAX_EXPERTS = 63
+# Membership of a neuron is the bits of one number.
+MAX_EXPERTS = 64
 # With this many tokens or more the kernel multiplies matrices in panels of tokens; fewer meet one row after another. Eight
 # experts, each a random half of 4,096 neurons, make groups of sixteen, for which row after row stays faster longer.
 PANEL_TOKENS = {"few neurons": 64, "many neurons": 192}
@@ -87,7 +87,7 @@ def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
 
 def call(
     x: Float[Tensor, "T D"],
-    expert_ids: Int[Tensor, " T"],
+    expert_ids: Int[Tensor, "T k"],
     members: Int[Tensor, " U"],
     weights: Sequence[Tensor | None],
     kind: int,
@@ -101,7 +101,9 @@ def call(
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
     limit = PANEL_TOKENS["few neurons" if len(members) < MANY_NEURONS else "many neurons"]
     chunks = zip(x.split(CHUNK), expert_ids.split(CHUNK), strict=True)
-    pieces = [run(some, ids, members, weights, kind, len(some) >= limit) for some, ids in chunks]
+    # panels hold tokens of one expert each
+    panels = expert_ids.shape[1] == 1
+    pieces = [run(some, ids, members, weights, kind, panels and len(some) >= limit) for some, ids in chunks]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -138,10 +140,11 @@ def _members_of(expert_rows: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"
 
 
 def member_bits(expert_rows: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
-    """One number per neuron, whose bit e says that expert e has it."""
+    """One number per neuron, whose bit e says that expert e has it; all bits for those of a shared part, the first rows."""
     bits = torch.zeros(union, dtype=torch.long)
     for expert, neurons in enumerate(expert_rows.long()):
-        bits[neurons] |= 1 << expert
+        bits[neurons] |= 1 << expert if expert < 63 else -(1 << 63)
+    bits[: max(0, union - expert_rows.numel())] = -1
     return bits
 
 
@@ -166,7 +169,7 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     compiled = library.tomoe_experts
     compiled.restype = int32
     compiled.argtypes = [
-        int32, int32, pointer, pointer, int64, int64, int64, pointer,
+        int32, int32, pointer, pointer, int64, int64, int64, int64, pointer,
         pointer, pointer, pointer, pointer, pointer, int32, pointer, int32,
     ]  # fmt: skip
 
@@ -175,7 +178,8 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     ) -> Tensor:
         y = torch.empty_like(x)
         failed = compiled(
-            x.dtype == torch.bfloat16, panels, x.data_ptr(), expert_ids.data_ptr(), *x.shape, len(members), members.data_ptr(),
+            x.dtype == torch.bfloat16, panels, x.data_ptr(), expert_ids.data_ptr(), expert_ids.shape[1], *x.shape,
+            len(members), members.data_ptr(),
             *(None if w is None else w.data_ptr() for w in weights), kind, y.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         if failed:
@@ -192,8 +196,8 @@ def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, panels: bool) -> bool:
         torch.linspace(-1, 1, rows * size).mul(seed).sin().view(rows, size).to(dtype)
         for rows, seed in ((tokens, 977), (union, 1009), (union, 1511), (union, 2003))
     )
-    expert_ids, members = torch.arange(tokens) % 3, torch.arange(union) % 8
+    expert_ids, members = (torch.arange(tokens) % 3)[:, None], torch.arange(union) % 8
     y = run(x, expert_ids, members, (gate, up, down, None, None), 0, panels)
-    h = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t()) * (members >> expert_ids[:, None] & 1)
+    h = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t()) * (members >> expert_ids & 1)
     expected = h @ down.float()
     return bool((y - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * expected.abs().max())

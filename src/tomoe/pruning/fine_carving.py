@@ -1,0 +1,212 @@
+"""The carved start of fine-grained experts: which neurons all tokens use, which form an expert, and a linear router.
+
+Per layer, on dense activations. Shared part: the neurons whose contributions a_f = |h_f| |down column f| have the most
+energy, weighted by 1 / |residual|^2 of the token. Experts: clusters of one size of the other neurons by the cosine of their
+contributions over tokens. Router: ridge regression with a bias from the MLP's input to the root of each expert's share of a
+token's energy. Then in turn neurons move to the expert whose tokens need them most, and the router is fitted again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tomoe.budget import mlp_params
+from tomoe.errors import UserError
+from tomoe.model.shape import ModelShape
+from tomoe.recipe.conversion import ExpertsSection
+
+CLUSTER_STEPS, REASSIGNMENTS = 8, 2
+CLUSTER_TOKENS, ERROR_TOKENS = 4096, 2048
+"""Tokens that neurons are compared on, and that the error of a choice is measured on."""
+ERROR_POINTS = 12
+"""Numbers of experts per token at which the error is measured; between them it is interpolated."""
+ROUTER_RIDGE = 1e-3
+"""Relative to the mean of the diagonal of the inputs' covariance."""
+SHARED_SLACK = 0.25
+"""How far the shared part may be from the wanted one, as a share of a token's neurons, to get a rounder expert size."""
+
+
+@dataclass(frozen=True)
+class FineLayout:
+    """How fine-grained experts divide the F neurons of a layer: shared + num_experts * expert_size = F."""
+
+    num_experts: int
+    expert_size: int
+    shared: int
+    top_k: int
+    """Experts of a token if all layers use equally many."""
+
+    @property
+    def width(self) -> int:
+        """Neurons of a token."""
+        return self.shared + self.top_k * self.expert_size
+
+
+def fine_layout(mlp_size: int, width: float, slack: float, experts: ExpertsSection, uniform: bool) -> FineLayout:
+    """Choose the layout that gives a token about `width` neurons.
+
+    The expert size is a multiple of `experts.width_multiple`, or of its half, its quarter and so on: of the largest that
+    leaves a shared part near `experts.shared`, and if all layers use equally many experts (`uniform`) meets `width` within
+    `slack` neurons. Raises UserError if no layout does.
+    """
+    n, wanted = experts.num_experts, experts.shared * width
+    multiple = experts.width_multiple
+    while multiple:
+        found: list[tuple[float, FineLayout]] = []
+        sizes = range(multiple, mlp_size // n + 1, multiple) if experts.expert_size is None else [experts.expert_size]
+        for size in sizes:
+            shared = mlp_size - n * size
+            top_k = min(max(1, round((width - shared) / size)), n)
+            layout = FineLayout(n, size, shared, top_k)
+            given = experts.expert_size is not None
+            near = given or abs(shared - wanted) <= SHARED_SLACK * width
+            if shared >= 0 and shared + size <= width and near and (not uniform or abs(layout.width - width) <= slack):
+                found.append((abs(shared - wanted), layout))
+        if found:
+            return min(found, key=lambda pair: pair[0])[1]
+        multiple //= 2
+    given_size = "" if experts.expert_size is None else f" of {experts.expert_size} neurons"
+    raise UserError(
+        f"{n} fine-grained experts{given_size} cannot divide {mlp_size:,} neurons so that a token uses {width:,.0f} of them; "
+        "change experts.num_experts, experts.expert_size or active"
+    )
+
+
+def balanced_assignment(scores: Float[Tensor, "n N"], size: int) -> Int[Tensor, " n"]:
+    """Assign each row to a column of high score, `size` rows to a column; those that lose most by another go first."""
+    best = scores.topk(min(2, scores.shape[1]), dim=1).values
+    order = (best[:, 0] - best[:, -1]).argsort(descending=True, stable=True).tolist()
+    preferences = scores.argsort(dim=1, descending=True, stable=True).tolist()
+    free, assigned = [size] * scores.shape[1], [0] * len(scores)
+    for row in order:
+        column = next(c for c in preferences[row] if free[c])
+        assigned[row], free[column] = column, free[column] - 1
+    return torch.tensor(assigned, device=scores.device)
+
+
+def balanced_clusters(x: Float[Tensor, "n t"], num_clusters: int, seed: int) -> Int[Tensor, " n"]:
+    """Cluster rows by cosine (around their mean) into clusters of one size."""
+    x = F.normalize(x - x.mean(0), dim=1)
+    generator = torch.Generator(x.device).manual_seed(seed)
+    centroids = x[torch.randperm(len(x), generator=generator, device=x.device)[:num_clusters]]
+    for _ in range(CLUSTER_STEPS):
+        assigned = balanced_assignment(x @ centroids.T, len(x) // num_clusters)
+        centroids = F.normalize(F.one_hot(assigned, num_clusters).T.to(x.dtype) @ x, dim=1)
+    return assigned
+
+
+class RidgeRegression:
+    """Linear functions of x [T, D], with a bias, by least squares with a ridge; one factorization for many targets."""
+
+    def __init__(self, x: Float[Tensor, "T D"]):
+        self.mean = x.mean(0)
+        self.x = x - self.mean
+        gram = self.x.T @ self.x
+        ridge = ROUTER_RIDGE * gram.diagonal().mean().clamp_min(1e-12)
+        self.factor = torch.linalg.cholesky(gram + ridge * torch.eye(len(gram), device=x.device))
+
+    def fit(self, y: Float[Tensor, "T N"]) -> tuple[Float[Tensor, "N D"], Float[Tensor, " N"]]:
+        """Return the weight and the bias."""
+        mean = y.mean(0)
+        weight = torch.cholesky_solve(self.x.T @ (y - mean), self.factor).T
+        return weight, mean - weight @ self.mean
+
+
+@dataclass(frozen=True)
+class FineStart:
+    """The carved start of one layer."""
+
+    router_weight: Float[Tensor, "N D"]
+    router_bias: Float[Tensor, " N"]
+    expert_of_neuron: Int[Tensor, " F"]
+    """The expert of each neuron, -1 for shared ones."""
+    loss: Float[Tensor, " N1"]
+    """Relative squared error of the MLP's output, summed over tokens, with 0, 1, .. N experts per token (float64), convex."""
+
+
+def carve_fine(
+    x: Float[Tensor, "T D"],
+    h: Float[Tensor, "T F"],
+    weight: Float[Tensor, " T"],
+    down: Float[Tensor, "D F"],
+    layout: FineLayout,
+    seed: int,
+) -> FineStart:
+    """Carve the experts of one layer. `weight` is 1 / |residual|^2 of a token."""
+    energy = (h * down.norm(dim=0)).square() * weight[:, None]
+    order = energy.mean(0).argsort(descending=True, stable=True)
+    routed = order[layout.shared :].sort().values
+    generator = torch.Generator(x.device).manual_seed(seed)
+    some = torch.randperm(len(x), generator=generator, device=x.device)
+    assigned = balanced_clusters(
+        _unit_rows(energy[some[:CLUSTER_TOKENS]][:, routed].sqrt().T), layout.num_experts, seed
+    )
+    routed_energy, regression = energy[:, routed], RidgeRegression(x)
+    for step in range(REASSIGNMENTS + 1):
+        shares = routed_energy @ F.one_hot(assigned, layout.num_experts).to(x.dtype)
+        router_weight, router_bias = regression.fit(F.normalize(shares.sqrt(), dim=1))
+        logits = x @ router_weight.T + router_bias
+        if step < REASSIGNMENTS:
+            chosen = torch.zeros_like(logits).scatter_(1, logits.topk(layout.top_k, dim=1).indices, 1.0)
+            assigned = balanced_assignment(routed_energy.T @ chosen, layout.expert_size)
+    expert = torch.full((h.shape[1],), -1, device=x.device)
+    expert[routed] = assigned
+    tokens = some[:ERROR_TOKENS]
+    loss = error_curve(logits[tokens], h[tokens] * weight[tokens, None].sqrt(), down, expert, layout)
+    # logits of one size in all layers: the temperature of learning means the same everywhere
+    scale = 1 / (logits - logits.mean(0)).std().clamp_min(1e-12)
+    return FineStart(router_weight * scale, router_bias * scale, expert, loss * len(x) / len(tokens))
+
+
+def _unit_rows(x: Float[Tensor, "n t"]) -> Float[Tensor, "n t"]:
+    return F.normalize(x, dim=1)
+
+
+def error_curve(
+    logits: Float[Tensor, "t N"],
+    h: Float[Tensor, "t F"],
+    down: Float[Tensor, "D F"],
+    expert: Int[Tensor, " F"],
+    layout: FineLayout,
+) -> Float[Tensor, " N1"]:
+    """Return the squared error of h down^T, summed over tokens, with 0, 1, .. N experts a token, as a convex function.
+
+    It is measured at some numbers of experts and interpolated between them.
+    """
+    n = layout.num_experts
+    rank = logits.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    # shared neurons (-1) have a rank that is always chosen
+    rank = F.pad(rank, (0, 1), value=-1)[:, expert]
+    points = sorted({round(n * i / ERROR_POINTS) for i in range(ERROR_POINTS)})
+    losses = [float((((rank >= k) * h) @ down.T).square().sum()) for k in points]
+    return torch.tensor(_convex([*points, n], [*losses, 0.0]), dtype=torch.float64)
+
+
+def _convex(points: Sequence[int], values: Sequence[float]) -> list[float]:
+    """Return the lower convex hull of a function at 0, 1, .. points[-1]."""
+    hull: list[tuple[int, float]] = []
+    for x, y in zip(points, values, strict=True):
+        while len(hull) > 1 and _slope(hull[-2], (x, y)) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append((x, y))
+    result = [hull[0][1]]
+    for (x0, y0), (x1, y1) in itertools.pairwise(hull):
+        result += [y0 + (y1 - y0) * (x - x0) / (x1 - x0) for x in range(x0 + 1, x1 + 1)]
+    return result
+
+
+def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
+
+
+def fine_params(shape: ModelShape, layout: FineLayout) -> list[int]:
+    """Return the MLP parameters of a token with 0, 1, .. N experts."""
+    widths = [layout.shared + k * layout.expert_size for k in range(layout.num_experts + 1)]
+    return [int(mlp_params(shape, width)) for width in widths]
