@@ -5,6 +5,7 @@ the held-out sequences are never in it; the test text is of another kind. A line
 
     python benchmarks/repair.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5 | --plan FOLDER]
         [--tokens 16384,32768] [--target local,half] [--ridge 0.01] [--rank 0,64] [--attention off] [--output]
+        [--set section.key=value ...]
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Bench:
             [
                 f"model={self.args.model}", f"active={active}", "train.steps=0", f"data.sources={self.args.train}",
                 f"data.tokens={tokens + CALIBRATION + HELD_OUT}", f"data.evaluation_tokens={HELD_OUT}",
-                f"attention.pruning={self.args.attention}", "repair.mode=none",
+                f"attention.pruning={self.args.attention}", "repair.mode=none", *self.args.set,
             ],
         )  # fmt: skip
 
@@ -69,7 +70,7 @@ class Bench:
         return joined([corpus.calibration, corpus.train]).truncate(tokens)
 
     def carve(self, active: float) -> Plan:
-        folder = self.args.out / f"carved-{self.args.attention}-{active}"
+        folder = self.args.out / "-".join(["carved", self.args.attention, str(active), *self.args.set])
         if not (folder / "plan.json").exists():
             recipe = self.recipe(active)
             net = make_network(recipe, self.model, self.corpus.calibration)
@@ -130,6 +131,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", default=default)
     parser.add_argument("--output", action="store_true", help="refit the output projections of whole attention, too")
     parser.add_argument("--only-repaired", action="store_true")
+    parser.add_argument("--set", action="append", default=[], help="a key of the recipe (repeatable)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(args)

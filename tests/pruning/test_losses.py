@@ -167,7 +167,7 @@ def test_log_ratio() -> None:
 def drawn(neuron_masks: Tensor, **others: Tensor) -> SampledLayerMasks:
     """What the penalties read of sampled masks, without a network behind them."""
     masks = object.__new__(SampledLayerMasks)
-    fields = dict.fromkeys(("value_masks", "qk_mask", "static_values")) | others
+    fields = dict.fromkeys(("shared_mask", "value_masks", "qk_mask", "static_values")) | others
     vars(masks).update(fields, neuron_masks=neuron_masks)
     return masks
 

@@ -26,6 +26,7 @@ from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.gumbel import keep_probability
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.routing import bfloat16_values
 from tomoe.recipe.conversion import Recipe
 
 Valid = Bool[Tensor, "B S"]
@@ -219,7 +220,7 @@ class Extraction:
     def _fine(self, i: int) -> dict[str, Any]:
         """Return the fine-grained experts of layer i, as carving made them."""
         expert_masks, shared_mask = self.net.expert_masks(i)
-        bias = cast(Tensor, self.net.routers[i].bias).detach().bfloat16().float().cpu()
+        bias = cast(Tensor, self.net.routers[i].bias).detach().float().cpu()
         top_k = int(self.net.experts_per_token[i])
         return {
             "expert_masks": expert_masks.cpu(),
@@ -230,8 +231,7 @@ class Extraction:
 
     def _layer(self, i: int, experts: dict[str, Any], qk_units: int = 0, value_dims: int = 0) -> LayerPlan:
         s = self.shape
-        # bfloat16 values: every export format can hold them exactly
-        router = self.net.routers[i].weight.detach().bfloat16().float().cpu()
+        router = bfloat16_values(self.net.routers[i].weight.detach()).cpu()
         c, dims = s.head_dim, self.dim_logits[i].cpu()
         qk = torch.ones(s.num_qk_choices, dtype=torch.bool)
         values, value_router, top_k = torch.ones(c, dtype=torch.bool), {}, c

@@ -20,6 +20,7 @@ from torch import Tensor
 from tomoe.budget import mlp_params
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
+from tomoe.pruning.routing import bfloat16_values
 from tomoe.recipe.conversion import ExpertsSection
 
 CLUSTER_STEPS, REASSIGNMENTS = 8, 2
@@ -60,19 +61,19 @@ def fine_layout(mlp_size: int, width: float, slack: float, experts: ExpertsSecti
     multiple = experts.width_multiple
     while multiple:
         found: list[tuple[float, FineLayout]] = []
-        sizes = range(multiple, mlp_size // n + 1, multiple) if experts.expert_size is None else [experts.expert_size]
+        sizes = range(multiple, mlp_size // n + 1, multiple) if not experts.expert_size else [experts.expert_size]
         for size in sizes:
             shared = mlp_size - n * size
             top_k = min(max(1, round((width - shared) / size)), n)
             layout = FineLayout(n, size, shared, top_k)
-            given = experts.expert_size is not None
+            given = experts.expert_size > 0
             near = given or abs(shared - wanted) <= SHARED_SLACK * width
             if shared >= 0 and shared + size <= width and near and (not uniform or abs(layout.width - width) <= slack):
                 found.append((abs(shared - wanted), layout))
         if found:
             return min(found, key=lambda pair: pair[0])[1]
         multiple //= 2
-    given_size = "" if experts.expert_size is None else f" of {experts.expert_size} neurons"
+    given_size = "" if not experts.expert_size else f" of {experts.expert_size} neurons"
     raise UserError(
         f"{n} fine-grained experts{given_size} cannot divide {mlp_size:,} neurons so that a token uses {width:,.0f} of them; "
         "change experts.num_experts, experts.expert_size or active"
@@ -113,10 +114,16 @@ class RidgeRegression:
         self.factor = torch.linalg.cholesky(gram + ridge * torch.eye(len(gram), device=x.device))
 
     def fit(self, y: Float[Tensor, "T N"]) -> tuple[Float[Tensor, "N D"], Float[Tensor, " N"]]:
-        """Return the weight and the bias."""
+        """Return weight and bias of a router, scaled so that its logits vary by 1 around their means.
+
+        One size in all layers gives the temperature of learning one meaning. The weight holds bfloat16 values, and the bias
+        belongs to these: inputs have dims with a large mean, which would turn rounding into a preference for some experts.
+        """
         mean = y.mean(0)
         weight = torch.cholesky_solve(self.x.T @ (y - mean), self.factor).T
-        return weight, mean - weight @ self.mean
+        scale = 1 / (self.x @ weight.T).std().clamp_min(1e-12)
+        weight = bfloat16_values(scale * weight)
+        return weight, scale * mean - weight @ self.mean
 
 
 @dataclass(frozen=True)
@@ -160,9 +167,7 @@ def carve_fine(
     expert[routed] = assigned
     tokens = some[:ERROR_TOKENS]
     loss = error_curve(logits[tokens], h[tokens] * weight[tokens, None].sqrt(), down, expert, layout)
-    # logits of one size in all layers: the temperature of learning means the same everywhere
-    scale = 1 / (logits - logits.mean(0)).std().clamp_min(1e-12)
-    return FineStart(router_weight * scale, router_bias * scale, expert, loss * len(x) / len(tokens))
+    return FineStart(router_weight, router_bias, expert, loss * len(x) / len(tokens))
 
 
 def _unit_rows(x: Float[Tensor, "n t"]) -> Float[Tensor, "n t"]:

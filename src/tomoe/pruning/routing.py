@@ -61,6 +61,11 @@ def route(logits: Float[Tensor, "T N"], top_k: int | None = None) -> Routing:
     return Routing(hard * (1 + (probs - probs.detach())), probs, top_k or 1)
 
 
+def bfloat16_values(weight: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """Round to bfloat16: router weights with such values are exact in every export format."""
+    return weight.bfloat16().float()
+
+
 class ExpertRouter(nn.Module):
     """Gives one logit per expert: Linear(D, N), without a bias for overlapping experts (Table 8, App. A.1)."""
 
@@ -71,7 +76,11 @@ class ExpertRouter(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T N"]:
-        return F.linear(x.float(), self.weight, self.bias)
+        if self.bias is None:
+            return F.linear(x.float(), self.weight)
+        # what a plan holds, so that the bias is learned for these values
+        rounded = self.weight + (bfloat16_values(self.weight) - self.weight).detach()
+        return F.linear(x.float(), rounded, self.bias)
 
     def sample(self, x: Float[Tensor, "T D"], temperature: float, seed: int) -> Routing:
         """Route as training does: one-hot samples of a Gumbel-softmax (Eq. 3, Sec. 3.2)."""

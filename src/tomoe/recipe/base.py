@@ -157,7 +157,7 @@ def _nearest(key: str, known: Sequence[str], recipe: type[BaseRecipe]) -> str | 
     for name, today in names.items():
         if name.rpartition(".")[2] == leaf:
             return today
-    if near := difflib.get_close_matches(key, list(names), n=1, cutoff=0.6):
+    if near := difflib.get_close_matches(key, list(names), n=1, cutoff=0.75):
         return names[near[0]]
     same_section = {n: t for n, t in names.items() if section and n.startswith(f"{section}.")} or names
     leaves = {name.rpartition(".")[2]: today for name, today in reversed(same_section.items())}

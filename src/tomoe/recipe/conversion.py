@@ -32,9 +32,8 @@ class ExpertsSection(Section):
     and several of many small experts that share nothing."""
     num_experts: int = Field(default=8, ge=1, le=256)
     """Experts per MLP (N); fine-grained ones are 64 unless this is given."""
-    expert_size: int | None = Field(default=None, ge=1)
-    """Neurons of a fine-grained expert; left out, it is chosen so that the shared part takes about `shared` of a token's
-    neurons."""
+    expert_size: int = Field(default=0, ge=0)
+    """Neurons of a fine-grained expert; 0: chosen so that the shared part takes about `shared` of a token's neurons."""
     shared: float = Field(default=0.25, ge=0, le=1)
     """For fine-grained experts without a given size: the share of a token's neurons that all tokens use."""
     embedding_size: int = Field(default=128, ge=2, multiple_of=2)
