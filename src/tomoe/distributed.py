@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tomoe.errors import UserError
+from tomoe.files import remove_leftovers
 from tomoe.locks import folder_lock
 
 if TYPE_CHECKING:
@@ -109,9 +110,17 @@ def on_rank_zero(work: Callable[[], object]) -> bool:
 
 @contextmanager
 def locked(folder: Path, verb: str) -> Iterator[None]:
-    """Hold the lock of a folder on rank 0 for all ranks; if another process holds it, every rank exits."""
+    """Hold the lock of a folder on rank 0 for all ranks; if another process holds it, every rank exits.
+
+    What killed processes left half-written in the folder is deleted.
+    """
     with ExitStack() as stack:
-        on_rank_zero(lambda: stack.enter_context(folder_lock(folder, verb)))
+
+        def take() -> None:
+            stack.enter_context(folder_lock(folder, verb))
+            remove_leftovers(folder)
+
+        on_rank_zero(take)
         yield
 
 

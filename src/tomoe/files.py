@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from tomoe.locks import LOCK_FILE
 SUMS = "SHA256SUMS"
 # bytes; parsed it takes several times that
 _MAX_JSON = 2**26
+# the temporary names of `atomic_file`
+_LEFTOVER = re.compile(r"\..+\.[0-9]+\.tmp")
 
 
 def atomic_write(path: Path, content: str | bytes) -> Path:
@@ -29,7 +32,10 @@ def atomic_write(path: Path, content: str | bytes) -> Path:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary file to write, which takes the name `path` afterwards. Raises UserError if that fails."""
+    """A temporary file to write, which takes the name `path` afterwards. Raises UserError if that fails.
+
+    The process id keeps writers apart where no lock does, as in a teacher cache that several runs share.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +49,16 @@ def atomic_file(path: Path) -> Iterator[Path]:
         # if the folder cannot be reached, neither can the file
         with contextlib.suppress(OSError):
             part.unlink()
+
+
+def remove_leftovers(out: Path) -> None:
+    """Delete what killed processes left half-written in an output folder. The caller holds the lock of the folder."""
+    for folder in (out, out / "run", out / "figures"):
+        for part in folder.glob(".*.tmp"):
+            if _LEFTOVER.fullmatch(part.name):
+                # it may be on a disk that has become read-only; the next write says so
+                with contextlib.suppress(OSError):
+                    part.unlink()
 
 
 @contextlib.contextmanager
