@@ -116,7 +116,7 @@ class Baselines:
         self.rms = self.root_mean_squares()
 
     def root_mean_squares(self) -> list[Float[Tensor, " F"]]:
-        """Of every neuron's activation on the calibration text."""
+        """The root mean square of every neuron's activation on the calibration text."""
         text, squares = self.corpus.calibration, [torch.zeros(self.shape.mlp_size) for _ in self.parts]
 
         def handles() -> Iterator[RemovableHandle]:

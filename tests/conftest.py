@@ -55,7 +55,7 @@ if TYPE_CHECKING:  # they import this file
     from launcher import Launcher
     from pico_files import CommandLine
 
-torch.set_num_threads(1)  # pico matrices are too small to share out, and the tests run side by side
+torch.set_num_threads(1)  # pico matrices are too small to split over threads, and the tests run side by side
 logging.disable_progress_bar()
 
 PICO = dict(

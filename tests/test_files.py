@@ -34,10 +34,10 @@ def test_the_next_writer_of_a_folder_deletes_what_a_killed_one_left(tmp_path: Pa
     for path in others:
         atomic_write(path, "of somebody else")
     with distributed.locked(tmp_path, "convert"):
-        atomic_write(paths[0], "anew")
+        atomic_write(paths[0], "new")
     left = {path for path in tmp_path.rglob("*") if path.is_file()} - {tmp_path / LOCK_FILE}
     assert left == {*paths, *others}
-    assert [path.read_text() for path in paths] == ["anew", "whole"]
+    assert [path.read_text() for path in paths] == ["new", "whole"]
 
 
 def test_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

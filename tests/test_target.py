@@ -28,7 +28,7 @@ CALIBRATION = IDS, torch.ones_like(IDS, dtype=torch.bool)
 
 
 def wide(family: str = "llama") -> PreTrainedModel:
-    """Of 512 neurons a layer: widths of 64 are an eighth."""
+    """A model of 512 neurons a layer: widths of 64 are an eighth."""
     return make_pico(family, intermediate_size=512)
 
 

@@ -99,7 +99,7 @@ values = st.one_of(
 
 
 def paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where every value in nested lists and dicts stands."""
+    """The path to every value in nested lists and dicts."""
     below = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path for key, item in below for path in ((*prefix, key), *paths(item, (*prefix, key)))]
 

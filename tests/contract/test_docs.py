@@ -1,4 +1,4 @@
-"""The documentation is held against the code: the generated pages are current, and links inside it lead somewhere."""
+"""The documentation is compared with the code: the generated pages are current, and links inside it lead somewhere."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings of a page, as GitHub and mkdocs make them from plain words."""
+    """Anchors of the headings of a page, as GitHub and mkdocs make them from plain words."""
     titles = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 

@@ -435,7 +435,7 @@ def test_a_row_is_what_the_whole_model_says_of_it(
     found = rounds.transpose(1, 2).flatten(0, 1)
     checked = 0
     for row, logits in zip(written, found, strict=True):
-        if EOS not in row[:-1]:  # a document ends there, and what follows is drawn anew
+        if EOS not in row[:-1]:  # a document ends there, and what follows is drawn again
             meant = dense(torch.tensor([row])).logits[0, :-1]
             torch.testing.assert_close(logits, meant[:, : logits.shape[-1]], rtol=0, atol=1e-5)
             assert row[1:] == logits.argmax(-1).tolist()

@@ -63,7 +63,7 @@ def test_an_export_says_what_it_costs_and_proves_itself(tomoe: CommandLine, made
     assert proof["kl"] < 1e-6
     assert proof["top1_agreement"] == 1
     assert proof["perplexity"] == pytest.approx(proof["reference_perplexity"], rel=1e-5)
-    assert proof["positions"] == 256 * 15 // 16  # all that was held out, but the first token of each block of 16
+    assert proof["positions"] == 256 * 15 // 16  # all that was held out, but the first token of each sequence of 16
 
     card = (tmp_path / "out" / "README.md").read_text()
     assert "trust_remote_code" not in card
@@ -211,7 +211,7 @@ def test_numbers_that_are_none_are_no_agreement() -> None:
 
 
 def test_what_counts_as_the_same() -> None:
-    """In float32 a typical block has to agree; one block may be spoiled by a near tie of a router; KL bounds the whole."""
+    """In float32 a typical sequence has to agree; one may be spoiled by a near tie of a router; KL bounds the whole."""
     good = Agreement(
         positions=100, blocks=4, largest_difference=3.0, typical_difference=2e-3, expected_difference=0.0,
         largest_logit=40.0, kl=5e-5, top1_agreement=1.0, reference_perplexity=9.0, perplexity=9.0,

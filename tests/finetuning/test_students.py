@@ -80,7 +80,7 @@ def trained(
 def gradients(
     made: FinetuneRecipe, family: str, attention: str, pseudo: bool = False, backend: str = "auto"
 ) -> dict[str, Tensor]:
-    """Of one pass, by names of the MoE: what the pseudo-MoE has is cut out of its dense matrices by folding them."""
+    """Gradients of one pass, by names of the MoE: what the pseudo-MoE has is cut out of its dense matrices by folding them."""
     dense, plan = make_pico(family), make_plan(make_pico(family), attention)
     learner = student(made, dense, plan, backend, pseudo)
     step_of(made, learner, make_pico(family))(Text().batch(0, 0, 1, 1, 0), 0, 0)
@@ -142,7 +142,7 @@ def test_the_pseudo_moe_becomes_the_same_model(family: str, tmp_path: Path) -> N
 
 
 def test_gradient_against_finite_differences() -> None:
-    """Of the last layer's weights, where nothing between them and the loss is a hard choice."""
+    """Gradients of the last layer's weights, where nothing between them and the loss is a hard choice."""
     made = recipe("routers=frozen", "loss.balance_weight=0")
     dense, plan = make_pico("llama"), make_plan(make_pico("llama"), "off")
     learner = student(made, dense, plan)

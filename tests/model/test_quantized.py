@@ -83,11 +83,11 @@ def test_masks_learn_what_they_would_from_the_unpacked_weights(quantization: str
     assert torch.equal(packed.lm_head.weight, plain.lm_head.weight)
     check_output(packed)
     ids = tokens(2, 16)
-    blocks = Sequences(ids, torch.ones_like(ids, dtype=torch.bool))
+    sequences = Sequences(ids, torch.ones_like(ids, dtype=torch.bool))
     grads = []
     for model in (packed, plain):
         net = make_network(plain, "per_token")
-        micro_step(model, net, pico_recipe(folder), blocks, 0, 0)
+        micro_step(model, net, pico_recipe(folder), sequences, 0, 0)
         grads.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
     assert float(grads[1].norm()) > 0
     # a rounded activation near the middle between two levels falls to the other side: over all layers that adds up

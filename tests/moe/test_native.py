@@ -141,7 +141,7 @@ def test_panels_compute_the_experts(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_panels_of_several_experts_and_tiles_of_several_groups(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1,300 neurons in eight experts: groups of five that join in tiles, and more words of down rows than one chunk."""
+    """An MLP of 1,300 neurons in eight experts: groups of five that join in tiles, and more words of down rows than one chunk."""
     case = Case(tokens=83, experts=8, width=700, union=1300, hidden=45)
     mlp, (x, expert_ids) = make_mlp(case, dtype), make_inputs(case, dtype)
     order = torch.zeros(8, 1300, dtype=torch.bool).scatter_(1, mlp.expert_rows.long(), True)

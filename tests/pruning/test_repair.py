@@ -164,7 +164,7 @@ def test_running_layer_by_layer_gives_the_hidden_states_of_the_whole_model(famil
 
 
 def final_error(model: PreTrainedModel, masks: list[LayerMasks], made: list[LayerRepair | None]) -> float:
-    """Of the last hidden states, relative to the dense model's."""
+    """The error of the last hidden states, relative to the dense model's."""
     ours, theirs = run_whole(model, masks, made)[-1]["out"], run_whole(model, None, [None] * len(made))[-1]["out"]
     return relative(ours, theirs)
 

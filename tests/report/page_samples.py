@@ -22,7 +22,7 @@ TIMED = [{"phase": "decode", "batch": 1, "prompt": 8, "dtype": EVIL, "dense_s": 
 
 
 def hostile_facts() -> PageFacts:
-    """Of a pico model, measured; its texts are traced by a formula, so that layers and tokens are known."""
+    """The report of a pico model, measured; its texts are traced by a formula, so that layers and tokens are known."""
     dense = make_pico("llama3")
     plan = make_plan(dense, "per_token")
     recipe = Recipe(model=f"someone/{EVIL}").model_dump(mode="json")

@@ -71,12 +71,12 @@ def rows(llama: PreTrainedModel) -> list[Row]:
 
 
 def plain_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Per block: float32 logits of the positions that predict a real token, and those tokens."""
+    """Per sequence: float32 logits of the positions that predict a real token, and those tokens."""
     found = []
-    for block, real in zip(ids, mask, strict=True):
-        logits = model(input_ids=block[None], attention_mask=real[None].long()).logits[0].float()
-        kept = [t for t in range(len(block) - 1) if real[t] and real[t + 1]]
-        found.append((logits[kept], block[[t + 1 for t in kept]]))
+    for row, real in zip(ids, mask, strict=True):
+        logits = model(input_ids=row[None], attention_mask=real[None].long()).logits[0].float()
+        kept = [t for t in range(len(row) - 1) if real[t] and real[t + 1]]
+        found.append((logits[kept], row[[t + 1 for t in kept]]))
     return found
 
 
@@ -132,7 +132,7 @@ def test_a_block_alone_gives_what_it_gives_among_others(llama: PreTrainedModel) 
 
 
 def test_standard_error_by_hand(llama: PreTrainedModel) -> None:
-    # equal lengths: deviation of block means, over sqrt(B)
+    # equal lengths: deviation of the means of sequences, over sqrt(B)
     sums, tokens = torch.tensor([2.0, 4.0, 9.0]), torch.tensor([2.0, 2.0, 2.0])
     assert perplexity.ratio_error(sums, tokens) == pytest.approx(float((sums / 2).std() / math.sqrt(3)))
     # unequal lengths, m = 12/6: residuals 0 - 2*1, 5 - 2*2, 7 - 2*3 = -2, 1, 1

@@ -158,7 +158,7 @@ def test_evaluation_text_out_of_the_training_text() -> None:
     assert (found.kind, found.text.startswith("50.0% of the evaluation tokens")) == ("training text", True)
 
 
-def blocks(rows: list[list[int]]) -> Sequences:
+def sequences(rows: list[list[int]]) -> Sequences:
     """Token 0 is padding, wherever it stands."""
     ids = torch.tensor(rows)
     return Sequences(ids, ids != 0)
@@ -184,7 +184,7 @@ rows_of = st.integers(3, 9).flatmap(
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(rows_of, rows_of, st.integers(1, 6))
 def test_overlap_is_what_a_plain_search_finds(text: list[list[int]], fitted: list[list[int]], n: int) -> None:
-    assert shared_share(blocks(text), blocks(fitted), n) == pytest.approx(plain_share(text, fitted, n))
+    assert shared_share(sequences(text), sequences(fitted), n) == pytest.approx(plain_share(text, fitted, n))
 
 
 def test_overlap_of_long_runs_alone() -> None:

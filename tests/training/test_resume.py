@@ -1,4 +1,4 @@
-"""A run that was killed, starved of disk, damaged or fed with NaN: what it made before stays, and it goes on bit by bit."""
+"""A run that was killed, starved of disk, damaged or fed with NaN: what it made before stays, and it resumes bit by bit."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ def test_a_kill_while_a_checkpoint_is_made_again_leaves_a_whole_one(
 def test_a_kill_while_an_older_run_goes_leaves_nothing_of_it_to_resume(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
 ) -> None:
-    """--force was killed before the older masks were gone: --resume then begins anew, and does not adopt them."""
+    """--force was killed before the older masks were gone: --resume then starts over, and does not adopt them."""
     run, options = tmp_path / "run", [model, "--data", text]
     assert tomoe("train", *options, "-o", tmp_path / "whole", *small(seed="1")).code == 0
     assert tomoe("train", *options, "-o", run, *small(train_steps="8")).code == 0

@@ -1,4 +1,4 @@
-"""`tomoe route MODEL "text"`: every token in the colour of the expert that it goes to."""
+"""`tomoe route MODEL "text"`: every token in the color of the expert that it goes to."""
 
 from __future__ import annotations
 
