@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="")
     parser.add_argument("--task-dir", type=Path)
     parser.add_argument("--limit", type=int)
-    parser.set_defaults(attention="off")
+    parser.set_defaults(attention="off", set=[])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     baselines = Baselines(args)
