@@ -8,6 +8,7 @@ Attention stays whole, so the MLPs pay for all of the cut. Rows, each with the n
   (as Wanda scores weights); every layer equally wide
 - one expert: the same for all tokens, by backward elimination, with the widths of the carved start
 - carved: the expert that the router chooses, of eight that overlap; nothing is learned
+- fine-grained, carved: a shared part and those of 64 small experts that the router chooses; nothing is learned
 - --plan NAME=FOLDER: a plan that was made elsewhere, for example by learning
 - best per token: for every token those with the largest contribution. No model can do that, because the choice needs all
   activations; it bounds what a router can reach at these widths
@@ -141,8 +142,8 @@ class Baselines:
             pairs = zip(self.parts, self.rms, strict=True)
             return [StaticMasks(largest(score(p, rms), width)) for p, rms in pairs]
 
-        def one_expert() -> Sequence[LayerMasks]:
-            recipe = self.bench.recipe(active).changed(["experts.num_experts=1"])
+        def carved(setting: str) -> Sequence[LayerMasks]:
+            recipe = self.bench.recipe(active).changed([setting])
             net = make_network(recipe, self.model, self.corpus.calibration)
             return planned_masks(finish_plan(net, self.model, recipe, self.corpus, 0, ""))
 
@@ -153,8 +154,9 @@ class Baselines:
         return {
             "norm": lambda: static(lambda p, _: neuron_norm(p)),
             "activation x norm": lambda: static(lambda p, rms: rms * p.down.weight.float().norm(dim=0)),
-            "one expert": one_expert,
-            "carved": lambda: planned(self.bench.carve(active)),
+            "one expert": partial(carved, "experts.num_experts=1"),
+            "carved": partial(carved, "experts.form=overlapping"),
+            "fine-grained, carved": partial(carved, "experts.form=fine"),
             **{name: partial(planned, plan) for name, plan in near.items()},
             "best per token": lambda: [BestMasks(p, width) for p in self.parts],
         }
