@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from tomoe.errors import UserError
 from tomoe.evaluation import param_counts, perplexity, tables, usage
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.perplexity import measure
-from tomoe.evaluation.rows import ExpertUsage, Measurement, Row, from_json, to_json
+from tomoe.evaluation.rows import ExpertUsage, Measurement, Row, from_json, to_json, validated
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import LayerPlan, Plan
@@ -197,9 +197,9 @@ def test_progress_and_what_is_written_down(llama: PreTrainedModel) -> None:
     assert (m.model, m.data, m.seed, m.device, m.dtype) == ("x", "wikitext", 3, "cpu", "float32")
     assert set(m.versions) == {"torch", "transformers", "tomoe"}
     assert m == measure(llama, ids, mask, name="x", data="wikitext", seed=3)
-    assert Measurement.from_dict(json.loads(json.dumps(m.to_dict()))) == m
-    with pytest.raises(UserError, match="no measurement of this version"):
-        Measurement.from_dict({"ppl": 1.0})
+    assert validated(Measurement, json.loads(json.dumps(asdict(m))), "measurement") == m
+    with pytest.raises(UserError, match="no measurement"):
+        validated(Measurement, {"ppl": 1.0}, "measurement")
 
 
 def test_what_cannot_be_measured_is_said_in_a_sentence(llama: PreTrainedModel) -> None:

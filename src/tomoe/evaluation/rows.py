@@ -48,7 +48,7 @@ def validated(kind: type[T], values: object, what: str) -> T:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One model on one text, with all that is needed to measure it again. Plain data: `to_dict` is JSON."""
+    """One model on one text, with all that is needed to measure it again. Plain data, as JSON holds it."""
 
     perplexity: Positive  # exp(nll)
     standard_error: NotNegative | None  # of the perplexity, over sequences; None if there are fewer than two
@@ -66,14 +66,6 @@ class Measurement:
     device: Name = ""
     seed: int | None = None  # that the data was prepared with
     versions: dict[Name, Name] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Measurement:
-        """Raises UserError for a dict that `to_dict` of this version did not make."""
-        return validated(cls, values, "measurement of this version of tomoe")
 
 
 class ModelFacts(TypedDict):
@@ -96,9 +88,6 @@ class ExpertUsage:
     shares: Shares
     tokens: Count
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class TaskScore:
@@ -116,9 +105,6 @@ class TaskScore:
     harness: Name  # lm-eval and its version
     seed: int = 1234  # of the choice of few-shot examples; lm-eval's own
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Row:
@@ -135,18 +121,10 @@ class Row:
     def name(self) -> str:
         return self.measurement.model
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Row:
-        """Raises UserError for a dict that `to_dict` of this version did not make."""
-        return validated(cls, values, "row of a comparison")
-
 
 def to_json(rows: list[Row] | tuple[Row, ...]) -> str:
     """All of it, for `from_json`."""
-    return json.dumps({"format": FORMAT, "rows": [row.to_dict() for row in rows]}, indent=2, allow_nan=False) + "\n"
+    return json.dumps({"format": FORMAT, "rows": [asdict(row) for row in rows]}, indent=2, allow_nan=False) + "\n"
 
 
 def from_json(text: str) -> list[Row]:
