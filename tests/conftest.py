@@ -76,6 +76,18 @@ FAMILIES = {
 }
 ATTENTION_MODES = ("off", "static", "per_token")
 FORMS = ("overlapping", "fine")
+# grouped heads and biases: the family that `./run.sh check` runs
+QUICK_FAMILY = "qwen2"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is tried on every family as slow, but for one of them."""
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        words = {w for value in values for w in (value if isinstance(value, tuple) else (value,)) if isinstance(w, str)}
+        if words & FAMILIES.keys() and QUICK_FAMILY not in words:
+            item.add_marker(pytest.mark.slow)
 
 
 def randomise(model: PreTrainedModel) -> PreTrainedModel:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import make_pico, make_plan, tokens
-from pico_files import CommandLine, carved, refused
+from pico_files import CommandLine, refused
 from pico_tokenizer import make_tokenizer
 from tomoe.errors import UserError
 from tomoe.evaluation.routing_trace import RoutingTrace, pieces, trace_ids, trace_text
@@ -102,12 +102,8 @@ def test_a_page_escapes_names_and_tokens(tmp_path: Path) -> None:
     assert not re.search(r"https?://", text)
 
 
-@pytest.fixture
-def moe(tmp_path: Path) -> Path:
-    return carved(tmp_path) / "moe"
-
-
-def test_the_command(tomoe: CommandLine, moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(tomoe: CommandLine, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = converted / "moe"
     shown = tomoe("route", moe, "ab 12")
     assert shown.code == 0, shown.err
     assert re.fullmatch(
@@ -139,5 +135,5 @@ def test_the_command(tomoe: CommandLine, moe: Path, tmp_path: Path, monkeypatch:
         (("",), "there is no text to route"),
     ],
 )
-def test_the_command_says_what_is_wrong(tomoe: CommandLine, moe: Path, words: tuple[str, ...], said: str) -> None:
-    refused(tomoe("route", moe, *words), said)
+def test_the_command_says_what_is_wrong(tomoe: CommandLine, converted: Path, words: tuple[str, ...], said: str) -> None:
+    refused(tomoe("route", converted / "moe", *words), said)

@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pico_files import CommandLine, carved, refused
+from pico_files import CommandLine, refused
 from tomoe.files import SUMS
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A converted model, and beside it the dense one."""
-    return carved(tmp_path_factory.mktemp("made"))
 
 
 def flip(file: Path, place: int) -> None:
@@ -25,11 +19,11 @@ def flip(file: Path, place: int) -> None:
     file.write_bytes(data)
 
 
-def test_a_model_as_it_was_written(tomoe: CommandLine, made: Path) -> None:
-    done = tomoe("inspect", made / "moe", "--verify")
+def test_a_model_as_it_was_written(tomoe: CommandLine, converted: Path) -> None:
+    done = tomoe("inspect", converted / "moe", "--verify")
     assert done.code == 0, done.err
     assert "are as they were written" in done.out
-    named = {line.split("  ")[1] for line in (made / "moe" / SUMS).read_text().splitlines()}
+    named = {line.split("  ")[1] for line in (converted / "moe" / SUMS).read_text().splitlines()}
     assert {
         "model.safetensors",
         "plan.safetensors",
@@ -39,27 +33,27 @@ def test_a_model_as_it_was_written(tomoe: CommandLine, made: Path) -> None:
         "tokenizer.json",
     } <= named
     if shutil.which("sha256sum"):  # others can read it too
-        subprocess.run(["sha256sum", "--check", "--quiet", SUMS], cwd=made / "moe", check=True)
+        subprocess.run(["sha256sum", "--check", "--quiet", SUMS], cwd=converted / "moe", check=True)
 
 
-def test_a_plan_by_itself(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+def test_a_plan_by_itself(tomoe: CommandLine, converted: Path, tmp_path: Path) -> None:
     for name in ("plan.json", "plan.safetensors"):
-        shutil.copy(made / "moe" / name, tmp_path)
+        shutil.copy(converted / "moe" / name, tmp_path)
     assert "as it was written" in tomoe("inspect", tmp_path, "--verify").out
     flip(tmp_path / "plan.safetensors", 5)
     refused(tomoe("inspect", tmp_path, "--verify"), "checksums differ")
-    refused(tomoe("apply", tmp_path, made / "dense", "-o", tmp_path / "moe"), "checksums differ")
+    refused(tomoe("apply", tmp_path, converted / "dense", "-o", tmp_path / "moe"), "checksums differ")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "plan.safetensors", "modeling_tomoe.py"])
-def test_a_flipped_bit_is_found(tomoe: CommandLine, made: Path, tmp_path: Path, name: str) -> None:
-    shutil.copytree(made / "moe", tmp_path / "moe")
+def test_a_flipped_bit_is_found(tomoe: CommandLine, converted: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(converted / "moe", tmp_path / "moe")
     flip(tmp_path / "moe" / name, 5)
     refused(tomoe("inspect", tmp_path / "moe", "--verify"), f"as they were written ({name})")
 
 
-def test_a_model_cut_short_is_found_when_it_is_loaded(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "moe", tmp_path / "moe")
+def test_a_model_cut_short_is_found_when_it_is_loaded(tomoe: CommandLine, converted: Path, tmp_path: Path) -> None:
+    shutil.copytree(converted / "moe", tmp_path / "moe")
     weights = tmp_path / "moe" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     done = tomoe("generate", tmp_path / "moe", "the sea")
@@ -69,16 +63,18 @@ def test_a_model_cut_short_is_found_when_it_is_loaded(tomoe: CommandLine, made: 
     assert "(model.safetensors)" in tomoe("inspect", tmp_path / "moe", "--verify").err
 
 
-def test_a_flipped_bit_of_the_dense_model_is_found_by_its_plan(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "dense", tmp_path / "dense")
+def test_a_flipped_bit_of_the_dense_model_is_found_by_its_plan(
+    tomoe: CommandLine, converted: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(converted / "dense", tmp_path / "dense")
     flip(tmp_path / "dense" / "model.safetensors", 1)  # the highest byte of a float32
-    done = tomoe("apply", made / "moe", tmp_path / "dense", "-o", tmp_path / "again")
+    done = tomoe("apply", converted / "moe", tmp_path / "dense", "-o", tmp_path / "again")
     assert done.code == 2
     assert "made for other weights" in done.err
 
 
-def test_checksums_lead_nowhere(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "moe", tmp_path / "moe")
+def test_checksums_lead_nowhere(tomoe: CommandLine, converted: Path, tmp_path: Path) -> None:
+    shutil.copytree(converted / "moe", tmp_path / "moe")
     (tmp_path / "moe" / SUMS).write_text(f"{'0' * 64}  ../../etc/passwd\n")
     assert "which is no file of that folder" in tomoe("inspect", tmp_path / "moe", "--verify").err
     (tmp_path / "moe" / SUMS).unlink()

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM
 
-from pico_files import CommandLine, carved, contents, refused
+from pico_files import CommandLine, contents, refused
 from tomoe.errors import UserError
 from tomoe.exporting.publish import push_folder
 from tomoe.model import hub
@@ -26,9 +26,10 @@ from tomoe.plan import Plan
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `dense`, a conversion `moe` with its run, and the bare `plan`."""
-    folder = carved(tmp_path_factory.mktemp("made"), "--active", "0.6")
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copytree(converted, folder, dirs_exist_ok=True)
     (folder / "plan").mkdir()
     for name in hub.PLAN_FILES:
         shutil.copy(folder / "moe" / name, folder / "plan")
@@ -53,6 +54,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
+@pytest.mark.slow
 def test_a_plan_and_the_dense_weights_make_the_same_model(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
     out = tmp_path / "applied"
     done = tomoe("apply", made / "plan", made / "dense", "-o", out)
@@ -129,7 +131,7 @@ def test_push_sends_the_folder_with_a_card_and_without_the_run(
     assert ("model.safetensors" in sent) == (what == "moe")
     assert not [name for name in sent if name.startswith(("run", ".")) or "hidden" in name]
     assert "https://hub/ada/sea" in done.err + done.out
-    assert str(made / "dense") in done.err + done.out, "it does not say that a path of this machine travels along"
+    assert Plan.load(folder).recipe["model"] in done.err + done.out, "it does not say that a path of this machine travels along"
 
 
 def test_the_card_of_a_plan_says_how_to_use_it(made: Path, tmp_path: Path, uploads: list[dict[str, Any]]) -> None:

@@ -90,6 +90,7 @@ ALIKE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 @pytest.mark.parametrize("model_type", ALIKE)
 @torch.no_grad()

@@ -75,6 +75,7 @@ def test_the_budget_warms_up_from_the_whole_model() -> None:
     assert budget_target(small_recipe("active=0.6"), 0) == pytest.approx(0.6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 def test_a_random_start_learns_the_budget_and_leaves_the_base_alone(attention: str, tmp_path: Path) -> None:
     model = make_pico("llama")
@@ -87,6 +88,7 @@ def test_a_random_start_learns_the_budget_and_leaves_the_base_alone(attention: s
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_masks_learn_which_neurons_matter(tmp_path: Path) -> None:
     """Half of the neurons have no output: the objective finds them, since dropping them changes no prediction."""
     model = make_pico("llama")

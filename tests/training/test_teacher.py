@@ -34,6 +34,7 @@ def batch(rows: int = 2, padded: int = 3) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+@pytest.mark.slow
 def test_a_run_that_reads_its_teacher_learns_the_same_bits(tmp_path: Path) -> None:
     model = make_pico("llama")
     changes = ["train.steps=12", "train.batch_size=2", "active=0.7"]
