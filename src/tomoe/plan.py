@@ -45,6 +45,13 @@ MAX_SIZES = {
 _REFIT = "refit."
 ALWAYS = 1024.0
 """Router bias of a fine-grained expert that every token uses: so the shared part can be larger in some layers."""
+
+
+def always_used(router_bias: Any) -> Any:
+    """The experts [N] that every token uses, from the biases of a router: those near ALWAYS, which training may have moved."""
+    return router_bias >= ALWAYS / 2
+
+
 REPAIRED = "repair"
 """The note of a plan whose projections were refitted: how, on what text, with what gain."""
 FINETUNED = "finetuned"
@@ -94,6 +101,12 @@ class LayerPlan:
     def fine(self) -> bool:
         """Whether the experts are fine-grained."""
         return self.shared_mask is not None
+
+    @property
+    def always_used(self) -> Bool[Any, " N"]:
+        """The fine-grained experts that every token uses, because their bias is ALWAYS."""
+        assert self.router_bias is not None
+        return always_used(self.router_bias)
 
     @property
     def expert_size(self) -> int:

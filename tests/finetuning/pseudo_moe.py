@@ -15,7 +15,6 @@ from tomoe.finetuning.students import (
     Fp32MasterWeights,
     _frozen_embeddings,
     _merged,
-    _rounded,
     _trained_routers,
     _trained_weights,
     _with_routers,
@@ -34,7 +33,14 @@ class PseudoMoE:
     def __init__(self, dense: PreTrainedModel, plan: Plan, recipe: FinetuneRecipe):
         assert recipe.weights == "full"
         self.model, self.plan = dense, plan
-        layers = [replace(layer, router_weight=layer.router_weight.clone()) for layer in plan.layers]
+        layers = [
+            replace(
+                layer,
+                router_weight=layer.router_weight.clone(),
+                router_bias=None if layer.router_bias is None else layer.router_bias.clone(),
+            )
+            for layer in plan.layers
+        ]
         self.masks = planned_masks(replace(plan, layers=tuple(layers)), dense.device)
         self.routers = [m.router.requires_grad_(False) for m in self.masks]
         if recipe.routers == "frozen":
@@ -55,5 +61,5 @@ class PseudoMoE:
 
     def finish(self, version: str) -> tuple[ToMoEForCausalLM, list[LayerPlan]]:
         dense = _merged(self.model, self.learned, None)
-        layers = _with_routers(self.plan, [_rounded(router.weight) for router in self.routers])
+        layers = _with_routers(self.plan, self.routers)
         return fold(dense, replace(self.plan, layers=tuple(layers)), version), layers

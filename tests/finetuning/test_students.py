@@ -14,13 +14,13 @@ from pseudo_moe import PseudoMoE
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, FAMILIES, make_pico, make_plan, tokens
+from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.finetuning.students import FinetuneStep, MoEStudent, check_adapters
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEForCausalLM
-from tomoe.plan import Plan
+from tomoe.plan import ALWAYS, Plan
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training.loop import Training
 from tomoe.training.run_folder import RunFolder
@@ -60,10 +60,10 @@ def step_of(made: FinetuneRecipe, learner: MoEStudent | PseudoMoE, teacher: PreT
 
 
 def trained(
-    made: FinetuneRecipe, family: str, attention: str, folder: Path, pseudo: bool = False
+    made: FinetuneRecipe, family: str, attention: str, folder: Path, pseudo: bool = False, form: str = "overlapping"
 ) -> tuple[ToMoEForCausalLM, Plan, ToMoEForCausalLM]:
     """(the result, its plan, the model before), after the steps of the recipe."""
-    plan = make_plan(make_pico(family), attention)
+    plan = make_plan(make_pico(family), attention, form=form)
     learner = student(made, make_pico(family), plan, pseudo=pseudo)
     run = RunFolder(folder, "weights")
     run.begin(made, resume=False)
@@ -78,13 +78,19 @@ def trained(
 
 
 def gradients(
-    made: FinetuneRecipe, family: str, attention: str, pseudo: bool = False, backend: str = "auto"
+    made: FinetuneRecipe,
+    family: str,
+    attention: str,
+    pseudo: bool = False,
+    backend: str = "auto",
+    form: str = "overlapping",
 ) -> dict[str, Tensor]:
-    """Gradients of one pass, by names of the MoE: what the pseudo-MoE has is cut out of its dense matrices by folding them."""
-    dense, plan = make_pico(family), make_plan(make_pico(family), attention)
+    """Of one pass, by names of the MoE: what the pseudo-MoE has is cut out of its dense matrices by folding them."""
+    dense, plan = make_pico(family), make_plan(make_pico(family), attention, form=form)
     learner = student(made, dense, plan, backend, pseudo)
     step_of(made, learner, make_pico(family))(Text().batch(0, 0, 1, 1, 0), 0, 0)
-    routers = {f"router.{i}": r.weight.grad for i, r in enumerate(learner.routers) if r.weight.grad is not None}
+    learned = {name.replace("/", "."): p.grad for name, p in learner.learned.named_parameters()}
+    routers = {name: g for name, g in learned.items() if name.startswith("router.") and g is not None}
     with torch.no_grad():
         for p in learner.model.parameters():
             p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
@@ -99,31 +105,38 @@ def assert_alike(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
         assert error <= tolerance * scale + 1e-8, f"{name}: off by {error:.2g} of {scale:.2g}"
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_pseudo_moe_has_the_same_gradients(family: str, attention: str) -> None:
-    expected = gradients(recipe(), family, attention, pseudo=True)
-    assert sum(name.startswith("router.") and bool(g.any()) for name, g in expected.items()) == 2
-    assert_alike(gradients(recipe(), family, attention), expected, 1e-4)
+def test_the_pseudo_moe_has_the_same_gradients(family: str, attention: str, form: str) -> None:
+    expected = gradients(recipe(), family, attention, pseudo=True, form=form)
+    # of each layer the weight and, for fine-grained experts, the bias
+    assert sum(name.startswith("router.") and bool(g.any()) for name, g in expected.items()) == (
+        4 if form == "fine" else 2
+    )
+    assert_alike(gradients(recipe(), family, attention, form=form), expected, 1e-4)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", EXPERT_BACKENDS)
-def test_every_backend_has_the_same_gradients(backend: str) -> None:
-    expected = gradients(recipe(), "llama", "off", pseudo=True)
-    assert_alike(gradients(recipe(), "llama", "off", backend=backend), expected, 1e-4)
+def test_every_backend_has_the_same_gradients(backend: str, form: str) -> None:
+    expected = gradients(recipe(), "llama", "off", pseudo=True, form=form)
+    assert_alike(gradients(recipe(), "llama", "off", backend=backend, form=form), expected, 1e-4)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("changes", [["loss.objective=lm"], ["routers=frozen"], ["train.gradient_checkpointing=true"]])
-def test_so_they_have_under_other_losses_and_settings(changes: list[str]) -> None:
-    expected = gradients(recipe(*changes), "qwen3", "per_token", pseudo=True)
-    assert_alike(gradients(recipe(*changes), "qwen3", "per_token"), expected, 1e-4)
+def test_so_they_have_under_other_losses_and_settings(changes: list[str], form: str) -> None:
+    expected = gradients(recipe(*changes), "qwen3", "per_token", pseudo=True, form=form)
+    assert_alike(gradients(recipe(*changes), "qwen3", "per_token", form=form), expected, 1e-4)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_pseudo_moe_becomes_the_same_model(family: str, tmp_path: Path) -> None:
+def test_the_pseudo_moe_becomes_the_same_model(family: str, form: str, tmp_path: Path) -> None:
     """Three steps of AdamW, noise-free: what is left between the two is rounding, far less than the way that they went."""
-    moe, plan, before = trained(recipe(), family, "per_token", tmp_path / "moe")
-    folded, other, _ = trained(recipe(), family, "per_token", tmp_path / "pseudo", pseudo=True)
+    moe, plan, before = trained(recipe(), family, "per_token", tmp_path / "moe", form=form)
+    folded, other, _ = trained(recipe(), family, "per_token", tmp_path / "pseudo", pseudo=True, form=form)
     ids = tokens(4, 24, seed=9)
     with torch.no_grad():
         start, one, two = (model(ids).logits for model in (before, moe, folded))
@@ -139,6 +152,30 @@ def test_the_pseudo_moe_becomes_the_same_model(family: str, tmp_path: Path) -> N
         assert torch.equal(router, router.bfloat16().float()), "a carrier in bfloat16 could not hold it"
         assert torch.equal(b.router_weight, folded.model.layers[i].mlp.router.weight)
         assert not torch.equal(router, before.model.layers[i].mlp.router.weight)
+        if form == "fine":
+            bias, was_bias = (m.model.layers[i].mlp.router.bias for m in (moe, before))
+            assert torch.equal(a.router_bias, bias)
+            assert torch.equal(b.router_bias, folded.model.layers[i].mlp.router.bias)
+            # one expert of a layer is there for every token, and stays so
+            always = was_bias >= ALWAYS
+            assert int(always.sum()) == 1
+            assert torch.equal(bias[always], was_bias[always])
+            assert bool((bias != was_bias)[~always].all())
+
+
+def test_a_bias_is_learned_for_the_weights_that_the_plan_holds() -> None:
+    """Routers of fine-grained experts run with bfloat16 values while they learn, and are learned in float32."""
+    learner = student(recipe(), make_pico("llama"), make_plan(make_pico("llama"), "off", form="fine"))
+    router = learner.routers[0]
+    with torch.no_grad():
+        for p in learner.learned.parameters():
+            p.add_(1e-4)
+    learner.learned.write_()
+    master = dict(learner.learned.named_parameters())["router/0/weight"]
+    assert not torch.equal(master, master.bfloat16().float())
+    assert torch.equal(router.weight, master.bfloat16().float())
+    _, layers = learner.finish("")
+    assert torch.equal(layers[0].router_weight, master.bfloat16().float())
 
 
 def test_gradient_against_finite_differences() -> None:
@@ -242,14 +279,15 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(tmp_path: Path) -> 
     assert all(torch.equal(weight, exact.bfloat16()) for exact, weight in learner.learned.copies)
 
 
-def adapted(family: str, folder: Path) -> tuple[Float[Tensor, "B S V"], ToMoEForCausalLM]:
+def adapted(family: str, folder: Path, form: str) -> tuple[Float[Tensor, "B S V"], ToMoEForCausalLM]:
     """Logits while adapters stand beside the weights, and the merged result."""
-    plan, made = make_plan(make_pico(family), "off"), recipe("weights=lora", "lora.rank=2")
+    plan, made = make_plan(make_pico(family), "off", form=form), recipe("weights=lora", "lora.rank=2")
     learner = student(made, make_pico(family), plan)
     run = RunFolder(folder, "weights")
     run.begin(made, resume=False)
     Training(learner.model, learner.learned, made, Text(), run, step_of(made, learner, make_pico(family))).train()
     ids = tokens(2, 12, seed=9)
+    learner.learned.write_()
     for router in learner.routers:  # as the result has them: a near tie may fall the other way
         router.weight.data = router.weight.data.bfloat16().float()
     with torch.no_grad(), learner.running(torch.ones(24, dtype=torch.bool)):
@@ -262,13 +300,14 @@ def adapted(family: str, folder: Path) -> tuple[Float[Tensor, "B S V"], ToMoEFor
 @pytest.mark.filterwarnings(
     "ignore:.*is deprecated and will be removed:FutureWarning"
 )  # peft asks as transformers did before
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["llama", "phi"])
-def test_merged_adapters_compute_what_they_computed_beside_the_weights(family: str, tmp_path: Path) -> None:
+def test_merged_adapters_compute_what_they_computed_beside_the_weights(family: str, form: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    beside, moe = adapted(family, tmp_path)
+    beside, moe = adapted(family, tmp_path, form)
     fresh = make_pico(family)
     assert {name for name, _ in moe.named_parameters()} == {
-        name for name, _ in fold(fresh, make_plan(fresh, "off")).named_parameters()
+        name for name, _ in fold(fresh, make_plan(fresh, "off", form=form)).named_parameters()
     }
     ids = tokens(2, 12, seed=9)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from tomoe.evaluation.rows import Count
 from tomoe.evaluation.usage import routers
 from tomoe.model.hooks import hooked
 from tomoe.moe.modeling_tomoe import route
-from tomoe.plan import ALWAYS
+from tomoe.plan import always_used
 
 WINDOW = 8  # tokens before one that say how it is written: some tokenizers drop or add spaces at the very beginning
 UNKNOWN = "\ufffd"
@@ -80,7 +80,7 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
         logits = logits.reshape(-1, width)
         bias = getattr(router, "bias", None)
         if bias is not None:  # an expert that every token uses says nothing of a token
-            logits = logits.masked_fill(bias >= ALWAYS / 2, -torch.inf)
+            logits = logits.masked_fill(always_used(bias), -torch.inf)
         rows.append(route(logits, top_ks[router])[0][:, 0].tolist())
 
     hooks = hooked(router.register_forward_hook(record) for router in top_ks)

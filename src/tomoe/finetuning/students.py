@@ -8,7 +8,7 @@ Letters: B sequences, S tokens of one, T tokens, D hidden size, N experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from tomoe.model.hooks import hooked
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.losses import balance_penalty, distill_loss
-from tomoe.pruning.routing import Routing, route
+from tomoe.pruning.routing import ExpertRouter, Routing, bfloat16_values, route
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.seeds import derive_seed
 from tomoe.training.teacher import hidden_states
@@ -39,17 +39,19 @@ Teacher = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "T D
 class Fp32MasterWeights(nn.Module):
     """Float32 master copies of all trained weights; weights of another dtype are rounded from them.
 
-    Gradients are summed here, too. In bfloat16 most updates would be smaller than half a unit in the last place.
+    Gradients are summed here, too. In bfloat16 most updates would be smaller than half a unit in the last place. The
+    weights with the ids in `rounded` are float32 and run with bfloat16 values.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]):
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], rounded: Collection[int] = ()):
         super().__init__()
+        self.rounded = rounded
         self.copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         for name, weight in named:
             weight.requires_grad_(True)
             master = weight
-            if weight.dtype != torch.float32:
-                master = nn.Parameter(weight.detach().float())
+            if weight.dtype != torch.float32 or id(weight) in rounded:
+                master = nn.Parameter(weight.detach().to(torch.float32, copy=True))
                 weight.register_post_accumulate_grad_hook(partial(_accumulate_into_master, master))
                 self.copies.append((master, weight))
             # PyTorch allows no dot in a parameter's name
@@ -59,7 +61,7 @@ class Fp32MasterWeights(nn.Module):
     def write_(self) -> None:
         """Round the master copies into the weights that run."""
         for master, weight in self.copies:
-            weight.copy_(master)
+            weight.copy_(bfloat16_values(master) if id(weight) in self.rounded else master)
 
 
 def _accumulate_into_master(master: nn.Parameter, weight: nn.Parameter) -> None:
@@ -75,14 +77,17 @@ class MoEStudent:
     def __init__(self, moe: ToMoEForCausalLM, plan: Plan, recipe: FinetuneRecipe):
         self.model, self.plan = moe, plan
         base: Any = moe.model
-        self.routers: list[nn.Linear] = [layer.mlp.router for layer in base.layers]
+        self.mlps: list[Any] = [layer.mlp for layer in base.layers]
+        self.routers: list[nn.Linear] = [mlp.router for mlp in self.mlps]
         frozen = {id(p) for name, p in moe.named_parameters() if "router." in name} | _frozen_embeddings(moe)
         names = [name for name, _ in moe.named_parameters()]
         attention = [n.removesuffix(".weight") for n in names if n.endswith(tuple(f"{a}.weight" for a in ATTENTION))]
         rows = [name for name in names if name.endswith(ROWS)]
         self.adapters = _adapt(moe, recipe, attention, rows)
+        # what the plan will hold, so that a bias is learned for these values
+        rounded = {id(router.weight) for router in self.routers if router.bias is not None}
         self.learned = Fp32MasterWeights(
-            _trained_weights(moe, frozen, self.adapters) + _trained_routers(self.routers, recipe)
+            _trained_weights(moe, frozen, self.adapters) + _trained_routers(self.routers, recipe), rounded
         )
 
     @contextmanager
@@ -91,7 +96,7 @@ class MoEStudent:
         routings: dict[int, Routing] = {}
 
         def note(i: int, _: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> None:
-            routings[i] = route(logits[valid])
+            routings[i] = route(logits[valid], self.mlps[i].top_k)
 
         with hooked(router.register_forward_hook(partial(note, i)) for i, router in enumerate(self.routers)):
             yield lambda: [routings[i] for i in range(len(self.routers))]
@@ -99,11 +104,13 @@ class MoEStudent:
     def finish(self, version: str) -> tuple[ToMoEForCausalLM, list[LayerPlan]]:
         """The trained model with ordinary weights, and the layers of its plan with the routers as they are now."""
         moe = _merged(self.model, self.learned, self.adapters)
-        weights = [_rounded(router.weight) for router in self.routers]
-        for router, weight in zip(self.routers, weights, strict=True):
-            router.weight.data = weight
+        layers = _with_routers(self.plan, self.routers)
+        for router, layer in zip(self.routers, layers, strict=True):
+            router.weight.data = layer.router_weight.to(router.weight.device)
+            if layer.router_bias is not None:
+                router.bias.data = layer.router_bias.to(router.bias.device)
         moe.config.tomoe_version = version
-        return moe, _with_routers(self.plan, weights)
+        return moe, layers
 
 
 @runtime_checkable
@@ -199,11 +206,16 @@ def _merged(model: Any, learned: Fp32MasterWeights, adapters: Any) -> Any:
     return model.requires_grad_(False)
 
 
-def _rounded(weight: Float[Tensor, "N D"]) -> Float[Tensor, "N D"]:
-    """Round to bfloat16 values, which every stock architecture's router can hold exactly."""
-    return weight.detach().bfloat16().float()
+def _with_routers(plan: Plan, routers: Sequence[nn.Linear | ExpertRouter]) -> list[LayerPlan]:
+    """The layers of the plan with these routers, whose weights become bfloat16 values: every stock router can hold them.
 
-
-def _with_routers(plan: Plan, weights: Sequence[Float[Tensor, "N D"]]) -> list[LayerPlan]:
-    # refitted matrices were merged into weights that have been trained since
-    return [replace(layer, router_weight=w.cpu(), refit={}) for layer, w in zip(plan.layers, weights, strict=True)]
+    Biases stay float32, and an expert that every token uses stays one.
+    """
+    layers = []
+    for layer, router in zip(plan.layers, routers, strict=True):
+        weight, bias = bfloat16_values(router.weight.detach().cpu()), None
+        if layer.router_bias is not None and router.bias is not None:
+            bias = torch.where(layer.always_used, layer.router_bias, router.bias.detach().cpu())
+        # refitted matrices were merged into weights that have been trained since
+        layers.append(replace(layer, router_weight=weight, router_bias=bias, refit={}))
+    return layers
