@@ -107,6 +107,7 @@ def test_a_plan_is_not_overwritten_unasked_and_that_of_a_model_never(
     assert contents(plan) != before[1]
 
 
+@pytest.mark.slow
 def test_the_dense_model_is_never_overwritten(
     tomoe: CommandLine, tmp_path: Path, converted: Path, model: Path, text: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_rows_read_back() -> None:
     assert from_json(to_json(rows)) == rows
 
 
+@pytest.mark.slow
 def test_no_odd_value_ends_in_a_traceback() -> None:
     shown = refused = 0
     for values in mutations(json.loads(to_json(some_rows()))):

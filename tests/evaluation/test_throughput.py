@@ -176,6 +176,7 @@ def test_which_way_the_experts_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
         moe.config.expert_backend = "auto"
 
 
+@pytest.mark.slow
 def test_the_command(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     assert tomoe("carve", model, "--active", "0.6", "-o", tmp_path / "moe", "--data", text, *small()).code == 0
     written = tmp_path / "speed.json"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from pico_files import CommandLine, refused
 from tomoe.plan import REPAIRED, Plan
 
 
+@pytest.mark.slow
 def test_repair_takes_the_kept_text_or_the_named_one(tomoe: CommandLine, converted: Path, tmp_path: Path) -> None:
     bare, text = tmp_path / "bare", converted / "text.txt"
     shutil.copytree(converted / "moe", bare, ignore=shutil.ignore_patterns("run"))

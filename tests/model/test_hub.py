@@ -131,7 +131,9 @@ def test_push_sends_the_folder_with_a_card_and_without_the_run(
     assert ("model.safetensors" in sent) == (what == "moe")
     assert not [name for name in sent if name.startswith(("run", ".")) or "hidden" in name]
     assert "https://hub/ada/sea" in done.err + done.out
-    assert Plan.load(folder).recipe["model"] in done.err + done.out, "it does not say that a path of this machine travels along"
+    assert Plan.load(folder).recipe["model"] in done.err + done.out, (
+        "it does not say that a path of this machine travels along"
+    )
 
 
 def test_the_card_of_a_plan_says_how_to_use_it(made: Path, tmp_path: Path, uploads: list[dict[str, Any]]) -> None:

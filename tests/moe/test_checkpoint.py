@@ -165,6 +165,7 @@ save_file({name: value.contiguous().clone() for name, value in logits.items()}, 
 """
 
 
+@pytest.mark.slow
 def test_folders_load_where_tomoe_is_not(tmp_path: Path) -> None:
     """In a process of its own that cannot import tomoe; one folder was saved again by a user of transformers alone."""
     meant, folders = {}, []

@@ -253,6 +253,7 @@ def test_auto_can_be_asked_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == [8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "masked"])
 def test_experts_compile_without_a_break(backend: str) -> None:
     case = CASES["plain"]
@@ -266,6 +267,7 @@ def test_experts_compile_without_a_break(backend: str) -> None:
             torch.testing.assert_close(compiled(rows), mlp(rows), atol=0.05, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_a_step_with_a_static_cache_compiles_without_a_break() -> None:
     """Compiled decoding: the whole model is one graph, whatever experts a token goes to."""
     dense = make_pico("llama")

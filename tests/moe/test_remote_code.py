@@ -146,6 +146,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_heads_out(tmp_path: Path) -> None:
     """`tp_plan="auto"`, gloo, two ranks: the same logits on both."""
     folders = []

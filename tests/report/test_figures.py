@@ -198,6 +198,7 @@ def test_training_draws_each_term_and_passes_over_what_is_not_a_number() -> None
     assert figures.training_figure(METRICS[:1], 4, 0.7) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_many_panels_are_laid_out_the_same_each_time(seed: int) -> None:
     draws = torch.rand(4, 5, generator=torch.Generator().manual_seed(seed)).tolist()

@@ -142,6 +142,7 @@ def large_plan() -> Plan:
     return Plan(shape, tuple(layers), notes={"expert_widths": widths})
 
 
+@pytest.mark.slow
 def test_a_large_model_gives_a_small_page(facts: page.PageFacts, tmp_path: Path) -> None:
     plan = large_plan()
     usage = ExpertUsage(torch.rand(32, 8, generator=torch.Generator().manual_seed(1)).softmax(1).tolist(), 10_000)
