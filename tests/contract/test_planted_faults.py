@@ -144,9 +144,9 @@ def test_noise_left_on(dense: PreTrainedModel, attention: str) -> None:
 
 
 def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def noisy(router: ExpertRouter, x: Tensor) -> Routing:
+    def noisy(router: ExpertRouter, x: Tensor, top_k: int | None) -> Routing:
         logits = router(x)
-        return route(logits + gumbel_noise(tuple(logits.shape), 0, logits.device))
+        return route(logits + gumbel_noise(tuple(logits.shape), 0, logits.device), top_k)
 
     monkeypatch.setattr(ExpertRouter, "route", noisy)
     assert difference(dense, make_plan(dense, "off")) > RED
@@ -202,7 +202,7 @@ def test_expert_weighted_by_its_probability(dense: PreTrainedModel, monkeypatch:
     """The weight of the chosen expert is 1, not its softmax probability."""
 
     def weighted(mlp: nn.Module, x: Tensor, expert_ids: Tensor) -> Tensor:
-        weight = mlp.router(x).softmax(-1).gather(1, expert_ids[:, None])
+        weight = mlp.router(x).softmax(-1).gather(1, expert_ids)
         return modeling_tomoe.run_masked(mlp, x, expert_ids) * weight
 
     plan = make_plan(dense, "off")
