@@ -183,15 +183,18 @@ def error_curve(
 ) -> Float[Tensor, " N1"]:
     """Return the squared error of h down^T, summed over tokens, with 0, 1, .. N experts a token, as a convex function.
 
-    It is measured at some numbers of experts and interpolated between them.
+    It is measured at some numbers of experts; between them it falls by equal factors.
     """
     n = layout.num_experts
     rank = logits.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     # shared neurons (-1) have a rank that is always chosen
     rank = F.pad(rank, (0, 1), value=-1)[:, expert]
     points = sorted({round(n * i / ERROR_POINTS) for i in range(ERROR_POINTS)})
-    losses = [float((((rank >= k) * h) @ down.T).square().sum()) for k in points]
-    return torch.tensor(_convex([*points, n], [*losses, 0.0]), dtype=torch.float64)
+    losses = [max(float((((rank >= k) * h) @ down.T).square().sum()), 1e-30) for k in points]
+    values = [losses[0]]
+    for (k0, loss0), (k1, loss1) in itertools.pairwise(zip(points, losses, strict=True)):
+        values += [loss0 * (loss1 / loss0) ** ((k - k0) / (k1 - k0)) for k in range(k0 + 1, k1 + 1)]
+    return torch.tensor(_convex([*range(len(values)), n], [*values, 0.0]), dtype=torch.float64)
 
 
 def _convex(points: Sequence[int], values: Sequence[float]) -> list[float]:

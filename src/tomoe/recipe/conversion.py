@@ -34,7 +34,7 @@ class ExpertsSection(Section):
     """Experts per MLP (N); fine-grained ones are 64 unless this is given."""
     expert_size: int = Field(default=0, ge=0)
     """Neurons of a fine-grained expert; 0: chosen so that the shared part takes about `shared` of a token's neurons."""
-    shared: float = Field(default=0.25, ge=0, le=1)
+    shared: float = Field(default=0.4, ge=0, le=1)
     """For fine-grained experts without a given size: the share of a token's neurons that all tokens use."""
     embedding_size: int = Field(default=128, ge=2, multiple_of=2)
     """Size of an expert embedding (E); even, because both directions of the hypernetwork share it."""
