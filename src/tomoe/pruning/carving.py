@@ -300,7 +300,7 @@ def carve_(
             _set_start_(net.dims[i], torch.cat(starts))
     left = active * decoder_params(s) - spent
     if layout is not None:
-        top_ks = [layout.top_k] * s.num_layers if uniform_width else allocate(carving.mlps, left)
+        top_ks = allocate(carving.mlps, left) if not uniform_width else uniform_top_ks(s, net.experts, layout)
         _set_fine_start_(net, carving, top_ks)
         return
     if uniform_width:
@@ -316,10 +316,21 @@ def carve_(
 def layout_for(
     s: ModelShape, experts: ExpertsSection, active: float, attention_dims: tuple[int, int], uniform: bool
 ) -> FineLayout:
-    """Return the layout of fine-grained experts for a budget and (Q/K, V/O) dims. Raises UserError if there is none."""
-    total, layer = decoder_params(s), mlp_params(s, 1) * s.num_layers
-    left = active * total - s.num_layers * attention_params(s, *attention_dims)
-    return fine_layout(s.mlp_size, left / layer, BUDGET_TOLERANCE * total / layer, experts, uniform)
+    """Return the layout of fine-grained experts for a budget and (Q/K, V/O) dims. Raises UserError if there is none.
+
+    If all layers use equally many experts (`uniform`), that excepts the first `experts.dense_layers`, which use all.
+    """
+    left = active * decoder_params(s) - s.num_layers * attention_params(s, *attention_dims)
+    dense_layers = min(experts.dense_layers, s.num_layers - 1) if uniform else 0
+    others = mlp_params(s, 1) * (s.num_layers - dense_layers)
+    width = (left - dense_layers * mlp_params(s, s.mlp_size)) / others
+    return fine_layout(s.mlp_size, width, BUDGET_TOLERANCE * decoder_params(s) / others, experts, uniform)
+
+
+def uniform_top_ks(s: ModelShape, experts: ExpertsSection, layout: FineLayout) -> list[int]:
+    """Return the experts per token of every layer for a stock target: all in the first layers, equally many in the others."""
+    dense_layers = min(experts.dense_layers, s.num_layers - 1)
+    return [layout.num_experts] * dense_layers + [layout.top_k] * (s.num_layers - dense_layers)
 
 
 def _set_fine_start_(net: MaskNetwork, carving: _Carving, top_ks: Sequence[int]) -> None:

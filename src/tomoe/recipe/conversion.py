@@ -36,6 +36,9 @@ class ExpertsSection(Section):
     """Neurons of a fine-grained expert; 0: chosen so that the shared part takes about `shared` of a token's neurons."""
     shared: float = Field(default=0.4, ge=0, le=1)
     """For fine-grained experts without a given size: the share of a token's neurons that all tokens use."""
+    dense_layers: int = Field(default=1, ge=0)
+    """For fine-grained experts of a stock target, where all other layers use equally many: so many of the first layers, which
+    suffer most, stay whole."""
     embedding_size: int = Field(default=128, ge=2, multiple_of=2)
     """Size of an expert embedding (E); even, because both directions of the hypernetwork share it."""
     width_multiple: int = Field(default=32, ge=1)
