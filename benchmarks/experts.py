@@ -1,11 +1,12 @@
 """One MLP, dense against every way to run its experts, in one process, run after run; ratios are of neighbouring runs.
 
-Experts are random halves of the neurons, in the order that folding gives them. Tokens are routed as real text was
-(`text`: the shares of eight experts, sorted, mean over the layers of SmolLM2-135M at 50 % active on 512 tokens of
-WikiText-2), or evenly (`uniform`).
+Overlapping experts are random halves of the neurons, in the order that folding gives them. Tokens are routed as real text
+was (`text`: the shares of eight experts, sorted, mean over the layers of SmolLM2-135M at 50 % active on 512 tokens of
+WikiText-2), or evenly (`uniform`). Fine-grained experts are 64 of equal size, a quarter of the neurons is shared, and a token
+uses as many as make half of the neurons, some experts more often than others.
 
-    python benchmarks/experts.py [--shape 4096x11008] [--dtype float32] [--tokens 1,8,64,1024] [--routing text]
-        [--threads 2] [--rounds 9] [--backends masked,runs,native,auto]
+    python benchmarks/experts.py [--form overlapping] [--shape 4096x11008] [--dtype float32] [--tokens 1,8,64,1024]
+        [--routing text] [--threads 2] [--rounds 9] [--backends masked,runs,native,auto]
 """
 
 from __future__ import annotations
@@ -37,14 +38,37 @@ def make(hidden: int, size: int, dtype: torch.dtype, generator: torch.Generator)
     members = torch.stack([torch.randperm(size, generator=generator) < size // 2 for _ in range(8)])
     order = neuron_order(members)
     config: Any = SimpleNamespace(
-        num_experts=8, expert_sizes=[size // 2], union_sizes=[len(order)], expert_backend="auto"
-    )
+        num_experts=8, expert_form="overlapping", expert_sizes=[size // 2], union_sizes=[len(order)], shared_sizes=[0],
+        expert_backend="auto",
+    )  # fmt: skip
     moe = ToMoEMLP(dense, config, 0).requires_grad_(False)
     torch.set_default_dtype(torch.float32)
     for name in ("gate_proj", "up_proj"):
         getattr(moe, name).copy_(getattr(dense, name).weight[order])
     moe.down_proj.copy_(dense.down_proj.weight.t()[order])
     moe.expert_rows.copy_(torch.stack([row.nonzero().squeeze(1) for row in members[:, order]]))
+    return dense, moe
+
+
+FINE_EXPERTS, FINE_SHARED = 64, 0.25
+
+
+def make_fine(hidden: int, size: int, dtype: torch.dtype) -> tuple[LlamaMLP, ToMoEMLP]:
+    """A dense MLP, and the MoE of its neurons as a shared part and 64 experts; a token uses half of the neurons."""
+    torch.set_default_dtype(dtype)
+    dense = LlamaMLP(LlamaConfig(hidden_size=hidden, intermediate_size=size)).requires_grad_(False)
+    width = round(size * (1 - FINE_SHARED) / FINE_EXPERTS)
+    shared = size - FINE_EXPERTS * width
+    top_k = round((size / 2 - shared) / width)
+    config: Any = SimpleNamespace(
+        num_experts=FINE_EXPERTS, expert_form="fine", expert_sizes=[width], union_sizes=[size], shared_sizes=[shared],
+        layer_top_k=lambda layer: top_k, expert_backend="auto",
+    )  # fmt: skip
+    moe = ToMoEMLP(dense, config, 0).requires_grad_(False)
+    torch.set_default_dtype(torch.float32)
+    for name in ("gate_proj", "up_proj"):
+        getattr(moe, name).copy_(getattr(dense, name).weight)
+    moe.down_proj.copy_(dense.down_proj.weight.t())
     return dense, moe
 
 
@@ -68,6 +92,7 @@ def summary(timed: list[tuple[float, float]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--form", default="overlapping", choices=["overlapping", "fine"])
     parser.add_argument("--shape", default="4096x11008")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", default="1,8,64,1024")
@@ -81,10 +106,17 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        dense, moe = make(hidden, size, dtype, generator)
+        fine = args.form == "fine"
+        dense, moe = make_fine(hidden, size, dtype) if fine else make(hidden, size, dtype, generator)
+        preference = 2 * torch.randn(FINE_EXPERTS, generator=generator)
         for count in map(int, args.tokens.split(",")):
             x = torch.randn(count, hidden, generator=generator).to(dtype)
-            expert_ids = torch.multinomial(torch.tensor(SHARES[args.routing]), count, True, generator=generator)
+            if moe.top_k:
+                logits = torch.randn(count, FINE_EXPERTS, generator=generator) + preference
+                expert_ids = logits.topk(moe.top_k).indices
+            else:
+                drawn = torch.multinomial(torch.tensor(SHARES[args.routing]), count, True, generator=generator)
+                expert_ids = drawn[:, None]
             ways = {
                 name: (partial(dense, x), partial(EXPERT_BACKENDS[name], moe, x, expert_ids))
                 for name in args.backends.split(",")

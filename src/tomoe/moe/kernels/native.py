@@ -27,6 +27,9 @@ MAX_EXPERTS = 64
 # experts, each a random half of 4,096 neurons, make groups of sixteen, for which row after row stays faster longer.
 PANEL_TOKENS = {"few neurons": 64, "many neurons": 192}
 MANY_NEURONS = 4096
+# Tokens of several experts meet one row after another. In bfloat16, processors that multiply matrices (AMX) do the whole
+# dense MLP in that time from this many tokens on.
+FINE_BFLOAT16_TOKENS = 12
 # Tokens whose activations are kept at once.
 CHUNK = 2048
 # In the order of the kernel's own list.
@@ -35,7 +38,9 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, l
 
 # What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
 def choose_native(mlp: ToMoEMLP, x: Tensor) -> str | None:
-    """Tell `auto` to take native wherever it can run."""
+    """Tell `auto` to take native wherever it can run and is not slower than the dense MLP."""
+    if mlp.fine and x.dtype == torch.bfloat16 and len(x) > FINE_BFLOAT16_TOKENS:
+        return "masked"
     return "native" if len(x) and fits(mlp, x) else None
 
 
