@@ -76,6 +76,7 @@ def test_a_document_that_ends_in_eos_gets_no_second_one(tokenizer: PreTrainedTok
     assert text(tokenizer, pack(tokenizer, ["ab<eos>"], 8)) == "ab<eos>"
 
 
+@pytest.mark.slow
 def test_no_more_tokens_than_asked_and_no_more_text_read_than_needed(tokenizer: PreTrainedTokenizerFast) -> None:
     def endless() -> Iterator[str]:
         while True:

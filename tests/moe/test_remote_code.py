@@ -103,6 +103,7 @@ def test_other_attention_functions_are_handed_the_dense_width(
         seen.clear()
 
 
+@pytest.mark.slow
 def test_each_rule_for_shards_names_a_part_and_none_names_shared_rows() -> None:
     """Rows that experts share cannot be sliced without renumbering the experts."""
     from fnmatch import fnmatch

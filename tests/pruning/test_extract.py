@@ -157,6 +157,7 @@ def widened(attention: str, change: str) -> tuple[Plan, Plan]:
     return before, extract_plan(net, model(), 0.6, CALIBRATION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "change", "place"),
     [("off", "neurons", 0), ("per_token", "neurons", 0), ("static", "qk", 1), ("per_token", "qk", 1),

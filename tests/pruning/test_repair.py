@@ -228,6 +228,7 @@ def test_padding_is_ignored() -> None:
         repair(model, masks, ids, torch.zeros_like(real))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 24, 72, 10_000])
 def test_chunks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     model, masks, made = make_repair("mistral")
@@ -368,6 +369,7 @@ def test_activations_that_are_not_finite_are_refused() -> None:
         repair(model, masks, *calibration())
 
 
+@pytest.mark.slow
 def test_two_processes_refit_what_one_does(tmp_path: Path) -> None:
     model, masks, made = make_repair("llama3", "static", output=True)
     children = []

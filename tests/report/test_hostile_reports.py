@@ -74,6 +74,7 @@ def test_odd_costs_are_drawn_or_refused(tmp_path: Path) -> None:
     assert refused > 40
 
 
+@pytest.mark.slow
 def test_odd_cells_are_drawn_or_refused(tmp_path: Path) -> None:
     kind = list[Cell]
     draw = lambda cells: throughput_figure([asdict(cell) for cell in cells])  # noqa: E731
@@ -82,6 +83,7 @@ def test_odd_cells_are_drawn_or_refused(tmp_path: Path) -> None:
     assert refused > 200
 
 
+@pytest.mark.slow
 def test_odd_observations_are_shown_or_refused(tmp_path: Path) -> None:
     trace = RoutingTrace(["a", "b"], [[0, 1], [1, 1]], 2)
     observed = build.Observed(build.FORMAT, "0", [Generation("p", [("m", "t")])], [("x", trace), ("y", trace)])

@@ -71,6 +71,7 @@ def facts() -> page.PageFacts:
     return hostile_facts()
 
 
+@pytest.mark.slow
 def test_everything_given_is_escaped(facts: page.PageFacts, tmp_path: Path) -> None:
     written = page.write_page(tmp_path / "out", facts)
     assert written == tmp_path / "out" / "report.html"
@@ -119,6 +120,7 @@ def test_the_page_shows_the_numbers_and_is_the_same_twice(facts: page.PageFacts,
     assert page.write_page(tmp_path, facts).read_bytes() == first
 
 
+@pytest.mark.slow
 def test_rare_experts_are_told_from_dead_ones(facts: page.PageFacts, tmp_path: Path) -> None:
     routed = ExpertUsage([[0.0, 0.0001, 0.9999], [0.25, 0.25, 0.5]], 10_000)
     shown = replace(facts, rows=[replace(row, usage=routed) for row in facts.rows])

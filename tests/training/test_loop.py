@@ -136,6 +136,7 @@ def test_accumulation_that_does_not_divide_is_refused_before_the_model_is_opened
         begin(recipe, BaseWeights.of(recipe), RunFolder(tmp_path / "run"), False, no_progress)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["loss.objective=lm", "sampling.noise=logistic", "attention.embedding=local",
                                     "experts.num_experts=1", "train.gradient_checkpointing=true", "loss.coverage_weight=0.0",
                                     "train.dtype=bfloat16"])  # fmt: skip
