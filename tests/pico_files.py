@@ -35,6 +35,15 @@ SMALL = {
 }
 
 
+# the same with fine-grained experts, few and small enough for a budget of 60 %
+FINE = ("experts.form=fine", "experts.num_experts=64")
+
+
+def fine(**changes: str) -> list[str]:
+    """The `--set` options of a small conversion to fine-grained experts, for 60 % active."""
+    return [*small(**changes), *(word for key in FINE for word in ("--set", key))]
+
+
 def small(**changes: str) -> list[str]:
     """The `--set` options of a small conversion; `train_steps="8"` changes train.steps."""
     values = SMALL | {key.replace("_", ".", 1): value for key, value in changes.items()}

@@ -165,6 +165,11 @@ def plan(
         raise UserError(f"{out} already holds a plan; choose another folder or give --force")
     run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
     target = recipe if active is None else recipe.changed([f"active={active}"])
+    if recipe.experts.form == "fine" and target.active != recipe.active:
+        raise UserError(
+            f"{run_path} divided its neurons into fine-grained experts for active = {recipe.active}, so a plan for "
+            f"{target.active} needs a run of its own; or use other numbers of them when the model runs (--active)"
+        )
     checkpoint = run.last()
     if checkpoint is None:
         raise UserError(

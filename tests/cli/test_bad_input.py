@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from pico_files import CommandLine, contents, refused, small, write_pico
+from pico_files import CommandLine, contents, fine, refused, small, write_pico
 
 
 def test_a_model_that_is_nowhere(tomoe: CommandLine, tmp_path: Path, text: Path) -> None:
@@ -50,6 +50,40 @@ def test_active_below_what_can_be_reached(tomoe: CommandLine, tmp_path: Path, mo
         "decoder parameters",
     )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("active", "words"), [("0.7", "change experts.num_experts"), ("0.05", "can be cut to")])
+def test_a_budget_that_fine_grained_experts_cannot_meet(
+    tomoe: CommandLine, tmp_path: Path, model: Path, active: str, words: str
+) -> None:
+    """Before any text is read, which is not there."""
+    nowhere = tmp_path / "nowhere.txt"
+    options = ["--active", active, "--data", nowhere, *fine(), "--set", "experts.num_experts=16"]
+    for verb in ("convert", "carve"):
+        refused(
+            tomoe(verb, model, "-o", tmp_path / "out", *options),
+            "decoder parameters" if active == "0.05" else "512 neurons",
+            words,
+        )
+    refused(tomoe("doctor", model, *options[:2], *options[4:]), words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_fine_grained_experts_from_a_random_start(tomoe: CommandLine, tmp_path: Path) -> None:
+    """Neither model nor text is looked at."""
+    options = ["-o", tmp_path / "out", "--set", "experts.form=fine"]
+    refused(tomoe("convert", "pico", "--start", "random", *options), "experts.form = fine needs start = carved")
+    refused(tomoe("convert", "pico", "--recipe", "paper", *options), "experts.form = fine needs start = carved")
+
+
+@pytest.mark.slow
+def test_fine_grained_experts_are_divided_for_one_budget(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+) -> None:
+    options = ["--active", "0.6", "--data", text, *fine(train_steps="0")]
+    assert tomoe("train", model, "-o", tmp_path / "run", *options).code == 0
+    refused(tomoe("plan", tmp_path / "run", "-o", tmp_path / "plan", "--active", "0.5"), "for active = 0.6", "--active")
+    assert tomoe("plan", tmp_path / "run", "-o", tmp_path / "plan", "--active", "0.6").code == 0
 
 
 def test_no_experts(tomoe: CommandLine, tmp_path: Path, model: Path) -> None:

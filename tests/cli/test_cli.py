@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tomoe as package
-from pico_files import CommandLine, contents, small
+from pico_files import CommandLine, contents, fine, small
 from tomoe.cli import VERBS, evaluate, export
 from tomoe.cli.convert import next_commands
 from tomoe.cli.options import with_fractions
@@ -133,8 +133,11 @@ def test_keys_of_format_1_are_noted_in_one_line_each(
 
 
 @pytest.mark.slow
-def test_the_stages_make_what_convert_makes(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    options = ["--active", "0.6", "--data", text, *small()]
+@pytest.mark.parametrize("sizes", [small(), fine(), fine(attention_pruning="per_token")])
+def test_the_stages_make_what_convert_makes(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, sizes: list[str]
+) -> None:
+    options = ["--active", "0.6", "--data", text, *sizes]
     assert tomoe("convert", model, "-o", tmp_path / "whole", *options).code == 0
     assert tomoe("train", model, "-o", tmp_path / "run", *options).code == 0
     assert tomoe("plan", tmp_path / "run", "-o", tmp_path / "plan").code == 0
@@ -147,6 +150,9 @@ def test_the_stages_make_what_convert_makes(tomoe: CommandLine, tmp_path: Path, 
         for name, digest in contents(tmp_path / "whole").items()
         if name in ("plan.json", "plan.safetensors")
     }
+    if "experts.form=fine" in sizes:
+        assert Plan.load(tmp_path / "plan").form == "fine"
+        return
     assert tomoe("plan", tmp_path / "run", "-o", tmp_path / "narrow", "--active", "0.5").code == 0
     assert Plan.load(tmp_path / "narrow").active_fraction() == pytest.approx(0.5, abs=0.002)
 

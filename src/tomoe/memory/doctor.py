@@ -33,6 +33,7 @@ from tomoe.memory.probe import STAGES, Stage, StageCost, Trial, tried_tokens
 from tomoe.model import quantized
 from tomoe.model.loading import load_config, pick_device
 from tomoe.progress import ProgressCallback, no_progress
+from tomoe.pruning.extract import check_budget
 from tomoe.recipe.conversion import Recipe
 
 # of the two small versions: with fewer, imports and the output matrix hide what a layer adds
@@ -69,10 +70,7 @@ def examine(recipe: Recipe, on_progress: ProgressCallback = no_progress, trials:
     """
     config = load_config(recipe.model)
     sizes = sizes_of(config, recipe)
-    if recipe.active < sizes.least_active:
-        raise UserError(
-            f"active is {recipe.active}, but {sizes.least_active:.3f} of the decoder parameters is the least that can be reached"
-        )
+    check_budget(sizes.shape, recipe)
     least, available = least_memory(sizes, recipe), available_memory(pick_device(recipe.device))
     if not trials:
         return Diagnosis(sizes, least, [], available, {}, 0.0)

@@ -25,7 +25,7 @@ from tomoe.model.quantized import BITS
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
-from tomoe.pruning.extract import least_active
+from tomoe.pruning.extract import least_active, least_width
 from tomoe.pruning.losses import CHUNK
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.repair import RepairSettings
@@ -87,7 +87,7 @@ def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
     model = skeleton(config)
     shape = shape_of(model)
     total = sum(p.numel() for p in model.parameters())
-    least = least_active(shape, recipe.experts.width_multiple, recipe.attention.pruning)
+    least = least_active(shape, least_width(shape, recipe.experts), recipe.attention.pruning)
     return Sizes(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)
 
 

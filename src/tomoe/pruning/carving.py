@@ -11,6 +11,7 @@ its own output says little about what the model loses, so it does not compete wi
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.pruning.fine_carving import FineLayout, carve_fine, fine_layout, fine_params
 from tomoe.pruning.gumbel import keep_logit, keep_probability
 from tomoe.pruning.mask_network import MaskNetwork, Projection
-from tomoe.recipe.conversion import ExpertsSection
+from tomoe.recipe.conversion import AttentionSection, ExpertsSection
 from tomoe.seeds import derive_seed
 
 KMEANS_STEPS = 20
@@ -280,14 +281,9 @@ def carve_(
     `uniform_width` makes all layers equally wide; otherwise each is as wide as it needs. Raises UserError if fine-grained
     experts cannot meet the budget.
     """
-    s = net.shape
-    pruned = net.attention.pruning != "off"
-    kept = 1 - net.attention.share * (1 - active) if pruned else 1.0
-    choices, dims = (max(1, round(kept * n)) for n in (s.num_qk_choices, s.head_dim))
-    layout = None
-    if net.fine:
-        qk_dims = round(s.head_dim * choices / s.num_qk_choices)
-        layout = layout_for(s, net.experts, active, (qk_dims, dims), uniform_width)
+    s, pruned = net.shape, net.attention.pruning != "off"
+    choices, dims = attention_units(s, net.attention, active)
+    layout = layout_for(s, net.experts, net.attention, active, uniform_width) if net.fine else None
     carving = _Carving(net, model, layout, seed, progress)
     carving.run(model, ids, mask)
     spent = 0
@@ -313,18 +309,30 @@ def carve_(
         _set_start_(net.neurons[i], start_logits(mlp.ranks, width, *_noise(net)))
 
 
-def layout_for(
-    s: ModelShape, experts: ExpertsSection, active: float, attention_dims: tuple[int, int], uniform: bool
-) -> FineLayout:
-    """Return the layout of fine-grained experts for a budget and (Q/K, V/O) dims. Raises UserError if there is none.
+def attention_units(s: ModelShape, attention: AttentionSection, active: float) -> tuple[int, int]:
+    """Return how many Q/K choices and V/O dims a carved start keeps in every layer."""
+    kept = 1.0 if attention.pruning == "off" else 1 - attention.share * (1 - active)
+    return max(1, round(kept * s.num_qk_choices)), max(1, round(kept * s.head_dim))
 
-    If all layers use equally many experts (`uniform`), that excepts the first `experts.dense_layers`, which use all.
+
+def layout_for(
+    s: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, uniform: bool
+) -> FineLayout:
+    """Return the layout of fine-grained experts for a budget: sizes and recipe alone decide it.
+
+    If all layers use equally many experts (`uniform`), that excepts the first `experts.dense_layers`, which use all. Where
+    attention is pruned and layers may differ, it takes up what whole experts leave of the budget. Raises UserError if
+    there is none.
     """
-    left = active * decoder_params(s) - s.num_layers * attention_params(s, *attention_dims)
+    choices, dims = attention_units(s, attention, active)
+    qk_dims = round(s.head_dim * choices / s.num_qk_choices)
+    left = active * decoder_params(s) - s.num_layers * attention_params(s, qk_dims, dims)
     dense_layers = min(experts.dense_layers, s.num_layers - 1) if uniform else 0
     others = mlp_params(s, 1) * (s.num_layers - dense_layers)
     width = (left - dense_layers * mlp_params(s, s.mlp_size)) / others
-    return fine_layout(s.mlp_size, width, BUDGET_TOLERANCE * decoder_params(s) / others, experts, uniform)
+    exact = uniform or attention.pruning == "off"
+    slack = BUDGET_TOLERANCE * decoder_params(s) / others if exact else math.inf
+    return fine_layout(s.mlp_size, width, slack, experts, 1 if uniform else s.num_layers)
 
 
 def uniform_top_ks(s: ModelShape, experts: ExpertsSection, layout: FineLayout) -> list[int]:

@@ -23,11 +23,12 @@ from tomoe.model.hooks import hooked, input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import layer_parts
 from tomoe.plan import LayerPlan, Plan
+from tomoe.pruning.carving import layout_for
 from tomoe.pruning.gumbel import keep_probability
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.routing import bfloat16_values
-from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.conversion import ExpertsSection, Recipe
 
 Valid = Bool[Tensor, "B S"]
 
@@ -283,17 +284,20 @@ def extract_plan(
 def check_budget(shape: ModelShape, recipe: Recipe) -> None:
     """Check what is known of the budget without the masks. Raises UserError if no plan of this model can meet it.
 
-    Two bounds: the smallest plan, and with attention whole, widths too coarse for the tolerance.
+    Two bounds: the smallest plan, and with attention whole, widths too coarse for the tolerance. How fine-grained experts
+    divide a layer is known before the carve.
     """
     multiple, pruning = recipe.experts.width_multiple, recipe.attention.pruning
-    least = least_active(shape, multiple, pruning)
+    least = least_active(shape, least_width(shape, recipe.experts), pruning)
     if recipe.active < least:
         condition = " with attention kept whole (attention.pruning = off)" if pruning == "off" else ""
         raise UserError(
             f"active is {recipe.active}, but this model{condition} can be cut to {least:.3f} of its decoder parameters at "
             "most; set a larger active"
         )
-    if pruning == "off" and not recipe.common_multiple and shape.mlp_size % multiple == 0:
+    if recipe.experts.form == "fine":
+        layout_for(shape, recipe.experts, recipe.attention, recipe.active, recipe.common_multiple > 0)
+    elif pruning == "off" and not recipe.common_multiple and shape.mlp_size % multiple == 0:
         # every layer has one unit at least, and all units cost the same: the plan has the nearest number of them
         total, unit = decoder_params(shape), int(mlp_params(shape, multiple))
         smallest = round(least * total)
@@ -309,9 +313,17 @@ def _check_tolerance(nearest: float, active: float, tolerance: float, width_mult
         )
 
 
-def least_active(shape: ModelShape, width_multiple: int, pruning: str) -> float:
-    """Return the smallest active fraction that any plan can have: one unit at every site."""
+def least_width(shape: ModelShape, experts: ExpertsSection) -> int:
+    """Return the fewest neurons of a layer that a token can use: one multiple, or the shared part and one fine expert."""
+    if experts.form == "overlapping":
+        return experts.width_multiple
+    size = experts.expert_size or max(1, shape.mlp_size // experts.num_experts)
+    return shape.mlp_size - (experts.num_experts - 1) * size
+
+
+def least_active(shape: ModelShape, width: int, pruning: str) -> float:
+    """Return the smallest active fraction that any plan can have: `width` neurons, and one unit at every other site."""
     smallest_qk = 2 if shape.rotary_size == shape.head_dim else 1
     dims = (shape.head_dim, shape.head_dim) if pruning == "off" else (smallest_qk, 1)
-    layer = mlp_params(shape, min(width_multiple, shape.mlp_size)) + attention_params(shape, *dims)
+    layer = mlp_params(shape, min(width, shape.mlp_size)) + attention_params(shape, *dims)
     return float(layer * shape.num_layers) / decoder_params(shape)

@@ -9,6 +9,7 @@ token's energy. Then in turn neurons move to the expert whose tokens need them m
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,12 +51,12 @@ class FineLayout:
         return self.shared + self.top_k * self.expert_size
 
 
-def fine_layout(mlp_size: int, width: float, slack: float, experts: ExpertsSection, uniform: bool) -> FineLayout:
+def fine_layout(mlp_size: int, width: float, slack: float, experts: ExpertsSection, layers: int) -> FineLayout:
     """Choose the layout that gives a token about `width` neurons.
 
     The expert size is a multiple of `experts.width_multiple`, or of its half, its quarter and so on: of the largest that
-    leaves a shared part near `experts.shared`, and if all layers use equally many experts (`uniform`) meets `width` within
-    `slack` neurons. Raises UserError if no layout does.
+    leaves a shared part near `experts.shared`, and that meets `width` within `slack` neurons, in the mean over `layers` that
+    may use different numbers of experts (1: all use equally many). Raises UserError if no layout does.
     """
     n, wanted = experts.num_experts, experts.shared * width
     multiple = experts.width_multiple
@@ -68,14 +69,17 @@ def fine_layout(mlp_size: int, width: float, slack: float, experts: ExpertsSecti
             layout = FineLayout(n, size, shared, top_k)
             given = experts.expert_size > 0
             near = given or abs(shared - wanted) <= SHARED_SLACK * width
-            if shared >= 0 and shared + size <= width and near and (not uniform or abs(layout.width - width) <= slack):
+            all_experts = min(round(layers * (width - shared) / size), layers * n)
+            met = abs(shared + all_experts / layers * size - width) <= slack
+            if shared >= 0 and shared + size <= width and near and met:
                 found.append((abs(shared - wanted), layout))
         if found:
             return min(found, key=lambda pair: pair[0])[1]
         multiple //= 2
     given_size = "" if not experts.expert_size else f" of {experts.expert_size} neurons"
     raise UserError(
-        f"{n} fine-grained experts{given_size} cannot divide {mlp_size:,} neurons so that a token uses {width:,.0f} of them; "
+        f"{n} fine-grained experts{given_size} cannot divide {mlp_size:,} neurons so that a token uses {width:,.0f} of them"
+        f"{'' if math.isinf(slack) else f' (to {slack:,.1f} exactly)'}; "
         "change experts.num_experts, experts.expert_size or active"
     )
 

@@ -175,6 +175,15 @@ class Recipe(RunRecipe):
         return self
 
     @model_validator(mode="after")
+    def _check_form(self) -> Self:
+        if self.experts.form == "fine" and self.start == "random":
+            raise UserError(
+                "experts.form = fine needs start = carved: calibration text decides which neurons form an expert, and "
+                "learning starts from there; set start to carved, or experts.form to overlapping"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_offload(self) -> Self:
         if self.offload and self.train.steps:
             raise UserError(

@@ -1,0 +1,308 @@
+"""The carve of fine-grained experts: its parts against brute force, its layouts, and a planted structure that it finds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from conftest import ATTENTION_MODES, make_network, make_pico, tokens
+from tomoe.budget import BUDGET_TOLERANCE, decoder_params
+from tomoe.errors import UserError
+from tomoe.model.shape import ModelShape
+from tomoe.pruning import fine_carving
+from tomoe.pruning.carving import carve_, layout_for
+from tomoe.pruning.extract import check_budget, extract_plan
+from tomoe.pruning.fine_carving import (
+    ROUTER_RIDGE,
+    FineLayout,
+    FineStart,
+    RidgeRegression,
+    balanced_assignment,
+    balanced_clusters,
+    carve_fine,
+    error_curve,
+    fine_layout,
+    fine_params,
+)
+from tomoe.pruning.masking import masked, planned_masks
+from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
+
+SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 64, 64, True)
+LLAMA2_7B = ModelShape(32, 4096, 11008, 32, 32, 128, 128, True)
+
+
+def fine(**keys: object) -> ExpertsSection:
+    return ExpertsSection(form="fine", **keys)
+
+
+def test_fine_experts_are_64_unless_said_otherwise() -> None:
+    assert (fine().num_experts, fine(num_experts=16).num_experts, ExpertsSection().num_experts) == (64, 16, 8)
+
+
+@pytest.mark.parametrize(("size", "columns"), [(1, 5), (3, 4), (7, 2)])
+def test_balanced_assignment_fills_every_column(size: int, columns: int) -> None:
+    scores = torch.rand(size * columns, columns, generator=torch.Generator().manual_seed(size))
+    assigned = balanced_assignment(scores, size)
+    assert assigned.bincount(minlength=columns).tolist() == [size] * columns
+
+
+def test_balanced_assignment_gives_way_where_it_costs_least() -> None:
+    """All prefer column 0, which has room for two: the one that loses least goes elsewhere."""
+    scores = torch.tensor([[1.0, 0.9], [1.0, 0.1], [1.0, 0.5], [0.0, 1.0]])
+    assert balanced_assignment(scores, 2).tolist() == [1, 0, 0, 1]
+
+
+def test_balanced_clusters_have_one_size_and_keep_together_what_points_one_way() -> None:
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(6, 40, generator=generator)
+    member = torch.arange(48) % 6
+    x = directions[member] + 0.1 * torch.randn(48, 40, generator=generator)
+    assigned = balanced_clusters(x * (1 + 9 * torch.rand(48, 1, generator=generator)), 6, seed=1)
+    assert assigned.bincount(minlength=6).tolist() == [8] * 6
+    assert torch.equal(assigned, balanced_clusters(x, 6, seed=1)) or len({*assigned.tolist()}) == 6
+    pure = [len(member[assigned == n].unique()) == 1 for n in range(6)]
+    assert sum(pure) >= 4, "clusters mix directions"
+
+
+def test_ridge_regression_is_least_squares_with_a_ridge() -> None:
+    """Against the least squares of the problem with a row for each ridge; the scale makes logits vary by 1."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 6, generator=generator) + torch.tensor([9.0, 0, 0, 0, 0, -3.0])
+    y = torch.rand(200, 4, generator=generator) + (x[:, :4] > 0).float()
+    weight, bias = RidgeRegression(x).fit(y)
+    centered = x - x.mean(0)
+    ridge = ROUTER_RIDGE * (centered.T @ centered).diagonal().mean()
+    rows = torch.cat([centered, ridge.sqrt() * torch.eye(6)])
+    solution = torch.linalg.lstsq(rows, torch.cat([y - y.mean(0), torch.zeros(6, 4)])).solution.T
+    scale = 1 / (centered @ solution.T).std()
+    # weights are rounded to bfloat16, and the bias belongs to the rounded ones
+    torch.testing.assert_close(weight, scale * solution, rtol=2**-8, atol=1e-5)
+    assert torch.equal(weight, weight.bfloat16().float())
+    logits = x @ weight.T + bias
+    torch.testing.assert_close(logits.mean(0), scale * y.mean(0), rtol=1e-4, atol=1e-4)
+    assert float((logits - logits.mean(0)).std()) == pytest.approx(1, rel=1e-2)
+
+
+def direct_losses(
+    logits: Float[Tensor, "t N"], h: Float[Tensor, "t F"], down: Float[Tensor, "D F"], expert: Int[Tensor, " F"]
+) -> list[float]:
+    """The squared error with 0, 1, .. N experts, token by token."""
+    losses = []
+    for k in range(logits.shape[1] + 1):
+        total = 0.0
+        for t in range(len(h)):
+            chosen = set(logits[t].topk(k).indices.tolist()) | {-1}
+            gone = torch.tensor([int(e) not in chosen for e in expert])
+            total += float((down[:, gone] @ h[t, gone]).square().sum())
+        losses.append(total)
+    return losses
+
+
+def lower_hull(values: list[float]) -> list[float]:
+    """By brute force: the smallest value that a chord between two points has."""
+    points = range(len(values))
+    return [
+        min(
+            values[x] if a == b else values[a] + (values[b] - values[a]) * (x - a) / (b - a)
+            for a in points for b in points if a <= x <= b and (a < b or a == x)
+        )
+        for x in points
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_error_curve_is_the_convex_hull_of_what_is_computed_directly(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits, h = (torch.randn(20, n, generator=generator) for n in (8, 19))
+    down = torch.randn(5, 19, generator=generator)
+    expert = torch.tensor([-1] * 3 + [n // 2 for n in range(16)])[torch.randperm(19, generator=generator)]
+    expected = direct_losses(logits, h, down, expert)
+    # a neuron can cancel another, so errors need not be convex, nor even fall
+    curve = error_curve(logits, h, down, expert, FineLayout(8, 2, 3, 4)).tolist()
+    assert curve == pytest.approx(lower_hull(expected), rel=1e-4, abs=1e-4)
+    assert all(b - a <= c - b + 1e-6 for a, b, c in zip(curve, curve[1:], curve[2:], strict=False))
+
+
+def test_parameters_grow_by_one_expert() -> None:
+    assert fine_params(SMOLLM2, FineLayout(64, 16, 512, 16))[:3] == [3 * 576 * n for n in (512, 528, 544)]
+    assert fine_params(SMOLLM2, FineLayout(64, 16, 512, 16))[-1] == 3 * 576 * 1536
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts", "active", "uniform", "expected"),
+    [
+        # half of the MLP, attention whole
+        (LLAMA2_7B, fine(expert_size=128), 0.6658, True, FineLayout(64, 128, 2816, 21)),
+        (LLAMA2_7B, fine(expert_size=128, num_experts=32), 0.6658, False, None),
+        (SMOLLM2, fine(expert_size=16), 0.625, False, FineLayout(64, 16, 512, 16)),
+        (SMOLLM2, fine(expert_size=32, num_experts=32), 0.625, False, FineLayout(32, 32, 512, 8)),
+        (SMOLLM2, fine(expert_size=24), 0.3, False, FineLayout(64, 24, 0, 4)),
+    ],
+)  # fmt: skip
+def test_layouts_in_numbers(
+    shape: ModelShape, experts: ExpertsSection, active: float, uniform: bool, expected: FineLayout | None
+) -> None:
+    if expected is None:
+        with pytest.raises(UserError, match="cannot divide"):
+            layout_for(shape, experts, AttentionSection(), active, uniform)
+        return
+    layout = layout_for(shape, experts, AttentionSection(), active, uniform)
+    assert layout == expected
+    assert layout.shared + layout.num_experts * layout.expert_size == shape.mlp_size
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("active", [0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("shape", [SMOLLM2, LLAMA2_7B])
+def test_a_layout_that_is_not_given_has_the_roundest_size_that_the_budget_allows(
+    shape: ModelShape, active: float, uniform: bool
+) -> None:
+    experts, attention = fine(width_multiple=32), AttentionSection()
+    layout = layout_for(shape, experts, attention, active, uniform)
+    check_budget(shape, Recipe(active=active, experts=experts))
+    size = layout.expert_size
+    assert layout.shared + 64 * size == shape.mlp_size
+    assert abs(layout.shared - experts.shared * _width(shape, active)) <= 0.25 * _width(shape, active)
+    assert layout.shared >= 0
+    # powers of two of the multiple, as large as possible: the next one has no layout
+    multiple = math.gcd(size, 32)
+    if multiple < 32:
+        for larger in range(2 * multiple, shape.mlp_size // 64 + 1, 2 * multiple):
+            width = _width(shape, active)
+            shared = shape.mlp_size - 64 * larger
+            steps = 1 if uniform else shape.num_layers
+            used = shared + min(max(round((width - shared) * steps / larger), steps), 64 * steps) / steps * larger
+            far = abs(shared - experts.shared * width) > 0.25 * width
+            missed = abs(used - width) * 3 * shape.hidden_size * shape.num_layers > BUDGET_TOLERANCE * decoder_params(
+                shape
+            )
+            assert far or missed or shared + larger > width, larger
+
+
+def _width(shape: ModelShape, active: float) -> float:
+    """Neurons of a token at a budget, attention whole."""
+    attention = 2 * shape.hidden_size * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    return (active * decoder_params(shape) / shape.num_layers - attention) / (3 * shape.hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("experts", "width"),
+    [(fine(), 5.0), (fine(expert_size=20), 300.0), (fine(expert_size=8), 300.0), (fine(num_experts=100), 20.0)],
+)
+def test_what_cannot_be_divided_is_refused(experts: ExpertsSection, width: float) -> None:
+    """Too narrow for one expert; more neurons than there are; a shared part that is wider than a token."""
+    with pytest.raises(UserError, match=r"fine-grained experts.* cannot divide 1,024 neurons .*; change experts"):
+        fine_layout(1024, width, 1.0, experts, 2)
+
+
+def error_of(check: Callable[[], object]) -> str:
+    """The sentence with which it is refused, or nothing."""
+    try:
+        check()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_what_is_known_of_a_budget_is_what_the_carve_finds(attention: str) -> None:
+    """The sizes alone tell which budgets can be met, and a carve that begins ends in a plan that meets it."""
+    model = make_pico("llama", intermediate_size=512)
+    experts = dict(form="fine", num_experts=32, width_multiple=8)
+    ids = tokens(4, 24)
+    text, met = (ids, torch.ones_like(ids, dtype=torch.bool)), set()
+    for active in (0.05, 0.2, 0.3, 0.6, 0.61, 0.7, 1.0):
+        net = make_network(model, attention, **experts)
+        recipe = Recipe(active=active, experts=experts, attention=dict(pruning=attention))
+        known = error_of(lambda r=recipe, n=net: check_budget(n.shape, r))
+        found = error_of(lambda n=net, a=active: carve_(n, model, *text, a, seed=0))
+        assert known == found or ("can be cut to" in known and found), active
+        if not known:
+            # attention of a pico model has few dims, which cannot take up every rest
+            tolerance = BUDGET_TOLERANCE if attention == "off" else 0.01
+            plan = extract_plan(net, model, active, text, tolerance)
+            assert plan.active_fraction() == pytest.approx(active, abs=tolerance)
+            assert all(1 <= layer.top_k <= 32 for layer in plan.layers)
+            met.add(active)
+    assert met >= {0.6, 1.0}
+    assert 0.05 not in met
+
+
+def test_one_number_of_experts_for_all_layers() -> None:
+    model = make_pico("llama", intermediate_size=512)
+    net = make_network(model, "off", form="fine", num_experts=32, width_multiple=1)
+    ids = tokens(4, 24)
+    text = ids, torch.ones_like(ids, dtype=torch.bool)
+    carve_(net, model, *text, 0.6, seed=0, uniform_width=True)
+    plan = extract_plan(net, model, 0.6, text)
+    assert len({(layer.top_k, layer.expert_size, layer.shared_size) for layer in plan.layers}) == 1
+
+
+BLOCKS, SIZE, ALWAYS_ON = 6, 4, 5
+
+
+def planted(
+    seed: int, blocks: int = BLOCKS, noise: float = 0.05
+) -> tuple[FineStart, Float[Tensor, "T D"], Int[Tensor, " T"], Int[Tensor, " F"]]:
+    """Tokens of several directions; for each a block of neurons fires, and five neurons fire for all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    count, hidden = 600, 16
+    kind = torch.arange(count) % blocks
+    x = 3 * torch.eye(hidden)[kind] + 0.3 * torch.randn(count, hidden, generator=generator)
+    block = torch.cat([torch.arange(blocks).repeat_interleave(SIZE), torch.full((ALWAYS_ON,), -1)])
+    block = block[torch.randperm(len(block), generator=generator)]
+    fires = (block == kind[:, None]) | (block == -1)
+    h = noise * torch.randn(count, len(block), generator=generator) + fires * (
+        1 + 0.2 * torch.randn(count, len(block), generator=generator)
+    )
+    down = torch.randn(hidden, len(block), generator=generator)
+    down = down / down.norm(dim=0)
+    start = carve_fine(x, h, torch.ones(count), down, FineLayout(blocks, SIZE, ALWAYS_ON, 1), seed=seed)
+    return start, x, kind, block
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_planted_structure_is_found(seed: int) -> None:
+    start, x, kind, block = planted(seed)
+    found = start.expert_of_neuron
+    assert torch.equal(found == -1, block == -1), "the shared part is what fires for all tokens"
+    name = {b: found[block == b].unique().tolist() for b in range(BLOCKS)}
+    assert all(len(experts) == 1 for experts in name.values()), "an expert is a block"
+    assert sorted(itertools.chain(*name.values())) == list(range(BLOCKS))
+    chosen = (x @ start.router_weight.T + start.router_bias).argmax(1)
+    assert torch.equal(chosen, torch.tensor([name[int(k)][0] for k in kind])), "a token goes where its neurons fire"
+    # with its block a token has nearly all of the output
+    assert float(start.loss[1]) < 0.02 * float(start.loss[0])
+
+
+def test_moving_neurons_to_the_tokens_that_need_them_lowers_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the clusters mix blocks, because there are too many of them to be found at once."""
+    moved = [planted(seed, blocks=12) for seed in range(3)]
+    monkeypatch.setattr(fine_carving, "REASSIGNMENTS", 0)
+    left = [planted(seed, blocks=12) for seed in range(3)]
+    assert sum(float(start.loss[1]) for start, *_ in moved) < 0.95 * sum(float(start.loss[1]) for start, *_ in left)
+
+
+def test_a_carve_writes_down_what_it_found() -> None:
+    """The plan of a carved model keeps its dense weights, and with all experts it is the dense model."""
+    model = make_pico("qwen2", intermediate_size=256)
+    net = make_network(model, "off", form="fine", num_experts=32, width_multiple=1)
+    ids = tokens(4, 24)
+    text = ids, torch.ones_like(ids, dtype=torch.bool)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    carve_(net, model, *text, 0.5, seed=3)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    plan = extract_plan(net, model, 0.5, text)
+    again = make_network(model, "off", form="fine", num_experts=32, width_multiple=1)
+    carve_(again, model, *text, 0.5, seed=3)
+    assert all(torch.equal(t, again.state_dict()[name]) for name, t in net.state_dict().items())
+    with torch.no_grad():
+        whole = model(ids).logits
+        with masked(model, planned_masks(plan)):
+            assert (model(ids).logits - whole).abs().max() > 1e-2
