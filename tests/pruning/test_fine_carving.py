@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from conftest import ATTENTION_MODES, make_network, make_pico, tokens
-from tomoe.budget import BUDGET_TOLERANCE, decoder_params
+from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.pruning import fine_carving
@@ -138,7 +138,7 @@ def test_parameters_grow_by_one_expert() -> None:
     ("shape", "experts", "active", "uniform", "expected"),
     [
         # half of the MLP, attention whole
-        (LLAMA2_7B, fine(expert_size=128), 0.6658, True, FineLayout(64, 128, 2816, 21)),
+        (LLAMA2_7B, fine(expert_size=128, dense_layers=0), 0.6658, True, FineLayout(64, 128, 2816, 21)),
         (LLAMA2_7B, fine(expert_size=128, num_experts=32), 0.6658, False, None),
         (SMOLLM2, fine(expert_size=16), 0.625, False, FineLayout(64, 16, 512, 16)),
         (SMOLLM2, fine(expert_size=32, num_experts=32), 0.625, False, FineLayout(32, 32, 512, 8)),
@@ -163,7 +163,7 @@ def test_layouts_in_numbers(
 def test_a_layout_that_is_not_given_has_the_roundest_size_that_the_budget_allows(
     shape: ModelShape, active: float, uniform: bool
 ) -> None:
-    experts, attention = fine(width_multiple=32), AttentionSection()
+    experts, attention = fine(width_multiple=32, dense_layers=0), AttentionSection()
     layout = layout_for(shape, experts, attention, active, uniform)
     check_budget(shape, Recipe(active=active, experts=experts))
     size = layout.expert_size
@@ -234,14 +234,19 @@ def test_what_is_known_of_a_budget_is_what_the_carve_finds(attention: str) -> No
     assert 0.05 not in met
 
 
-def test_one_number_of_experts_for_all_layers() -> None:
-    model = make_pico("llama", intermediate_size=512)
-    net = make_network(model, "off", form="fine", num_experts=32, width_multiple=1)
-    ids = tokens(4, 24)
+@pytest.mark.parametrize("dense_layers", [0, 1, 9])
+def test_one_number_of_experts_for_all_layers_but_the_first(dense_layers: int) -> None:
+    """As stock targets need it; the first layers may stay whole, but not the last one."""
+    model = make_pico("llama", intermediate_size=512, num_hidden_layers=3)
+    net = make_network(model, "off", form="fine", num_experts=32, expert_size=12, dense_layers=dense_layers)
+    ids, whole = tokens(4, 24), min(dense_layers, 2)
     text = ids, torch.ones_like(ids, dtype=torch.bool)
-    carve_(net, model, *text, 0.6, seed=0, uniform_width=True)
-    plan = extract_plan(net, model, 0.6, text)
-    assert len({(layer.top_k, layer.expert_size, layer.shared_size) for layer in plan.layers}) == 1
+    widths = [(512, 8, 8)] * whole + [(128 + 10 * 12, 8, 8)] * (3 - whole)
+    active = active_params(net.shape, widths) / decoder_params(net.shape)
+    carve_(net, model, *text, active, seed=0, uniform_width=True)
+    plan = extract_plan(net, model, active, text)
+    assert {(layer.expert_size, layer.shared_size) for layer in plan.layers} == {(12, 128)}
+    assert [layer.top_k for layer in plan.layers] == [32] * whole + [10] * (3 - whole)
 
 
 BLOCKS, SIZE, ALWAYS_ON = 6, 4, 5
