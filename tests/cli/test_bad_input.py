@@ -244,6 +244,16 @@ def test_a_folder_that_holds_nothing(tomoe: CommandLine, tmp_path: Path) -> None
     refused(tomoe("apply", tmp_path, "-o", tmp_path / "out"), "holds no plan")
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["report {}", "export {} -o new", "finetune {} -o new", "repair {} -o new", "generate {} sea", "route {} sea"],
+)
+def test_a_conversion_that_was_interrupted(tomoe: CommandLine, tmp_path: Path, command: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.json").write_text("{}")
+    refused(tomoe(*command.format(tmp_path).split()), "is not finished", "--resume")
+
+
 @pytest.mark.slow
 def test_resume_with_another_recipe(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     run = tmp_path / "run"

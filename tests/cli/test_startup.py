@@ -39,6 +39,7 @@ def fresh(script: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
         ([*CONVERT, "--recipe", "dmo"], 2, "demo"),
         (["sweep", "nowhere", "-o", "out", "--over", "active=0.5", "--attention", "none"], 2, "per_token"),
         (["route", "nowhere"], 2, "--file"),
+        (["report", "nowhere"], 2, "no converted model"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -53,6 +53,8 @@ def test_a_report_is_made_again_from_what_was_measured(tomoe: CommandLine, tmp_p
 
 
 def test_a_folder_without_a_plan_is_refused(tomoe: CommandLine, tmp_path: Path) -> None:
+    assert "holds no converted model" in tomoe("report", tmp_path).err
+    (tmp_path / "config.json").write_text("{}")
     done = tomoe("report", tmp_path)
     assert done.code == 2
     assert "holds no plan" in done.err

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from tomoe.errors import UserError
+
 if TYPE_CHECKING:
     from tomoe.recipe.conversion import Recipe
 
@@ -42,7 +44,21 @@ def with_fractions(setting: str) -> str:
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Hub id, folder, .gguf file, or a known name such as smollm2-135m.")
 ]
-Converted = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder written by `tomoe convert`.")]
+
+
+def converted_folder(folder: Path) -> Path:
+    """The folder. Raises UserError, before anything is imported, if it holds no model."""
+    from tomoe.model.names import check_finished
+
+    check_finished(folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no converted model (no config.json); name a folder that `tomoe convert` wrote")
+    return folder
+
+
+Converted = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="Folder written by `tomoe convert`.", callback=converted_folder)
+]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write.", metavar="OUT")]
 Active = Annotated[
     float | None,

@@ -12,6 +12,12 @@ from tomoe.model import catalog
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
+def check_finished(folder: Path) -> None:
+    """Raises UserError if the folder holds a run, but not yet the model that becomes of it."""
+    if (folder / "run" / "recipe.json").is_file() and not (folder / "config.json").exists():
+        raise UserError(f"the conversion in {folder} is not finished; run its command again with --resume")
+
+
 def resolve(model: str) -> Path | str:
     """The folder or .gguf file of a model, downloaded if it has a known name; a hub id as it is.
 
@@ -23,6 +29,7 @@ def resolve(model: str) -> Path | str:
     if path.is_dir():
         if (path / "config.json").is_file():
             return path
+        check_finished(path)
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; did you mean {path / ggufs[0]}?" if ggufs else ""
         raise UserError(f"the folder {model} holds no config.json, so it is not a Hugging Face model{hint}")
