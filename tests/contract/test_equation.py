@@ -134,6 +134,20 @@ def test_fine_experts_can_be_used_in_other_numbers(dense: PreTrainedModel, k: in
     assert bool((meant - dense(ids).logits).abs().max() < 1e-5 * meant.abs().max()) == (k == 8)
 
 
+@pytest.mark.parametrize("k", [1, 2, 5, 8])
+def test_layers_that_use_all_experts_stay_whole(llama: PreTrainedModel, k: int, tmp_path: Path) -> None:
+    plan = make_plan(llama, "off", form="fine")
+    first, *others = (replace(layer, top_k=top_k) for layer, top_k in zip(plan.layers, (8, 2), strict=True))
+    plan = replace(plan, layers=(first, *others))
+    save_moe(fold(llama, plan), plan, None, tmp_path / "moe")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "moe").config.num_experts_per_tok == 2
+    moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=k)
+    ids = tokens(2, 24, seed=5)
+    asked = replace(plan, layers=(first, *(replace(layer, top_k=k) for layer in others)))
+    with masked(llama, planned_masks(asked)):
+        assert_same(moe(ids).logits, llama(ids).logits)
+
+
 @pytest.mark.parametrize("k", [0, 9, -1])
 def test_a_number_of_experts_that_there_is_not_is_refused(llama: PreTrainedModel, k: int, tmp_path: Path) -> None:
     plan = make_plan(llama, "off", form="fine")

@@ -33,12 +33,12 @@ LAYER_SIZES = ("expert_sizes", "union_sizes", "shared_sizes", "experts_per_token
 class ToMoEConfig(PreTrainedConfig):
     """The dense model's config, flat, plus what the plan chose; lists hold one number per layer.
 
-    dense_model_type: the family; expert_form: overlapping (top-1, experts share neurons) or fine (top-k, experts share nothing,
-    added to a shared part of shared_sizes neurons); num_experts: N; experts_per_token: k; num_experts_per_tok: the largest k,
-    or when loading another one (`layer_top_k`); expert_sizes: W; union_sizes: U; rotary_pairs: P; qk_dims: c, which is 2 P
-    and the kept dims that RoPE leaves alone; value_dims: kept dims of V and O; value_top_k: how many of them a token uses
-    (fewer if a value router chooses); expert_backend: a name in EXPERT_BACKENDS; plan_source: hash of the dense weights;
-    output_router_logits, router_aux_loss_coef: as in stock MoEs, for the balance loss (see `balance_loss`).
+    dense_model_type: the family; expert_form: overlapping (top-1, experts share neurons) or fine (top-k, experts share
+    nothing, added to a shared part of shared_sizes neurons); num_experts: N; experts_per_token: k; num_experts_per_tok:
+    `planned_top_k`, or when loading another one (`layer_top_k`); expert_sizes: W; union_sizes: U; rotary_pairs: P; qk_dims:
+    c, which is 2 P and the kept dims that RoPE leaves alone; value_dims: kept dims of V and O; value_top_k: how many of them
+    a token uses (fewer if a value router chooses); expert_backend: a name in EXPERT_BACKENDS; plan_source: hash of the dense
+    weights; output_router_logits, router_aux_loss_coef: as in stock MoEs, for the balance loss (see `balance_loss`).
     Raises ValueError, before anything is allocated, if these numbers contradict each other or the dense sizes.
     """
 
@@ -78,7 +78,7 @@ class ToMoEConfig(PreTrainedConfig):
         if self.expert_form == "overlapping":
             self.num_experts_per_tok = 1
         elif not self.num_experts_per_tok:
-            self.num_experts_per_tok = max(self.experts_per_token, default=1)
+            self.num_experts_per_tok = self.planned_top_k or 1
         # transformers makes empty configs to compare with.
         if self.dense_model_type is not None:
             self.check()
@@ -126,19 +126,26 @@ class ToMoEConfig(PreTrainedConfig):
         if type(value) is not int or not smallest <= value <= largest:
             raise ValueError(f"the config has {str(value)[:40]!r} as {name}, which must be {smallest} to {largest}")
 
+    @property
+    def planned_top_k(self) -> int:
+        """The largest k of the layers that leave experts out; N if none does."""
+        return max((k for k in self.experts_per_token if k < self.num_experts), default=self.num_experts)
+
     def layer_top_k(self, layer: int) -> int:
-        """Experts of a token in a layer, k. Loaded with another `num_experts_per_tok`, all layers use more or fewer of them, in
-        proportion to what they use, or to what they leave out; with all N the model is the dense one, if it was not repaired.
-        Raises ValueError if there are not so many experts."""
-        most, k, planned = max(self.experts_per_token), self.num_experts_per_tok, self.experts_per_token[layer]
-        if k == most:
+        """k of a layer. Loaded with another `num_experts_per_tok`, layers use more or fewer experts, in proportion to what they
+        use or leave out; those that leave none out stay whole. All N are the dense model, if it was not repaired."""
+        n, most, k, planned = (
+            self.num_experts,
+            self.planned_top_k,
+            self.num_experts_per_tok,
+            self.experts_per_token[layer],
+        )
+        if k == most or (planned == n and most < n):
             return planned
-        self._check_size("num_experts_per_tok", k, 1, self.num_experts)
+        self._check_size("num_experts_per_tok", k, 1, n)
         if k < most:
             return max(1, round(planned * k / most))
-        return self.num_experts - round(
-            (self.num_experts - planned) * (self.num_experts - k) / (self.num_experts - most)
-        )
+        return n - round((n - planned) * (n - k) / (n - most))
 
     def dense_config(self) -> PreTrainedConfig:
         """The config of the dense model, in its family's own class."""
