@@ -50,7 +50,7 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreT
     model = base.for_training()
     check_output(model)
     check_budget(shape_of(model), recipe)
-    if recipe.target != "hf" and (reason := dense_incompatibility(model, recipe.target)):
+    if recipe.target != "hf" and (reason := dense_incompatibility(model, recipe.target, recipe.experts.form)):
         raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")
     return model, load_tokenizer(recipe.model)
 

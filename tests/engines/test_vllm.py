@@ -5,8 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from test_export_equation import CASES
-from vllm_runs import Predicted, ask_transformers, ask_vllm, assert_alike, needs_vllm, post, serving
+from test_fine_export_equation import FAMILIES as FINE_FAMILIES
+from vllm_runs import (
+    Predicted,
+    ask_transformers,
+    ask_vllm,
+    assert_alike,
+    assert_routed_alike,
+    needs_vllm,
+    post,
+    serving,
+)
 
 from conftest import make_pico, make_plan, tokens
 from pico_tokenizer import make_tokenizer
@@ -22,46 +33,87 @@ PROMPTS = tokens(2, 20, seed=5).tolist()  # beyond the sliding window of mistral
 NEW_TOKENS = 8
 
 
+Exports = dict[tuple[str, str, str], Path]
+Answers = dict[tuple[str, str, str], list[Predicted]]
+FINE_CASES = [(family, attention, "glm4_moe") for family in FINE_FAMILIES for attention in ("off", "static")]
+# of fine-grained experts in the exports: eight, and one of zeros for the layer that chooses fewer
+ALL_EXPERTS = 9
+
+
 def write_pico_export(family: str, attention: str, target: str, folder: Path) -> None:
-    """The export of a pico model that vLLM can run, with a tokenizer."""
-    tokenizer = make_tokenizer()
-    dense = make_pico(family, **SIZES, **HEADS.get(family, {}), vocab_size=len(tokenizer))
-    moe = fold(dense, make_plan(dense, attention, active=0.8))
-    write_export(choose(moe, target), moe, tokenizer, folder, Options(width_multiple=32))
+    """The export of a pico model that vLLM can run, with a tokenizer; the dense model beside it."""
+    tokenizer, fine = make_tokenizer(), target == "glm4_moe"
+    changes = SIZES | HEADS.get(family, {}) | (FINE_FAMILIES[family] if fine else {})
+    dense = make_pico(family, **changes, vocab_size=len(tokenizer))
+    form = {"form": "fine"} if fine else {}
+    moe = fold(dense, make_plan(dense, attention, active=0.8, **form))
+    options = Options() if fine else Options(width_multiple=32)
+    write_export(choose(moe, target), moe, tokenizer, folder, options)
+    dense.save_pretrained(folder.with_name(f"{folder.name}-dense"))
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Path]:
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
     """A folder for every family, attention and target."""
     place = tmp_path_factory.mktemp("exports")
-    folders = {case: place / "-".join(case) for case in CASES}
+    folders = {case: place / "-".join(case) for case in CASES + FINE_CASES}
     for case, folder in folders.items():
         write_pico_export(*case, folder)
     return folders
 
 
-@pytest.fixture(scope="module")
-def predicted(
-    exports: dict[tuple[str, str, str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str, str], list[Predicted]]:
+def predict_all(exports: Exports, place: Path, **overrides: int) -> Answers:
     """What vLLM predicts for all of them: it starts once."""
-    requests = [{"folder": str(f), "prompts": PROMPTS, "new_tokens": NEW_TOKENS} for f in exports.values()]
-    return dict(zip(exports, ask_vllm(requests, tmp_path_factory.mktemp("vllm")), strict=True))
+    requests = [{"folder": str(f), "prompts": PROMPTS, "new_tokens": NEW_TOKENS, **overrides} for f in exports.values()]
+    return dict(zip(exports, ask_vllm(requests, place), strict=True))
+
+
+@pytest.fixture(scope="module")
+def predicted(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return predict_all(exports, tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="module")
+def predicted_with_all_experts(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    fine = {case: exports[case] for case in FINE_CASES}
+    return predict_all(fine, tmp_path_factory.mktemp("vllm"), num_experts_per_tok=ALL_EXPERTS)
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_vllm_predicts_what_transformers_does(
-    case: tuple[str, str, str],
-    exports: dict[tuple[str, str, str], Path],
-    predicted: dict[tuple[str, str, str], list[Predicted]],
-) -> None:
+def test_vllm_predicts_what_transformers_does(case: tuple[str, str, str], exports: Exports, predicted: Answers) -> None:
     assert_alike(predicted[case], ask_transformers(exports[case], PROMPTS, NEW_TOKENS), tolerance=1e-4)
 
 
-def test_the_server_answers_with_the_text_that_transformers_writes(
-    exports: dict[tuple[str, str, str], Path], tmp_path: Path
+@pytest.mark.parametrize("case", FINE_CASES, ids="-".join)
+def test_vllm_chooses_among_fine_grained_experts_as_transformers_does(
+    case: tuple[str, str, str], exports: Exports, predicted: Answers
 ) -> None:
-    folder, prompt = exports["llama", "off", "mixtral"], "the sea and a boat"
+    reference = ask_transformers(exports[case], PROMPTS, NEW_TOKENS)
+    assert_routed_alike(predicted[case], reference, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("case", FINE_CASES, ids="-".join)
+def test_with_all_experts_vllm_writes_what_the_dense_model_writes(
+    case: tuple[str, str, str], exports: Exports, predicted: Answers, predicted_with_all_experts: Answers
+) -> None:
+    """The number of experts is an override of the config; with all of them no router decides."""
+    answer = predicted_with_all_experts[case]
+    reference = ask_transformers(exports[case], PROMPTS, NEW_TOKENS, num_experts_per_tok=ALL_EXPERTS)
+    assert_alike(answer, reference, tolerance=1e-4)
+    if case[1] == "off":
+        dense = exports[case].with_name(f"{exports[case].name}-dense")
+        assert_alike(answer, ask_transformers(dense, PROMPTS, NEW_TOKENS), tolerance=1e-2)
+    planned = torch.cat([a.log_probs for a in predicted[case]])
+    assert float((planned - torch.cat([a.log_probs for a in answer])).abs().max()) > 0.05, (
+        "the override changed nothing"
+    )
+
+
+@pytest.mark.parametrize("target", ["mixtral", "glm4_moe"])
+def test_the_server_answers_with_the_text_that_transformers_writes(
+    target: str, exports: Exports, tmp_path: Path
+) -> None:
+    folder, prompt = exports["llama", "off", target], "the sea and a boat"
     tokenizer = make_tokenizer()
     (expected,) = ask_transformers(folder, [tokenizer(prompt).input_ids], NEW_TOKENS)
     with serving(folder, tmp_path / "log", "--dtype", "float32", "--max-model-len", "64", "--enforce-eager") as address:

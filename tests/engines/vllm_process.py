@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 # In one process a model is gone with its object.
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 def predict(

@@ -23,9 +23,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (./run.sh engines)")
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+# little memory for keys and values, and no thread bound to a core that others may be using
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
 # seconds; the engine takes most of a minute to start, and more on a machine that is busy
-PATIENCE = 600
+PATIENCE = 840
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,16 @@ def assert_alike(engine: list[Predicted], reference: list[Predicted], tolerance:
         assert difference <= tolerance, f"log-probs of the prompt differ by {difference:.2g}"
         assert torch.allclose(answer.most_likely, expected.most_likely, rtol=0, atol=tolerance)
         assert answer.written == expected.written
+
+
+def assert_routed_alike(engine: list[Predicted], reference: list[Predicted], tolerance: float) -> None:
+    """Log-probs within `tolerance` at nine tenths of the positions.
+
+    Both round alike to the last bit only; where fine-grained experts are almost tied, one may choose another than the other.
+    """
+    pairs = zip(engine, reference, strict=True)
+    off = torch.cat([(answer.log_probs - expected.log_probs).abs() for answer, expected in pairs])
+    assert float((off <= tolerance).float().mean()) >= 0.9, off
 
 
 @contextmanager

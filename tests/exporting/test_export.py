@@ -23,7 +23,7 @@ from pico_files import CommandLine, contents, pico_recipe, write_pico, write_tex
 from tomoe.conversion import convert
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import measure
-from tomoe.exporting.run import BOUNDS, judge
+from tomoe.exporting.proof import BOUNDS, judge
 from tomoe.exporting.verify import Agreement, agree, record, summarize
 from tomoe.files import format_bytes
 

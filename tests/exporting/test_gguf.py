@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from tomoe.conversion import convert
 from tomoe.errors import UserError
 from tomoe.exporting import engines as llama_cpp
 from tomoe.exporting.engines import LlamaCpp
-from tomoe.exporting.gguf import Precision, entries, gguf_bytes, gguf_incompatibility, write_gguf
+from tomoe.exporting.gguf import Precision, copy_with_experts, entries, gguf_bytes, gguf_incompatibility, write_gguf
 from tomoe.exporting.gguf_tokenizer import SPLITS, splitting_rule
 from tomoe.exporting.targets import Options, choose, write_export
 from tomoe.moe.fold import fold
@@ -70,6 +71,63 @@ def test_llama_cpp_predicts_what_the_folded_model_does(family: str, attention: s
     assert float((meant.exp() * (meant - found["q8_0"])).sum()) <= 0.01
     sizes = {name: (tmp_path / name).stat().st_size for name in found}
     assert sizes["q8_0"] < 0.75 * sizes["f16"] < 0.5 * sizes["f32"]
+
+
+def make_fine(family: str, **changes: object) -> tuple[ToMoEForCausalLM, ToMoEForCausalLM]:
+    """A model with fine-grained experts, and the same with all of them for each token."""
+    dense = make_pico(family, vocab_size=len(TOKENIZER), **changes)
+    for parameter in dense.parameters():
+        parameter.data.copy_((parameter.data * (0.5 if parameter.dim() > 1 else 1.0)).bfloat16())
+    plan = make_plan(dense, "off", form="fine")
+    everything = replace(plan, layers=tuple(replace(layer, top_k=8) for layer in plan.layers))
+    return fold(dense, plan), fold(dense, everything)
+
+
+@pytest.mark.usefixtures("needs_llama_cpp")
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_llama_cpp_runs_fine_grained_experts(family: str, tmp_path: Path) -> None:
+    moe, whole = make_fine(family, **{"sliding_window": None} if family == "mistral" else {})
+    ids, file = tokens(1, 20, seed=5), tmp_path / "f32"
+    write_gguf(moe, TOKENIZER, file, "f32", 1)
+    with torch.no_grad():
+        planned, meant = (m(ids).logits[0].log_softmax(-1) for m in (moe, whole))
+    everything = LlamaCpp(copy_with_experts(file, tmp_path / "all"), len(TOKENIZER), 64, LETTER, threads=1)
+    assert float((everything.log_probs(ids[0].tolist()) - meant[-1]).abs().max()) <= 2e-3
+    # a router may choose otherwise where two experts are almost tied
+    model = LlamaCpp(file, len(TOKENIZER), 64, LETTER, threads=1)
+    off = [float((model.log_probs(ids[0, :n].tolist()) - planned[n - 1]).abs().max()) for n in range(2, 21)]
+    assert sum(d <= 2e-3 for d in off) >= 0.8 * len(off), off
+    assert float((planned - meant).abs().max()) > 0.05, "the router changed nothing"
+
+
+@pytest.mark.usefixtures("needs_llama_cpp")
+def test_quantized_rows_of_fine_grained_experts(tmp_path: Path) -> None:
+    """K-quants hold 256 numbers of a row together, Q8_0 holds 32."""
+    moe, whole = make_fine("qwen2", hidden_size=256)
+    ids = tokens(1, 20, seed=5)
+    with torch.no_grad():
+        meant = whole(ids).logits[0, -1].log_softmax(-1)
+    off, sizes = {}, {}
+    for precision, multiple in (("q8_0", 32), ("q6_k", 256), ("q4_k", 256)):
+        file = tmp_path / precision
+        write_gguf(moe, TOKENIZER, file, precision, multiple)
+        types = {t.name: t.tensor_type for t in GGUFReader(file).tensors}
+        assert types["blk.0.ffn_down_exps.weight"].name == precision.upper()
+        assert types["blk.0.ffn_gate_inp.weight"].name == types["blk.0.exp_probs_b.bias"].name == "F32"
+        model = LlamaCpp(copy_with_experts(file, tmp_path / "all"), len(TOKENIZER), 64, LETTER, threads=1)
+        predicted = model.log_probs(ids[0].tolist())
+        off[precision] = float((meant.exp() * (meant - predicted)).sum())
+        sizes[precision] = sum(t.n_bytes for t in GGUFReader(file).tensors if "attn" in t.name)
+    assert off["q8_0"] <= off["q6_k"] <= off["q4_k"] <= 0.1
+    assert off["q6_k"] <= 0.01
+    assert sizes["q4_k"] < 0.8 * sizes["q6_k"] < 0.8 * sizes["q8_0"]
+
+
+def test_rows_that_are_too_short_for_a_type_take_a_larger_one(tmp_path: Path) -> None:
+    moe, _ = make_fine("llama")
+    types = {entry.name: entry.type.name for entry in entries(moe, "q4_k", 1)}
+    assert types["blk.0.attn_q.weight"] == "Q8_0"
+    assert types["blk.0.ffn_down_exps.weight"] == "F16"
 
 
 @pytest.mark.usefixtures("needs_llama_cpp")
@@ -125,6 +183,8 @@ def test_what_llama_cpp_cannot_do_is_refused() -> None:
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     assert gguf_incompatibility(make_moe("llama", rope_parameters=linear)) is None
     assert "plain rotary" in str(gguf_incompatibility(make_moe("qwen3", rope_parameters=linear)))
+    assert "glm4moe takes plain rotary" in str(gguf_incompatibility(make_fine("llama3")[0]))
+    assert "sliding window" in str(gguf_incompatibility(make_fine("mistral")[0]))
 
 
 @pytest.mark.parametrize("precision", ["f16", "q8_0"])
@@ -233,3 +293,8 @@ def test_without_llama_cpp_the_file_is_written_and_called_unproved(
     assert json.loads((tmp_path / "out" / "export.json").read_text())["proof"]["same"] is None
     with pytest.raises(UserError, match="pip install xllamacpp"):
         llama_cpp.binding()
+    monkeypatch.setattr(llama_cpp, "find_spec", lambda name: None)
+    done = tomoe("export", made, "--format", "gguf", "-o", tmp_path / "other", "--weights", "q4_k")
+    assert done.code == 2
+    assert "q4_k weights are made by llama.cpp: pip install xllamacpp" in done.err
+    assert not (tmp_path / "other").exists()

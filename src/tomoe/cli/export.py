@@ -11,8 +11,8 @@ from tomoe.cli import options
 if TYPE_CHECKING:
     from tomoe.exporting.run import Exported
 
-Format = Literal["auto", "mixtral", "qwen2_moe", "qwen3_moe", "gguf", "hf"]
-Precision = Literal["f32", "f16", "bf16", "q8_0"]
+Format = Literal["auto", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gguf", "hf"]
+Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"]
 
 
 def export(
@@ -31,12 +31,18 @@ def export(
     ] = "float32",
     device: options.Device = "auto",
     width_multiple: Annotated[
-        int, typer.Option("--width-multiple", min=1, help="Pad expert widths to a multiple; K-quants need 256.")
-    ] = 64,
+        int | None,
+        typer.Option(
+            "--width-multiple",
+            min=1,
+            help="Pad expert widths to a multiple; K-quants need 256.",
+            show_default="64, or none for fine-grained experts",
+        ),
+    ] = None,
     weights: Annotated[Precision, typer.Option("--weights", help="Precision of a GGUF file.")] = "f16",
     force: options.Force = False,
 ) -> None:
-    """Write a stock MoE (Mixtral, Qwen) or GGUF, and verify it on text."""
+    """Write a stock MoE (Mixtral, Qwen, Glm4) or GGUF, and verify it on text."""
     from tomoe.cli.screen import Screen
     from tomoe.exporting.run import export as run_export
     from tomoe.exporting.targets import Options

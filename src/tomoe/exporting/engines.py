@@ -1,13 +1,17 @@
-"""Run a GGUF file in llama.cpp itself, to compare it with the model it was written from."""
+"""llama.cpp itself: it quantizes what is written to a GGUF file, and runs the file to compare it with the model."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from gguf import GGMLQuantizationType, quants
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from tomoe.errors import UserError
@@ -22,6 +26,25 @@ def binding() -> Any:
     except ImportError:
         raise UserError("running a GGUF file needs llama.cpp: pip install xllamacpp") from None
     return xllamacpp
+
+
+def check_quantizer(precision: str) -> None:
+    """Raises UserError if weights of this precision need llama.cpp, and it is not installed."""
+    if precision.endswith("_k") and find_spec("xllamacpp") is None:
+        raise UserError(f"{precision} weights are made by llama.cpp: pip install xllamacpp, or choose q8_0")
+
+
+def quantize(x: Float[np.ndarray, "*rows n"], kind: GGMLQuantizationType) -> Shaped[np.ndarray, "*rows bytes"]:
+    """Rows of float32 numbers in a type of llama.cpp; K-quants by llama.cpp's own code, without an importance matrix."""
+    if not kind.name.endswith("_K"):
+        return quants.quantize(x, kind)
+    library = ctypes.CDLL(binding().xllamacpp.__file__)
+    size, pointer = ctypes.c_int64, ctypes.c_void_p
+    library.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, size, size, size, pointer]
+    rows = x.reshape(-1, x.shape[-1])
+    out = np.empty(quants.quant_shape_to_byte_shape(x.shape, kind), np.uint8)
+    library.ggml_quantize_chunk(int(kind), rows.ctypes.data, out.ctypes.data, 0, *rows.shape, None)
+    return out
 
 
 class LlamaCpp:

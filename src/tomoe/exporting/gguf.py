@@ -2,25 +2,36 @@
 
 llama.cpp's `llama` architecture with experts is Mixtral, and it takes biases of Q, K and V where a file has them; `qwen3moe`
 normalizes Q and K. Both make the weight of a single chosen expert exactly 1. (`qwen2moe` does not: it multiplies by the
-router's probability.)
+router's probability.) Fine-grained experts go into `glm4moe`, with the tensors of glm4_moe.py.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
+from gguf import (
+    GGML_QUANT_SIZES,
+    ExpertGatingFuncType,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFWriter,
+    LlamaFileType,
+    quants,
+)
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tomoe.exporting import glm4_moe
+from tomoe.exporting.engines import quantize
 from tomoe.exporting.gguf_tokenizer import write_tokenizer
 from tomoe.exporting.stock import (
     Layout,
@@ -34,14 +45,18 @@ from tomoe.exporting.stock import (
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback, no_stage_progress
 
-Precision = Literal["f32", "f16", "bf16", "q8_0"]
-TYPES = {name: GGMLQuantizationType[name.upper()] for name in ("f32", "f16", "bf16", "q8_0")}
+Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+TYPES = {name: GGMLQuantizationType[name.upper()] for name in PRECISIONS}
 FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "bf16": LlamaFileType.MOSTLY_BF16,
-    "q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "q8_0": LlamaFileType.MOSTLY_Q8_0, "q6_k": LlamaFileType.MOSTLY_Q6_K, "q4_k": LlamaFileType.MOSTLY_Q4_K_S,
 }  # fmt: skip
-# Numbers of a row that Q8_0 quantizes together.
-BLOCK = 32
+# What takes the place of a type if a row is no multiple of the numbers that it quantizes together.
+COARSER_ROWS = {
+    GGMLQuantizationType.Q4_K: GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q6_K: GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q8_0: GGMLQuantizationType.F16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,12 @@ class Entry:
 
 def _arch(moe: ToMoEForCausalLM) -> StockArch:
     first: Any = moe.model.layers[0]
-    return gguf_arch(first.self_attn.q_norm is not None)
+    return gguf_arch(first.self_attn.q_norm is not None, moe.config.expert_form == "fine")
+
+
+def _gguf_name(arch: StockArch) -> str:
+    """llama.cpp's name of the architecture."""
+    return "glm4moe" if arch.fine else "qwen3moe" if arch.normed else "llama"
 
 
 def gguf_incompatibility(moe: ToMoEForCausalLM) -> str | None:
@@ -79,8 +99,9 @@ def gguf_incompatibility(moe: ToMoEForCausalLM) -> str | None:
     rotary: Any = moe.model.rotary_emb
     if rotary.rope_type in ("dynamic", "longrope") or rotary.attention_scaling != 1.0:
         return f"its rotary embedding ({rotary.rope_type}) scales with the length or the scores"
-    if arch.normed and rotary.rope_type != "default":
-        return f"llama.cpp's qwen3moe takes plain rotary frequencies only, and these are scaled ({rotary.rope_type})"
+    if (arch.normed or arch.fine) and rotary.rope_type != "default":
+        name = _gguf_name(arch)
+        return f"llama.cpp's {name} takes plain rotary frequencies only, and these are scaled ({rotary.rope_type})"
     return None
 
 
@@ -96,17 +117,19 @@ def interleaved(t: Float[Tensor, " HC *rest"], head_dim: int) -> Float[Tensor, "
 
 
 def _type_of(name: str, shape: tuple[int, ...], precision: Precision) -> GGMLQuantizationType:
-    """Routers, norms and biases are small and stay float32; a row that is no multiple of 32 cannot be quantized."""
+    """Routers, norms and biases are small and stay float32; embeddings and output matrix are not made coarser than Q6_K."""
     if len(shape) == 1 or "ffn_gate_inp" in name:
         return GGMLQuantizationType.F32
-    return GGMLQuantizationType.F16 if precision == "q8_0" and shape[-1] % BLOCK else TYPES[precision]
+    kind = TYPES["q6_k" if precision == "q4_k" and name in ("token_embd.weight", "output.weight") else precision]
+    while shape[-1] % GGML_QUANT_SIZES[kind][0]:
+        kind = COARSER_ROWS[kind]
+    return kind
 
 
 @torch.no_grad()
 def entries(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> Iterator[Entry]:
     """Yield every tensor of the file in order; an entry makes its tensor when it is written."""
     arch, inner = _arch(moe), moe.model
-    layout = make_layout(moe, arch, multiple)
 
     def entry(name: str, make: Callable[[], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
         shape = tuple(make().shape) if shape is None else shape
@@ -125,29 +148,33 @@ def entries(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> Itera
     for i, layer in enumerate(inner.layers):
         prefix = f"blk.{i}."
         yield weight(f"{prefix}attn_norm.weight", layer.input_layernorm)
-        yield weight(f"{prefix}ffn_norm.weight", layer.post_attention_layernorm)
-        for name, t in _attention(layer.self_attn).items():
+        norm = "post_attention_norm" if arch.fine else "ffn_norm"
+        yield weight(f"{prefix}{norm}.weight", layer.post_attention_layernorm)
+        for name, t in _attention(layer.self_attn, arch).items():
             # made again when it is written: padded copies of all layers would be as large as the dense attention
-            yield entry(prefix + name, partial(_attention_tensor, layer.self_attn, name), tuple(t.shape))
-        yield weight(f"{prefix}ffn_gate_inp.weight", layer.mlp.router)
-        yield from _experts(layer.mlp, layout, arch, prefix, entry)
+            yield entry(prefix + name, partial(_attention_tensor, layer.self_attn, arch, name), tuple(t.shape))
+        if not arch.fine:
+            yield weight(f"{prefix}ffn_gate_inp.weight", layer.mlp.router)
+            yield from _experts(layer.mlp, make_layout(moe, arch, multiple), arch, prefix, entry)
+    if arch.fine:
+        yield from _fine_experts(moe, multiple, entry)
 
 
-def _attention(attention: Any) -> dict[str, Tensor]:
+def _attention(attention: Any, arch: StockArch) -> dict[str, Tensor]:
     places = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
     places |= {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
     tensors = {}
     for name, t in attention_tensors(attention).items():
         part, _, kind = name.partition(".")
-        # qwen3moe pairs halves, as transformers does
-        if part in ("q_proj", "k_proj") and attention.q_norm is None:
+        # the others pair halves, as transformers does
+        if part in ("q_proj", "k_proj") and _gguf_name(arch) == "llama":
             t = interleaved(t, attention.head_dim)
         tensors[f"{places[part]}.{kind}"] = t
     return tensors
 
 
-def _attention_tensor(attention: Any, name: str) -> Tensor:
-    return _attention(attention)[name]
+def _attention_tensor(attention: Any, arch: StockArch, name: str) -> Tensor:
+    return _attention(attention, arch)[name]
 
 
 def _experts(mlp: Any, layout: Layout, arch: StockArch, prefix: str, entry: Callable[..., Entry]) -> Iterator[Entry]:
@@ -169,6 +196,42 @@ def _experts(mlp: Any, layout: Layout, arch: StockArch, prefix: str, entry: Call
         yield entry(f"{prefix}ffn_{place}_exps.weight", stacked, shape)
 
 
+def _fine_experts(moe: ToMoEForCausalLM, multiple: int, entry: Callable[..., Entry]) -> Iterator[Entry]:
+    """The whole MLPs of the first layers, and routers, experts and shared experts of the others, as in a Glm4Moe."""
+    layout = glm4_moe.make_layout(moe, multiple)
+    n, d, w, s = layout.experts, moe.config.hidden_size, layout.width, layout.shared
+
+    @cache
+    def scales() -> list[float]:
+        return glm4_moe.router_scales(moe)
+
+    def router(mlp: Any, i: int, part: int) -> Tensor:
+        return glm4_moe.router_tensors(mlp, layout, scales()[i])[part]
+
+    def stacked(mlp: Any, part: int) -> Tensor:
+        return torch.stack([glm4_moe.expert_matrices(mlp, layout, e)[part] for e in range(n)])
+
+    def shared(mlp: Any, part: int) -> Tensor:
+        return glm4_moe.expert_matrices(mlp, layout, None)[part]
+
+    def whole(mlp: Any, part: int) -> Tensor:
+        return glm4_moe.whole_matrices(mlp)[part]
+
+    for i, layer in enumerate(moe.model.layers):
+        prefix, mlp = f"blk.{i}.", layer.mlp
+        if i < layout.whole:
+            for part, place in enumerate(("gate", "up", "down")):
+                f = mlp.up_proj.shape[0]
+                yield entry(f"{prefix}ffn_{place}.weight", partial(whole, mlp, part), (d, f) if part == 2 else (f, d))
+            continue
+        yield entry(f"{prefix}ffn_gate_inp.weight", partial(router, mlp, i, 0), (n, d))
+        yield entry(f"{prefix}exp_probs_b.bias", partial(router, mlp, i, 1), (n,))
+        for part, place in enumerate(("gate", "up", "down")):
+            one, all_shared = ((d, w), (d, s)) if place == "down" else ((w, d), (s, d))
+            yield entry(f"{prefix}ffn_{place}_exps.weight", partial(stacked, mlp, part), (n, *one))
+            yield entry(f"{prefix}ffn_{place}_shexp.weight", partial(shared, mlp, part), all_shared)
+
+
 def _plain_frequencies(moe: ToMoEForCausalLM) -> Tensor:
     """Rotary frequencies before any scaling; a file holds what they are divided by."""
     size = 2 * moe.model.rotary_emb.inv_freq.numel()
@@ -176,9 +239,14 @@ def _plain_frequencies(moe: ToMoEForCausalLM) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, size, 2, device=moe.device).float() / size)
 
 
-def gguf_widths(moe: ToMoEForCausalLM, multiple: int) -> int:
-    """Width of every expert in the file."""
-    return make_layout(moe, _arch(moe), multiple).width
+def gguf_layout(moe: ToMoEForCausalLM, multiple: int) -> tuple[int, str]:
+    """Width of every expert in the file, and the layout in words."""
+    arch = _arch(moe)
+    if arch.fine:
+        fine = glm4_moe.make_layout(moe, multiple)
+        return fine.width, glm4_moe.layout_words(moe, fine)
+    width = make_layout(moe, arch, multiple).width
+    return width, f"{moe.config.num_experts} experts of {width:,} neurons in each layer"
 
 
 def gguf_bytes(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> int:
@@ -191,8 +259,9 @@ def write_gguf(
     on_progress: StageCallback = no_stage_progress,
 ) -> None:  # fmt: skip
     """Write one file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would read otherwise."""
-    writer = GGUFWriter(None, "qwen3moe" if _arch(moe).normed else "llama")
-    _write_sizes(writer, moe, precision, make_layout(moe, _arch(moe), multiple), path)
+    writer = GGUFWriter(None, _gguf_name(_arch(moe)))
+    _write_sizes(writer, moe, precision, path)
+    _write_expert_sizes(writer, moe, multiple)
     if tokenizer is not None:
         write_tokenizer(writer, tokenizer, moe.config.vocab_size)
     tensors = list(entries(moe, precision, multiple))
@@ -207,14 +276,40 @@ def write_gguf(
     writer.write_ti_data_to_file()
     total, written = sum(entry.nbytes for entry in tensors), 0
     for entry in tensors:
-        data = quants.quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
+        data = quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
         writer.write_tensor_data(data)
         written += data.nbytes
         on_progress(written, total)
     writer.close()
 
 
-def _write_sizes(writer: GGUFWriter, moe: ToMoEForCausalLM, precision: Precision, layout: Layout, path: Path) -> None:
+def read_routers(file: Path) -> tuple[dict[int, glm4_moe.StockRouter], int]:
+    """The routers of fine-grained experts in a file, by number of the layer, and how many experts a token uses."""
+    reader = GGUFReader(file)
+    stored = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors if _of_router(tensor.name)}
+    whole, layers = (
+        int(reader.fields[f"glm4moe.{key}"].contents()) for key in ("leading_dense_block_count", "block_count")
+    )
+    routers = {
+        i: (stored[f"blk.{i}.ffn_gate_inp.weight"], stored[f"blk.{i}.exp_probs_b.bias"]) for i in range(whole, layers)
+    }
+    return routers, int(reader.fields["glm4moe.expert_used_count"].contents())
+
+
+def _of_router(name: str) -> bool:
+    return "ffn_gate_inp" in name or "exp_probs_b" in name
+
+
+def copy_with_experts(file: Path, copy: Path) -> Path:
+    """Copy a file with fine-grained experts, so that a token uses all of them; return the copy."""
+    shutil.copyfile(file, copy)
+    fields = GGUFReader(copy, "r+").fields
+    used, count = fields["glm4moe.expert_used_count"], fields["glm4moe.expert_count"]
+    used.parts[used.data[0]][0] = count.contents()
+    return copy
+
+
+def _write_sizes(writer: GGUFWriter, moe: ToMoEForCausalLM, precision: Precision, path: Path) -> None:
     config, first = moe.config, moe.model.layers[0].self_attn
     head_dim = first.head_dim
     writer.add_type("model")
@@ -224,9 +319,6 @@ def _write_sizes(writer: GGUFWriter, moe: ToMoEForCausalLM, precision: Precision
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(context_length(moe))
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(layout.width)
-    if first.q_norm is not None:
-        writer.add_expert_feed_forward_length(layout.width)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(first.k_proj.out_features // first.qk_size)
     writer.add_key_length(head_dim)
@@ -235,5 +327,25 @@ def _write_sizes(writer: GGUFWriter, moe: ToMoEForCausalLM, precision: Precision
     writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(1)
+
+
+def _write_expert_sizes(writer: GGUFWriter, moe: ToMoEForCausalLM, multiple: int) -> None:
+    arch = _arch(moe)
+    if not arch.fine:
+        width = make_layout(moe, arch, multiple).width
+        writer.add_feed_forward_length(width)
+        if arch.normed:
+            writer.add_expert_feed_forward_length(width)
+        writer.add_expert_count(moe.config.num_experts)
+        writer.add_expert_used_count(1)
+        return
+    layout = glm4_moe.make_layout(moe, multiple)
+    writer.add_feed_forward_length(moe.config.intermediate_size)
+    writer.add_expert_feed_forward_length(layout.width)
+    writer.add_expert_count(layout.experts)
+    writer.add_expert_used_count(layout.top_k)
+    writer.add_expert_shared_count(layout.shared // layout.width)
+    writer.add_expert_weights_scale(glm4_moe.ROUTED_SCALE)
+    writer.add_expert_weights_norm(False)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_leading_dense_block_count(layout.whole)

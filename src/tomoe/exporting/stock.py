@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -38,11 +39,12 @@ PROBE_TOKENS = 8
 
 @dataclass(frozen=True)
 class StockArch:
-    """A stock architecture that can hold a top-1 MoE with expert weight exactly 1.
+    """A stock architecture that can hold a MoE whose chosen experts have the weight 1.
 
     moe_name: of a layer's MoE in a checkpoint; expert_names: of an expert's gate, up and down projection there; width_key: of
-    M in the config; biased: Q, K and V have biases, written as zeros if the model has none (vLLM expects them); normed: Q and K
-    are normalized in each head; shared: a shared expert works on every token.
+    M in the config; biased: Q, K and V may have biases; normed: Q and K are normalized in each head, None if the config says;
+    shared: a shared expert works on every token; fine: for fine-grained experts, else for overlapping ones; windows: tokens
+    may see the last ones only.
     """
 
     name: str
@@ -51,8 +53,10 @@ class StockArch:
     expert_names: tuple[str, str, str]
     width_key: str
     biased: bool = False
-    normed: bool = False
+    normed: bool | None = False
     shared: bool = False
+    fine: bool = False
+    windows: bool = True
 
 
 _QWEN = ("gate_proj", "up_proj", "down_proj")
@@ -62,8 +66,12 @@ STOCK_ARCHS = {
         StockArch("mixtral", MixtralConfig, "block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size"),
         StockArch("qwen2_moe", Qwen2MoeConfig, "mlp", _QWEN, "moe_intermediate_size", biased=True, shared=True),
         StockArch("qwen3_moe", Qwen3MoeConfig, "mlp", _QWEN, "moe_intermediate_size", normed=True),
+        StockArch(
+            "glm4_moe", Glm4MoeConfig, "mlp", _QWEN, "moe_intermediate_size", biased=True, normed=None, shared=True,
+            fine=True, windows=False,
+        ),
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,8 @@ class Layout:
 
 def incompatibility(moe: ToMoEForCausalLM, arch: StockArch) -> str | None:
     """Why a stock architecture cannot compute what this MoE computes, as half a sentence; None if it can."""
+    if problem := form_problem(moe.config.expert_form, arch):
+        return problem
     attentions: list[Any] = [layer.self_attn for layer in moe.model.layers]
     mlp: Any = moe.model.layers[0].mlp
     first = attentions[0]
@@ -94,22 +104,39 @@ def incompatibility(moe: ToMoEForCausalLM, arch: StockArch) -> str | None:
     if abs(first.scaling * first.head_dim**0.5 - 1) > 1e-6:
         return "its attention has a softmax scale of its own"
     windows = {a.sliding_window for a in attentions}
+    if arch.fine and moe.config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {moe.config.hidden_act}, and engines know this architecture with silu only"
+    if not arch.windows and any(w is not None and w < moe.config.max_position_embeddings for w in windows):
+        return "its attention has a sliding window"
     if len(windows) > (2 if arch.shared and None in windows else 1):
         return "its layers have sliding windows of different sizes"
     return _nonstandard_residual(moe)
 
 
-def dense_incompatibility(dense: PreTrainedModel, name: str) -> str | None:
-    """Why no MoE made from this dense model could become the target `name`, judging by its parts; None if it might."""
+def form_problem(form: str, arch: StockArch) -> str | None:
+    """Why an architecture cannot hold experts of this form (experts.form), as half a sentence; None if it can."""
+    if arch.fine == (form == "fine"):
+        return None
+    if arch.fine:
+        return "its experts share neurons (experts.form = overlapping), and it has a place for fine-grained ones only"
+    return "its experts are fine-grained (experts.form = fine): a token uses several, each with the weight 1"
+
+
+def dense_incompatibility(dense: PreTrainedModel, name: str, form: str = "overlapping") -> str | None:
+    """Why no MoE with experts of this form, made from this dense model, could become the target `name`, judging by its parts;
+    None if it might."""
     parts = layer_parts(dense)[0]
     normed = getattr(parts.attention, "q_norm", None) is not None
-    arch = gguf_arch(normed) if name == "gguf" else STOCK_ARCHS[name]
+    arch = gguf_arch(normed, form == "fine") if name == "gguf" else STOCK_ARCHS[name]
     biases = any(p is not None and p.bias is not None for p in (parts.gate, parts.up, parts.down))
     return _unsupported_part(arch, parts.gate is not None, biases, parts.q, parts.o, normed)
 
 
-def gguf_arch(normed: bool) -> StockArch:
-    """The layout of llama.cpp's `llama` (Mixtral, with biases of Q, K and V allowed) or, if `normed`, of its `qwen3moe`."""
+def gguf_arch(normed: bool, fine: bool) -> StockArch:
+    """The layout of llama.cpp's `llama` (Mixtral, with biases of Q, K and V allowed) or, if `normed`, of its `qwen3moe`;
+    for fine-grained experts of its `glm4moe`."""
+    if fine:
+        return replace(STOCK_ARCHS["glm4_moe"], name="gguf")
     return STOCK_ARCHS["qwen3_moe"] if normed else replace(STOCK_ARCHS["mixtral"], name="gguf", biased=True)
 
 
@@ -124,7 +151,7 @@ def _unsupported_part(
         return "its attention output has a bias"
     if q.bias is not None and not arch.biased:
         return "its Q, K and V projections have biases"
-    if normed != arch.normed:
+    if arch.normed is not None and normed != arch.normed:
         return "it normalizes Q and K" if normed else "it does not normalize Q and K"
     return None
 
@@ -194,18 +221,12 @@ def make_layout(moe: ToMoEForCausalLM, arch: StockArch, multiple: int = STOCK_MU
 
 def stock_config(moe: ToMoEForCausalLM, arch: StockArch, layout: Layout) -> PreTrainedConfig:
     """The config of the export: the keys that the architecture shares with the dense model's, and the sizes."""
-    dense = moe.config.dense_config()
-    values = dense.to_dict()
     windows = [layer.self_attn.sliding_window for layer in moe.model.layers]
     window = next((w for w in windows if w is not None), None)
-    known = {f.name for f in fields(arch.config_class)} | {"head_dim"}
-    kept = {k: v for k, v in values.items() if k in known and k not in ("layer_types", "dtype", "transformers_version")}
-    kept |= {
-        "head_dim": moe.model.layers[0].self_attn.head_dim,
+    kept = kept_values(moe, arch) | {
         arch.width_key: layout.width,
         "num_experts_per_tok": 1,
         "sliding_window": window,
-        "architectures": [arch.config_class.__name__.replace("Config", "ForCausalLM")],
         ("num_experts" if arch.moe_name == "mlp" else "num_local_experts"): moe.config.num_experts,
     }
     if arch.moe_name == "mlp":
@@ -220,11 +241,21 @@ def stock_config(moe: ToMoEForCausalLM, arch: StockArch, layout: Layout) -> PreT
         kept |= {"shared_expert_intermediate_size": layout.shared, "layer_types": types}
     config: PreTrainedConfig = arch.config_class(**kept)
     config.dtype = moe.dtype
-    _check_rotary(moe, config)
+    check_rotary(moe, config)
     return config
 
 
-def _check_rotary(moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
+def kept_values(moe: ToMoEForCausalLM, arch: StockArch) -> dict[str, Any]:
+    """What the config of the export has in common with the dense model's, and names that are the same for every layout."""
+    values = moe.config.dense_config().to_dict()
+    known = {f.name for f in fields(arch.config_class)} - {"layer_types", "dtype", "transformers_version"}
+    return {k: v for k, v in values.items() if k in known} | {
+        "head_dim": moe.model.layers[0].self_attn.head_dim,
+        "architectures": [arch.config_class.__name__.replace("Config", "ForCausalLM")],
+    }
+
+
+def check_rotary(moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
     """Raises UserError if the architecture's own code makes other rotary frequencies of this config than the MoE has."""
     ours, theirs = moe.model.rotary_emb, type(empty_stock(config).model.rotary_emb)(config)
     same = torch.equal(ours.inv_freq.float().cpu(), theirs.inv_freq) and (

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.exporting.gguf import Precision, context_length, gguf_bytes, gguf_incompatibility, gguf_widths, write_gguf
+from tomoe.exporting import glm4_moe
+from tomoe.exporting.engines import check_quantizer
+from tomoe.exporting.gguf import Precision, context_length, gguf_bytes, gguf_incompatibility, gguf_layout, write_gguf
 from tomoe.exporting.stock import (
     STOCK_ARCHS,
     StockArch,
@@ -35,7 +38,8 @@ from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.recipe.conversion import STOCK_MULTIPLE
 
-SHARD_BYTES = 5 * 10**9
+# Of which one is in memory beside the model.
+SHARD_BYTES = 10**9
 # Disk space beside the weights: tokenizer, headers, card.
 OVERHEAD = 1.02
 
@@ -57,10 +61,14 @@ class Sizes:
 class Options:
     """What the user may choose about the files."""
 
-    # Expert widths are multiples of this.
-    width_multiple: int = STOCK_MULTIPLE
+    # Expert widths are multiples of this; None: of 64 if experts overlap, as they are if they are fine-grained.
+    width_multiple: int | None = None
     # The type of the weights in a GGUF file.
     precision: Precision = "f16"
+
+    def multiple(self, moe: ToMoEForCausalLM) -> int:
+        """What the expert widths of this model become multiples of."""
+        return self.width_multiple or (1 if moe.config.expert_form == "fine" else STOCK_MULTIPLE)
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,8 @@ def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
     for arch in STOCK_ARCHS:
         problem = TARGETS[arch].incompatibility(moe)
         if problem is None:
-            return Choice(TARGETS[arch], f"{TARGETS[arch].about} holds it exactly, and loads without code of its own")
+            how = "up to the rounding of its router" if STOCK_ARCHS[arch].fine else "exactly"
+            return Choice(TARGETS[arch], f"{TARGETS[arch].about} holds it {how}, and loads without code of its own")
         problems[arch] = problem
     reasons = "; ".join(f"{arch}: {problem}" for arch, problem in problems.items())
     return Choice(TARGETS["hf"], f"no stock architecture holds it exactly ({reasons})")
@@ -125,7 +134,8 @@ def copies_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:
     dense = sum(p.numel() for p in empty_stock(moe.config.dense_config()).parameters()) * moe.dtype.itemsize
     return (
         f"Experts share neurons, but this form stores a copy for each and pads with zeros: {format_bytes(sizes.bytes)}, while "
-        f"the dense model takes {format_bytes(dense)}. It is for loading elsewhere, not for speed."
+        f"the dense model takes {format_bytes(dense)}. It is for loading elsewhere, not for speed; experts.form = fine at "
+        "conversion has no copies."
     )
 
 
@@ -184,7 +194,7 @@ def write_checkpoint(
 
 
 def _stock_sizes(arch: StockArch, moe: ToMoEForCausalLM, options: Options) -> Sizes:
-    layout = make_layout(moe, arch, options.width_multiple)
+    layout = make_layout(moe, arch, options.multiple(moe))
     config = stock_config(moe, arch, layout)
     weights = sum(p.numel() for p in empty_stock(config).parameters())
     shared = f" and a shared one of {layout.shared:,}" if layout.shared else ""
@@ -193,18 +203,38 @@ def _stock_sizes(arch: StockArch, moe: ToMoEForCausalLM, options: Options) -> Si
 
 
 def _has_copies(moe: ToMoEForCausalLM, width: int, shared: int = 0) -> bool:
-    return moe.config.num_experts * width + shared > min(moe.config.union_sizes)
+    return moe.config.expert_form == "overlapping" and moe.config.num_experts * width + shared > min(
+        moe.config.union_sizes
+    )
 
 
 def _write_stock(
     arch: StockArch, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path, options: Options,
     on_progress: StageCallback,
 ) -> None:  # fmt: skip
-    layout = make_layout(moe, arch, options.width_multiple)
+    layout = make_layout(moe, arch, options.multiple(moe))
     stock_config(moe, arch, layout).save_pretrained(folder)
     _write_tokenizer(moe, tokenizer, folder)
     total = _stock_sizes(arch, moe, options).bytes
     write_checkpoint(stock_tensors(moe, arch, layout), folder, total, on_progress)
+
+
+def _glm4_sizes(moe: ToMoEForCausalLM, options: Options) -> Sizes:
+    layout = glm4_moe.make_layout(moe, options.multiple(moe))
+    weights = sum(p.numel() for p in empty_stock(glm4_moe.glm4_config(moe, layout)).parameters())
+    routers = (len(moe.model.layers) - layout.whole) * layout.experts * moe.config.hidden_size
+    size = weights * moe.dtype.itemsize + routers * (torch.float32.itemsize - moe.dtype.itemsize)
+    return Sizes(size, glm4_moe.layout_words(moe, layout))
+
+
+def _write_glm4(
+    moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path, options: Options,
+    on_progress: StageCallback,
+) -> None:  # fmt: skip
+    layout = glm4_moe.make_layout(moe, options.multiple(moe))
+    glm4_moe.glm4_config(moe, layout).save_pretrained(folder)
+    _write_tokenizer(moe, tokenizer, folder)
+    write_checkpoint(glm4_moe.glm4_tensors(moe, layout), folder, _glm4_sizes(moe, options).bytes, on_progress)
 
 
 def _write_tokenizer(moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
@@ -238,10 +268,10 @@ def gguf_file(folder: Path, options: Options) -> Path:
 
 
 def _gguf_sizes(moe: ToMoEForCausalLM, options: Options) -> Sizes:
-    width = gguf_widths(moe, options.width_multiple)
-    layers = f"{moe.config.num_experts} experts of {width:,} neurons in each layer"
+    check_quantizer(options.precision)
+    width, layers = gguf_layout(moe, options.multiple(moe))
     words = f"{layers}, {options.precision}, for contexts of up to {context_length(moe):,} tokens"
-    return Sizes(gguf_bytes(moe, options.precision, options.width_multiple), words, _has_copies(moe, width))
+    return Sizes(gguf_bytes(moe, options.precision, options.multiple(moe)), words, _has_copies(moe, width))
 
 
 def _write_gguf(
@@ -251,17 +281,15 @@ def _write_gguf(
     options: Options,
     on_progress: StageCallback,
 ) -> None:
-    write_gguf(moe, tokenizer, gguf_file(folder, options), options.precision, options.width_multiple, on_progress)
+    write_gguf(moe, tokenizer, gguf_file(folder, options), options.precision, options.multiple(moe), on_progress)
 
 
 def _stock_target(arch: StockArch) -> Target:
-    return Target(
-        arch.name,
-        arch.config_class.__name__.removesuffix("Config"),
-        partial(incompatibility, arch=arch),
-        partial(_stock_sizes, arch),
-        partial(_write_stock, arch),
+    sizes, write = (
+        (_glm4_sizes, _write_glm4) if arch.fine else (partial(_stock_sizes, arch), partial(_write_stock, arch))
     )
+    about = arch.config_class.__name__.removesuffix("Config")
+    return Target(arch.name, about, partial(incompatibility, arch=arch), sizes, write)
 
 
 TARGETS = {

@@ -58,13 +58,14 @@ def pick_device(name: str) -> str:
 
 def load_dense(
     model: str, dtype: torch.dtype, device: str | torch.device = "cpu", shards: int = 1, offload: bool | None = False,
-    quantization: str = "none",
+    quantization: str = "none", num_experts_per_tok: int | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """The causal language model, frozen and in evaluation mode, with weights of `dtype`.
 
     shards: ranks that load it together, each its part of every layer (FSDP2).
     offload: keep the layers on disk and read each when it runs (offload.py), with the same numbers; None: if possible.
     quantization: none, or int8 or nf4 for the projections within the layers (quantized.py).
+    num_experts_per_tok: for a MoE, instead of the number in its config.
 
     Only safetensors and GGUF are read (GGUF is dequantized), and no code that comes with a model is run. The sizes that a
     folder claims are checked before anything is allocated. A model on the hub is checked only if it is offloaded: otherwise
@@ -85,6 +86,7 @@ def load_dense(
             _arguments(place, weights=True)
             | _shard_arguments(shards)
             | _quantization_arguments(model, place, quantization, dtype, device)
+            | ({} if num_experts_per_tok is None else {"num_experts_per_tok": num_experts_per_tok})
         )
         loaded: PreTrainedModel
         info: dict[str, Any]

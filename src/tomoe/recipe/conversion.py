@@ -154,9 +154,10 @@ class Recipe(RunRecipe):
     """Initial masks and routers: `carved` from calibration statistics, or `random` (the paper's)."""
     offload: bool = False
     """Load one decoder layer at a time, for checkpoints larger than RAM; without learning only (train.steps = 0)."""
-    target: Literal["hf", "mixtral", "qwen2_moe", "qwen3_moe", "gguf"] = "hf"
+    target: Literal["hf", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gguf"] = "hf"
     """The format that the result must fit exactly. `hf`, ToMoE's own, holds every plan; the others need experts of one
-    width in all layers and exclude attention.pruning = per_token."""
+    width in all layers (glm4_moe: as many fine-grained experts a token in all layers) and exclude
+    attention.pruning = per_token. glm4_moe is for experts.form = fine, the Mixtral and Qwen forms for overlapping."""
     experts: ExpertsSection = ExpertsSection()
     attention: AttentionSection = AttentionSection()
     repair: RepairSection = RepairSection()
@@ -171,6 +172,11 @@ class Recipe(RunRecipe):
             raise UserError(
                 f"target {self.target} cannot choose V/O dims for each token (attention.pruning = per_token); set "
                 "attention.pruning to static or off, or target to hf"
+            )
+        if (self.target == "glm4_moe") != (self.experts.form == "fine") and self.target not in ("hf", "gguf"):
+            raise UserError(
+                f"target {self.target} has no place for experts.form = {self.experts.form}; set target to "
+                f"{'glm4_moe' if self.experts.form == 'fine' else 'mixtral, qwen2_moe, qwen3_moe'}, gguf or hf"
             )
         return self
 

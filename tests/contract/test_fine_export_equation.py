@@ -1,0 +1,261 @@
+"""The equation for fine-grained experts: masked dense model == Glm4Moe in the number of experts that the plan chose, and
+dense model == Glm4Moe with all of them.
+
+A stock router rounds: experts whose logits are almost tied may change places, and weights are a little off 1. So nearly all
+tokens must choose alike, and those that do, after tokens that did, must predict alike, within wider limits than the forms
+that are exact. A wrong export is off by many times more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_equation import assert_same
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from conftest import make_pico, make_plan, tokens
+from tomoe.errors import UserError
+from tomoe.exporting.glm4_moe import make_layout
+from tomoe.exporting.targets import TARGETS, Options, choose, write_export
+from tomoe.model.hooks import hooked
+from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, route
+from tomoe.plan import Plan
+from tomoe.pruning.masking import masked, planned_masks
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
+
+FAMILIES = {"llama": {}, "llama3": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}}
+CASES = [(family, attention) for family in FAMILIES for attention in ("off", "static")]
+# of the largest logit, among tokens that chose the same experts
+TOLERANCE = 1e-3
+# the share of tokens that do
+ALIKE = 0.9
+
+
+@dataclass(frozen=True)
+class Case:
+    dense: PreTrainedModel
+    plan: Plan
+    folded: ToMoEForCausalLM
+    folder: Path
+
+
+def fine_plan(dense: PreTrainedModel, attention: str) -> Plan:
+    return make_plan(dense, attention, active=0.7, form="fine")
+
+
+def make_case(family: str, attention: str, folder: Path, **changes: object) -> Case:
+    dense = make_pico(family, **FAMILIES[family] | changes)
+    plan = fine_plan(dense, attention)
+    moe = fold(dense, plan)
+    write_export(choose(moe, "glm4_moe"), moe, None, folder, Options())
+    return Case(dense, plan, moe, folder)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda pair: "-".join(pair))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(*request.param, tmp_path_factory.mktemp("export") / "out")
+
+
+def chosen_experts(moe: Any, ids: Tensor, n: int) -> tuple[Tensor, list[Tensor]]:
+    """Logits, and for each layer which of the first n experts every token uses [T, n], converted or exported."""
+    logits: list[Tensor] = []
+    stock = hasattr(moe.model.layers[0].mlp, "gate")
+    routers = [layer.mlp.gate if stock else layer.mlp.router for layer in moe.model.layers]
+    with hooked(r.register_forward_hook(lambda _, args, out: logits.append(out[2] if stock else out)) for r in routers):
+        predicted = moe(ids).logits
+    ks = [None if stock else layer.mlp.top_k for layer in moe.model.layers]
+    chosen = [out if stock else route(out, k)[0] for out, k in zip(logits, ks, strict=True)]
+    return predicted, [torch.zeros(ids.numel(), 64).scatter_(1, experts, 1.0)[:, :n] for experts in chosen]
+
+
+def compare(case: Case, exported: Any, converted: ToMoEForCausalLM, ids: Tensor) -> tuple[float, float]:
+    """The share of tokens that choose alike, as all tokens before them do, and the largest difference among them."""
+    n = converted.config.num_experts
+    meant, ours = chosen_experts(converted, ids, n)
+    logits, theirs = chosen_experts(exported, ids, n)
+    alike = torch.stack([(a == b).all(1) for a, b in zip(ours, theirs, strict=True)]).all(0).view(ids.shape)
+    alike = alike.cumprod(1).bool()
+    off = (logits - meant)[alike].abs().max() if alike.any() else torch.tensor(torch.inf)
+    return float(alike.float().mean()), float(off / meant.abs().max())
+
+
+def all_experts(case: Case) -> tuple[Any, ToMoEForCausalLM]:
+    """The export and the converted model, with all experts for each token."""
+    layout = make_layout(case.folded)
+    exported = AutoModelForCausalLM.from_pretrained(case.folder, num_experts_per_tok=layout.experts)
+    everything = tuple(replace(layer, top_k=len(layer.router_weight)) for layer in case.plan.layers)
+    return exported, fold(case.dense, replace(case.plan, layers=everything))
+
+
+def right(case: Case, exported: Any, converted: ToMoEForCausalLM) -> bool:
+    alike, off = compare(case, exported, converted, tokens(4, 16, seed=5))
+    return alike >= ALIKE and off <= TOLERANCE
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_export_computes_what_the_masks_mean(case: Case, implementation: str) -> None:
+    ids = tokens(4, 16, seed=5)
+    with masked(case.dense, planned_masks(case.plan)):
+        meant = case.dense(ids).logits
+    assert_same(case.folded(ids).logits, meant)
+    exported, report = AutoModelForCausalLM.from_pretrained(
+        case.folder, attn_implementation=implementation, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert type(exported).__module__.startswith("transformers.models.glm4_moe")
+    assert exported.dtype == torch.float32
+    assert right(case, exported, case.folded)
+
+
+def test_with_all_experts_no_router_decides(case: Case) -> None:
+    exported, converted = all_experts(case)
+    ids = tokens(4, 16, seed=5)
+    meant = converted(ids).logits
+    assert compare(case, exported, converted, ids)[0] == 1
+    assert float((exported(ids).logits - meant).abs().max()) <= TOLERANCE * float(meant.abs().max())
+    assert float((case.folded(ids).logits - meant).abs().max()) > 10 * TOLERANCE, "the router changed nothing"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_all_experts_it_is_the_dense_model(family: str, tmp_path: Path) -> None:
+    case = make_case(family, "off", tmp_path / "out")
+    ids = tokens(4, 16, seed=5)
+    meant = case.dense(ids).logits
+    off = (all_experts(case)[0](ids).logits - meant).abs().max()
+    assert float(off) <= TOLERANCE * float(meant.abs().max())
+
+
+def set_top_k(plan: Plan, k: int) -> Plan:
+    return replace(plan, layers=tuple(replace(layer, top_k=k) for layer in plan.layers))
+
+
+def test_nothing_is_added_where_all_layers_choose_equally_many(tmp_path: Path) -> None:
+    """As many parameters as the dense model and its routers; the output matrix is written out."""
+    dense = make_pico("llama3", intermediate_size=64)
+    plan = set_top_k(fine_plan(dense, "off"), 3)
+    moe = fold(dense, plan)
+    sizes = TARGETS["glm4_moe"].sizes(moe, Options())
+    write_export(choose(moe, "glm4_moe"), moe, None, tmp_path / "out", Options())
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    n, d = moe.config.num_experts, moe.config.hidden_size
+    routers = sum(t.numel() for name, t in stored.items() if ".gate." in name)
+    assert routers == 2 * (n * d + n)
+    total = sum(t.numel() for t in stored.values())
+    assert total - routers == sum(p.numel() for p in dense.parameters()) + dense.lm_head.weight.numel()
+    assert sizes.bytes == pytest.approx(4 * total, abs=4 * routers)
+    assert not sizes.copies
+    assert "of zeros" not in sizes.words
+    case = Case(dense, plan, moe, tmp_path / "out")
+    assert right(case, AutoModelForCausalLM.from_pretrained(case.folder), moe)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_first_layers_that_use_all_experts_are_written_whole(family: str, tmp_path: Path) -> None:
+    dense = make_pico(family)
+    plan = fine_plan(dense, "static")
+    first, *others = plan.layers
+    plan = replace(plan, layers=(replace(first, top_k=8), *others))
+    moe = fold(dense, plan)
+    layout = make_layout(moe)
+    assert (layout.whole, layout.top_k, layout.experts) == (1, 2, 8)
+    write_export(choose(moe, "glm4_moe"), moe, None, tmp_path / "out", Options())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert exported.model.layers[0].mlp.up_proj.weight.shape == (48, 32)
+    ids = tokens(4, 16, seed=5)
+    with masked(dense, planned_masks(plan)):
+        meant = dense(ids).logits
+    logits = exported(ids).logits
+    near = (logits - meant).abs().amax(-1) <= TOLERANCE * meant.abs().max()
+    assert float(near.float().mean()) >= ALIKE
+    case = Case(dense, plan, moe, tmp_path / "out")
+    whole, converted = all_experts(case)
+    assert float((whole(ids).logits - converted(ids).logits).abs().max()) <= TOLERANCE * float(meant.abs().max())
+
+
+def test_other_numbers_of_experts_can_be_asked_for_at_load_time(tmp_path: Path) -> None:
+    dense = make_pico("llama")
+    plan = set_top_k(fine_plan(dense, "off"), 3)
+    moe = fold(dense, plan)
+    write_export(choose(moe, "glm4_moe"), moe, None, tmp_path / "out", Options())
+    for k in (1, 2, 5, 8):
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", num_experts_per_tok=k)
+        case = Case(dense, plan, fold(dense, set_top_k(plan, k)), tmp_path / "out")
+        assert right(case, exported, case.folded)
+
+
+def change(folder: Path, name: str, make: Callable[[Tensor], Tensor]) -> None:
+    """Change the tensors of a checkpoint whose names end so."""
+    tensors = load_file(folder / "model.safetensors")
+    changed = [key for key in tensors if key.endswith(name)]
+    assert changed
+    for key in changed:
+        tensors[key] = make(tensors[key]).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+FAULTS: dict[str, tuple[str, Callable[[Tensor], Tensor], bool]] = {
+    # what, which tensors, the fault, whether it shows if no router decides
+    "a scale that is too large": ("mlp.gate.weight", lambda t: 64 * t, True),
+    "a scale of the other sign": ("mlp.gate.weight", lambda t: -t, False),
+    "a bias that is not divided by 4": ("e_score_correction_bias", lambda t: 4 * t, False),
+    "no bias": ("e_score_correction_bias", torch.zeros_like, False),
+    "a missing expert": ("0.mlp.experts.2.down_proj.weight", torch.zeros_like, True),
+    "experts in another order": ("0.mlp.experts.2.up_proj.weight", lambda t: t.flip(0), True),
+    "no shared expert": ("0.mlp.shared_experts.down_proj.weight", torch.zeros_like, True),
+    "an output matrix of its own": ("lm_head.weight", lambda t: t.roll(1, 0), True),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_export_is_off_by_many_times_more(fault: str, tmp_path: Path) -> None:
+    case = make_case("llama", "off", tmp_path / "out")
+    name, make, shows_with_all = FAULTS[fault]
+    change(case.folder, name, make)
+    for exported, converted in ((AutoModelForCausalLM.from_pretrained(case.folder), case.folded), all_experts(case)):
+        shows = shows_with_all or converted is case.folded
+        alike, off = compare(case, exported, converted, tokens(4, 16, seed=5))
+        assert (alike < 0.7 or off > 10 * TOLERANCE) == shows
+
+
+def test_a_scale_of_one_is_far_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tomoe.exporting.glm4_moe.router_scales", lambda moe: [1.0] * len(moe.model.layers))
+    case = make_case("llama", "off", tmp_path / "out")
+    for exported, converted in ((AutoModelForCausalLM.from_pretrained(case.folder), case.folded), all_experts(case)):
+        assert compare(case, exported, converted, tokens(4, 16, seed=5))[1] > 10 * TOLERANCE
+
+
+def test_what_it_cannot_hold_is_refused_in_one_sentence() -> None:
+    def problem(family: str, attention: str = "off", form: str = "fine", **changes: object) -> str:
+        dense = make_pico(family, **changes)
+        active = 0.7 if form == "fine" else 0.6
+        moe = fold(dense, make_plan(dense, attention, active=active, form=form))
+        with pytest.raises(UserError) as refused:
+            choose(moe, "glm4_moe")
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    assert "share neurons" in problem("llama", form="overlapping")
+    assert "sliding window" in problem("mistral")
+    assert "no gate" in problem("phi")
+    assert "V/O dims" in problem("llama", "per_token")
+    assert "activation is gelu" in problem("llama", hidden_act="gelu")
+    assert "output has a bias" in problem("llama", attention_bias=True)
+    moe = fold(make_pico("llama"), fine_plan(make_pico("llama"), "off"))
+    for overlapping in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        assert "fine-grained" in str(TARGETS[overlapping].incompatibility(moe))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_auto_takes_it(family: str) -> None:
+    dense = make_pico(family)
+    choice = choose(fold(dense, fine_plan(dense, "static")), "auto")
+    assert choice.target.name == "glm4_moe"

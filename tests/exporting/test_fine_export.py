@@ -1,0 +1,162 @@
+"""`tomoe export` of fine-grained experts: what it says, how it proves by parts, and what a wrong export is caught by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_gguf import TOKENIZER
+from torch import Tensor
+
+import tomoe.exporting.glm4_moe as glm4_moe
+from pico_files import CommandLine, Outcome, pico_recipe, refused, write_pico, write_text
+from tomoe.conversion import convert
+from tomoe.exporting.glm4_moe import RouterAgreement
+from tomoe.exporting.proof import BOUNDS, FineProof
+from tomoe.files import format_bytes
+from tomoe.recipe.conversion import Recipe
+
+pytestmark = pytest.mark.slow
+FINE = ("experts.form=fine", "experts.num_experts=8", "experts.expert_size=32", "target=glm4_moe", "train.steps=0")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted folder with fine-grained experts, the first layer whole."""
+    place = tmp_path_factory.mktemp("made")
+    dense = write_pico(place / "dense", vocab_size=len(TOKENIZER), num_hidden_layers=3)
+    TOKENIZER.save_pretrained(dense)
+    write_text(place / "text.txt")
+    convert(pico_recipe(place, *FINE, "active=0.8077"), place / "moe")
+    return place / "moe"
+
+
+def proof_of(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "export.json").read_text())["proof"]
+
+
+def test_auto_writes_a_glm4_moe_and_proves_it_by_parts(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = tomoe("export", made, "-o", out)
+    assert done.code == 0, done.err
+    assert "glm4_moe: Glm4Moe holds it up to the rounding of its router" in done.err
+    assert "in each of 2 layers, 1 whole before them" in done.err
+    assert "not for speed" not in done.err
+    assert "with all experts largest difference" in done.out
+    metadata = json.loads((out / "export.json").read_text())
+    assert format_bytes(metadata["bytes"]) in done.err
+    tensors = load_file(out / "model.safetensors")
+    assert metadata["bytes"] == sum(t.nbytes for name, t in tensors.items() if "e_score" not in name)
+    proof = metadata["proof"]
+    assert proof["same"] is True
+    routers, whole = proof["routers"], proof["all_experts"]
+    assert routers["choices"] == 2 * 256
+    assert routers["same"] > 0.95
+    assert 0 < routers["weight_error"] < 2**-9
+    assert whole["largest_difference"] < 1e-3 * whole["largest_logit"]
+    assert whole["reference_perplexity"] != proof["reference_perplexity"]
+    card = (out / "README.md").read_text()
+    assert "routers choose the same experts" in card
+
+
+def caught(done: Outcome, *words: str) -> None:
+    """The export was written, and its proof failed with these words."""
+    assert done.code == 2, done
+    last = " ".join(done.err.splitlines()[-1].split())
+    assert last.startswith("tomoe: the export in")
+    for word in ("is not the same model", *words):
+        assert word in last
+
+
+def scaled(factor: float) -> Callable[[object], list[float]]:
+    right = glm4_moe.router_scales
+    return lambda moe: [factor * eps for eps in right(moe)]
+
+
+def test_a_scale_that_is_too_large_or_too_small_is_caught(
+    tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for factor, words in ((2.0**6, "weights of its experts are off"), (2.0**-10, "its routers choose")):
+        monkeypatch.setattr(glm4_moe, "router_scales", scaled(factor))
+        done = tomoe("export", made, "-o", tmp_path / "out", "--force")
+        monkeypatch.undo()
+        caught(done, words)
+        assert proof_of(tmp_path / "out")["same"] is False
+
+
+def test_a_wrong_bias_is_caught(
+    tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = glm4_moe.router_tensors
+
+    def wrong(*args: object) -> tuple[Tensor, Tensor]:
+        weight, corrections = right(*args)
+        return weight, 4 * corrections
+
+    monkeypatch.setattr(glm4_moe, "router_tensors", wrong)
+    caught(tomoe("export", made, "-o", tmp_path / "out"), "its routers choose")
+
+
+@pytest.mark.parametrize("expert", [3, None], ids=["expert", "shared"])
+def test_a_missing_expert_is_caught(
+    expert: int | None, tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = glm4_moe.expert_matrices
+
+    def wrong(mlp: object, layout: object, number: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, down = right(mlp, layout, number)
+        return gate, up, torch.zeros_like(down) if number == expert else down
+
+    monkeypatch.setattr(glm4_moe, "expert_matrices", wrong)
+    caught(tomoe("export", made, "-o", tmp_path / "out"), "with all experts its predictions")
+
+
+def test_every_part_of_the_proof_can_fail() -> None:
+    good = RouterAgreement(choices=1000, same=0.99, furthest_logits=0.003, furthest=0.5, weight_error=1e-3)
+    bounds = BOUNDS["float32"]
+    assert FineProof(None, good).problem(bounds) is None
+    for changes, words in (
+        ({"same": 0.8}, "20.0% of the cases"),
+        ({"furthest": 3.0}, "0.003 lower"),
+        ({"weight_error": 0.01}, "off 1 by up to 0.01"),
+        ({"weight_error": float("nan")}, "off 1"),
+    ):
+        assert words in str(FineProof(None, replace(good, **changes)).problem(bounds))
+
+
+def test_targets_and_forms_that_do_not_fit_are_refused_before_anything_is_read(tomoe: CommandLine) -> None:
+    done = tomoe("convert", "nothing", "-o", "out", "--set", "experts.form=fine", "--set", "target=mixtral")
+    refused(done, "target mixtral has no place for experts.form = fine", "glm4_moe, gguf or hf")
+    done = tomoe("convert", "nothing", "-o", "out", "--set", "target=glm4_moe")
+    refused(done, "target glm4_moe has no place for experts.form = overlapping", "mixtral, qwen2_moe, qwen3_moe")
+    for target, form in (("gguf", "fine"), ("gguf", "overlapping"), ("hf", "fine"), ("glm4_moe", "fine")):
+        Recipe.load(None, [f"target={target}", f"experts.form={form}"])
+
+
+@pytest.mark.engine
+def test_a_gguf_file_is_proved_by_parts_too(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed (pip install xllamacpp)")
+    out = tmp_path / "out"
+    done = tomoe("export", made, "--format", "gguf", "-o", out, "--weights", "f32", "--tokens", "64")
+    assert done.code == 0, done.err
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "export.json", "model-f32.gguf"]
+    proof = proof_of(out)
+    assert proof["same"] is True
+    assert proof["all_experts"]["largest_difference"] < 5e-3
+    assert proof["routers"]["same"] > 0.95
+
+
+@pytest.mark.engine
+def test_a_wrong_gguf_file_is_caught(
+    tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed (pip install xllamacpp)")
+    right = glm4_moe.expert_matrices
+    monkeypatch.setattr(glm4_moe, "expert_matrices", lambda *args: tuple(1.3 * t for t in right(*args)))
+    done = tomoe("export", made, "--format", "gguf", "-o", tmp_path / "out", "--weights", "f32", "--tokens", "64")
+    caught(done, "with all experts")
