@@ -83,7 +83,7 @@ setup_engines() {
 }
 
 demo() {
-    local out=demo-out prompt="The three most important things about the sea are"
+    local out=demo-out prompt="Photosynthesis is the process by which"
     # --resume continues an interrupted demo; --force lets a finished one write its report again
     .venv/bin/tomoe convert smollm2-135m --recipe demo --out $out --resume --force
     for model in smollm2-135m $out; do
