@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
-from conftest import FAMILIES, make_pico
+from conftest import FAMILIES, make_pico, make_plan
 from tomoe.budget import active_params, decoder_params
 from tomoe.errors import UserError
 from tomoe.evaluation import param_counts, perplexity, tables, usage
@@ -232,6 +232,15 @@ def test_facts_follow_the_plan(family: str, per_token: bool) -> None:
     idle = of_moe["block_params"] - of_moe["active_block_params"]
     assert of_moe["active_params"] == of_moe["total_params"] - idle
     assert idle > 0
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_fine_grained_experts_count_with_the_shared_part(llama: PreTrainedModel, k: int) -> None:
+    plan = make_plan(llama, "off", form="fine")
+    plan = replace(plan, layers=tuple(replace(layer, top_k=k) for layer in plan.layers))
+    facts = param_counts.model_facts(fold(llama, plan))
+    assert facts["active_block_params"] == active_params(plan.shape, plan.widths())
+    assert facts["active_share"] == pytest.approx(plan.active_fraction())
 
 
 def test_stored_blocks_are_the_weights_that_are_there(dense: PreTrainedModel) -> None:

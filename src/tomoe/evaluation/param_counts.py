@@ -31,7 +31,8 @@ def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
     else:
         shape = _dense_shape(model, config)
         stored_widths = zip(config.union_sizes, config.qk_dims, config.value_dims, strict=True)
-        active_widths = zip(config.expert_sizes, config.qk_dims, config.value_top_k, strict=True)
+        widths = [config.shared_sizes[i] + config.layer_top_k(i) * size for i, size in enumerate(config.expert_sizes)]
+        active_widths = zip(widths, config.qk_dims, config.value_top_k, strict=True)
         stored, active = int(active_params(shape, stored_widths)), int(active_params(shape, active_widths))
         share = active / decoder_params(shape)
     return ModelFacts(
