@@ -217,6 +217,18 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert contents(folder) == before, "a test wrote into the shared conversion"
 
 
+@pytest.fixture(scope="session")
+def converted_fine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The same with fine-grained experts, not repaired: with all of them a token it is the dense model."""
+    from pico_files import FINE, carved, contents
+
+    options = (word for key in FINE for word in ("--set", key))
+    folder = carved(tmp_path_factory.mktemp("fine"), "--active", "0.6", "--repair", "none", *options)
+    before = contents(folder)
+    yield folder
+    assert contents(folder) == before, "a test wrote into the shared conversion"
+
+
 @pytest.fixture(scope="module")
 def run() -> Iterator[Launcher]:
     """Several processes on one command."""

@@ -115,7 +115,7 @@ def carved(folder: Path, *options: str) -> Path:
     """Fill the folder with `dense`, `text.txt` and `moe`, which `tomoe carve` makes of them; return the folder."""
     dense, text = write_pico(folder / "dense"), write_text(folder / "text.txt")
     with pytest.raises(SystemExit) as left:
-        main(["carve", str(dense), "-o", str(folder / "moe"), "--data", str(text), *options, *small()])
+        main(["carve", str(dense), "-o", str(folder / "moe"), "--data", str(text), *small(), *options])
     assert not left.value.code
     return folder
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from tomoe.evaluation.run import evaluate
     from tomoe.exporting.run import export
     from tomoe.finetuning.run import finetune
-    from tomoe.model.generation import generate, load
+    from tomoe.model.generation import generate
+    from tomoe.moe.dial import load
     from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
     from tomoe.plan import Plan
     from tomoe.recipe.conversion import Recipe
@@ -48,7 +49,7 @@ _MODULES = {
     "export": "tomoe.exporting.run",
     "finetune": "tomoe.finetuning.run",
     "generate": "tomoe.model.generation",
-    "load": "tomoe.model.generation",
+    "load": "tomoe.moe.dial",
 }
 
 

@@ -15,7 +15,7 @@ from test_equation import assert_same, decisions
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from conftest import FAMILIES, make_pico, make_plan, tokens
+from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
 from tomoe.errors import UserError
 from tomoe.exporting.stock import STOCK_ARCHS, common_neurons, make_layout
 from tomoe.exporting.targets import TARGETS, Options, choose, write_export
@@ -23,6 +23,8 @@ from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.repaired_plan import repair_plan
+from tomoe.recipe.conversion import RepairSection
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +76,21 @@ def test_the_export_computes_what_the_masks_mean(case: Case, implementation: str
             meant = case.dense(ids).logits
         assert (meant - case.dense(ids).logits).abs().max() > 1e-2, "the masks changed nothing"
         assert_same(exported(ids).logits, meant)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_own_form_holds_every_plan(form: str, tmp_path: Path) -> None:
+    """Refitted matrices and a choice of V/O dims, too, with whatever experts."""
+    dense, ids = make_pico("qwen2"), tokens(2, 24, seed=5)
+    text = tokens(8, 16, seed=3)
+    plan = make_plan(dense, "per_token", form=form)
+    plan = repair_plan(plan, dense, text, torch.ones_like(text, dtype=torch.bool), RepairSection(mode="full"))
+    moe = fold(dense, plan)
+    write_export(choose(moe, "hf"), moe, None, tmp_path / "out", SMALL)
+    with torch.no_grad():
+        with masked(dense, planned_masks(plan)):
+            meant = dense(ids).logits
+        assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits, meant)
 
 
 def test_what_all_experts_have_is_stored_once_where_there_is_a_shared_expert(tmp_path: Path) -> None:

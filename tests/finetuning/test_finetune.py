@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import tokens
-from pico_files import CommandLine, contents, pico_recipe, steps_of, write_pico, write_text
+from pico_files import FINE, CommandLine, contents, pico_recipe, steps_of, write_pico, write_text
 from tomoe.cli import main
 from tomoe.conversion import convert
 from tomoe.data.corpus import Corpus
@@ -82,6 +82,34 @@ def test_the_result_is_a_converted_model_like_any_other(tomoe: CommandLine, plac
     exported = tomoe("export", out, "--format", "mixtral", "-o", tmp_path / "stock")
     assert exported.code == 0, exported.err
     torch.testing.assert_close(logits(tmp_path / "stock"), logits(out), rtol=0, atol=1e-4)
+
+
+def test_fine_grained_experts_are_tuned_like_any_others(tomoe: CommandLine, tmp_path: Path) -> None:
+    """Stopped and resumed; routers with their biases are trained and written into the plan."""
+    write_pico(tmp_path / "dense")
+    write_text(tmp_path / "text.txt")
+    before = convert(pico_recipe(tmp_path, "train.steps=1", "active=0.6", *FINE), tmp_path / "out")
+    assert tomoe(*options(tmp_path), "-o", tmp_path / "tuned").code == 0
+    moe, plan = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned"), Plan.load(tmp_path / "tuned")
+    assert (plan.form, plan.active_fraction()) == ("fine", before.active_fraction())
+    for layer, own, old in zip(moe.model.layers, plan.layers, before.layers, strict=True):
+        router = layer.mlp.router
+        assert torch.equal(router.weight, own.router_weight)
+        assert torch.equal(router.weight, router.weight.bfloat16().float())
+        assert torch.equal(router.bias, own.router_bias)
+        assert not torch.equal(own.router_weight, old.router_weight)
+        assert not torch.equal(own.router_bias, old.router_bias)
+        assert (own.top_k, layer.mlp.top_k) == (old.top_k, old.top_k)
+        assert torch.equal(own.expert_masks, old.expert_masks)
+        assert torch.equal(own.shared_mask, old.shared_mask)
+    # half of it, then the rest
+    half = [*options(tmp_path), "-o", tmp_path / "cut"]
+    with pytest.MonkeyPatch.context() as only_here:
+        die_at(3, lambda: signal.raise_signal(signal.SIGTERM), only_here)
+        assert tomoe(*half).code == 128 + signal.SIGTERM
+    assert tomoe(*half, "--resume").code == 0
+    for name in LEARNED:
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "tuned" / name).read_bytes(), name
 
 
 def test_its_plan_fits_no_dense_model_and_says_so(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:

@@ -12,6 +12,21 @@ from tomoe.plan import REPAIRED, Plan
 
 
 @pytest.mark.slow
+def test_fine_grained_experts_are_repaired(tomoe: CommandLine, converted_fine: Path, tmp_path: Path) -> None:
+    done = tomoe("repair", converted_fine / "moe", "-o", tmp_path / "out")
+    assert done.code == 0, done.err
+    before, plan = Plan.load(converted_fine / "moe"), Plan.load(tmp_path / "out")
+    note = plan.notes[REPAIRED]
+    assert note["error_after"] < note["error_before"]
+    assert plan.form == "fine"
+    for layer, old in zip(plan.layers, before.layers, strict=True):
+        assert (layer.top_k, layer.refit.keys()) == (old.top_k, {"down.weight"})
+    text = converted_fine / "text.txt"
+    shown = tomoe("evaluate", converted_fine / "dense", tmp_path / "out", "--text", text, "--tokens", "64")
+    assert shown.code == 0, shown.err
+
+
+@pytest.mark.slow
 def test_repair_takes_the_kept_text_or_the_named_one(tomoe: CommandLine, converted: Path, tmp_path: Path) -> None:
     bare, text = tmp_path / "bare", converted / "text.txt"
     shutil.copytree(converted / "moe", bare, ignore=shutil.ignore_patterns("run"))

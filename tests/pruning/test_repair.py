@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import FAMILIES, make_pico, make_plan, tokens
+from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
 from pico_files import write_pico
 from tomoe.errors import UserError
 from tomoe.model.loading import load_dense
@@ -95,10 +95,10 @@ def refit_nothing(weight: Tensor) -> Any:
 
 
 def make_repair(
-    family: str, attention: str = "off", **settings: Any
+    family: str, attention: str = "off", form: str = "overlapping", **settings: Any
 ) -> tuple[PreTrainedModel, list[LayerMasks], list[LayerRepair]]:
     model = make_pico(family)
-    masks: list[LayerMasks] = list(planned_masks(make_plan(model, attention)))
+    masks: list[LayerMasks] = list(planned_masks(make_plan(model, attention, form=form)))
     return model, masks, repair(model, masks, *calibration(), RepairSettings(**settings))
 
 
@@ -114,11 +114,12 @@ def off_by(family: str, target: str = "half") -> float:
     return relative(made[i].down.weight - dense, direct_down(model, masks, made, i, SHARE[target]) - dense)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("family", "target"), [*((family, "half") for family in FAMILIES), ("llama", "local"), ("phi", "stream")]
 )
-def test_every_layer_solves_the_least_squares_problem(family: str, target: str) -> None:
-    model, masks, made = make_repair(family, target=target)
+def test_every_layer_solves_the_least_squares_problem(family: str, target: str, form: str) -> None:
+    model, masks, made = make_repair(family, form=form, target=target)
     for i, layer in enumerate(made):
         dense = layer_parts(model)[i].down.weight
         meant = direct_down(model, masks, made, i, SHARE[target])
@@ -169,9 +170,10 @@ def final_error(model: PreTrainedModel, masks: list[LayerMasks], made: list[Laye
     return relative(ours, theirs)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("attention", ["off", "static", "per_token"])
-def test_the_masked_model_comes_nearer_to_the_dense_one(dense: PreTrainedModel, attention: str) -> None:
-    masks = planned_masks(make_plan(dense, attention))
+def test_the_masked_model_comes_nearer_to_the_dense_one(dense: PreTrainedModel, attention: str, form: str) -> None:
+    masks = planned_masks(make_plan(dense, attention, form=form))
     made = repair(dense, masks, *calibration(), RepairSettings(output=attention != "off"))
     assert final_error(dense, masks, made) < 0.95 * final_error(dense, masks, [None] * len(made))
     assert all(layer.down.error_after < layer.down.error_before for layer in made)

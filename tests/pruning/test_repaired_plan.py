@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, FAMILIES, make_pico, make_plan, tokens
+from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
 from tomoe.errors import UserError
 from tomoe.moe.fold import fold
 from tomoe.plan import REPAIRED, Plan
@@ -23,30 +23,34 @@ pytestmark = pytest.mark.slow
 MODES = {"full": RepairSection(mode="full"), "low_rank": RepairSection(mode="low_rank", rank=3)}
 
 
-def repaired(model: PreTrainedModel, attention: str, mode: str = "full") -> Plan:
+def repaired(model: PreTrainedModel, attention: str, mode: str = "full", form: str = "overlapping") -> Plan:
     ids = tokens(8, 16, seed=3)
-    return repair_plan(make_plan(model, attention), model, ids, torch.ones_like(ids, dtype=torch.bool), MODES[mode])
+    return repair_plan(
+        make_plan(model, attention, form=form), model, ids, torch.ones_like(ids, dtype=torch.bool), MODES[mode]
+    )
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_masked_equals_folded_with_repair(family: str, attention: str, mode: str) -> None:
+def test_masked_equals_folded_with_repair(family: str, attention: str, mode: str, form: str) -> None:
     model, ids = make_pico(family), tokens(2, 12)
-    plan = repaired(model, attention, mode)
+    plan = repaired(model, attention, mode, form)
     with torch.no_grad():
         with masked(model, planned_masks(plan)):
             expected = model(ids).logits
-        bare = fold(model, make_plan(model, attention))(ids).logits
+        bare = fold(model, make_plan(model, attention, form=form))(ids).logits
         logits = fold(model, plan)(ids).logits
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert (logits - bare).abs().max() > 1e-3, "repair changed nothing"
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_repaired_plan_survives_a_save(mode: str, tmp_path: Path) -> None:
+def test_a_repaired_plan_survives_a_save(mode: str, form: str, tmp_path: Path) -> None:
     model = make_pico("qwen2")
-    plan = repaired(model, "per_token", mode)
+    plan = repaired(model, "per_token", mode, form)
     plan.save(tmp_path / "plan")
     loaded = Plan.load(tmp_path / "plan")
     assert loaded.notes[REPAIRED] == plan.notes[REPAIRED]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tomoe.cli import options
+from tomoe.cli.words import quiet_libraries
 from tomoe.errors import UserError
 
 if TYPE_CHECKING:
+    from tomoe.evaluation.rows import Row
     from tomoe.evaluation.tasks import TaskSet
 
 
@@ -33,6 +36,7 @@ def evaluate(
     task_dir: Annotated[Path | None, typer.Option("--task-dir", help="Folder of task files.", metavar="DIR")] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Max questions per task.")] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Batch size for tasks.")] = 8,
+    active: options.Dials = None,
     dtype: options.RunDtype = "bfloat16",
     device: options.Device = "auto",
     offload: options.Offload = False,
@@ -47,18 +51,22 @@ def evaluate(
         options.check_model(name)
 
     from tomoe import distributed
-    from tomoe.cli.screen import Screen, results, show_warnings
+    from tomoe.cli.screen import Screen
     from tomoe.evaluation.rows import to_json
+    from tomoe.evaluation.run import dial_settings
     from tomoe.evaluation.run import evaluate as run_evaluation
-    from tomoe.evaluation.tables import tasks_to_rich, to_markdown, to_rich
-    from tomoe.files import atomic_write
-    from tomoe.plan import Plan
-    from tomoe.report.warnings import find_warnings
+    from tomoe.evaluation.tables import to_markdown
+    from tomoe.files import atomic_write, basename
 
+    quiet_libraries()
+    settings = dial_settings(models, active or ())
     with Screen() as screen:
+        for name, point in settings:
+            if point is not None:
+                screen.say(f"{basename(name)}: {point}")
         rows = run_evaluation(
-            models, text, context=context, stride=stride, tokens=tokens, tasks=task_set, dtype=dtype, device=device,
-            offload=offload, on_progress=screen.on_progress,
+            models, text, context=context, stride=stride, tokens=tokens, tasks=task_set, active=active or (), dtype=dtype,
+            device=device, offload=offload, on_progress=screen.on_progress,
         )  # fmt: skip
     if distributed.rank():
         return
@@ -66,13 +74,24 @@ def evaluate(
         atomic_write(json_file, to_json(rows))
     if markdown_file is not None:
         atomic_write(markdown_file, to_markdown(rows))
+    _show([name for name, _ in settings], rows)
+
+
+def _show(names: Sequence[str], rows: Sequence[Row]) -> None:
+    """Print the tables, then warnings; `names` are the models of the rows."""
+    from tomoe.cli.screen import results, show_warnings
+    from tomoe.evaluation.tables import tasks_to_rich, to_rich
+    from tomoe.plan import Plan
+    from tomoe.report.warnings import find_warnings
+
     console = results()
     console.print(to_rich(rows))
     if (scores := tasks_to_rich(rows)) is not None:
         console.print(scores)
-    for name, row in zip(models, rows, strict=True):
-        plan = Plan.load(Path(name)) if (Path(name) / "plan.json").is_file() else None
-        show_warnings(console, find_warnings(plan, [row]), row.name)
+    plans = {name: Plan.load(Path(name)) for name in names if (Path(name) / "plan.json").is_file()}
+    for name, row in zip(names, rows, strict=True):
+        # what is wrong with a plan is said once
+        show_warnings(console, find_warnings(plans.pop(name, None), [row]), row.name)
 
 
 def _tasks(

@@ -18,13 +18,16 @@ def generate(
         float, typer.Option("--temperature", min=0.0, help="Sampling temperature (0: the most likely token).")
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Sampling seed.")] = 0,
+    active: options.Dial = None,
 ) -> None:
     """Continue a prompt with a dense or a converted model."""
     options.check_model(model)
 
     from tomoe.model.generation import generate as continue_prompt
-    from tomoe.model.generation import load
+    from tomoe.moe.dial import Dial, load
 
     quiet_libraries()
-    loaded, tokenizer = load(model)
+    if active is not None:
+        typer.echo(Dial.of(model).nearest(active), err=True)
+    loaded, tokenizer = load(model, active=active)
     typer.echo(printable(prompt + continue_prompt(loaded, tokenizer, prompt, max_new_tokens, temperature, seed)))

@@ -33,6 +33,11 @@ def fraction(text: str) -> float:
         raise ValueError(f"{text!r} is neither a fraction such as 0.5 nor a percentage such as 50%") from None
 
 
+def fractions(text: str) -> list[float]:
+    """`0.3,50%` as numbers. Raises ValueError for anything else."""
+    return [fraction(part) for part in text.split(",")]
+
+
 def with_fractions(setting: str) -> str:
     """`active=50%,0.7` as `active=0.5,0.7`; settings of other keys stay as they are."""
     key, equals, values = setting.partition("=")
@@ -84,6 +89,24 @@ Data = Annotated[
         "--data",
         help="Text: self (sampled from the model), wikitext, alpaca, code-alpaca, a hub id or a file (repeatable).",
         metavar="SOURCE",
+    ),
+]
+Dials = Annotated[
+    Any,
+    typer.Option(
+        "--active",
+        help="Measure fine-grained experts at each of these active fractions: 0.3,0.5,0.7,1.",
+        parser=fractions,
+        metavar="FRACTION,...",
+    ),
+]
+Dial = Annotated[
+    float | None,
+    typer.Option(
+        "--active",
+        help="Let tokens use as many fine-grained experts as make this fraction active: 0.4 or 40%.",
+        parser=fraction,
+        metavar="FRACTION",
     ),
 ]
 Start = Annotated[

@@ -39,7 +39,7 @@ def route(
     from tomoe.cli.screen import results
     from tomoe.evaluation.routing_trace import trace_text
     from tomoe.files import basename
-    from tomoe.model.generation import load
+    from tomoe.moe.dial import load
     from tomoe.report.html import write_route_page
 
     quiet_libraries()

@@ -14,6 +14,7 @@ from tomoe.evaluation.perplexity import Predictions, measure, new_tokens
 from tomoe.evaluation.rows import Row, TaskScore
 from tomoe.evaluation.usage import ExpertCounter
 from tomoe.files import basename
+from tomoe.moe.dial import is_fine
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 
 
@@ -40,7 +41,7 @@ def compare(
     reference = None
     for model_name, model in models:
         path = Path(model_name)
-        name = basename(path) if path.exists() else model_name
+        name = (basename(path) if path.exists() else model_name) + _other_number(model)
         counter = ExpertCounter(model)
 
         def count(b: int, counter: ExpertCounter = counter) -> None:
@@ -56,7 +57,20 @@ def compare(
         counter.collect(sources or [""])
         scores = tuple(tasks(model_name, model)) if tasks else ()
         facts = model_facts(model, path if path.exists() else None)
-        rows.append(Row(measured, facts, counter.usage(), None, scores, counter.by_source()))
+        rows.append(Row(measured, facts, counter.usage(), None, scores, counter.by_source(), experts_per_token(model)))
         reference = reference or predictions
         del model, predictions, counter, count  # before the next one is loaded
     return rows
+
+
+def experts_per_token(model: Any) -> int | None:
+    """The most fine-grained experts that a token uses in any layer; None for other models."""
+    return model.config.num_experts_per_tok if is_fine(getattr(model, "config", None)) else None
+
+
+def _other_number(model: Any) -> str:
+    """What tells rows of one folder apart: the number of experts, unless it is the planned one."""
+    number = experts_per_token(model)
+    if number is None or number == max(model.config.experts_per_token):
+        return ""
+    return f", {number} of {model.config.num_experts} experts"

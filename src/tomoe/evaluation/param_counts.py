@@ -10,7 +10,7 @@ from torch import nn
 
 from tomoe.budget import active_params, decoder_params
 from tomoe.evaluation.rows import ModelFacts
-from tomoe.model.shape import ModelShape, head_dim, num_kv_heads
+from tomoe.moe.dial import active_widths, dense_shape
 
 _NUMBERED = re.compile(r"\.\d+\.")  # inside one of the repeated layers
 _ROUTERS = re.compile(r"(\.router|\.mlp\.gate)\.")
@@ -20,7 +20,8 @@ _EXPERTS = ".experts."
 def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
     """Count a model's weights; those of a converted model's layers come from the per-layer lists in its config.
 
-    `path` is the file or folder of the model, for its size on disk.
+    Of fine-grained experts as many are active as tokens use now. `path` is the file or folder of the model, for its size
+    on disk.
     """
     total = sum(p.numel() for p in model.parameters())
     config: Any = getattr(model, "config", None)
@@ -29,11 +30,9 @@ def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
         stored, active = _count_decoder(model)
         share = None if any(_EXPERTS in name for name, _ in model.named_parameters()) else 1.0
     else:
-        shape = _dense_shape(model, config)
+        shape = dense_shape(config)
         stored_widths = zip(config.union_sizes, config.qk_dims, config.value_dims, strict=True)
-        widths = [config.shared_sizes[i] + config.layer_top_k(i) * size for i, size in enumerate(config.expert_sizes)]
-        active_widths = zip(widths, config.qk_dims, config.value_top_k, strict=True)
-        stored, active = int(active_params(shape, stored_widths)), int(active_params(shape, active_widths))
+        stored, active = int(active_params(shape, stored_widths)), int(active_params(shape, active_widths(config)))
         share = active / decoder_params(shape)
     return ModelFacts(
         total_params=total,
@@ -43,20 +42,6 @@ def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
         active_share=share,
         bytes_on_disk=None if path is None else _bytes_on_disk(path),
         max_positions=getattr(config, "max_position_embeddings", None),
-    )
-
-
-def _dense_shape(model: Any, config: Any) -> ModelShape:
-    """Sizes of the dense model that a converted one came from; its config keeps them."""
-    return ModelShape(
-        num_layers=len(config.expert_sizes),
-        hidden_size=config.hidden_size,
-        mlp_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=num_kv_heads(config),
-        head_dim=head_dim(config),
-        rotary_size=head_dim(config),  # no count depends on it
-        gated=getattr(model.base_model.layers[0].mlp, "gate_proj", None) is not None,
     )
 
 

@@ -116,6 +116,7 @@ class Row:
     training_overlap: Share | None = None  # share of the text that it was fitted on, see overlap.py
     tasks: tuple[TaskScore, ...] = ()
     usage_by_source: dict[Name, ExpertUsage] = field(default_factory=dict)  # if the text has several sources
+    experts_per_token: Count | None = None  # of fine-grained experts, the most that any layer used
 
     @property
     def name(self) -> str:

@@ -19,6 +19,9 @@ from tomoe.evaluation.rows import Row, TaskScore
 from tomoe.evaluation.tasks import TaskSet
 from tomoe.files import basename
 from tomoe.model.loading import load_model, load_tokenizer
+from tomoe.model.names import resolve
+from tomoe.moe.dial import Dial, Point, use_experts_
+from tomoe.plan import Plan
 from tomoe.progress import ProgressCallback, no_progress
 
 
@@ -30,6 +33,7 @@ def evaluate(
     stride: int | None = None,
     tokens: int | None = None,
     tasks: TaskSet | None = None,
+    active: Sequence[float] = (),
     dtype: str = "bfloat16",
     device: str = "auto",
     offload: bool = False,
@@ -50,25 +54,75 @@ def evaluate(
             predicted from at least `context - stride` others. None: sequences stand side by side.
         tokens: tokens of the text to use, at most.
         tasks: zero- or few-shot tasks for every model, see `tomoe.evaluation.tasks.TaskSet`.
+        active: fractions of the decoder parameters; models with fine-grained experts are measured with the number of
+            experts that is nearest to each. All models but the first must have such experts.
         dtype: of the weights: "float32", "bfloat16" or "float16".
         device: "auto", "cpu" or "cuda".
         offload: keep decoder layers on disk and read them for every sequence, for models larger than memory.
 
-    Returns one `Row` for each model, in the order of `names`. Several processes (torchrun) divide the sequences among
-    them and each returns all numbers; tasks run in process 0 alone, which alone has their scores.
+    Returns one `Row` for each model, or for each of its numbers of experts, in the order of `names`. Several processes
+    (torchrun) divide the sequences among them and each returns all numbers; tasks run in process 0 alone, which alone has
+    their scores.
 
     Raises UserError if a model or text is not found, or the text does not fit the models.
     """
     models = [str(name) for name in ([names] if isinstance(names, str | Path) else names)]
     if not models:
         raise UserError("no model is named; give the dense model first, then converted ones")
+    settings = dial_settings(models, active)
+    models = list(dict.fromkeys(name for name, _ in settings))
     evaluation = _evaluation_text(models, None if text is None else str(text), context, stride, tokens)
 
-    def loaded() -> Iterator[tuple[str, PreTrainedModel]]:
-        for name in models:
-            yield name, load_model(name, dtype, device, offload)
+    return compare_on(_loaded(settings, dtype, device, offload), evaluation, on_progress, tasks)
 
-    return compare_on(loaded(), evaluation, on_progress, tasks)
+
+def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, Point | None]]:
+    """Return the models to measure, in order, each as often as there are numbers of experts nearest to `active`.
+
+    A model without fine-grained experts can only be the first, the reference. If the only model has them, the dense model
+    that its plan names becomes the reference. Raises UserError for other models without fine-grained experts.
+    """
+    if not active:
+        return [(name, None) for name in models]
+    first, *others = models
+    if not others:
+        # refused if it has no such experts
+        Dial.of(first)
+        first, others = _dense_of(first), [first]
+    settings: list[tuple[str, Point | None]] = [(first, None)]
+    for name in others:
+        dial = Dial.of(name)
+        settings += [(name, point) for point in dict.fromkeys(dial.nearest(fraction) for fraction in active)]
+    return settings
+
+
+def _loaded(
+    settings: Sequence[tuple[str, Point | None]], dtype: str, device: str, offload: bool
+) -> Iterator[tuple[str, PreTrainedModel]]:
+    """Load each model when it is asked for, once for all of its points."""
+    before, model = "", None
+    for name, point in settings:
+        if name != before:
+            # the one before must be gone
+            model = None
+            before, model = name, load_model(name, dtype, device, offload)
+        assert model is not None
+        if point is not None:
+            use_experts_(model, point.experts_per_token)
+        yield name, model
+
+
+def _dense_of(folder: str) -> str:
+    """The dense model that a converted folder was made from. Raises UserError if it is not known or not found."""
+    plan = Path(folder) / "plan.json"
+    name = str(Plan.load(plan.parent, "numpy").recipe.get("model", "")) if plan.is_file() else ""
+    try:
+        if name:
+            resolve(name)
+            return name
+    except UserError:
+        pass
+    raise UserError(f"the dense model that {folder} was made from was not found; name it first, before {folder}")
 
 
 def _evaluation_text(

@@ -1,28 +1,16 @@
-"""Loads any model with its tokenizer, and continues a prompt."""
+"""Continues a prompt with any model."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.model.loading import load_model, load_tokenizer
 
 # continued by both models in the report
 PROMPT = "The three most important things about the sea are"
-
-
-def load(
-    name: str | Path, dtype: str = "bfloat16", device: str = "auto"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A dense model (hub id, folder, .gguf file, known name) or a converted folder, with its tokenizer.
-
-    Raises UserError if there is no such model.
-    """
-    return load_model(str(name), dtype, device), load_tokenizer(str(name))
 
 
 def generate(

@@ -1,0 +1,128 @@
+"""The dial: how many fine-grained experts a token uses is chosen when a model runs, as a fraction of active parameters."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from tomoe.budget import active_params, decoder_params
+from tomoe.errors import UserError
+from tomoe.model.loading import load_config, load_model, load_tokenizer
+from tomoe.model.shape import ModelShape
+from tomoe.model.structure import shape_of
+from tomoe.moe.modeling_tomoe import ToMoEConfig
+
+
+@dataclass(frozen=True)
+class Point:
+    """One position of the dial."""
+
+    experts_per_token: int
+    """The largest number of experts of a token in any layer, `num_experts_per_tok` of the config."""
+    num_experts: int
+    active_fraction: float
+    """Of the decoder parameters, for each token."""
+    equal: bool
+    """Whether all layers use so many."""
+
+    def __str__(self) -> str:
+        most = "" if self.equal else "up to "
+        return f"{most}{self.experts_per_token} of {self.num_experts} experts: {self.active_fraction:.3f} active"
+
+
+@dataclass(frozen=True)
+class Dial:
+    """All positions that a model with fine-grained experts can run at."""
+
+    config: ToMoEConfig
+    shape: ModelShape
+    """Sizes of the dense model."""
+
+    @classmethod
+    def of(cls, name: str) -> Dial:
+        """Read it from a model's config. Raises UserError if the model has no fine-grained experts."""
+        config = load_config(name)
+        if not is_fine(config):
+            raise UserError(_why_not(name, config))
+        assert isinstance(config, ToMoEConfig)
+        return cls(config, dense_shape(config))
+
+    def point(self, experts_per_token: int) -> Point:
+        """Return what so many experts a token (1 to all) make active."""
+        config = copy(self.config)
+        config.num_experts_per_tok = experts_per_token
+        active = active_params(self.shape, active_widths(config)) / decoder_params(self.shape)
+        top_ks = {config.layer_top_k(i) for i in range(self.shape.num_layers)}
+        return Point(experts_per_token, config.num_experts, active, len(top_ks) == 1)
+
+    def nearest(self, active: float) -> Point:
+        """Return the position whose active fraction is nearest to `active`. Raises UserError unless that is in (0, 1]."""
+        if not 0 < active <= 1:
+            raise UserError(f"active is {active}, but it should be above 0 and at most 1")
+        points = [self.point(k) for k in range(1, self.config.num_experts + 1)]
+        return min(points, key=lambda point: abs(point.active_fraction - active))
+
+
+def is_fine(config: Any) -> bool:
+    """Whether a config is that of a converted model with fine-grained experts."""
+    return getattr(config, "expert_form", None) == "fine"
+
+
+def _why_not(name: str, config: PreTrainedConfig) -> str:
+    if isinstance(config, ToMoEConfig):
+        return (
+            f"{name} has overlapping experts, of which every token uses one, so its plan alone decides what is active; "
+            "experts.form = fine makes a model that can use more or fewer"
+        )
+    if getattr(config, "num_experts_per_tok", None) is not None:
+        return (
+            f"{name} is no folder that `tomoe convert` wrote but a model of the type {config.model_type}; the converted "
+            "folder that it was exported from can use more or fewer experts"
+        )
+    return (
+        f"{name} is a dense model: all of its parameters work on every token; experts.form = fine converts it to one that "
+        "can use more or fewer experts"
+    )
+
+
+def dense_shape(config: ToMoEConfig) -> ModelShape:
+    """Return the sizes of the dense model that a converted one came from."""
+    with torch.device("meta"):
+        dense = AutoModelForCausalLM.from_config(config.dense_config())
+    return shape_of(dense)
+
+
+def active_widths(config: ToMoEConfig) -> list[tuple[int, int, int]]:
+    """Return (MLP width, Q/K dims, V/O dims of a token) of every layer, with as many experts as the config says now."""
+    widths = [
+        shared + config.layer_top_k(i) * size
+        for i, (shared, size) in enumerate(zip(config.shared_sizes, config.expert_sizes, strict=True))
+    ]
+    return list(zip(widths, config.qk_dims, config.value_top_k, strict=True))
+
+
+def use_experts_(model: PreTrainedModel, experts_per_token: int) -> None:
+    """Let a loaded model use so many fine-grained experts a token from now on."""
+    config: Any = model.config
+    assert is_fine(config), "only fine-grained experts can be used in other numbers"
+    config.num_experts_per_tok = experts_per_token
+
+
+def load(
+    name: str | Path, dtype: str = "bfloat16", device: str = "auto", active: float | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A dense model (hub id, folder, .gguf file, known name) or a converted folder, with its tokenizer.
+
+    `active`: let tokens use as many fine-grained experts as make this fraction of the decoder parameters active, or the
+    nearest number of them. Raises UserError if there is no such model, or none whose experts are fine-grained.
+    """
+    point = None if active is None else Dial.of(str(name)).nearest(active)
+    model = load_model(str(name), dtype, device)
+    if point is not None:
+        use_experts_(model, point.experts_per_token)
+    return model, load_tokenizer(str(name))

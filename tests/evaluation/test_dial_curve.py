@@ -1,0 +1,73 @@
+"""One row for each number of fine-grained experts that a model is measured with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pico_files import CommandLine, refused
+from tomoe.errors import UserError
+from tomoe.evaluation.rows import from_json
+from tomoe.evaluation.run import dial_settings, evaluate
+from tomoe.moe.dial import Dial
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path: Path) -> None:
+    """Without a dense model named, the one of the plan is the reference; two fractions near one number are one row."""
+    folder, dial = converted_fine / "moe", Dial.of(str(converted_fine / "moe"))
+    found = tmp_path / "dial.json"
+    done = tomoe("evaluate", folder, "--active", "0.3,50%,0.6,0.6001,1", "--dtype", "float32", "--json", found)
+    assert done.code == 0, done.err
+    points = [dial.nearest(active) for active in (0.3, 0.5, 0.6, 1)]
+    assert done.err.splitlines()[:4] == [f"moe: {point}" for point in points]
+    rows = from_json(found.read_text())
+    planned = max(dial.config.experts_per_token)
+    assert points[2].experts_per_token == planned
+    names = [f"moe, {p.experts_per_token} of 64 experts" for p in points]
+    assert [row.name for row in rows] == ["dense", *names[:2], "moe", names[3]]
+    assert [row.experts_per_token for row in rows] == [None, *(p.experts_per_token for p in points)]
+    for row, point in zip(rows[1:], points, strict=True):
+        assert row.facts["active_share"] == pytest.approx(point.active_fraction)
+        assert f"{point.active_fraction:.1%}" in done.out
+        assert row.training_overlap is not None
+    # with all experts it is the dense model
+    distances = [row.measurement.kl for row in rows[1:]]
+    assert min(distances[:3]) > 1e-2
+    assert distances[3] < 1e-6
+    assert rows[-1].measurement.perplexity == pytest.approx(rows[0].measurement.perplexity, rel=1e-5)
+    shares = [[share for layer in row.usage.shares for share in layer] for row in rows[1:]]
+    assert max(shares[-1]) == pytest.approx(1 / 64)
+    assert max(shares[0]) > 2 / 64
+
+
+def test_offloaded_it_is_the_same(converted_fine: Path) -> None:
+    names = [str(converted_fine / name) for name in ("dense", "moe")]
+    whole, offloaded = (evaluate(names, tokens=64, active=[0.4, 1], offload=offload) for offload in (False, True))
+    assert len(whole) == 3
+    assert offloaded == whole
+
+
+def test_the_reference_may_be_anything_and_the_others_not(converted_fine: Path, converted: Path) -> None:
+    dense, fine, other = (str(path) for path in (converted / "dense", converted_fine / "moe", converted / "moe"))
+    for first in (dense, fine, other):
+        settings = dial_settings([first, fine], [0.5, 1.0])
+        assert [name for name, _ in settings] == [first, fine, fine]
+        assert settings[0][1] is None
+    assert dial_settings([dense, other], []) == [(dense, None), (other, None)]
+    with pytest.raises(UserError, match="is a dense model"):
+        dial_settings([fine, dense], [0.5])
+    with pytest.raises(UserError, match="is a dense model"):
+        dial_settings([dense], [0.5])
+
+
+def test_a_dense_model_that_is_gone_must_be_named(tomoe: CommandLine, converted_fine: Path, tmp_path: Path) -> None:
+    shutil.copytree(converted_fine / "moe", tmp_path / "moe")
+    plan = json.loads((tmp_path / "moe" / "plan.json").read_text())
+    plan["recipe"]["model"] = str(tmp_path / "gone")
+    (tmp_path / "moe" / "plan.json").write_text(json.dumps(plan))
+    refused(tomoe("evaluate", tmp_path / "moe", "--active", "0.5"), "name it first")
