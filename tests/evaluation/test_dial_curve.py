@@ -26,7 +26,7 @@ def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path
     points = [dial.nearest(active) for active in (0.3, 0.5, 0.6, 1)]
     assert done.err.splitlines()[:4] == [f"moe: {point}" for point in points]
     rows = from_json(found.read_text())
-    planned = max(dial.config.experts_per_token)
+    planned = dial.config.planned_top_k
     assert points[2].experts_per_token == planned
     names = [f"moe, {p.experts_per_token} of 64 experts" for p in points]
     assert [row.name for row in rows] == ["dense", *names[:2], "moe", names[3]]

@@ -71,6 +71,6 @@ def experts_per_token(model: Any) -> int | None:
 def _other_number(model: Any) -> str:
     """What tells rows of one folder apart: the number of experts, unless it is the planned one."""
     number = experts_per_token(model)
-    if number is None or number == max(model.config.experts_per_token):
+    if number is None or number == model.config.planned_top_k:
         return ""
     return f", {number} of {model.config.num_experts} experts"
