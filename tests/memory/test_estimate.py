@@ -223,12 +223,13 @@ def test_a_config_that_claims_too_much_is_found_before_it_is_counted(tmp_path: P
 
 def test_counting_needs_the_config_alone(tomoe: CommandLine, tmp_path: Path) -> None:
     make_pico("llama", intermediate_size=512).config.save_pretrained(tmp_path / "paper")
-    done = tomoe("doctor", tmp_path / "paper")
+    # a budget that widths of whole multiples meet
+    done = tomoe("doctor", tmp_path / "paper", "--active", "0.7115")
     assert done.code == 0, done.err
     assert "The structure fits: 2 layers" in done.out
     assert "training" in done.out
     assert "free now" not in done.out
-    found = json.loads(tomoe("doctor", tmp_path / "paper", "--json").out)
+    found = json.loads(tomoe("doctor", tmp_path / "paper", "--active", "0.7115", "--json").out)
     assert found["estimates"] == []
     assert [need["stage"] for need in found["least"]] == ["training", "folding"]
 
