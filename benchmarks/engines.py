@@ -2,8 +2,8 @@
 
 One line of Markdown a cell, and one of RESULTS (JSON lines). vLLM runs eagerly in bfloat16, prompts are random tokens,
 every sequence writes NEW_TOKENS. Prefill is the time to the first token of all rows, decoding what the other tokens take on
-top; of the repeats the best counts. llama.cpp runs one sequence; its dense model is the same file with all layers whole but
-the last. Run it in the environment of `./run.sh engines`.
+top; of the repeats the best counts. llama.cpp runs one sequence; its dense model is the same file with shared part and
+experts merged into plain MLPs. Run it in the environment of `./run.sh engines`.
 
     python benchmarks/engines.py RESULTS vllm DENSE EXPORT           # two folders
     python benchmarks/engines.py RESULTS vllm-random FOLDER          # 1B of random weights, made in FOLDER
@@ -28,13 +28,19 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 NEW_TOKENS = 32
 # 1B of random weights: half of the MLP for a token.
-RANDOM = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+RANDOM: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
           "num_key_value_heads": 8, "vocab_size": 32_000, "max_position_embeddings": 4096}  # fmt: skip
-RANDOM_EXPERTS = {
+RANDOM_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 48,
     "moe_intermediate_size": 128,
     "n_shared_experts": 16,
     "num_experts_per_tok": 16,
+    "head_dim": 64,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 0,
+    "routed_scaling_factor": 2.0,
+    "norm_topk_prob": False,
 }
 
 Run = Callable[[int, int, int], float]
@@ -42,7 +48,7 @@ Run = Callable[[int, int, int], float]
 
 
 def open_vllm(folder: Path, longest: int) -> Run:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     engine = LLM(
         str(folder), dtype="bfloat16", max_model_len=longest, enforce_eager=True, skip_tokenizer_init=True,
@@ -124,18 +130,16 @@ def write_random(folder: Path) -> tuple[Path, Path]:
     if not (dense / "config.json").exists():
         LlamaForCausalLM(LlamaConfig(**RANDOM, rope_parameters=rope)).save_pretrained(dense)
     if not (export / "config.json").exists():
-        config = Glm4MoeConfig(
-            **RANDOM, **RANDOM_EXPERTS, rope_parameters=rope | {"partial_rotary_factor": 1.0}, head_dim=64,
-            first_k_dense_replace=0, num_nextn_predict_layers=0, routed_scaling_factor=2.0, norm_topk_prob=False,
-        )  # fmt: skip
-        Glm4MoeForCausalLM(config).save_pretrained(export)
+        sizes = RANDOM | RANDOM_EXPERTS | {"rope_parameters": rope | {"partial_rotary_factor": 1.0}}
+        Glm4MoeForCausalLM(Glm4MoeConfig(**sizes)).save_pretrained(export)
     torch.set_default_dtype(torch.float32)
     return dense, export
 
 
 def write_files(converted: Path, folder: Path, precision: Any) -> tuple[dict[str, Path], int]:
-    """The GGUF file of a converted model with fine-grained experts, and one in which they are all used."""
+    """The GGUF file of a converted model with fine-grained experts, and the same with plain MLPs: the dense model."""
     from tomoe.exporting.gguf import write_gguf
+    from tomoe.exporting.gguf_experts import merge_experts
     from tomoe.model.loading import load_tokenizer
     from tomoe.moe.checkpoint import load_moe
 
@@ -143,8 +147,7 @@ def write_files(converted: Path, folder: Path, precision: Any) -> tuple[dict[str
     moe, tokenizer = load_moe(converted, None, "cpu"), load_tokenizer(str(converted))
     files = {name: folder / f"{name}-{precision}.gguf" for name in ("dense", "export")}
     write_gguf(moe, tokenizer, files["export"], precision, 1)
-    moe.config.num_experts_per_tok = moe.config.num_experts
-    write_gguf(moe, tokenizer, files["dense"], precision, 1)
+    merge_experts(files["export"], files["dense"])
     return files, moe.config.vocab_size
 
 
@@ -162,12 +165,15 @@ def main() -> None:
     args = parser.parse_args()
     longest = max(args.lengths) + NEW_TOKENS
     if args.engine == "llama.cpp":
-        files, vocab_size = write_files(*args.paths, args.precision)
+        converted, folder = args.paths
+        files, vocab_size = write_files(converted, folder, args.precision)
         models = {name: open_llama_cpp(file, vocab_size, longest) for name, file in files.items()}
         args.batches = [1]
     else:
         dense, export = write_random(*args.paths) if args.engine == "vllm-random" else args.paths
-        models = {"dense": open_vllm(dense, longest), "export": open_vllm(export, longest)}
+        # the first one sets up what experts need
+        opened = open_vllm(export, longest)
+        models = {"dense": open_vllm(dense, longest), "export": opened}
     table(args, args.label or args.paths[-1].name, models, args.batches)
 
 

@@ -22,7 +22,8 @@ from tomoe.conversion import convert
 from tomoe.errors import UserError
 from tomoe.exporting import engines as llama_cpp
 from tomoe.exporting.engines import LlamaCpp
-from tomoe.exporting.gguf import Precision, copy_with_experts, entries, gguf_bytes, gguf_incompatibility, write_gguf
+from tomoe.exporting.gguf import Precision, entries, gguf_bytes, gguf_incompatibility, write_gguf
+from tomoe.exporting.gguf_experts import merge_experts
 from tomoe.exporting.gguf_tokenizer import SPLITS, splitting_rule
 from tomoe.exporting.targets import Options, choose, write_export
 from tomoe.moe.fold import fold
@@ -91,7 +92,7 @@ def test_llama_cpp_runs_fine_grained_experts(family: str, tmp_path: Path) -> Non
     write_gguf(moe, TOKENIZER, file, "f32", 1)
     with torch.no_grad():
         planned, meant = (m(ids).logits[0].log_softmax(-1) for m in (moe, whole))
-    everything = LlamaCpp(copy_with_experts(file, tmp_path / "all"), len(TOKENIZER), 64, LETTER, threads=1)
+    everything = LlamaCpp(merge_experts(file, tmp_path / "all"), len(TOKENIZER), 64, LETTER, threads=1)
     assert float((everything.log_probs(ids[0].tolist()) - meant[-1]).abs().max()) <= 2e-3
     # a router may choose otherwise where two experts are almost tied
     model = LlamaCpp(file, len(TOKENIZER), 64, LETTER, threads=1)
@@ -114,7 +115,7 @@ def test_quantized_rows_of_fine_grained_experts(tmp_path: Path) -> None:
         types = {t.name: t.tensor_type for t in GGUFReader(file).tensors}
         assert types["blk.0.ffn_down_exps.weight"].name == precision.upper()
         assert types["blk.0.ffn_gate_inp.weight"].name == types["blk.0.exp_probs_b.bias"].name == "F32"
-        model = LlamaCpp(copy_with_experts(file, tmp_path / "all"), len(TOKENIZER), 64, LETTER, threads=1)
+        model = LlamaCpp(merge_experts(file, tmp_path / "all"), len(TOKENIZER), 64, LETTER, threads=1)
         predicted = model.log_probs(ids[0].tolist())
         off[precision] = float((meant.exp() * (meant - predicted)).sum())
         sizes[precision] = sum(t.n_bytes for t in GGUFReader(file).tensors if "attn" in t.name)

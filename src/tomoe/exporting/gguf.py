@@ -8,7 +8,6 @@ router's probability.) Fine-grained experts go into `glm4moe`, with the tensors 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,7 +20,6 @@ from gguf import (
     GGML_QUANT_SIZES,
     ExpertGatingFuncType,
     GGMLQuantizationType,
-    GGUFReader,
     GGUFWriter,
     LlamaFileType,
     quants,
@@ -281,32 +279,6 @@ def write_gguf(
         written += data.nbytes
         on_progress(written, total)
     writer.close()
-
-
-def read_routers(file: Path) -> tuple[dict[int, glm4_moe.StockRouter], int]:
-    """The routers of fine-grained experts in a file, by number of the layer, and how many experts a token uses."""
-    reader = GGUFReader(file)
-    stored = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors if _of_router(tensor.name)}
-    whole, layers = (
-        int(reader.fields[f"glm4moe.{key}"].contents()) for key in ("leading_dense_block_count", "block_count")
-    )
-    routers = {
-        i: (stored[f"blk.{i}.ffn_gate_inp.weight"], stored[f"blk.{i}.exp_probs_b.bias"]) for i in range(whole, layers)
-    }
-    return routers, int(reader.fields["glm4moe.expert_used_count"].contents())
-
-
-def _of_router(name: str) -> bool:
-    return "ffn_gate_inp" in name or "exp_probs_b" in name
-
-
-def copy_with_experts(file: Path, copy: Path) -> Path:
-    """Copy a file with fine-grained experts, so that a token uses all of them; return the copy."""
-    shutil.copyfile(file, copy)
-    fields = GGUFReader(copy, "r+").fields
-    used, count = fields["glm4moe.expert_used_count"], fields["glm4moe.expert_count"]
-    used.parts[used.data[0]][0] = count.contents()
-    return copy
 
 
 def _write_sizes(writer: GGUFWriter, moe: ToMoEForCausalLM, precision: Precision, path: Path) -> None:

@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from tomoe.data.evaluation_text import EvaluationText
 from tomoe.errors import UserError
 from tomoe.exporting.engines import LlamaCpp, agree_on_next_tokens, binding
-from tomoe.exporting.gguf import context_length, copy_with_experts, read_routers
+from tomoe.exporting.gguf import context_length
+from tomoe.exporting.gguf_experts import merge_experts, read_routers
 from tomoe.exporting.glm4_moe import RouterAgreement, RouterCheck, stock_routers
 from tomoe.exporting.verify import Agreement, agree, record
 from tomoe.model.generation import PROMPT, generate
@@ -229,6 +230,6 @@ def verify_gguf(
     whole = None
     if shutil.disk_usage(file.parent).free > 1.1 * file.stat().st_size:
         with TemporaryDirectory(dir=file.parent) as place:
-            whole = compare(run(copy_with_experts(file, Path(place) / file.name)))
+            whole = compare(run(merge_experts(file, Path(place) / file.name)))
     parts = FineProof(whole, check.result())
     return Proof(agreement, problem or parts.problem(BOUNDS[precision]), how, written, parts)

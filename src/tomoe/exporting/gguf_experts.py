@@ -1,0 +1,97 @@
+"""A GGUF file with fine-grained experts, read again: its routers, and the same file without them.
+
+llama.cpp makes a few nodes of its graph for every expert of a token, more than there is room for if a token uses all of
+dozens. So to run a file with all experts, their neurons are written as the plain MLPs that they are together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor, quants
+from jaxtyping import Shaped
+
+from tomoe.exporting.glm4_moe import StockRouter
+
+_ARCH = "glm4moe"
+_ROUTERS = ("ffn_gate_inp", "exp_probs_b")
+
+
+def _number(reader: GGUFReader, key: str) -> int:
+    return int(reader.fields[f"{_ARCH}.{key}"].contents())
+
+
+def read_routers(file: Path) -> tuple[dict[int, StockRouter], int]:
+    """The routers in a file, by number of the layer, and how many experts a token uses."""
+    reader = GGUFReader(file)
+    stored = {t.name: torch.from_numpy(t.data.copy()) for t in reader.tensors if any(r in t.name for r in _ROUTERS)}
+    layers = range(_number(reader, "leading_dense_block_count"), _number(reader, "block_count"))
+    routers = {i: (stored[f"blk.{i}.ffn_gate_inp.weight"], stored[f"blk.{i}.exp_probs_b.bias"]) for i in layers}
+    return routers, _number(reader, "expert_used_count")
+
+
+def merge_experts(file: Path, merged: Path) -> Path:
+    """Write the file `merged`, in which shared part and experts of each layer are one MLP; return it.
+
+    No number changes: rows are put one after the other as they are stored.
+    """
+    reader = GGUFReader(file)
+    writer = GGUFWriter(merged, _ARCH)
+    layers = _number(reader, "block_count")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    parts: dict[str, list[ReaderTensor]] = {}
+    for name, tensor in tensors.items():
+        if not any(router in name for router in _ROUTERS):
+            # the shared part comes first, so that rows of all layers are in the order of the converted model
+            parts.setdefault(name.replace("_exps", "").replace("_shexp", ""), []).append(tensor)
+    sizes = [sum(_neurons(t) for t in parts[f"blk.{i}.ffn_up.weight"]) for i in range(layers)]
+    changed: dict[str, Any] = {"leading_dense_block_count": layers, "feed_forward_length": sizes}
+    for field in reader.fields.values():
+        key = field.name.removeprefix(f"{_ARCH}.")
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        if key == "feed_forward_length":
+            writer.add_feed_forward_length(sizes)
+            continue
+        kind, sub = field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, changed.get(key, field.contents()), kind, sub)
+    types = {name: _type(group) for name, group in parts.items()}
+    for name, group in parts.items():
+        data = _joined(name, group, types[name])
+        writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes, types[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, group in parts.items():
+        # made twice: one at a time is in memory
+        writer.write_tensor_data(_joined(name, group, types[name]))
+    writer.close()
+    return merged
+
+
+def _neurons(tensor: ReaderTensor) -> int:
+    """Rows of a tensor of gate or up projections, of all experts."""
+    return int(np.prod(tensor.shape[1:]))
+
+
+def _type(group: list[ReaderTensor]) -> GGMLQuantizationType:
+    kinds = {tensor.tensor_type for tensor in group}
+    return kinds.pop() if len(kinds) == 1 else GGMLQuantizationType.F32
+
+
+def _joined(name: str, group: list[ReaderTensor], kind: GGMLQuantizationType) -> Shaped[np.ndarray, ...]:
+    """The rows, or for down projections the columns, of the shared part and of all experts."""
+    if len(group) == 1:
+        return group[0].data
+    pieces = []
+    for tensor in sorted(group, key=lambda t: "_exps" in t.name):
+        data = tensor.data if tensor.tensor_type == kind else quants.dequantize(tensor.data, tensor.tensor_type)
+        if "ffn_down" in name:
+            data = np.moveaxis(data, 0, 1).reshape(data.shape[1], -1) if data.ndim == 3 else data
+        else:
+            data = data.reshape(-1, data.shape[-1])
+        pieces.append(data)
+    return np.concatenate(pieces, axis=1 if "ffn_down" in name else 0)
