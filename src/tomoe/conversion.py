@@ -17,14 +17,14 @@ from tomoe.data.corpus import Corpus, Sequences, prepare
 from tomoe.data.sources import SELF
 from tomoe.errors import UserError
 from tomoe.exporting.stock import dense_incompatibility
-from tomoe.files import atomic_folder, basename
+from tomoe.files import atomic_folder, basename, refuse_overwriting
 from tomoe.model import catalog
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.hub import find_plan
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.model.names import HUB_ID
 from tomoe.model.structure import check_output, shape_of
-from tomoe.moe.checkpoint import refuse_overwriting, save_moe
+from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
@@ -280,7 +280,7 @@ def convert_dense(
     Returns the plan, and the dense model if the run has its original weights in memory. `same_text`: see `begin`.
     """
     run, base = RunFolder(out / "run"), BaseWeights.of(recipe)
-    refuse_overwriting(out, force or (resume and run.recipe.exists()), recipe.model)
+    refuse_overwriting(out, force, recipe.model, resume)
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
     started = time.perf_counter()
     model, tokenizer, corpus = begin(recipe, base, run, resumes, on_progress, same_text)

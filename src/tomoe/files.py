@@ -88,6 +88,18 @@ def atomic_folder(out: Path, marker: str, replaced: Iterable[str]) -> Iterator[P
         raise
 
 
+def refuse_overwriting(out: Path, force: bool, dense: str = "", resume: bool = False) -> None:
+    """Raises UserError if `out` holds a model, or is the folder of the `dense` model.
+
+    With `force`, or with `resume` if there is a run to resume, the model in `out` may be replaced.
+    """
+    if dense and out.resolve() == Path(dense).expanduser().resolve():
+        raise UserError(f"{out} holds the input model; choose another folder for the result")
+    replaces = force or (resume and (out / "run" / "recipe.json").exists())
+    if (out / "config.json").exists() and not replaces:
+        raise UserError(f"{out} already holds a model; choose another folder or add --force")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file from an untrusted source.
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from format_1 import format_1
 from pico_files import CommandLine, contents, pico_recipe, small, steps_of
 from tomoe.conversion import convert, plan, train
+from tomoe.locks import LOCK_FILE
 from tomoe.pruning import objective
 from tomoe.pruning.repair import RepairSettings
 from tomoe.recipe.base import RenamedKey
@@ -334,7 +335,9 @@ def test_a_kill_while_an_older_run_goes_leaves_nothing_of_it_to_resume(
             only_here.setattr(run_folder.shutil, "rmtree", killed)
         else:
             unlink = Path.unlink
-            only_here.setattr(Path, "unlink", lambda p, **how: unlink(p, **how) if p.name == killed_at else killed(p))
+            only_here.setattr(
+                Path, "unlink", lambda p, **how: unlink(p, **how) if p.name in (killed_at, LOCK_FILE) else killed(p)
+            )
         assert tomoe("train", *options, "-o", run, "--force", *small(seed="1")).code != 0
     assert list(run.glob("masks/step-*"))
     assert tomoe("train", *options, "-o", run, "--resume", *small(seed="1")).code == 0

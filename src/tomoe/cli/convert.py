@@ -41,6 +41,7 @@ def convert(
 def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_memory_check: bool = False) -> bool:
     """Convert, measure, write the reports and show the results; returns whether this is the process that shows them."""
     options.check_model(recipe.model)
+    options.check_out(out, out / "run", recipe, resume, force)
 
     from tomoe import conversion, distributed
     from tomoe.cli.screen import Screen, results, show_warnings

@@ -37,6 +37,7 @@ def finetune(
         "data.sources": data or None, "train.steps": steps, "seed": seed,
     }  # fmt: skip
     tuning = FinetuneRecipe.load(recipe, options.overrides(named) + (changes or []))
+    options.check_out(out, out / "run", tuning, resume, force)
 
     from tomoe import distributed
     from tomoe.cli.screen import Screen, results, show_warnings

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -20,6 +21,7 @@ from tomoe.errors import UserError
 
 if TYPE_CHECKING:
     from tomoe.recipe.conversion import Recipe
+    from tomoe.recipe.finetuning import FinetuneRecipe
 
 PERCENT = re.compile(r"([0-9.]+)\s*%")
 
@@ -207,6 +209,28 @@ def check_model(name: str) -> None:
         from tomoe.model.names import resolve
 
         resolve(name)
+
+
+def check_out(out: Path | None, run: Path, recipe: Recipe | FinetuneRecipe, resume: bool, force: bool) -> None:
+    """Raises UserError, before PyTorch is imported, if the model folder `out` or the run folder `run` is in use.
+
+    Once more, with the folder locked, the command itself checks that.
+    """
+    from tomoe.distributed import on_rank_zero
+    from tomoe.files import refuse_overwriting
+    from tomoe.locks import folder_lock
+    from tomoe.training.run_folder import RunFolder
+
+    def check() -> None:
+        folder = run if out is None else out
+        # whoever writes there now is named first
+        with folder_lock(folder, "check") if folder.exists() else nullcontext():
+            if out is not None:
+                refuse_overwriting(out, force, recipe.model, resume)
+            RunFolder(run).resumes(recipe, resume, force)
+
+    # another rank may look when rank 0 has begun to write
+    on_rank_zero(check)
 
 
 def quoted(name: str | Path) -> str:

@@ -17,6 +17,7 @@ def train(
     """Learn masks and routers; write a run folder."""
     conversion = chosen.make()
     options.check_model(chosen.model)
+    options.check_out(None, out, conversion, resume, force)
 
     from tomoe.cli.screen import Screen
     from tomoe.conversion import train as run_training

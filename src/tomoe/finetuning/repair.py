@@ -12,10 +12,9 @@ from tomoe import __version__, distributed
 from tomoe.conversion import save_conversion
 from tomoe.data.corpus import Corpus, prepare
 from tomoe.errors import UserError
-from tomoe.files import atomic_write, basename
+from tomoe.files import atomic_write, basename, refuse_overwriting
 from tomoe.finetuning.run import Origin
 from tomoe.model.loading import load_dense, load_tokenizer, pick_device
-from tomoe.moe.checkpoint import refuse_overwriting
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.pruning.repaired_plan import repair_plan

@@ -20,11 +20,11 @@ from tomoe.data.sources import SELF
 from tomoe.errors import UserError
 from tomoe.evaluation.rows import Row, to_json
 from tomoe.evaluation.run import compare_on
-from tomoe.files import atomic_write, basename, sha256
+from tomoe.files import atomic_write, basename, refuse_overwriting, sha256
 from tomoe.finetuning.students import FinetuneStep, MoEStudent, Teacher, check_adapters
 from tomoe.model.loading import fingerprint, load_dense, load_model, load_tokenizer, pick_device
 from tomoe.model.names import resolve
-from tomoe.moe.checkpoint import load_moe, refuse_overwriting, save_moe, stored_dtype
+from tomoe.moe.checkpoint import load_moe, save_moe, stored_dtype
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.recipe.conversion import Recipe
@@ -106,7 +106,7 @@ def finetune(
     """
     out = Path(out)
     run = RunFolder(out / "run", "weights")
-    refuse_overwriting(out, force or (resume and run.recipe.exists()), recipe.model)
+    refuse_overwriting(out, force, recipe.model, resume)
     resumed = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
     tracking.check(recipe.report_to)
     check_accumulation(recipe)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.files import atomic_folder, read_json, write_sums
+from tomoe.files import atomic_folder, read_json, refuse_overwriting, write_sums
 from tomoe.model.loading import load_dense, pick_device, strip_remote_code_
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
@@ -57,14 +57,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     bare.init_kwargs = dict(tokenizer.init_kwargs)
     strip_remote_code_(bare)
     bare.save_pretrained(folder)
-
-
-def refuse_overwriting(out: Path, force: bool, dense: str = "") -> None:
-    """Raises UserError if `out` holds a model and `force` is not set, or if it is the folder of the `dense` model."""
-    if dense and out.resolve() == Path(dense).expanduser().resolve():
-        raise UserError(f"{out} holds the input model; choose another folder for the result")
-    if (out / "config.json").exists() and not force:
-        raise UserError(f"{out} already holds a model; choose another folder or add --force")
 
 
 def stored_dtype(folder: Path) -> str:
