@@ -25,8 +25,9 @@ def fine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dense = make_pico("qwen2")
     plan = make_plan(dense, "off", form="fine")
     assert [layer.top_k for layer in plan.layers] == [3, 2]
-    save_moe(fold(dense, plan), plan, None, tmp_path_factory.mktemp("fine") / "moe")
-    return tmp_path_factory.getbasetemp() / "fine0" / "moe"
+    folder = tmp_path_factory.mktemp("fine") / "moe"
+    save_moe(fold(dense, plan), plan, None, folder)
+    return folder
 
 
 def share(experts: int) -> float:
