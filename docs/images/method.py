@@ -194,7 +194,7 @@ def draw() -> str:
         *arrow(722, "fold"),
         *moe_panel(xs[3], masks),
         line(f"M{xs[0] + 68} 490 V522 H410", dashed=True, color=INK),
-        text(548, 527, "the same weights, unchanged", anchor="middle"),
+        text(548, 527, "rows of the dense matrices", anchor="middle"),
         line(f"M686 522 H{xs[3] + 68} V492", dashed=True, color=INK, arrow=True),
     ]
     style = "font-family=\"system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif\""
