@@ -10,16 +10,17 @@ Attention stays whole, so the MLPs pay for all of the cut. Rows, each with the n
 - carved: the expert that the router chooses, of eight that overlap; nothing is learned
 - fine-grained, carved: a shared part and those of 64 small experts that the router chooses; nothing is learned
 - --plan NAME=FOLDER: a plan that was made elsewhere, for example by learning
+- --model NAME=FOLDER: a converted model as it is, for example a fine-tuned one
 - best per token: for every token those with the largest contribution. No model can do that, because the choice needs all
   activations; it bounds what a router can reach at these widths
 - inputs per token: every projection, those of attention included, multiplies the inputs that are largest for the token
   (as TEAL does, at one share for all); saves time for single sequences only
 
-`repaired` refits the down projections to those masks in closed form. Lines go to OUT/baselines.jsonl, and those that are
-there are not made again; table and figure are drawn from all of them.
+`repaired` refits the down projections to those masks in closed form. Tasks are run for the dense and the converted models.
+Lines go to OUT/baselines.jsonl, and those that are there are not made again; table and figure are drawn from all of them.
 
     python benchmarks/baselines.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5] [--tokens 32768]
-        [--plan NAME=FOLDER ...] [--tasks piqa,arc_easy --task-dir TASKS --limit 100]
+        [--plan NAME=FOLDER ...] [--model NAME=FOLDER ...] [--tasks piqa,arc_easy --task-dir TASKS --limit 100]
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,15 +41,17 @@ from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 from repair import Bench
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from tomoe.budget import attention_params, decoder_params, mlp_params
 from tomoe.conversion import finish_plan, make_network
 from tomoe.evaluation.tasks import TaskSet, parse_tasks
 from tomoe.model.hooks import hooked
+from tomoe.model.loading import load_model
 from tomoe.model.structure import LayerParts, layer_parts, run_model, shape_of
 from tomoe.plan import Plan
-from tomoe.pruning.masking import LayerMasks, masked, planned_masks
-from tomoe.pruning.repair import RepairSettings, repair, repaired
+from tomoe.pruning.masking import LayerMasks, planned_masks
+from tomoe.pruning.repair import RepairSettings, repair
 from tomoe.report.style import COLORS, CaptionedFigure, canvas, save, styled
 
 Line = dict[str, Any]
@@ -165,21 +168,25 @@ class Baselines:
         return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
 
     def row(
-        self, key: Line, masks: Sequence[LayerMasks] | None = None, repairs: Any = None, spent: float = 0.0
-    ) -> None:
+        self, key: Line, masks: Sequence[LayerMasks] | None = None, repairs: Any = None, spent: float = 0.0,
+        model: PreTrainedModel | None = None,
+    ) -> None:  # fmt: skip
         """Measure both texts, and the tasks if there are any, and keep the line. `spent`: CPU seconds of making it."""
-        line = key | {"cpu_seconds": round(spent)} | self.bench.measure(masks, repairs)
-        if self.tasks:
-            with ExitStack() as stack:
-                if masks:
-                    stack.enter_context(masked(self.model, masks))
-                if repairs:
-                    stack.enter_context(repaired(self.model, repairs))
-                scores = self.tasks.run(self.model, self.bench.tokenizer)
+        line = key | {"cpu_seconds": round(spent)} | self.bench.measure(masks, repairs, model)
+        if self.tasks and (model or line["row"] == "dense"):
+            scores = self.tasks.run(model or self.model, self.bench.tokenizer)
             line["tasks"] = {t.task: [t.value, t.standard_error, t.metric, t.examples] for t in scores}
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
+
+    def run_models(self) -> None:
+        """The rows of converted models."""
+        done = {line["row"] for line in self.lines()}
+        for name, _, folder in (text.partition("=") for text in self.args.model_row):
+            if name not in done:
+                active = round(Plan.load(Path(folder)).active_fraction(), 2)
+                self.row({"row": name, "active": active, "repair_tokens": 0}, model=load_model(folder, "bfloat16"))
 
     def run(self, active: float) -> None:
         """Make and measure the rows of one budget that are not there yet."""
@@ -274,6 +281,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="to refit to")
     parser.add_argument("--target", default="half", choices=["local", "half", "stream"])
     parser.add_argument("--plan", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--model", dest="model_row", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--tasks", default="")
     parser.add_argument("--task-dir", type=Path)
     parser.add_argument("--limit", type=int)
@@ -283,6 +291,7 @@ def main() -> None:
     baselines = Baselines(args)
     if not any(line["row"] == "dense" for line in baselines.lines()):
         baselines.row({"row": "dense", "active": 1.0, "repair_tokens": 0})
+    baselines.run_models()
     for active in args.active.split(","):
         baselines.run(float(active))
     (args.out / "baselines.md").write_text(table(baselines.lines()))

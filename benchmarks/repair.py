@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from tomoe.conversion import finish_plan, make_network
 from tomoe.data.corpus import Corpus, Sequences, joined, prepare
@@ -78,8 +79,11 @@ class Bench:
             finish_plan(net, self.model, recipe, self.corpus, 0, "").save(folder)
         return Plan.load(folder)
 
-    def measure(self, masks: Sequence[LayerMasks] | None, repairs: Sequence[LayerRepair] | None) -> dict[str, float]:
-        """Both texts, with masks and refitted projections if there are any."""
+    def measure(
+        self, masks: Sequence[LayerMasks] | None, repairs: Sequence[LayerRepair] | None,
+        model: PreTrainedModel | None = None,
+    ) -> dict[str, float]:  # fmt: skip
+        """Both texts, with masks and refitted projections if there are any; or those of another model."""
         line: dict[str, float] = {}
         with ExitStack() as stack:
             if masks:
@@ -87,7 +91,7 @@ class Bench:
             if repairs:
                 stack.enter_context(repaired(self.model, repairs))
             for name, text in self.texts.items():
-                scores = measure(self.model, text.input_ids, text.mask, self.dense[name])
+                scores = measure(model or self.model, text.input_ids, text.mask, self.dense[name])
                 line[f"{name}_perplexity"] = round(scores.perplexity, 3)
                 line[f"{name}_error"] = round(scores.standard_error or 0.0, 3)
                 line[f"{name}_kl"] = round(scores.kl or 0.0, 4)
