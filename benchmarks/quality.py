@@ -1,6 +1,7 @@
 """Quality at equal tokens: carved and random start, without learning and learned, at several budgets, attention kept and pruned.
 
-A sweep on two texts: what each cell held out and --test. Cells, tables and resuming are those of `tomoe sweep`.
+A sweep on two texts: what each cell held out and --test. Cells, tables and resuming are those of `tomoe sweep`. Nothing is
+repaired, unless --set repair.mode=full.
 
     python benchmarks/quality.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5] [--steps 0,150,1000]
         [--start carved,random] [--attention off,per_token] [--set section.key=value ...]
@@ -33,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     sizes = [f"data.evaluation_tokens={EVALUATION_TOKENS}", f"data.calibration_tokens={CALIBRATION_TOKENS}"]
     named = [f"model={args.model}", f"data.sources={args.train}", f"data.seq_len={SEQ_LEN}"]
-    base = Recipe.load(None, [*named, *sizes, "train.save_every=50", *args.set])
+    base = Recipe.load(None, [*named, *sizes, "train.save_every=50", "repair.mode=none", *args.set])
     lines = []
     for steps in args.steps.split(","):
         tokens = max(int(steps), 1) * SEQ_LEN + EVALUATION_TOKENS + CALIBRATION_TOKENS

@@ -17,4 +17,6 @@ def format_1(recipe: dict[str, Any]) -> dict[str, Any]:
         older = {now: name for name, now in entry.values.items()}
         (values[old_section] if old_section else values)[old_leaf] = older.get(value, value)
     assert values.pop("attention") == {}
+    # there was no repair
+    assert values.pop("repair")["mode"] == "none"
     return values

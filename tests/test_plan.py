@@ -86,7 +86,8 @@ def test_counting_needs_no_torch(attention: str, tmp_path: Path) -> None:
 
 def test_a_plan_of_format_1_loads(tmp_path: Path) -> None:
     """Its recipe and notes have older keys."""
-    recipe = Recipe(active=0.6, attention={"pruning": "per_token", "share": 0.25}, train={"quantization": "nf4"})
+    changes = ["active=0.6", "attention.pruning=per_token", "attention.share=0.25", "train.quantization=nf4"]
+    recipe = Recipe.load(None, [*changes, "repair.mode=none"])
     plan = saved(tmp_path)
 
     def older(head: dict[str, Any], _: dict[str, Tensor]) -> None:

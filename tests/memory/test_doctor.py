@@ -57,7 +57,7 @@ def deep(tmp_path: Path) -> Path:
 
 def test_the_line_through_two_trials(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
-    recipe = Recipe.load(None, [f"model={deep}", "train.steps=10", "repair.mode=full"])
+    recipe = Recipe.load(None, [f"model={deep}", "train.steps=10", "repair.target=half"])
     found = doctor.examine(recipe, trials=True)
     memory = {e.stage: e.memory for e in found.estimates}
     assert memory["train"] == memory["fold"] == 700 * 10**6

@@ -174,9 +174,12 @@ def test_repair_counts_equations_streams_and_the_plan(mode: str, monkeypatch: py
 
 
 def test_hidden_states_in_a_file_take_no_memory() -> None:
-    recipe = a_recipe("repair.mode=full", "repair.tokens=100000", "data.tokens=200000")
+    recipe = a_recipe("repair.target=half", "repair.tokens=100000", "data.tokens=200000")
     sizes = estimate.sizes_of(make_pico("llama").config, recipe)
     assert 0 < estimate.hidden_state_bytes(sizes, recipe) == 100_000 * (2 * 32 + sizes.shape.mlp_size) * 4
+    # after learning a layer is fitted to its own dense output: one stream
+    local = recipe.changed(["repair.target=auto", "train.steps=1"])
+    assert estimate.hidden_state_bytes(sizes, local) == 100_000 * (32 + sizes.shape.mlp_size) * 4
     huge = recipe.changed(["repair.tokens=100000000", "data.tokens=200000000"])
     assert estimate.hidden_state_bytes(sizes, huge) == 0
 
@@ -201,7 +204,8 @@ def make_config(folder: Path) -> object:
 def test_folding_holds_dense_model_and_a_file_of_experts_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = a_recipe(f"model={write_pico(tmp_path / 'dense')}", "train.steps=0", "experts.embedding_size=4")
+    changes = ("train.steps=0", "experts.embedding_size=4", "repair.mode=none")
+    recipe = a_recipe(f"model={write_pico(tmp_path / 'dense')}", *changes)
     carving, folding = estimate.least_memory(estimate.sizes_of(make_config(tmp_path / "dense"), recipe), recipe)
     assert carving.stage == "carving"
     assert folding.total > carving.total
@@ -231,7 +235,7 @@ def test_counting_needs_the_config_alone(tomoe: CommandLine, tmp_path: Path) -> 
     assert "free now" not in done.out
     found = json.loads(tomoe("doctor", tmp_path / "paper", "--active", "0.7115", "--json").out)
     assert found["estimates"] == []
-    assert [need["stage"] for need in found["least"]] == ["training", "folding"]
+    assert [need["stage"] for need in found["least"]] == ["training", "repair", "folding"]
 
 
 def test_limits_of_the_group_and_of_those_around_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from tomoe.errors import UserError
 from tomoe.recipe.base import BaseRecipe, RenamedKey
-from tomoe.recipe.conversion import Recipe, TrainSection
+from tomoe.recipe.conversion import Recipe, RepairSection, TrainSection
 from tomoe.recipe.files import presets
 from tomoe.recipe.finetuning import FinetuneRecipe
 
@@ -58,6 +58,13 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
     assert (recipe.train.steps, recipe.train.schedule) == (100, "constant")
     assert (recipe.data.sources, recipe.data.text_column) == (("a.txt", "b.jsonl"), None)
     assert Recipe.load(None, ['data.sources=["a,b.txt"]']).data.sources == ("a,b.txt",)
+
+
+def test_what_repair_aims_at_depends_on_learning() -> None:
+    recipe = Recipe()
+    assert (recipe.repair.mode, Recipe.load("paper").repair.mode) == ("full", "none")
+    assert [recipe.repair.target_after(steps) for steps in (0, 1)] == ["half", "local"]
+    assert [RepairSection(target="stream").target_after(steps) for steps in (0, 1)] == ["stream"] * 2
 
 
 def test_a_recipe_is_frozen() -> None:

@@ -27,7 +27,7 @@ def carve(
 
     def recipe_for(tokens: int) -> Recipe:
         changes = [f"data.tokens={tokens}", *(chosen.changes or []), *fixed]
-        return replace(chosen, changes=changes, repair=chosen.repair or "full").make()
+        return replace(chosen, changes=changes).make()
 
     # Sampling or reading text to train on would take longer than all the rest, so only as much text as carving and repair need is
     # prepared. How much that is stands in the recipe, which is first read with more text than any setting exceeds.

@@ -178,7 +178,7 @@ def hidden_state_bytes(sizes: Sizes, recipe: Recipe) -> int:
 
     With a GPU they are 0 as well: what is compared with its memory should not count main memory.
     """
-    s, streams = sizes.shape, 1 if recipe.repair.target == "local" else 2
+    s, streams = sizes.shape, 1 if recipe.repair.target_after(recipe.train.steps) == "local" else 2
     a_token = (streams * s.hidden_size + s.mlp_size) * getattr(torch, recipe.train.dtype).itemsize
     size = repair_tokens(recipe) * a_token
     size //= distributed.world_size()

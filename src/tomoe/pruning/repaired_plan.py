@@ -38,9 +38,8 @@ def repair_plan(
     layers = tuple(replace(layer, refit={}) for layer in plan.layers)
     bare = replace(plan, layers=layers)
     prunes_values = any(layer.value_top_k < plan.shape.head_dim for layer in layers)
-    settings = RepairSettings(
-        section.target, section.ridge, section.rank if section.mode == "low_rank" else 0, prunes_values
-    )
+    target = section.target_after(plan.notes.get("steps", 0))
+    settings = RepairSettings(target, section.ridge, section.rank if section.mode == "low_rank" else 0, prunes_values)
     repaired: list[LayerPlan] = []
     errors = torch.zeros(2, dtype=torch.float64)
 
@@ -54,7 +53,7 @@ def repair_plan(
         errors += torch.tensor([fit.down.error_before, fit.down.error_after], dtype=torch.float64)
     before, after = (errors / len(layers)).tolist()
     note = {
-        "mode": section.mode, "ridge": section.ridge, "target": section.target, "tokens": int(mask.sum()),
+        "mode": section.mode, "ridge": section.ridge, "target": target, "tokens": int(mask.sum()),
         "error_before": before, "error_after": after, "output": prunes_values,
     } | ({"rank": section.rank} if section.mode == "low_rank" else {})  # fmt: skip
     return replace(bare, layers=tuple(repaired), notes=plan.notes | {REPAIRED: note})

@@ -53,7 +53,15 @@ class BaseRecipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _upgrade(cls, values: Any) -> Any:
-        return upgrade(values, cls.RENAMED)[0] if isinstance(values, dict) else values
+        return cls.upgraded(values)[0] if isinstance(values, dict) else values
+
+    @classmethod
+    def upgraded(cls, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The values under today's keys, and one sentence for each key of format 1.
+
+        Raises UserError for a value that is gone.
+        """
+        return upgrade(values, cls.RENAMED)
 
     @classmethod
     def load(cls, path_or_preset: str | Path | None, overrides: Sequence[str] = ()) -> Self:
@@ -65,7 +73,7 @@ class BaseRecipe(Section):
         """
         values, origin = ({}, "") if path_or_preset is None else read_recipe(path_or_preset)
         try:
-            values, notes = upgrade(values, cls.RENAMED)
+            values, notes = cls.upgraded(values)
             recipe = cls(**values)
         except UserError as error:
             raise UserError(f"{origin}: {error}") from None

@@ -92,18 +92,25 @@ class LossSection(Section):
 class RepairSection(Section):
     """Refitting projections in closed form to the masks of the plan, after it was extracted."""
 
-    mode: Literal["none", "full", "low_rank"] = "none"
+    mode: Literal["none", "full", "low_rank"] = "full"
     """`none`: every dense matrix stays as it is; `full`: the plan holds whole down projections; `low_rank`: it holds
     factors of the change, which keeps it small."""
     rank: int = Field(default=64, ge=1)
     """Rank of the change (low_rank)."""
     ridge: float = Field(default=1e-2, gt=0)
     """Ridge, relative to the mean of the diagonal of the Gram matrix; it holds a matrix near the dense one."""
-    target: Literal["local", "half", "stream"] = "half"
+    target: Literal["auto", "local", "half", "stream"] = "auto"
     """What a layer is fitted to. `local`: the dense layer's output on the same input; `stream`: what brings the hidden
-    states back to the dense model's, errors of earlier layers included; `half`: the mean of both."""
+    states back to the dense model's, errors of earlier layers included; `half`: the mean of both; `auto`: `local` after
+    learning, else `half`, as measured in docs/lab/repair.md."""
     tokens: int = Field(default=32_768, ge=1)
     """Training tokens to fit to, at most."""
+
+    def target_after(self, steps: int) -> Literal["local", "half", "stream"]:
+        """The target for masks that were learned in so many steps."""
+        if self.target != "auto":
+            return self.target
+        return "local" if steps else "half"
 
 
 class TrainSection(LoopSection):
@@ -165,6 +172,14 @@ class Recipe(RunRecipe):
     loss: LossSection = LossSection()
     train: TrainSection = TrainSection()
     data: DataSection = DataSection()
+
+    @classmethod
+    def upgraded(cls, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Today's keys. A run or plan of format 1, which holds every section that there was, was never repaired."""
+        values, notes = super().upgraded(values)
+        if notes and {"experts", "attention", "sampling", "loss", "train", "data"} <= set(values):
+            values = {"repair": {"mode": "none"}} | values
+        return values, notes
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:

@@ -35,7 +35,7 @@ class TunedTrainSection(LoopSection):
 
     steps: int = Field(default=200, ge=0)
     """Optimizer steps; 0 learns nothing."""
-    learning_rate: float = Field(default=1e-4, gt=0)
+    learning_rate: float = Field(default=3e-4, gt=0)
     """Peak learning rate of AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of AdamW."""
