@@ -143,8 +143,9 @@ def test_nothing_is_added_where_all_layers_choose_equally_many(tmp_path: Path) -
     dense = make_pico("llama3", intermediate_size=64)
     plan = set_top_k(fine_plan(dense, "off"), 3)
     moe = fold(dense, plan)
-    sizes = TARGETS["glm4_moe"].sizes(moe, Options())
-    write_export(choose(moe, "glm4_moe"), moe, None, tmp_path / "out", Options())
+    options = Options(width_multiple=1)
+    sizes = TARGETS["glm4_moe"].sizes(moe, options)
+    write_export(choose(moe, "glm4_moe"), moe, None, tmp_path / "out", options)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     n, d = moe.config.num_experts, moe.config.hidden_size
     routers = sum(t.numel() for name, t in stored.items() if ".gate." in name)
@@ -179,6 +180,22 @@ def test_first_layers_that_use_all_experts_are_written_whole(family: str, tmp_pa
     case = Case(dense, plan, moe, tmp_path / "out")
     whole, converted = all_experts(case)
     assert float((whole(ids).logits - converted(ids).logits).abs().max()) <= TOLERANCE * float(meant.abs().max())
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_it_runs_in_bfloat16_whatever_the_width(tmp_path: Path) -> None:
+    """transformers' grouped product takes rows of 16 bytes only: 4 neurons in bfloat16 are 8."""
+    dense = make_pico("llama")
+    moe = fold(dense, fine_plan(dense, "off"))
+    assert moe.model.layers[1].mlp.expert_rows.shape[1] % 8
+    choice = choose(moe, "glm4_moe")
+    write_export(choice, moe, None, tmp_path / "out", Options())
+    assert "8 neurons (filled up from" in choice.target.sizes(moe, Options()).words
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert exported.model.layers[1].mlp.experts.down_proj.shape[-1] == 8
+    ids = tokens(1, 16, seed=5)
+    meant = moe(ids).logits
+    assert float((exported(ids).logits - meant).abs().mean()) < 0.05 * float(meant.abs().max())
 
 
 def test_other_numbers_of_experts_can_be_asked_for_at_load_time(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def export(
             "--width-multiple",
             min=1,
             help="Pad expert widths to a multiple; K-quants need 256.",
-            show_default="64, or none for fine-grained experts",
+            show_default="64; for fine-grained experts 8, in GGUF none",
         ),
     ] = None,
     weights: Annotated[Precision, typer.Option("--weights", help="Precision of a GGUF file.")] = "f16",

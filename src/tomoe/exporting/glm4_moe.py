@@ -49,6 +49,9 @@ ARCH = STOCK_ARCHS["glm4_moe"]
 BALANCED_REACH = 2.0**-9.5
 # r: undoes the 1/2 that a sigmoid has at 0.
 ROUTED_SCALE = 2.0
+# Experts are filled up with zeros to a multiple of so many neurons: in 16 bits rows of 16 bytes, without which the grouped
+# matrix product that transformers runs experts with refuses to.
+WIDTH_MULTIPLE = 8
 # Tokens that Z is measured on.
 PROBE_TOKENS = 256
 # Corrections of experts of zeros that fill up a layer: chosen before all others, or after all others. Scores are within
@@ -73,7 +76,7 @@ class FineLayout:
     whole: int
 
 
-def make_layout(moe: ToMoEForCausalLM, multiple: int = 1) -> FineLayout:
+def make_layout(moe: ToMoEForCausalLM, multiple: int = WIDTH_MULTIPLE) -> FineLayout:
     """One width, shared part and k for all layers, the smallest that hold each of them; w is a multiple of `multiple`."""
     every: list[ToMoEMLP] = [layer.mlp for layer in moe.model.layers]
     # engines want at least one layer with experts
@@ -99,9 +102,11 @@ def layout_words(moe: ToMoEForCausalLM, layout: FineLayout) -> str:
     """The layout in words, "64 experts of 16 neurons, 16 for each token, and a shared one of 512 in each of 30 layers"."""
     zeros = f" ({layout.zeros} of zeros)" if layout.zeros else ""
     whole = f", {layout.whole} whole before them" if layout.whole else ""
+    size = max(mlp.expert_rows.shape[1] for mlp in (layer.mlp for layer in moe.model.layers))
+    filled = f" (filled up from {size:,})" if layout.width > size else ""
     return (
-        f"{layout.experts} experts{zeros} of {layout.width:,} neurons, {layout.top_k} for each token, and a shared one of "
-        f"{layout.shared:,} in each of {len(moe.model.layers) - layout.whole} layers{whole}"
+        f"{layout.experts} experts{zeros} of {layout.width:,} neurons{filled}, {layout.top_k} for each token, and a shared one "
+        f"of {layout.shared:,} in each of {len(moe.model.layers) - layout.whole} layers{whole}"
     )
 
 

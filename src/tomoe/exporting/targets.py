@@ -61,7 +61,8 @@ class Sizes:
 class Options:
     """What the user may choose about the files."""
 
-    # Expert widths are multiples of this; None: of 64 if experts overlap, as they are if they are fine-grained.
+    # Expert widths are multiples of this; None: of 64 if experts overlap; of 8 if they are fine-grained, in a GGUF file as
+    # they are.
     width_multiple: int | None = None
     # The type of the weights in a GGUF file.
     precision: Precision = "f16"
@@ -219,8 +220,12 @@ def _write_stock(
     write_checkpoint(stock_tensors(moe, arch, layout), folder, total, on_progress)
 
 
+def _glm4_layout(moe: ToMoEForCausalLM, options: Options) -> glm4_moe.FineLayout:
+    return glm4_moe.make_layout(moe, options.width_multiple or glm4_moe.WIDTH_MULTIPLE)
+
+
 def _glm4_sizes(moe: ToMoEForCausalLM, options: Options) -> Sizes:
-    layout = glm4_moe.make_layout(moe, options.multiple(moe))
+    layout = _glm4_layout(moe, options)
     weights = sum(p.numel() for p in empty_stock(glm4_moe.glm4_config(moe, layout)).parameters())
     routers = (len(moe.model.layers) - layout.whole) * layout.experts * moe.config.hidden_size
     size = weights * moe.dtype.itemsize + routers * (torch.float32.itemsize - moe.dtype.itemsize)
@@ -231,7 +236,7 @@ def _write_glm4(
     moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path, options: Options,
     on_progress: StageCallback,
 ) -> None:  # fmt: skip
-    layout = glm4_moe.make_layout(moe, options.multiple(moe))
+    layout = _glm4_layout(moe, options)
     glm4_moe.glm4_config(moe, layout).save_pretrained(folder)
     _write_tokenizer(moe, tokenizer, folder)
     write_checkpoint(glm4_moe.glm4_tensors(moe, layout), folder, _glm4_sizes(moe, options).bytes, on_progress)
