@@ -197,6 +197,7 @@ class Plan:
         total = decoder_params(self.shape)
         stored = [(layer.union, self.qk_dims(i), int(layer.value_kept.sum())) for i, layer in enumerate(self.layers)]
         routers = [t for layer in self.layers for t in (layer.router_weight, *layer.value_router.values())]
+        routers += [layer.router_bias for layer in self.layers if layer.router_bias is not None]
         return {
             "num_layers": self.shape.num_layers,
             "num_experts": self.num_experts,
@@ -271,6 +272,9 @@ class Plan:
         return [
             {
                 "layer": i,
+                "shared": self.layers[i].shared_size,
+                "expert_size": self.layers[i].expert_size,
+                "top_k": self.layers[i].top_k,
                 "width": width,
                 "width_share": width / s.mlp_size,
                 "union_share": self.layers[i].union / s.mlp_size,

@@ -10,8 +10,8 @@ import pytest
 
 from pico_files import CommandLine, refused
 from tomoe.errors import UserError
-from tomoe.evaluation.rows import from_json
-from tomoe.evaluation.run import dial_settings, evaluate
+from tomoe.evaluation.rows import DIAL, from_json, read_rows
+from tomoe.evaluation.run import dial_settings, evaluate, save_dials
 from tomoe.moe.dial import Dial
 
 pytestmark = pytest.mark.slow
@@ -19,8 +19,9 @@ pytestmark = pytest.mark.slow
 
 def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path: Path) -> None:
     """Without a dense model named, the one of the plan is the reference; two fractions near one number are one row."""
-    folder, dial = converted_fine / "moe", Dial.of(str(converted_fine / "moe"))
-    found = tmp_path / "dial.json"
+    folder, dial = tmp_path / "moe", Dial.of(str(converted_fine / "moe"))
+    shutil.copytree(converted_fine / "moe", folder)
+    found = tmp_path / "rows.json"
     done = tomoe("evaluate", folder, "--active", "0.3,50%,0.6,0.6001,1", "--dtype", "float32", "--json", found)
     assert done.code == 0, done.err
     points = [dial.nearest(active) for active in (0.3, 0.5, 0.6, 1)]
@@ -43,6 +44,29 @@ def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path
     shares = [[share for layer in row.usage.shares for share in layer] for row in rows[1:]]
     assert max(shares[-1]) == pytest.approx(1 / 64)
     assert max(shares[0]) > 2 / 64
+    assert rows[-1].usage.per_token == [64, 64]
+
+    # kept in the folder for its report
+    assert f"The points are kept in {folder / 'dial.json'}" in done.out.replace("\n", "")
+    assert read_rows(folder, DIAL) == rows
+    shown = tomoe("report", folder)
+    assert shown.code == 0, shown.err
+    assert (folder / "figures" / "dial.svg").is_file()
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert 'id="figure-dial"' in page
+    assert all(f"{row.measurement.perplexity:.4g} at {row.facts['active_share']:.0%}" in page for row in rows[1:])
+
+
+def test_a_single_point_and_a_strange_reference_are_not_kept(converted_fine: Path, tmp_path: Path) -> None:
+    shutil.copytree(converted_fine / "moe", tmp_path / "moe")
+    dense, fine = str(converted_fine / "dense"), str(tmp_path / "moe")
+    for models, active in (([dense, fine], [0.5]), ([fine, fine], [0.5, 1.0])):
+        settings = dial_settings(models, active)
+        assert save_dials(settings, evaluate(models, tokens=64, active=active)) == []
+    (tmp_path / "moe" / "dial.json").mkdir()
+    settings = dial_settings([dense, fine], [0.5, 1.0])
+    with pytest.raises(UserError, match="cannot write"):
+        save_dials(settings, evaluate([dense, fine], tokens=64, active=[0.5, 1.0]))
 
 
 def test_offloaded_it_is_the_same(converted_fine: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pico_tokenizer import make_tokenizer
 from tomoe.errors import UserError
 from tomoe.evaluation.routing_trace import RoutingTrace, pieces, trace_ids, trace_text
 from tomoe.moe.fold import fold
+from tomoe.plan import ALWAYS
 from tomoe.report import html
 
 EVIL = "</script><img src=x onerror=alert(1)> \"&'{{ 7*7 }}"
@@ -37,6 +39,30 @@ def test_a_trace_is_what_each_router_chooses(family: str) -> None:
         assert trace.experts[i] == logits.argmax(-1).tolist()
         assert sum(trace.shares(i)) == pytest.approx(1)
         assert not layer.mlp.router._forward_hooks
+
+
+def test_a_trace_of_fine_grained_experts_holds_all_that_a_token_chooses() -> None:
+    """Those that all tokens use by their bias are not chosen, and where all are used, nothing is."""
+    dense = make_pico("llama")
+    plan = make_plan(dense, "off", form="fine", num_experts=8)
+    bias = torch.where(torch.arange(8) < 3, ALWAYS, 0.0)
+    changed = [replace(plan.layers[0], top_k=5, router_bias=bias), replace(plan.layers[1], top_k=8)]
+    moe = fold(dense, replace(plan, layers=(*changed, *plan.layers[2:])))
+    ids = tokens(1, 12)[0]
+    seen: list[torch.Tensor] = []
+    mlp = moe.model.layers[0].mlp
+    mlp.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+    trace = trace_ids(moe, make_tokenizer(), ids.tolist())
+    logits = seen[0][0].float() @ mlp.router.weight.float().T
+    best = logits[:, 3:].topk(2).indices + 3
+    assert trace.chosen[0] == best.tolist()
+    assert trace.experts[0] == best[:, 0].tolist()
+    assert trace.chosen[1] == []
+    assert [trace.has_choice(0), trace.has_choice(1)] == [True, False]
+    assert trace.to_dict()["chosen"] == trace.chosen
+    lines = html.numbers(trace).splitlines()
+    assert lines[0] == "layer 0  " + " ".join(str(expert) for expert in trace.experts[0])
+    assert lines[1] == "layer 1  every token uses the same experts"
 
 
 def test_what_cannot_be_traced_is_said() -> None:
@@ -123,6 +149,33 @@ def test_the_command(tomoe: CommandLine, converted: Path, tmp_path: Path, monkey
     assert "48;2;119;170;221" in coloured or "48;2;238;136;102" in coloured
     assert "₀" not in coloured
     assert "\x1b[48" not in tomoe("route", moe, "ab 12", "--plain").out
+
+
+def test_a_page_lists_the_experts_of_a_token(tmp_path: Path) -> None:
+    trace = RoutingTrace(["a", "b"], [[17, 2], [0, 0]], 64, [[[17, 2, 40], [2, 17, 1]], []])
+    for layer, classes, titles in (
+        (0, ["x1 u2", "x2"], ["experts 17, 2, 40", "experts 2, 17, 1"]),
+        (1, [], ["all use the same experts"] * 2),
+    ):
+        page = html.write_route_page(tmp_path / "x.html", "t", [("text", trace)], layer)
+        text = page.read_text(encoding="utf-8")
+        assert Spans(text).classes == classes
+        assert re.findall(r'title="([^"]+)">', text) == titles
+        shown = re.findall(r"<li><span[^>]*>(\d+)</span> <span>(\d+ %)</span>", text)
+        assert shown == ([("2", "50 %"), ("17", "50 %")] if layer == 0 else [])
+        assert ('class="note same" hidden' in text) == (layer == 0)
+        data = re.search(r'<script type="application/json">(.*?)</script>', text)
+        assert data is not None
+        assert json.loads(data[1]) == [[["17 2 40", "2 17 1"], ["", ""]]]
+
+
+def test_the_command_names_the_strongest_of_fine_grained_experts(tomoe: CommandLine, converted_fine: Path) -> None:
+    shown = tomoe("route", converted_fine / "moe", "ab 12", "--layer", "1")
+    assert shown.code == 0, shown.err
+    assert re.fullmatch(
+        r"layer 1: \d+ of 64 experts a token, the strongest:(  +\d+  +\d+%){1,6}(  others \d+%)?\n"
+        r"a[₀-₉]+b[₀-₉]+ [₀-₉]+1[₀-₉]+2[₀-₉]+\n\n", shown.out
+    ), shown.out  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ ODD = [None, True, "x", "", -1, 0, 1.5, -0.5, 10**4200, 1e308, [], {}, [[]], [1]
 
 def some_rows() -> list[Row]:
     usage = ExpertUsage([[0.25, 0.75], [0.5, 0.5]], 4096)
+    fine = ExpertUsage([[0.25, 0.75], [0.5, 0.5]], 4096, [1, 2])
     score = TaskScore("piqa", 5, "acc", 0.6, 0.01, 100, 0, {"acc": 0.6}, "1.0", "lm-eval 0.4")
     measured = [
         Measurement(2.0, 0.1, 0.7, 100, 10, 16, None, kl, same, name, "a text", "0" * 64, "float32", "cpu", 0, {"torch": "2"})
@@ -35,7 +37,7 @@ def some_rows() -> list[Row]:
     ]  # fmt: skip
     return [
         Row(measured[0], FACTS, None, None, (score,)),
-        Row(measured[1], FACTS, usage, 0.5, (score,), {"a": usage, "b": usage}),
+        Row(measured[1], FACTS, fine, 0.5, (score,), {"a": usage, "b": fine}),
     ]
 
 
@@ -155,3 +157,15 @@ def test_what_inspect_needs_imports_no_torch(tmp_path: Path) -> None:
     findings, heavy = done.stdout.splitlines()
     assert int(findings) >= 1
     assert heavy == "[]"
+
+
+def test_shares_of_the_tokens_are_those_of_the_choices_times_their_number() -> None:
+    usage = ExpertUsage([[0.25, 0.5, 0.25, 0.0], [0.25] * 4], 100, [2, 4])
+    assert usage.token_shares() == [[0.5, 1.0, 0.5, 0.0], [1.0] * 4]
+    assert ExpertUsage(usage.shares, 100).token_shares() == usage.shares
+    row = replace(some_rows()[1], usage=usage)
+    assert from_json(to_json([row])) == [row]
+    broken = to_json([row]).replace('"per_token": [\n          2,', '"per_token": [')
+    assert broken != to_json([row])
+    with pytest.raises(UserError, match="not given for every layer"):
+        from_json(broken)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -15,9 +17,11 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from tomoe.errors import UserError
+from tomoe.evaluation.rows import ExpertUsage, Measurement, Row
 from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan, Plan
 from tomoe.report import figures, plan_figures, style
+from tomoe.report.all_figures import all_figures
 from tomoe.report.style import INK, CaptionedFigure
 
 EVIL = "</script><img src=x onerror=alert(1)> $\\frac$ \"&'"
@@ -59,6 +63,31 @@ def test_accuracy_draws_the_rows() -> None:
     check(drawn)
 
 
+def test_the_dial_draws_each_number_of_experts() -> None:
+    def row(perplexity: float, active: float | None, k: int | None) -> Row:
+        facts: Any = {"active_share": active}
+        return Row(Measurement(perplexity, None, 0.0, 10, 1, 8), facts, experts_per_token=k)
+
+    plan = make_fine_plan()
+    rows = [row(16.25, 1.0, None), row(40.0, 0.5, 4), row(90.0, 0.3, 1), row(16.5, 1.0, 8)]
+    drawn = figures.dial_figure(rows, plan)
+    assert drawn is not None
+    lines = [[tuple(point) for point in line.get_xydata()] for line in drawn.figure.axes[0].get_lines()]
+    assert lines[0] == [(0.3, 90.0), (0.5, 40.0), (1.0, 16.5)]
+    assert lines[1] == [(1.0, 16.5)]  # the plan's 8
+    assert [y for _, y in lines[2]] == [16.25, 16.25]
+    assert "dense 16.25" in style.to_svg(drawn)
+    assert "90 at 30% (1 experts" in drawn.alt
+    assert "refitted" not in drawn.caption
+    check(drawn)
+    repaired = figures.dial_figure(rows, replace(plan, notes={"repair": {}}))
+    assert repaired is not None
+    assert "need not be the dense model" in repaired.caption
+    assert figures.dial_figure(rows[:2], plan) is None
+    assert figures.dial_figure([], plan) is None
+    assert [figure.name for figure in all_figures(plan, dial=rows)] == ["dial", "width", "parts"]
+
+
 def test_accuracy_on_several_texts_is_against_each_ones_dense_model() -> None:
     other = [ACCURACY[0], {**ACCURACY[0], "label": "other", "perplexity": 20.0, "dense_perplexity": 10.0}]
     drawn = figures.accuracy_figure(other)
@@ -94,6 +123,20 @@ def make_plan(
         layers.append(LayerPlan(neurons, torch.randn(experts, 32, generator=generator), torch.ones(4, dtype=torch.bool),
                                 kept, int(kept.sum())))  # fmt: skip
     return Plan(shape, tuple(layers), notes=notes)
+
+
+def make_fine_plan() -> Plan:
+    """Two layers of 48 neurons: 8 of them shared, and 8 experts of 5, of which a token uses 2 and 8."""
+    shape, expert = ModelShape(2, 32, 48, 4, 4, 8, 8, True), torch.arange(-8, 40).div(5, rounding_mode="floor")
+    masks = expert == torch.arange(8)[:, None]
+    whole, dims = torch.ones(4, dtype=torch.bool), torch.ones(8, dtype=torch.bool)
+    layers = (
+        LayerPlan(
+            masks, torch.randn(8, 32), whole, dims, 8, shared_mask=expert < 0, router_bias=torch.zeros(8), top_k=k
+        )
+        for k in (2, 8)
+    )
+    return Plan(shape, tuple(layers))
 
 
 def bars(drawn: CaptionedFigure) -> list[float]:
@@ -166,17 +209,48 @@ def test_likeness_of_experts_is_counted_in_neurons() -> None:
 
 def test_usage_shows_each_source_and_crosses_the_dead() -> None:
     shares = [[0.5, 0.5, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4]]
-    drawn = figures.usage_figure(shares, 1000)
+    usage = ExpertUsage(shares, 1000)
+    drawn = figures.usage_figure(usage)
     torch.testing.assert_close(image(drawn), torch.tensor(shares).T.to(image(drawn).dtype))
     assert drawn.figure.axes[0].get_lines()[0].get_xydata().tolist() == [[0, 2], [0, 3]]
     assert "2 experts got none" in drawn.alt
     assert len(drawn.figure.axes) == 2  # and the scale
-    both = figures.usage_figure(shares, 1000, {"a": (shares, 600), EVIL: (shares[::-1], 400)})
+    both = figures.usage_figure(usage, {"a": ExpertUsage(shares, 600), EVIL: ExpertUsage(shares[::-1], 400)})
     assert [axes.get_title(loc="left") for axes in both.figure.axes[:3]] == [
         "all 1,000 tokens", "a (600 tokens)", f"{EVIL} (400 tokens)"[:59] + "…",
     ]  # fmt: skip
-    assert len(figures.usage_figure(shares, 1000, {"a": (shares, 1000)}).figure.axes) == 2  # one source is all
+    assert len(figures.usage_figure(usage, {"a": usage}).figure.axes) == 2  # one source is all
     check(both)
+
+
+def test_fine_grained_experts_are_drawn_by_use_and_as_shares_of_the_tokens() -> None:
+    usage = ExpertUsage([[0.1, 0.5, 0.0, 0.4], [0.25] * 4], 1000, [2, 4])
+    other = ExpertUsage([[0.5, 0.25, 0.25, 0.0], [0.25] * 4], 400, [2, 4])
+    drawn = figures.usage_figure(usage, {"a": other, EVIL: usage})
+    torch.testing.assert_close(image(drawn), torch.tensor([[1.0, 0.8, 0.2, 0.0], [1.0] * 4]).T.to(image(drawn).dtype))
+    # in the order of the first panel: experts 1, 3, 0, 2
+    assert image(drawn, 1)[:, 0].tolist() == [0.5, 0.0, 1.0, 0.5]
+    assert drawn.figure.axes[0].get_lines()[0].get_xydata().tolist() == [[0, 3]]
+    assert "A token uses 2 of them; 1 layers use all. 1 experts got none of 1,000 tokens" in drawn.alt
+    assert "50 % of the tokens" in drawn.caption
+    check(drawn)
+    wide = ExpertUsage([[1 / 64] * 64] * 2, 1000, [8, 8])
+    assert figures.usage_figure(wide).figure.get_figheight() < 4
+
+
+def test_the_parts_of_fine_grained_experts() -> None:
+    plan = make_fine_plan()
+    drawn = plan_figures.parts_figure(plan)
+    assert drawn is not None
+    size = plan.shape.mlp_size
+    used = [(8 + k * 5) / size for k in (2, 8)]
+    assert bars(drawn) == pytest.approx([1.0, 1.0, *used, 8 / size, 8 / size])
+    assert "2 to 8 of 8 experts" in drawn.alt
+    check(drawn)
+    assert plan_figures.parts_figure(make_plan()) is None
+    assert plan_figures.union_figure(plan) is None
+    assert plan_figures.similarity_figure(plan) is None
+    assert [figure.name for figure in all_figures(plan)] == ["width", "parts"]
 
 
 def test_training_draws_each_term_and_passes_over_what_is_not_a_number() -> None:

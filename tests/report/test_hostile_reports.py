@@ -84,8 +84,9 @@ def test_odd_cells_are_drawn_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_odd_observations_are_shown_or_refused(tmp_path: Path) -> None:
-    trace = RoutingTrace(["a", "b"], [[0, 1], [1, 1]], 2)
+@pytest.mark.parametrize("chosen", [[], [[[0], [1, 0]], []]], ids=["one", "several"])
+def test_odd_observations_are_shown_or_refused(tmp_path: Path, chosen: list[list[list[int]]]) -> None:
+    trace = RoutingTrace(["a", "b"], [[0, 1], [1, 1]], 2, chosen)
     observed = build.Observed(build.FORMAT, "0", [Generation("p", [("m", "t")])], [("x", trace), ("y", trace)])
     plan = plan_of("self")
 
@@ -113,7 +114,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", ["evaluation.json", "report.json", "benchmark.json", "run/cost.json"])
+def test_a_curve_of_another_version_is_left_out(folder: Path) -> None:
+    (folder / "dial.json").write_text('{"format": "tomoe-comparison-99"}')
+    build.write_reports(folder, again=False)
+    assert (folder / "report.html").is_file()
+
+
+@pytest.mark.parametrize("name", ["evaluation.json", "report.json", "benchmark.json", "run/cost.json", "dial.json"])
 @pytest.mark.parametrize(
     "content", [b"[" * 100_000, b'{"a": "\xff"}', b'{"a": ' + b"9" * 10_000 + b"}", b"7", b'{"cells": [7], "seconds": 7}'],
     ids=["deep", "no UTF-8", "10,000 digits", "a number", "wrong types"],
@@ -124,6 +131,9 @@ def test_a_damaged_file_is_one_sentence(folder: Path, name: str, content: bytes)
     (folder / name).write_bytes(content)
     # an object of another format was written by another version, so that the models are measured again
     wrong = content.startswith(b'{"cells') and name in ("evaluation.json", "report.json")
+    if name == "dial.json":
+        content = content.replace(b'"cells": [7]', b'"format": "tomoe-comparison-2"')
+        (folder / name).write_bytes(content)
     with pytest.raises(UserError, match="cannot|no |not " if wrong else str(folder / name)) as raised:
         build.write_reports(folder, again=False)
     assert "\n" not in str(raised.value)

@@ -26,10 +26,10 @@ from tomoe.evaluation.perplexity import measure
 from tomoe.evaluation.rows import ExpertUsage, Measurement, Row, from_json, to_json, validated
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
-from tomoe.plan import LayerPlan, Plan
+from tomoe.plan import ALWAYS, LayerPlan, Plan
 from tomoe.pruning.routing import ValueRouter
 from tomoe.recipe.conversion import Recipe
-from tomoe.report import card, summary
+from tomoe.report import card, page, summary
 
 pytestmark = pytest.mark.slow
 
@@ -404,6 +404,33 @@ def test_summary_says_how_it_was_learned(llama: PreTrainedModel) -> None:
     assert lines["Learning"].startswith("150 steps of 512 tokens")
     assert "none" in dict(summary.conversion_summary(replace(plan, notes={"steps": 0})))["Learning"]
     assert len(summary.conversion_summary(replace(plan, recipe={}))) == 4
+
+
+def test_card_summary_and_page_of_fine_grained_experts(llama: PreTrainedModel, tmp_path: Path) -> None:
+    plan = make_plan(llama, "off", form="fine", num_experts=8)
+    free = torch.zeros(8)
+    layers = [replace(layer, top_k=k, router_bias=free) for layer, k in zip(plan.layers, (2, 3, 3), strict=False)]
+    plan = replace(plan, layers=tuple(layers))
+    first, size = plan.layers[0], plan.shape.mlp_size
+    experts = dict(summary.conversion_summary(plan))["Experts"]
+    assert (
+        f"a part of {first.shared_size} neurons that all tokens share, and 8 experts of {first.expert_size}" in experts
+    )
+    assert f"2 to 3 of which each token uses: {first.width} to {plan.layers[1].width} of {size} neurons" in experts
+    always = [replace(layers[0], router_bias=torch.tensor([ALWAYS, *[0.0] * 7])), *layers[1:]]
+    biased = dict(summary.conversion_summary(replace(plan, layers=tuple(always))))["Experts"]
+    assert "each token uses (up to 1 of them the same ones for all tokens)" in biased
+    titles, body = summary.layer_table(plan)
+    assert dict(zip(titles, body[0], strict=True)) | {
+        "shared part": str(first.shared_size), "experts": f"8 x {first.expert_size}", "of a token": "2",
+        "neurons of a token": str(first.width),
+    } == dict(zip(titles, body[0], strict=True))  # fmt: skip
+    text = card.write_card(tmp_path, plan).read_text()
+    assert "each token uses a shared\npart and the experts that a small router chooses among 8" in text
+    assert "sends each token to one" not in text
+    shown = page.write_page(tmp_path, page.PageFacts("t", plan)).read_text()
+    assert "layers of a shared part and 8 experts, 2 to 3 of them for each token" in shown
+    assert "data:image/svg" not in shown
 
 
 def test_a_card_that_cannot_be_written_is_named(llama: PreTrainedModel, tmp_path: Path) -> None:

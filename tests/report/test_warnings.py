@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report import some_plan
 
-from conftest import make_pico
+from conftest import make_pico, make_plan
 from pico_files import CommandLine
 from tomoe.data.corpus import Sequences
 from tomoe.evaluation.overlap import shared_share
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.rows import ExpertUsage, Measurement, Row, to_json
-from tomoe.plan import LayerPlan, Plan
+from tomoe.plan import ALWAYS, LayerPlan, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.warnings import BUDGET, OVERLAP, find_warnings
 
@@ -132,6 +132,38 @@ def test_few_tokens_say_nothing_about_experts() -> None:
     shares = [[0.4, 0.6, 0.0]]
     assert kinds(None, row(usage=ExpertUsage(shares, 1499))) == []
     assert kinds(None, row(usage=ExpertUsage(shares, 1500))) == ["dead experts", "overloaded expert"]
+
+
+def test_fine_grained_experts_that_are_never_or_always_chosen() -> None:
+    """A token chooses several: dead is who none chooses, and a router that always chooses the same has collapsed."""
+    fair, dead = [0.25, 0.3, 0.25, 0.2], [0.4, 0.5, 0.1, 0.0]
+    assert find_warnings(rows=[row(usage=ExpertUsage([fair, [0.25] * 4], 4096, [2, 4]))]) == []
+    (found,) = find_warnings(rows=[row(usage=ExpertUsage([fair, dead], 4096, [2, 2]))])
+    assert (found.kind, found.text) == ("dead experts", "layer 1: 1 of 4 experts (3) got none of the 4,096 tokens")
+    # 2,000 tokens choose 500 experts each, on average
+    assert kinds(None, row(usage=ExpertUsage([dead], 1000, [2]))) == ["dead experts"]
+    assert kinds(None, row(usage=ExpertUsage([dead], 999, [2]))) == []
+    same = [0.5, 0.45, 0.025, 0.025]
+    (found,) = find_warnings(rows=[row(usage=ExpertUsage([same], 4096, [2]))])
+    assert (found.kind, "95% of the choices fall on the same 2 of 4" in found.text) == ("collapsed routing", True)
+    many = [1 / 16] * 16 + [0.0] * 16
+    assert (
+        "16 of 32 experts (16, 17, 18, 19, 20, 21, 22, 23, ...)"
+        in find_warnings(rows=[row(usage=ExpertUsage([many], 4096, [12]))])[0].text
+    )
+
+
+def test_experts_that_all_tokens_use_by_their_bias_are_no_choice() -> None:
+    dense = make_pico("llama")
+    plan = make_plan(dense, "off", form="fine", num_experts=8)
+    bias = torch.where(torch.arange(8) < 2, ALWAYS, 0.0)
+    layers = [replace(layer, top_k=4, router_bias=bias) for layer in plan.layers]
+    plan = replace(plan, layers=tuple(layers), recipe={})
+    rest = [0.1, 0.1, 0.1, 0.1, 0.05, 0.05]
+    fair, same = [0.25, 0.25, *rest], [0.25, 0.25, 0.25, 0.23, 0.02, 0.0, 0.0, 0.0]
+    usage = [ExpertUsage([shares] * len(layers), 40_960, [4] * len(layers)) for shares in (fair, same)]
+    assert kinds(plan, row(usage=usage[0])) == []
+    assert set(kinds(plan, row(usage=usage[1]))) == {"dead experts", "collapsed routing"}
 
 
 def test_contexts_longer_than_the_model() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -53,7 +53,7 @@ def evaluate(
     from tomoe import distributed
     from tomoe.cli.screen import Screen
     from tomoe.evaluation.rows import to_json
-    from tomoe.evaluation.run import dial_settings
+    from tomoe.evaluation.run import dial_settings, save_dials
     from tomoe.evaluation.run import evaluate as run_evaluation
     from tomoe.evaluation.tables import to_markdown
     from tomoe.files import atomic_write, basename
@@ -75,6 +75,21 @@ def evaluate(
     if markdown_file is not None:
         atomic_write(markdown_file, to_markdown(rows))
     _show([name for name, _ in settings], rows)
+    if active:
+        _keep(lambda: save_dials(settings, rows))
+
+
+def _keep(save: Callable[[], list[Path]]) -> None:
+    """Keep the points in their folders. A folder that cannot be written, of somebody else, was measured all the same."""
+    from tomoe.cli.screen import results
+
+    try:
+        files = save()
+    except UserError as error:
+        results().say(f"The points are not kept for the report: {error}")
+        return
+    for file in files:
+        results().say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")
 
 
 def _show(names: Sequence[str], rows: Sequence[Row]) -> None:

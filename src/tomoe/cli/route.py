@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from tomoe.evaluation.routing_trace import RoutingTrace
 
+# fine-grained experts that the line on a layer names
+STRONGEST = 6
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
@@ -75,14 +77,22 @@ def read_text(text: str | None, file: Path | None) -> str:
 
 
 def show_layer(console: Console, trace: RoutingTrace, layer: int, colored: bool) -> None:
-    """A line on the layer, then its tokens: on the color of their expert, or with its number behind them."""
+    """A line on the layer, then its tokens: on the color of their (strongest) expert, or with its number behind them."""
     from rich.text import Text
 
     from tomoe.report.html import shown
 
+    if not trace.has_choice(layer):
+        console.print(Text(f"layer {layer}: every token uses the same experts\n"), soft_wrap=True)
+        return
     head = Text(f"layer {layer}:", style="bold")
-    for expert, share in enumerate(trace.shares(layer)):
+    shares = sorted(enumerate(trace.shares(layer)), key=lambda pair: -pair[1]) if trace.chosen else []
+    if trace.chosen:
+        head.append(f" {len(trace.chosen[layer][0])} of {trace.num_experts} experts a token, the strongest:")
+    for expert, share in shares[:STRONGEST] or enumerate(trace.shares(layer)):
         head.append("  ").append(f" {expert} ", style(expert) if colored else "").append(f" {share:.0%}")
+    if rest := sum(share for _, share in shares[STRONGEST:]):
+        head.append(f"  others {rest:.0%}")
     body = Text()
     for piece, expert in zip(trace.tokens, trace.experts[layer], strict=True):
         token = printable(shown(piece))

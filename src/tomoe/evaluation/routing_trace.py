@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,13 @@ class RoutingTrace:
     tokens: list[str]
     experts: list[list[Count]]
     num_experts: Count
+    chosen: list[list[list[Count]]] = field(default_factory=list)
+    """Of fine-grained experts all that a token chooses, strongest first, [layer][token][k]; a layer in which every token
+    uses the same ones, all of them for example, has an empty list. Empty for overlapping experts."""
+
+    def has_choice(self, layer: int) -> bool:
+        """Whether tokens of a layer can go to different experts."""
+        return not self.chosen or bool(self.chosen[layer])
 
     def shares(self, layer: int) -> list[float]:
         """Return the share of the tokens that each expert of a layer got."""
@@ -39,7 +46,8 @@ class RoutingTrace:
         return [row.count(n) / len(row) for n in range(self.num_experts)]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"tokens": self.tokens, "experts": self.experts, "num_experts": self.num_experts}
+        values = {"tokens": self.tokens, "experts": self.experts, "num_experts": self.num_experts}
+        return values | {"chosen": self.chosen} if self.chosen else values
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
@@ -71,6 +79,7 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
     if not top_ks:
         raise UserError("this model has no routers: it is dense; give a folder that `tomoe convert` wrote")
     rows: list[list[int]] = []
+    chosen: list[list[list[int]]] = []
     width = 0
 
     def record(router: nn.Module, _args: Any, output: Any) -> None:
@@ -78,16 +87,21 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
         logits = output[0] if isinstance(output, tuple) else output
         width = int(logits.shape[-1])
         logits = logits.reshape(-1, width)
-        bias = getattr(router, "bias", None)
-        if bias is not None:  # an expert that every token uses says nothing of a token
-            logits = logits.masked_fill(always_used(bias), -torch.inf)
-        rows.append(route(logits, top_ks[router])[0][:, 0].tolist())
+        top_k = top_ks[router]
+        if top_k is not None:
+            # an expert that every token uses says nothing of a token
+            always = always_used(router.bias)
+            logits = logits.masked_fill(always, -torch.inf)
+            free, others = top_k - int(always.sum()), int((~always).sum())
+            top_k = free if 0 < free < others else None
+            chosen.append([] if top_k is None else route(logits, top_k)[0].tolist())
+        rows.append(route(logits, top_k)[0][:, 0].tolist())
 
     hooks = hooked(router.register_forward_hook(record) for router in top_ks)
     with hooks, torch.no_grad(), evaluating(model):
         tokens = torch.tensor(list(ids))
         forward_sequence(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=has_inner(model))
-    return RoutingTrace(pieces(tokenizer, ids), rows, width)
+    return RoutingTrace(pieces(tokenizer, ids), rows, width, chosen)
 
 
 def trace_text(

@@ -14,6 +14,8 @@ from tomoe.errors import UserError
 from tomoe.files import read_json
 
 FORMAT = "tomoe-comparison-2"
+# in the folder of a model with fine-grained experts: the dense model, then the model with several numbers of experts
+DIAL = "dial.json"
 T = TypeVar("T")
 
 
@@ -83,10 +85,22 @@ class ModelFacts(TypedDict):
 
 @dataclass(frozen=True)
 class ExpertUsage:
-    """Share of the tokens that every expert of every layer got; each row sums to 1."""
+    """Share of the tokens' choices that fell on every expert of every layer; each row sums to 1."""
 
     shares: Shares
     tokens: Count
+    per_token: list[Count] = field(default_factory=list)
+    """Fine-grained experts of a token, by layer; empty for overlapping ones, of which a token uses one."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if there are more or fewer numbers than layers; a file may hold anything."""
+        if self.per_token and len(self.per_token) != len(self.shares):
+            raise ValueError("experts per token are not given for every layer")
+
+    def token_shares(self) -> list[list[float]]:
+        """Share of the tokens that use each expert, [layer][expert]; a row sums to the experts of a token."""
+        per_token = self.per_token or [1] * len(self.shares)
+        return [[min(1.0, k * share) for share in row] for k, row in zip(per_token, self.shares, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -139,12 +153,13 @@ def from_json(text: str) -> list[Row]:
     return _rows(values)
 
 
-def read_rows(folder: Path) -> list[Row]:
-    """What was measured of the model in `folder` when it was made; empty if nothing was, or by another version of tomoe.
+def read_rows(folder: Path, name: str = "evaluation.json") -> list[Row]:
+    """What was measured of the model in `folder` when it was made, or is in the file of another name there; empty if there
+    is no such file, or one of another version of tomoe.
 
-    Raises UserError if evaluation.json is damaged.
+    Raises UserError if the file is damaged.
     """
-    path = folder / "evaluation.json"
+    path = folder / name
     if not path.exists():
         return []
     values = read_json(path)

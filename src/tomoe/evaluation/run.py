@@ -15,9 +15,9 @@ from tomoe.errors import UserError
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.overlap import shared_share
 from tomoe.evaluation.perplexity import sliding
-from tomoe.evaluation.rows import Row, TaskScore
+from tomoe.evaluation.rows import DIAL, Row, TaskScore, to_json
 from tomoe.evaluation.tasks import TaskSet
-from tomoe.files import basename
+from tomoe.files import atomic_write, basename
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
 from tomoe.moe.dial import Dial, Point, use_experts_
@@ -94,6 +94,25 @@ def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[
         dial = Dial.of(name)
         settings += [(name, point) for point in dict.fromkeys(dial.nearest(fraction) for fraction in active)]
     return settings
+
+
+def save_dials(settings: Sequence[tuple[str, Point | None]], rows: Sequence[Row]) -> list[Path]:
+    """Keep rows of several numbers of experts in the folders that they were measured of (dial.json), for the report.
+
+    `settings` are those of `dial_settings`, a row for each. Nothing is kept of a folder with a single point, or if the
+    reference is no dense model. Returns the files. Raises UserError if one cannot be written.
+    """
+    if rows[0].usage is not None:
+        return []
+    by_folder: dict[str, list[Row]] = {}
+    for (name, point), row in zip(settings, rows, strict=True):
+        if point is not None:
+            by_folder.setdefault(name, []).append(row)
+    return [
+        atomic_write(Path(name) / DIAL, to_json([rows[0], *own]))
+        for name, own in by_folder.items()
+        if len(own) > 1 and Path(name).is_dir()
+    ]
 
 
 def _loaded(

@@ -1,4 +1,4 @@
-"""How an MoE routes a text: the share of tokens of every expert."""
+"""How an MoE routes a text: how often every expert is chosen."""
 
 from __future__ import annotations
 
@@ -90,4 +90,5 @@ class ExpertCounter:
         tokens = sum(self.tokens[source] for source in sources)
         counts = [torch.stack([self.counts[source][router] for source in sources]).sum(0) for router in self.routers]
         # of all choices: with several experts a token the shares still add up to 1
-        return ExpertUsage([(row.double() / max(int(row.sum()), 1)).tolist() for row in counts], tokens)
+        per_token = [top_k for top_k in self.top_ks.values() if top_k is not None]
+        return ExpertUsage([(row.double() / max(int(row.sum()), 1)).tolist() for row in counts], tokens, per_token)

@@ -20,7 +20,7 @@ from tomoe.plan import Plan
 CHECKPOINT_SHARD_BYTES = 10**9
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 # What was measured of the weights before these.
-MEASURED = ("README.md", "evaluation.json", "benchmark.json", "report.json", "report.html", "figures")
+MEASURED = ("README.md", "evaluation.json", "dial.json", "benchmark.json", "report.json", "report.html", "figures")
 
 
 def save_moe(

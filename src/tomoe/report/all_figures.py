@@ -8,9 +8,10 @@ from typing import Any
 
 from tomoe.evaluation.rows import Row
 from tomoe.plan import Plan
-from tomoe.report.figures import Rows, cost_figure, throughput_figure, training_figure, usage_figure
+from tomoe.report.figures import Rows, cost_figure, dial_figure, throughput_figure, training_figure, usage_figure
 from tomoe.report.plan_figures import (
     expert_width_figure,
+    parts_figure,
     similarity_figure,
     union_figure,
     value_figure,
@@ -20,18 +21,23 @@ from tomoe.report.style import CaptionedFigure, save
 
 
 def all_figures(
-    plan: Plan, rows: Sequence[Row] = (), metrics: Rows = (), cost: Mapping[str, Any] | None = None, timed: Rows = ()
+    plan: Plan,
+    rows: Sequence[Row] = (),
+    metrics: Rows = (),
+    cost: Mapping[str, Any] | None = None,
+    timed: Rows = (),
+    dial: Sequence[Row] = (),
 ) -> list[CaptionedFigure]:
     """Draw every figure that there are numbers for.
 
     `rows` come from `compare`, `metrics` and `cost` from the run's metrics.jsonl and cost.json, `timed` from the cells of
-    benchmark.json.
+    benchmark.json, `dial` from dial.json.
     """
     active = plan.recipe.get("active", plan.active_fraction())
     figures = [
-        throughput_figure(timed), training_figure(metrics, plan.num_experts, active), width_figure(plan),
-        union_figure(plan), expert_width_figure(plan), similarity_figure(plan), value_figure(plan), _usage(rows),
-        cost_figure(cost or {}),
+        dial_figure(dial, plan), throughput_figure(timed), training_figure(metrics, plan.num_experts, active), width_figure(plan),
+        parts_figure(plan), union_figure(plan), expert_width_figure(plan), similarity_figure(plan), value_figure(plan),
+        _usage(rows), cost_figure(cost or {}),
     ]  # fmt: skip
     return [figure for figure in figures if figure is not None]
 
@@ -47,5 +53,4 @@ def _usage(rows: Sequence[Row]) -> CaptionedFigure | None:
     routed = next((row for row in reversed(rows) if row.usage is not None), None)
     if routed is None or routed.usage is None:
         return None
-    by_source = {name: (usage.shares, usage.tokens) for name, usage in routed.usage_by_source.items()}
-    return usage_figure(routed.usage.shares, routed.usage.tokens, by_source)
+    return usage_figure(routed.usage, routed.usage_by_source)

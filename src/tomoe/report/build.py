@@ -16,7 +16,7 @@ from tomoe import distributed
 from tomoe.data.evaluation_text import EvaluationText, held_out_text
 from tomoe.errors import UserError
 from tomoe.evaluation.routing_trace import RoutingTrace, trace_ids, trace_text
-from tomoe.evaluation.rows import Count, Name, NotNegative, Row, read_rows, to_json, validated
+from tomoe.evaluation.rows import DIAL, Count, Name, NotNegative, Row, read_rows, to_json, validated
 from tomoe.evaluation.run import compare_on
 from tomoe.evaluation.timings import Cell
 from tomoe.files import atomic_write, basename, read_json, sha256
@@ -44,13 +44,18 @@ class Observed:
 
     def __post_init__(self) -> None:
         """Raises ValueError if traces contradict each other or themselves; a file may hold anything."""
-        if len({(len(trace.experts), trace.num_experts) for _, trace in self.texts}) > 1:
+        if len({(len(trace.experts), trace.num_experts, not trace.chosen) for _, trace in self.texts}) > 1:
             raise ValueError("the texts are routed by models of different sizes")
         for _, trace in self.texts:
             rows = trace.experts
             if not rows or not trace.tokens or any(len(row) != len(trace.tokens) for row in rows):
                 raise ValueError("a text does not have one expert for each layer and token")
-            if max(max(row) for row in rows) >= trace.num_experts or trace.num_experts > 2**16:
+            if any(layer and len(layer) != len(trace.tokens) for layer in trace.chosen) or (
+                trace.chosen and len(trace.chosen) != len(rows)
+            ):
+                raise ValueError("a text does not have its experts for each layer and token")
+            chosen = (expert for layer in trace.chosen for experts in layer for expert in experts)
+            if max(max(map(max, rows)), *chosen, 0) >= trace.num_experts or trace.num_experts > 2**16:
                 raise ValueError("a token is routed to an expert that there is not")
 
 
@@ -86,12 +91,13 @@ def write_reports(
     write_card(out, plan, rows)
     cost = _read(out / "run" / "cost.json", Cost) or {}
     timed = [asdict(cell) for cell in _cells(out / "benchmark.json")]
-    figures = all_figures(plan, rows, RunFolder(out / "run").rows(), cost, timed)
+    dial = read_rows(out, DIAL)
+    figures = all_figures(plan, rows, RunFolder(out / "run").rows(), cost, timed, dial)
     save_all(figures, out / "figures")
     facts = PageFacts(
         f"{rows[0].name} as a Mixture-of-Experts, {plan.active_fraction():.0%} active", plan, rows, observed.generations,
         observed.texts, figures, commands=commands(recipe, basename(out), FINETUNED in plan.notes), cost=cost,
-        timed=bool(timed),
+        timed=bool(timed), dial=dial,
     )  # fmt: skip
     write_page(out, facts)
     return rows
@@ -113,7 +119,7 @@ def _measure(
         return rows, None
     observed = _observe(out, rows, (dense, moe), tokenizer, text)
     atomic_write(out / "evaluation.json", to_json(rows))
-    atomic_write(out / "report.json", json.dumps(asdict(observed), indent=1, ensure_ascii=False) + "\n")
+    atomic_write(out / "report.json", json.dumps(asdict(observed), ensure_ascii=False) + "\n")
     return rows, observed
 
 

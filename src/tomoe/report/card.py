@@ -17,7 +17,7 @@ from tomoe.evaluation.rows import Row
 from tomoe.evaluation.tables import escape_markdown, to_markdown
 from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.model import catalog
-from tomoe.plan import Plan
+from tomoe.plan import FINETUNED, REPAIRED, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.license import base_model_info
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, self_sampled, shown_name
@@ -64,6 +64,8 @@ def write_card(
         base=escape_markdown(shown_name(base) or "a dense model"),
         active=f"{plan.active_fraction():.0%}",
         num_experts=plan.num_experts,
+        fine=plan.form == "fine",
+        refitted=REPAIRED in plan.notes or FINETUNED in plan.notes,
         summary=_escaped(line for line in conversion_summary(plan) if line[0] != "Dense model"),
         comparison=to_markdown(rows) if rows else "",
         limits=limits(plan, rows),

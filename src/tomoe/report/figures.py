@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, ScalarFormatter
 
 from tomoe.errors import UserError
+from tomoe.evaluation.rows import ExpertUsage, Row
 from tomoe.files import format_bytes
+from tomoe.plan import FINETUNED, REPAIRED, Plan
 from tomoe.report.plan_figures import layer_axis
 from tomoe.report.style import COLORS, DASHES, HEAT, INK, LIGHT, MARKERS, WIDTH, CaptionedFigure, canvas, short, styled
 
@@ -42,21 +45,9 @@ def accuracy_figure(rows: Rows) -> CaptionedFigure:
         for x, y in points if len(rows) <= LABELLED else ():
             axes.annotate(f"{y:.3g}", (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     if relative or dense:
-        level = 1.0 if relative else max(dense)
-        axes.axhline(level, color=INK, linewidth=1, linestyle=":")
-        label = "dense" if relative else f"dense {level:.2f}"
-        axes.annotate(label, (0, level), (4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-                      ha="left", fontsize=8)  # fmt: skip
+        _dense_line(axes, 1.0 if relative else max(dense), "dense" if relative else f"dense {max(dense):.2f}")
     values = [value for points in lines.values() for _, value in points] + ([1.0] if relative else [*dense])
-    if max(values) > 4 * min(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.set_xlabel("active share of the decoder parameters")
-    axes.set_ylabel("perplexity / dense perplexity" if relative else "perplexity")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.margins(x=0.08, y=0.1)
+    _quality_axes(axes, values, "perplexity / dense perplexity" if relative else "perplexity")
     if len(lines) > 1 or next(iter(lines)):
         axes.legend()
     points_text = "; ".join(
@@ -69,6 +60,66 @@ def accuracy_figure(rows: Rows) -> CaptionedFigure:
         f"Line chart of {'perplexity over dense perplexity' if relative else 'perplexity'} by active share. {points_text}.",
         "Lower is better, the dotted line is the dense model. Look for the share at which the line begins to climb: "
         "below it each parameter saved costs more than the last. Points on different texts cannot be compared.",
+        figure,
+    )
+
+
+def _dense_line(axes: Axes, level: float, label: str) -> None:
+    """A dotted line at the level of the dense model."""
+    axes.axhline(level, color=INK, linewidth=1, linestyle=":")
+    axes.annotate(label, (0, level), (4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
+                  ha="left", fontsize=8)  # fmt: skip
+
+
+def _quality_axes(axes: Axes, values: Sequence[float], label: str) -> None:
+    """Quality against active share; logarithmic if the values are far apart."""
+    if max(values) > 4 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xlabel("active share of the decoder parameters")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.margins(x=0.08, y=0.1)
+
+
+@styled
+def dial_figure(rows: Sequence[Row], plan: Plan) -> CaptionedFigure | None:
+    """Perplexity of one model with several numbers of fine-grained experts a token, from the rows of dial.json.
+
+    The first row is the dense model. None unless at least two others have an active share.
+    """
+    points = sorted(
+        (row.facts["active_share"], row.measurement.perplexity, row.experts_per_token or 0)
+        for row in rows[1:]
+        if row.facts["active_share"] is not None
+    )
+    if len(points) < 2:
+        return None
+    planned = max(layer.top_k for layer in plan.layers)
+    dense = rows[0].measurement.perplexity
+    figure, (axes,) = canvas(3.2)
+    shares, perplexities, _ = zip(*points, strict=True)
+    axes.plot(shares, perplexities, color=COLORS[0], marker=MARKERS[0], markersize=5)
+    for x, y, k in points:
+        if k == planned:
+            axes.plot(x, y, color=COLORS[1], marker=MARKERS[1], markersize=7, linestyle="none", label="as planned")
+        if len(points) <= LABELLED:
+            axes.annotate(f"{y:.3g}", (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+    _dense_line(axes, dense, f"dense {dense:.2f}")
+    _quality_axes(axes, [dense, *perplexities], "perplexity")
+    if planned in [k for _, _, k in points]:
+        axes.legend()
+    numbers = ", ".join(f"{y:.4g} at {x:.0%} ({k} experts in the layer that uses most)" for x, y, k in points)
+    refitted = " Projections were refitted for the planned number, so with all experts it need not be the dense model."
+    return CaptionedFigure(
+        "dial",
+        "Quality against active parameters, one folder",
+        f"Line chart of perplexity by active share; the dense model has {dense:.2f}. {numbers}.",
+        "The same weights with more or fewer experts for each token, a number that is chosen when the model is loaded. Lower "
+        "is better, the dotted line is the dense model, and the square is the number that the plan was made for. Look for the "
+        f"share at which the line begins to climb.{refitted if {REPAIRED, FINETUNED} & plan.notes.keys() else ''}",
         figure,
     )
 
@@ -140,23 +191,74 @@ def training_figure(metrics: Rows, num_experts: int, active: float) -> Captioned
 
 
 @styled
-def usage_figure(
-    shares: Shares, tokens: int, by_source: Mapping[str, tuple[Shares, int]] | None = None
-) -> CaptionedFigure:
-    """Share of the tokens that each expert of each layer got, [layer][expert]: over all text, then for each source."""
-    panels = {f"all {tokens:,} tokens": shares}
+def usage_figure(usage: ExpertUsage, by_source: Mapping[str, ExpertUsage] | None = None) -> CaptionedFigure:
+    """Share of the tokens that each expert of each layer got: over all text, then for each source."""
+    found = {f"all {usage.tokens:,} tokens": usage}
     if by_source and len(by_source) > 1:
-        panels |= {f"{source} ({count:,} tokens)": panel for source, (panel, count) in by_source.items()}
-    experts, layers = len(shares[0]), len(shares)
+        found |= {f"{source} ({of_source.tokens:,} tokens)": of_source for source, of_source in by_source.items()}
+    shares = usage.token_shares()
+    order = [list(range(len(row))) for row in shares]
+    if usage.per_token:
+        # many small experts without a name: from the most used one down, in all panels alike
+        for ids, row in zip(order, shares, strict=True):
+            ids.sort(key=lambda n: -row[n])
+    panels = {
+        title: [[row[n] for n in ids] for row, ids in zip(panel.token_shares(), order, strict=True)]
+        for title, panel in found.items()
+    }
+    figure = _heat_map(panels, "experts by use" if usage.per_token else "expert")
+    experts, layers, unused = len(shares[0]), len(shares), sum(share == 0 for row in shares for share in row)
+    sources = f"Then the same for each of {len(panels) - 1} sources." if len(panels) > 1 else ""
+    differ = "Panels that differ show experts that specialize in one kind of text." if len(panels) > 1 else ""
+    if usage.per_token:
+        alt, caption = _fine_usage_words(usage, unused)
+    else:
+        busiest = max(range(layers), key=lambda i: max(shares[i]))
+        alt = (
+            f"Heat map of {layers} layers by {experts} experts. The busiest is expert "
+            f"{shares[busiest].index(max(shares[busiest]))} of layer {busiest} with {max(shares[busiest]):.0%} of "
+            f"{usage.tokens:,} tokens; {unused} experts got none."
+        )
+        caption = (
+            f"Even use would be {100 / experts:.3g} % everywhere. Look for columns with one light cell, in which routing "
+            "hardly chooses, and for crosses: experts that got no token."
+        )
+    return CaptionedFigure("usage", "Use of the experts", f"{alt} {sources}", f"{caption} {differ}", figure)
+
+
+def _fine_usage_words(usage: ExpertUsage, unused: int) -> tuple[str, str]:
+    """Alt text and caption of the use of fine-grained experts."""
+    experts, layers, per_token = len(usage.shares[0]), len(usage.shares), usage.per_token
+    whole = [i for i, k in enumerate(per_token) if k == experts]
+    chosen = [k for k in per_token if k < experts] or per_token
+    span = f"{min(chosen)}" if min(chosen) == max(chosen) else f"{min(chosen)} to {max(chosen)}"
+    even = " to ".join(dict.fromkeys(f"{100 * k / experts:.0f}" for k in (min(chosen), max(chosen))))
+    alt = (
+        f"Heat map of {layers} layers by {experts} experts, in each layer from the most used expert down. A token uses "
+        f"{span} of them; {len(whole)} layers use all. {unused} experts got none of {usage.tokens:,} tokens."
+    )
+    caption = (
+        f"In each column the most used expert is at the top, in every panel in the order of the first one. Even use would be "
+        f"{even} % of the tokens in a layer that chooses {span} of {experts} experts"
+        f"{', and 100 % where all are used' if whole else ''}. Look for columns that fall from 100 % to 0 at once, in which "
+        "routing hardly chooses, and for crosses: experts that got no token."
+    )
+    return alt, caption
+
+
+def _heat_map(panels: Mapping[str, Shares], label: str) -> Figure:
+    """One panel for each title, layers from left to right, experts from top to bottom; crosses where nothing is."""
+    first = next(iter(panels.values()))
+    experts, layers = len(first[0]), len(first)
     highest = max(max(row) for panel in panels.values() for row in panel)
-    top = min(highest, max(3 / experts, max(map(max, shares))))  # a few extremes would darken all the rest
-    height = 0.55 + 0.13 * max(4, experts)
+    top = min(highest, max(3 / experts, max(map(max, first))))  # a few extremes would darken all the rest
+    height = 0.55 + 0.13 * min(16, max(4, experts))
     figure, axes = canvas(height * len(panels) + 0.6, len(panels), sharex=True)
     for panel_axes, (title, rows) in zip(axes, panels.items(), strict=True):
         image = panel_axes.imshow([list(column) for column in zip(*rows, strict=True)], cmap=HEAT, vmin=0, vmax=top,
                            interpolation="none", aspect="auto")  # fmt: skip
         panel_axes.set_title(short(title, 60), loc="left")
-        panel_axes.set_ylabel("expert")
+        panel_axes.set_ylabel(label)
         panel_axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
         panel_axes.grid(False)
         dead = [(layer, n) for layer, row in enumerate(rows) for n, share in enumerate(row) if share == 0]
@@ -166,19 +268,7 @@ def usage_figure(
     bar = figure.colorbar(image, ax=axes, aspect=30, label="share of the tokens of a layer",
                           extend="max" if highest > top else "neither")  # fmt: skip
     bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    busiest = max(range(layers), key=lambda i: max(shares[i]))
-    unused = sum(share == 0 for row in shares for share in row)
-    return CaptionedFigure(
-        "usage",
-        "Use of the experts",
-        f"Heat map of {layers} layers by {experts} experts. The busiest is expert {shares[busiest].index(max(shares[busiest]))} "
-        f"of layer {busiest} with {max(shares[busiest]):.0%} of {tokens:,} tokens; {unused} experts got none. "
-        + (f"Then the same for each of {len(panels) - 1} sources." if len(panels) > 1 else ""),
-        f"Even use would be {100 / experts:.3g} % everywhere. Look for columns with one light cell, in which routing hardly "
-        "chooses, and for crosses: experts that got no token. "
-        + ("Panels that differ show experts that specialize in one kind of text." if len(panels) > 1 else ""),
-        figure,
-    )  # fmt: skip
+    return figure
 
 
 @styled

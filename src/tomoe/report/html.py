@@ -36,7 +36,8 @@ def render(template: str, **values: Any) -> str:
         "shown": shown,
         "share": share,
         "numbers": numbers,
-        "experts": experts,
+        "choices": choices,
+        "strongest": strongest,
     }
     script = resources.files("tomoe.report").joinpath("templates/tokens.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -67,19 +68,38 @@ def shown(piece: str) -> str:
 
 
 def share(texts: Texts, layer: int, expert: int) -> str:
-    """Share of the tokens of all texts that an expert got, in per cent."""
+    """Share of the tokens of all texts that an expert got, in per cent; of several experts of a token the strongest counts."""
+    if not texts[0][1].has_choice(layer):
+        return "0 %"
     rows = [trace.experts[layer] for _, trace in texts]
     return f"{100 * sum(row.count(expert) for row in rows) / sum(map(len, rows)):.0f} %"
 
 
 def numbers(trace: RoutingTrace) -> str:
-    """One line for each layer: its number, then the expert of each token, one column for each token."""
+    """One line for each layer: its number, then the (strongest) expert of each token, one column for each token."""
     width = len(str(trace.num_experts - 1))
     label = len(f"layer {len(trace.experts) - 1}")
-    lines = (" ".join(f"{expert:{width}}" for expert in row) for row in trace.experts)
+    lines = (
+        " ".join(f"{expert:{width}}" for expert in row)
+        if trace.has_choice(layer)
+        else "every token uses the same experts"
+        for layer, row in enumerate(trace.experts)
+    )
     return "\n".join(f"{f'layer {i}':{label}}  {line}" for i, line in enumerate(lines))
 
 
-def experts(texts: Texts) -> list[list[list[int]]]:
-    """[text][layer][token], for the script of the page."""
-    return [trace.experts for _, trace in texts]
+def choices(trace: RoutingTrace) -> list[list[int]] | list[list[str]]:
+    """[layer][token], for the script of the page: the expert of a token, or "3 17 5", all of them, strongest first.
+
+    Nothing is written for the tokens of a layer in which all use the same experts.
+    """
+    if not trace.chosen:
+        return trace.experts
+    nothing = [""] * len(trace.tokens)
+    return [[" ".join(map(str, experts)) for experts in layer] or nothing for layer in trace.chosen]
+
+
+def strongest(choice: int | str) -> int | None:
+    """The expert that gives a token its color, from an entry of `choices`."""
+    first = str(choice).partition(" ")[0]
+    return int(first) if first else None

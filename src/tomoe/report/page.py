@@ -17,7 +17,7 @@ from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.html import Texts, render, svg_uri
-from tomoe.report.summary import conversion_summary, layer_table, recipe_of, self_sampled, shown_name
+from tomoe.report.summary import conversion_summary, layer_table, recipe_of, routing, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
 
 if TYPE_CHECKING:  # matplotlib takes longer to import than all the rest, and most commands draw nothing
@@ -47,6 +47,7 @@ class PageFacts:
     commands: Sequence[tuple[str, str]] = ()  # (command, what it does), to try next
     cost: Mapping[str, Any] = field(default_factory=dict)  # the run's cost.json
     timed: bool = False  # whether speed was measured
+    dial: Sequence[Row] = ()  # the dense model, then the same folder with several numbers of experts
 
 
 def write_page(out: Path, facts: PageFacts) -> Path:
@@ -56,12 +57,15 @@ def write_page(out: Path, facts: PageFacts) -> Path:
     task_titles, task_body = task_table(facts.rows)
     layer_titles, layer_body = layer_table(facts.plan)
     usage_titles, usage_body = _usage(facts.rows)
+    dial_titles, dial_body = table(facts.dial)
     page = render(
         "page.html.j2", title=facts.title, lead=_lead(facts.plan), sections=_sections(facts, warnings),
         tiles=tiles(facts.rows), warnings=warnings, titles=titles, body=body, footnote=footnote(facts.rows),
         task_titles=task_titles, task_body=task_body, task_footnote=task_footnote(facts.rows), texts=facts.texts,
-        generations=facts.generations, figures=facts.figures, method=method_drawing(),
+        generations=facts.generations, figures=facts.figures,
+        fine=facts.plan.form == "fine", method=None if facts.plan.form == "fine" else method_drawing(),
         layer_titles=layer_titles, layer_body=layer_body,
+        dial_titles=dial_titles, dial_body=dial_body, dial_footnote=footnote(facts.dial),
         usage_titles=usage_titles, usage_body=usage_body, summary=_summary(facts.plan), recipe=_recipe(facts.plan),
         memory=_memory(facts), benchmark=None if facts.timed else _benchmark_command(out, facts.plan),
         commands=facts.commands, version=tomoe.__version__,
@@ -72,7 +76,7 @@ def write_page(out: Path, facts: PageFacts) -> Path:
 def _lead(plan: Plan) -> str:
     s = plan.shape
     return (
-        f"{s.num_layers} layers of {plan.num_experts} experts, one for each token; {plan.active_fraction():.1%} of the "
+        f"{s.num_layers} layers of {routing(plan)}; {plan.active_fraction():.1%} of the "
         "decoder parameters work on a token. Everything below was measured on this model; the dense model stands beside it."
     )
 
@@ -80,7 +84,8 @@ def _lead(plan: Plan) -> str:
 def _sections(facts: PageFacts, warnings: Sequence[str]) -> list[tuple[str, str]]:
     """(id, heading) of the parts that the page has."""
     sections = [
-        ("warnings", "Warnings", warnings), ("quality", "Quality", facts.rows), ("tokens", "Tokens by expert", facts.texts),
+        ("warnings", "Warnings", warnings), ("quality", "Quality", facts.rows or facts.dial),
+        ("tokens", "Tokens by expert", facts.texts),
         ("writing", "Sample output", facts.generations), ("experts", "Experts and layers", True),
         ("how", "How it was made", True), ("speed", "Speed and memory", True), ("use", "Load, serve, reproduce", facts.commands),
     ]  # fmt: skip
@@ -129,7 +134,7 @@ def _usage(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     if usage is None:
         return [], []
     titles = ["layer", *(f"expert {n}" for n in range(len(usage.shares[0])))]
-    return titles, [[str(i), *map(_share, shares)] for i, shares in enumerate(usage.shares)]
+    return titles, [[str(i), *map(_share, shares)] for i, shares in enumerate(usage.token_shares())]
 
 
 def _share(share: float) -> str:
@@ -181,6 +186,13 @@ def commands(recipe: Recipe, name: str, finetuned: bool = False) -> list[tuple[s
         f'model = AutoModelForCausalLM.from_pretrained({quoted}, dtype="auto")\n'
         f"tokenizer = AutoTokenizer.from_pretrained({quoted})"
     )
+    dial = [
+        (f'tomoe generate {folder} "Once upon a time" --active 0.8', "Use more or fewer experts for each token"),
+        (
+            f"tomoe evaluate {folder} --active 0.3,0.5,0.7,1\ntomoe report {folder}",
+            "Measure it with several numbers of experts, and add the curve to this page",
+        ),
+    ]
     return [
         (load, "Load it in Python"),
         (f'tomoe generate {folder} "Once upon a time"', "Generate text"),
@@ -190,5 +202,6 @@ def commands(recipe: Recipe, name: str, finetuned: bool = False) -> list[tuple[s
         ),
         (f'tomoe route {folder} "Any text" --html tokens.html', "Color any text by expert"),
         (f"tomoe evaluate {model} {folder} --text FILE", "Measure both on your own text"),
+        *(dial if recipe.experts.form == "fine" else []),
         (again, "Repeat the conversion with the same recipe"),
     ]

@@ -66,8 +66,38 @@ def width_figure(plan: Plan) -> CaptionedFigure:
 
 
 @styled
-def union_figure(plan: Plan) -> CaptionedFigure:
-    """The union of all experts beside the width of one, by layer."""
+def parts_figure(plan: Plan) -> CaptionedFigure | None:
+    """Shared part, chosen and other fine-grained experts, by layer; None for overlapping experts."""
+    if plan.form != "fine":
+        return None
+    layers, size = plan.describe(), plan.shape.mlp_size
+    shared, used = [row["shared"] / size for row in layers], [row["width_share"] for row in layers]
+    indices = range(len(layers))
+    figure, (axes,) = canvas(2.5)
+    axes.bar(indices, [1.0] * len(layers), color="#dde3e8", width=0.85, label="other experts")
+    axes.bar(indices, used, color=LIGHT, width=0.85, label="experts that a token chooses")
+    axes.bar(indices, shared, color=COLORS[0], width=0.85, label="shared part")
+    share_axis(axes, f"of {size:,} neurons")
+    layer_axis(axes, len(layers))
+    figure.legend(loc="outside upper left", ncols=3)
+    top_ks = [row["top_k"] for row in layers]
+    return CaptionedFigure(
+        "parts",
+        "Shared part and experts of a token",
+        f"Bar chart over {len(layers)} layers. Shared part: {_span(shared)} of the neurons; with the {min(top_ks)} to "
+        f"{max(top_ks)} of {plan.num_experts} experts that a token chooses: {_span(used)}.",
+        "Every token uses the dark part, and of the rest as many experts as the second bar is high; which ones, its router "
+        "decides. Look for layers in which the second bar reaches the top: they are whole for every token. The number of "
+        "experts can be changed when the model is loaded, and only the upper end of the second bar moves.",
+        figure,
+    )
+
+
+@styled
+def union_figure(plan: Plan) -> CaptionedFigure | None:
+    """The union of all experts beside the width of one, by layer; None for fine-grained experts, whose union is everything."""
+    if plan.form == "fine":
+        return None
     layers = plan.describe()
     widths, unions = [row["width_share"] for row in layers], [row["union_share"] for row in layers]
     figure, (axes,) = canvas(2.5)
@@ -159,8 +189,8 @@ def _mosaic(tiles: Sequence[Tensor]) -> tuple[Float[Tensor, "h w"], int]:
 
 @styled
 def similarity_figure(plan: Plan) -> CaptionedFigure | None:
-    """Jaccard index of every two experts, by layer; None if there is a single expert."""
-    if plan.num_experts < 2:
+    """Jaccard index of every two experts, by layer; None if there is a single expert, or if they share no neuron."""
+    if plan.num_experts < 2 or plan.form == "fine":
         return None
     tiles = [jaccard(layer.expert_masks) for layer in plan.layers]
     above = torch.ones_like(tiles[0], dtype=torch.bool).triu(1)

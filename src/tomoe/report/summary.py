@@ -44,17 +44,11 @@ def self_sampled(data: str) -> bool:
 
 def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
     """How the model was made, as (what, how) lines."""
-    recipe, s = recipe_of(plan), plan.shape
-    widths = [layer.width for layer in plan.layers]
-    unions = [layer.union for layer in plan.layers]
+    recipe = recipe_of(plan)
     lines = [
         ("Dense model", shown_name(recipe.model if recipe else "") or "not named"),
         ("Active params", f"{plan.active_fraction():.1%} of the decoder parameters work on each token"),
-        (
-            "Experts",
-            f"{plan.num_experts} per layer, one for each token, {_span(widths)} of {s.mlp_size:,} neurons wide; "
-            f"they share neurons, {sum(unions) / len(unions) / s.mlp_size:.1%} of which are in use",
-        ),
+        ("Experts", _experts(plan)),
         ("Attention", _attention(plan)),
     ]
     if recipe is None:
@@ -82,12 +76,46 @@ def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
 
 def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """Titles and cells, one line for each layer."""
-    titles = ["layer", "expert width", "of neurons", "in any expert", "Q/K dims", "V/O dims", "active params"]
+    rows, common = plan.describe(), ["Q/K dims", "V/O dims", "active params"]
+    if plan.form == "fine":
+        titles = ["layer", "shared part", "experts", "of a token", "neurons of a token", "of neurons", *common]
+        cells = [
+            [f"{row['shared']:,}", f"{plan.num_experts} x {row['expert_size']}", str(row["top_k"]), f"{row['width']:,}",
+             f"{row['width_share']:.1%}"]
+            for row in rows
+        ]  # fmt: skip
+    else:
+        titles = ["layer", "expert width", "of neurons", "in any expert", *common]
+        cells = [[f"{row['width']:,}", f"{row['width_share']:.1%}", f"{row['union_share']:.1%}"] for row in rows]
     return titles, [
-        [str(row["layer"]), f"{row['width']:,}", f"{row['width_share']:.1%}", f"{row['union_share']:.1%}",
-         str(row["qk_dims"]), str(row["value_dims"]), f"{row['active']:.1%}"]
-        for row in plan.describe()
-    ]  # fmt: skip
+        [str(row["layer"]), *own, str(row["qk_dims"]), str(row["value_dims"]), f"{row['active']:.1%}"]
+        for row, own in zip(rows, cells, strict=True)
+    ]
+
+
+def routing(plan: Plan) -> str:
+    """The experts of a layer and how many of them a token uses, as a phrase."""
+    if plan.form == "overlapping":
+        return f"{plan.num_experts} experts, one for each token"
+    return f"a shared part and {plan.num_experts} experts, {_span([layer.top_k for layer in plan.layers])} of them for each token"
+
+
+def _experts(plan: Plan) -> str:
+    widths, size = [layer.width for layer in plan.layers], plan.shape.mlp_size
+    if plan.form == "overlapping":
+        unions = [layer.union for layer in plan.layers]
+        return (
+            f"{plan.num_experts} per layer, one for each token, {_span(widths)} of {size:,} neurons wide; "
+            f"they share neurons, {sum(unions) / len(unions) / size:.1%} of which are in use"
+        )
+    shared, sizes = ([getattr(layer, name) for layer in plan.layers] for name in ("shared_size", "expert_size"))
+    always = max(int(layer.always_used.sum()) for layer in plan.layers)
+    same = f" (up to {always} of them the same ones for all tokens)" if always else ""
+    return (
+        f"fine-grained: in each layer a part of {_span(shared)} neurons that all tokens share, and {plan.num_experts} experts "
+        f"of {_span(sizes)}, {_span([layer.top_k for layer in plan.layers])} of which each token uses{same}: "
+        f"{_span(widths)} of {size:,} neurons; every neuron is in one expert or in the shared part"
+    )
 
 
 def _repair(plan: Plan) -> list[tuple[str, str]]:

@@ -12,13 +12,17 @@ from tomoe.report.summary import recipe_of
 
 Kind = Literal[
     "dead experts", "overloaded expert", "narrow attention", "unused neurons", "budget missed", "training text", "context",
-    "few sequences",
+    "few sequences", "collapsed routing",
 ]  # fmt: skip
 
 # tokens for each expert: in a page or two of one article, one that got none is not dead
 ENOUGH = 500
 # share of a layer's tokens that one of three or more experts gets
 OVERLOADED = 0.5
+# share of the choices of a layer that fall on as many fine-grained experts as a token chooses
+COLLAPSED = 0.9
+# dead experts that a warning names
+NAMED = 8
 # share of the dims of a head that is left
 NARROW = 1 / 8
 # share of a layer's neurons that some expert uses
@@ -47,7 +51,7 @@ def find_warnings(plan: Plan | None = None, rows: Sequence[Row] = ()) -> list[Fi
     """
     findings = [] if plan is None else [*_budget(plan), *_attention(plan), *_union(plan), *_fitted_context(plan)]
     for row in rows:
-        findings += [*_routing(row.usage), *_overlap(row), *_context(row), *_few_sequences(row)]
+        findings += [*_routing(row.usage, plan), *_overlap(row), *_context(row), *_few_sequences(row)]
     return list(dict.fromkeys(findings))  # what is wrong with the text is wrong for every row
 
 
@@ -94,9 +98,13 @@ def _fitted_context(plan: Plan) -> list[Finding]:
     return [Finding("context", text)]
 
 
-def _routing(usage: ExpertUsage | None) -> list[Finding]:
+def _routing(usage: ExpertUsage | None, plan: Plan | None) -> list[Finding]:
+    if usage is None:
+        return []
+    if usage.per_token:
+        return _fine_routing(usage, plan)
     findings: list[Finding] = []
-    if usage is None or usage.tokens < ENOUGH * max(map(len, usage.shares)):
+    if usage.tokens < ENOUGH * max(map(len, usage.shares)):
         return findings
     for layer, row in enumerate(usage.shares):
         dead = [n for n, share in enumerate(row) if share == 0]
@@ -107,6 +115,29 @@ def _routing(usage: ExpertUsage | None) -> list[Finding]:
         if len(row) > 2 and max(row) > OVERLOADED:
             text = f"layer {layer}: expert {row.index(max(row))} got {max(row):.0%} of the {usage.tokens:,} tokens"
             findings.append(Finding("overloaded expert", text))
+    return findings
+
+
+def _fine_routing(usage: ExpertUsage, plan: Plan | None) -> list[Finding]:
+    """Of fine-grained experts: those that no token chooses, and layers whose tokens all choose the same ones."""
+    findings: list[Finding] = []
+    for layer, (top_k, row) in enumerate(zip(usage.per_token, usage.shares, strict=True)):
+        # chosen for every token by their bias, which is no choice
+        always = 0 if plan is None or plan.form != "fine" else int(plan.layers[layer].always_used.sum())
+        free, others = top_k - always, len(row) - always
+        if not 0 < free < others or usage.tokens * free < ENOUGH * others:
+            continue
+        dead = [n for n, share in enumerate(row) if share == 0]
+        if dead:
+            names = ", ".join(map(str, dead[:NAMED])) + (", ..." if len(dead) > NAMED else "")
+            text = f"layer {layer}: {len(dead)} of {len(row)} experts ({names}) got none of the {usage.tokens:,} tokens"
+            findings.append(Finding("dead experts", text))
+        # a share of the choices; 1 / top_k if every token uses it
+        common = sum(sorted(row, reverse=True)[always:top_k]) * top_k / free
+        if common > COLLAPSED:
+            same = f"the same {free} of {others} experts"
+            text = f"layer {layer}: {common:.0%} of the choices fall on {same}; the router hardly chooses"
+            findings.append(Finding("collapsed routing", text))
     return findings
 
 

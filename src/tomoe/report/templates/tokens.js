@@ -1,20 +1,27 @@
 for (const box of document.querySelectorAll(".routing")) {
-  const routing = JSON.parse(box.querySelector("script").textContent);  // [text][layer][token]
+  // [text][layer][token]: an expert, or several as "3 17 5", strongest first; "" where all tokens use the same ones
+  const routing = JSON.parse(box.querySelector("script").textContent);
   const texts = [...box.querySelectorAll(".tokens")].map((p) => [...p.children]);
   const slider = box.querySelector("input[type=range]");
-  const legend = [...box.querySelectorAll(".legend li span:last-child")];
+  const legend = [...box.querySelectorAll(".legend li")];
+  const same = box.querySelector(".same");
   const kind = (n) => `x${n % 8}` + (n < 8 ? "" : ` u${(Math.floor(n / 8) - 1) % 2 + 1}`);
   const show = () => {
     const layer = Number(slider.value), counts = legend.map(() => 0);
     texts.forEach((tokens, t) => tokens.forEach((token, i) => {
-      const expert = routing[t][layer][i];
-      counts[expert] += 1;
-      token.className = kind(expert);
-      token.dataset.e = expert;
-      token.title = `expert ${expert}`;
+      const choice = routing[t][layer][i], expert = parseInt(choice);
+      token.className = choice === "" ? "" : kind(expert);
+      token.dataset.e = choice === "" ? "" : expert;
+      token.title = choice === "" ? "all use the same experts" : same ? `experts ${choice.replaceAll(" ", ", ")}` : `expert ${expert}`;
+      if (choice !== "") counts[expert] += 1;
     }));
     const all = counts.reduce((a, b) => a + b);
-    legend.forEach((span, n) => { span.textContent = `${Math.round(100 * counts[n] / all)} %`; });
+    legend.forEach((item, n) => {
+      const part = Math.round(100 * counts[n] / (all || 1));
+      item.lastElementChild.textContent = `${part} %`;
+      item.hidden = same !== null && part === 0;
+    });
+    if (same) same.hidden = all > 0;
     box.querySelector("output").textContent = layer;
   };
   slider.addEventListener("input", show);
