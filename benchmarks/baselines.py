@@ -60,6 +60,8 @@ Line = dict[str, Any]
 class StaticMasks:
     """The same neurons for every token."""
 
+    value_rotation = None
+
     def __init__(self, kept: Float[Tensor, " F"]):
         self.kept = kept
 

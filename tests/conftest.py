@@ -112,12 +112,19 @@ def tokens(rows: int = 2, length: int = 12, seed: int = 0) -> Int[Tensor, "rows 
     return torch.randint(3, PICO["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def make_network(model: PreTrainedModel, attention: str, spread: float = 1.0, **experts: object) -> MaskNetwork:
-    """A mask network whose logits differ from dim to dim, so that a share of the dims is really dropped."""
+def make_network(
+    model: PreTrainedModel, attention: str, spread: float = 1.0, rotate: bool = False, **experts: object
+) -> MaskNetwork:
+    """A mask network whose logits differ from dim to dim, so that a share of the dims is really dropped.
+
+    With `rotate`, values are rotated at random, which every part of a conversion must carry as well as the best rotation.
+    """
     sizes = dict(num_experts=8 if experts.get("form") == "fine" else 4, embedding_size=16, width_multiple=1) | experts
-    net = MaskNetwork(
-        shape_of(model), ExpertsSection(**sizes), AttentionSection(pruning=attention), SamplingSection(), seed=0
-    )
+    pruned = AttentionSection(pruning=attention, rotate_values=rotate)
+    net = MaskNetwork(shape_of(model), ExpertsSection(**sizes), pruned, SamplingSection(), seed=0)
+    if rotate:
+        drawn = torch.randn(net.value_rotations.shape, generator=torch.Generator().manual_seed(2))
+        net.value_rotations.copy_(torch.linalg.qr(drawn)[0])
     generator = torch.Generator().manual_seed(1)
     for projection in (*net.neurons, *net.dims):
         projection.start.normal_(-3, spread, generator=generator)
@@ -147,17 +154,17 @@ def fine_fraction(net: MaskNetwork) -> float:
 _plans: dict[tuple[object, ...], Plan] = {}
 
 
-def make_plan(model: PreTrainedModel, attention: str, active: float = 0.6, **experts: object) -> Plan:
+def make_plan(model: PreTrainedModel, attention: str, active: float = 0.6, **options: object) -> Plan:
     """A plan that prunes everything which `attention` allows; a pico model is too coarse for the usual tolerance.
 
     Pico models of one config have the same weights, so their plan is made once.
     """
-    if experts.get("form") == "fine" and attention == "off":
-        active = fine_fraction(make_network(model, attention, **experts))
-    key = (model.config.to_json_string(), attention, active, *experts.items())
+    if options.get("form") == "fine" and attention == "off":
+        active = fine_fraction(make_network(model, attention, **options))
+    key = (model.config.to_json_string(), attention, active, *options.items())
     if key not in _plans:
         ids = tokens()
-        net = make_network(model, attention, **experts)
+        net = make_network(model, attention, **options)
         _plans[key] = extract_plan(net, model, active, (ids, torch.ones_like(ids, dtype=torch.bool)), tolerance=0.02)
     return _plans[key]
 

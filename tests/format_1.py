@@ -11,6 +11,8 @@ from tomoe.recipe.renamed import CONVERSION
 def format_1(recipe: dict[str, Any]) -> dict[str, Any]:
     """The values of a conversion recipe under their older keys."""
     values = copy.deepcopy(recipe)
+    # nothing was rotated then
+    assert not values["attention"].pop("rotate_values") or values["attention"]["pruning"] == "off"
     for old, entry in CONVERSION.items():
         (section, _, leaf), (old_section, _, old_leaf) = entry.key.rpartition("."), old.rpartition(".")
         value = (values[section] if section else values).pop(leaf)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, make_pico, make_plan
+from conftest import ATTENTION_MODES, FORMS, make_pico, make_plan
 from format_1 import format_1
 from tomoe.errors import UserError
 from tomoe.model.structure import shape_of
@@ -68,6 +68,61 @@ def test_round_trip(attention: str, tmp_path: Path) -> None:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("attention", ["static", "per_token"])
+def test_rotated_values_have_a_format_of_their_own(attention: str, form: str, tmp_path: Path) -> None:
+    """Versions that know nothing of them must not fold such a plan; layers without a cut need none."""
+    plan = make_plan(make_pico("qwen2"), attention, form=form, rotate=True)
+    plan = dataclasses.replace(
+        plan, layers=(dataclasses.replace(plan.layers[0], value_rotation=None), *plan.layers[1:])
+    )
+    plan.save(tmp_path / "one")
+    assert json.loads((tmp_path / "one" / "plan.json").read_text())["format"] == "tomoe-plan-3"
+    again = Plan.load(tmp_path / "one")
+    assert again.layers[0].value_rotation is None
+    assert torch.equal(again.layers[1].value_rotation, plan.layers[1].value_rotation)
+    assert (again.widths(), again.rotated) == (plan.widths(), True)
+    again.save(tmp_path / "two")
+    for name in FILES:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    counted = Plan.load(tmp_path / "one", "numpy")
+    assert not any(isinstance(t, Tensor) for layer in counted.layers for t in vars(layer).values())
+    assert (counted.widths(), counted.rotated) == (plan.widths(), True)
+
+
+def _turned(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
+    identity = torch.eye(8).repeat(4, 1, 1)
+    return lambda head, tensors: tensors.update({"layers.1.value_rotation": change(identity)})
+
+
+ROTATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "of another number of heads": (lambda t: t[:2].clone(), r"value_rotation has shape \(2, 8, 8\)"),
+    "of larger heads": (lambda t: torch.eye(16).repeat(4, 1, 1), r"value_rotation has shape \(4, 16, 16\)"),
+    "without a dim": (lambda t: t[0].clone(), r"value_rotation has shape \(8, 8\)"),
+    "that stretches": (lambda t: 1.001 * t, "not orthogonal"),
+    "that drops a direction": (lambda t: t * (torch.arange(8) > 0), "not orthogonal"),
+    "NaN": (lambda t: t * torch.nan, "not orthogonal"),
+    "infinite": (lambda t: t.masked_fill(t > 0, torch.inf), "not orthogonal"),
+    "too large to square": (lambda t: t * 3e38, "not orthogonal"),
+    "of bools": (lambda t: t.bool(), "of BOOL"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("arrays", ["torch", "numpy"])
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_a_rotation_that_is_none(name: str, arrays: str, tmp_path: Path) -> None:
+    change, words = ROTATIONS[name]
+    saved(tmp_path)
+    rewrite(tmp_path, _turned(lambda t: t))
+    assert Plan.load(tmp_path, arrays).rotated  # type: ignore[arg-type]
+    rewrite(tmp_path, _turned(change))
+    with pytest.raises(UserError, match=words) as caught:
+        Plan.load(tmp_path, arrays)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 def test_counting_needs_no_torch(attention: str, tmp_path: Path) -> None:
     """Loaded for numpy, a plan has the same counts, as plain numbers that JSON can hold."""
@@ -87,7 +142,7 @@ def test_counting_needs_no_torch(attention: str, tmp_path: Path) -> None:
 def test_a_plan_of_format_1_loads(tmp_path: Path) -> None:
     """Its recipe and notes have older keys."""
     changes = ["active=0.6", "attention.pruning=per_token", "attention.share=0.25", "train.quantization=nf4"]
-    recipe = Recipe.load(None, [*changes, "repair.mode=none"])
+    recipe = Recipe.load(None, [*changes, "attention.rotate_values=false", "repair.mode=none"])
     plan = saved(tmp_path)
 
     def older(head: dict[str, Any], _: dict[str, Tensor]) -> None:

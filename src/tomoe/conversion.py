@@ -33,6 +33,7 @@ from tomoe.pruning.extract import check_budget, extract_plan
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import mask_step
 from tomoe.pruning.repaired_plan import repair_plan
+from tomoe.pruning.rotation import value_rotations
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.run import RunRecipe
 from tomoe.report.card import write_card
@@ -96,15 +97,31 @@ def begin(
     return model, tokenizer, Corpus.load(run.corpus)
 
 
+def empty_network(recipe: Recipe, model: PreTrainedModel) -> MaskNetwork:
+    """Make the mask network that a checkpoint, or `start_`, fills."""
+    net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, recipe.seed)
+    return net.to(model.device)
+
+
+def start_(
+    net: MaskNetwork, recipe: Recipe, model: PreTrainedModel, calibration: Sequences, on_progress: ProgressCallback
+) -> None:
+    """Set what calibration text decides before learning: all of a carved start, of a random one the basis of the values."""
+    ids, mask = calibration.input_ids.to(model.device), calibration.mask.to(model.device)
+    if recipe.start == "carved":
+        progress = stage_callback(on_progress, "carve")
+        carve_(net, model, ids, mask, recipe.active, recipe.seed, progress, uniform_width=recipe.common_multiple > 0)
+    elif net.rotates_values:
+        rotations = value_rotations(model, ids, mask, stage_callback(on_progress, "rotate"))
+        net.value_rotations.copy_(torch.stack(rotations))
+
+
 def make_network(
     recipe: Recipe, model: PreTrainedModel, calibration: Sequences, on_progress: ProgressCallback = no_progress
 ) -> MaskNetwork:
     """Make the mask network at its start: random, or carved from calibration statistics."""
-    net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, recipe.seed).to(model.device)
-    if recipe.start == "carved":
-        ids, mask = calibration.input_ids.to(model.device), calibration.mask.to(model.device)
-        progress = stage_callback(on_progress, "carve")
-        carve_(net, model, ids, mask, recipe.active, recipe.seed, progress, uniform_width=recipe.common_multiple > 0)
+    net = empty_network(recipe, model)
+    start_(net, recipe, model, calibration, on_progress)
     return net
 
 
@@ -128,11 +145,12 @@ def _train(
     run: RunFolder,
     on_progress: ProgressCallback,
 ) -> MaskNetwork:
+    net = empty_network(recipe, model)
     # a checkpoint holds the start too, so a resumed run need not carve again
-    has_checkpoint = any(run.checkpoints.glob("step-*"))
-    start = recipe.model_copy(update={"start": "random"}) if has_checkpoint else recipe
-    carves_original = base.quantization != "none" and start.start == "carved"
-    net = make_network(start, base.original() if carves_original else model, corpus.calibration, on_progress)
+    if not any(run.checkpoints.glob("step-*")):
+        reads_weights = recipe.start == "carved" or net.rotates_values
+        readable = base.original() if base.quantization != "none" and reads_weights else model
+        start_(net, recipe, readable, corpus.calibration, on_progress)
     run_training(Training(model, net, recipe, corpus, run, mask_step(model, net, recipe)), recipe, "train", on_progress)
     return net
 
@@ -179,7 +197,7 @@ def plan(
     weights = fingerprint(model)
     run.check_origin(weights, recipe.model)
     corpus = Corpus.load(run.corpus)
-    net = make_network(recipe.model_copy(update={"start": "random"}), model, corpus.calibration)
+    net = empty_network(recipe, model)
     run.restore(checkpoint, net, None)
     extracted = finish_plan(net, model, target, corpus, checkpoint.step, weights, on_progress, run_path)
     with atomic_folder(out, "plan.json", ()) as part:

@@ -28,12 +28,16 @@ if TYPE_CHECKING or "jaxtyping" in sys.modules:
 FORMAT = "tomoe-plan-1"
 FINE_FORMAT = "tomoe-plan-2"
 """Plans of fine-grained experts: versions that know only the overlapping form must refuse them."""
+ROTATED_FORMAT = "tomoe-plan-3"
+"""Plans with rotated values, of any form: versions that do not rotate them must refuse them."""
 # field of LayerPlan -> name of its tensor in plan.safetensors
 _TENSORS = {
     "expert_masks": "expert_neurons", "router_weight": "router_weight", "qk_kept": "qk_kept", "value_kept": "value_kept",
 }  # fmt: skip
 # the same, for tensors that only fine-grained experts have
 _FINE = {"shared_mask": "shared_neurons", "router_bias": "router_bias"}
+# and that layers with rotated values have
+_ROTATION = {"value_rotation": "value_rotation"}
 _MASKS = ("expert_neurons", "shared_neurons", "qk_kept", "value_kept")
 _FIELDS = {name: field for field, name in (_TENSORS | _FINE).items()}
 _ROUTER = "value_router."
@@ -73,20 +77,22 @@ class LayerPlan:
     qk_kept: Bool[Any, " Q"]
     """Rotary pairs, then unpaired dims, that Q and K keep for every token."""
     value_kept: Bool[Any, " C"]
-    """Dims of V and O that any token uses."""
+    """Dims of V and O that any token uses, in the basis of `value_rotation`."""
     value_top_k: int
     """K, the value dims of one token; fewer than are kept only if a value router chooses among them."""
     value_router: dict[str, Any] = field(default_factory=dict)
     """The state of `routing.ValueRouter`, or empty."""
     refit: dict[str, Any] = field(default_factory=dict)
     """Refitted projections by repair: `down.weight` [D F], or `down.left` [D r] and `down.right` [r F], whose product is
-    added to the dense matrix; the same under `output` [D H*C]. Empty: the dense matrices stay."""
+    added to the dense matrix; the same under `output` [D H*C], not rotated. Empty: the dense matrices stay."""
     shared_mask: Bool[Any, " F"] | None = None
     """Neurons that every token uses; None for overlapping experts."""
     router_bias: Float[Any, " N"] | None = None
     """Added to the router's logits; None for overlapping experts."""
     top_k: int = 1
     """Experts of a token."""
+    value_rotation: Float[Any, "G C C"] | None = None
+    """Orthogonal matrix of every key/value head, whose columns are the V/O dims; None: the model's own dims."""
 
     def refitted(self, part: Literal["down", "output"], weight: Any) -> Any:
         """Return the matrix that replaces the dense `weight` [D n] of a projection, in its dtype; `weight` if none does."""
@@ -192,6 +198,11 @@ class Plan:
         """Return the fraction of decoder parameters that are active for a token, the paper's p; the same for all tokens."""
         return float(active_params(self.shape, self.widths())) / decoder_params(self.shape)
 
+    @property
+    def rotated(self) -> bool:
+        """Whether V/O dims are in a basis of their own in any layer."""
+        return any(layer.value_rotation is not None for layer in self.layers)
+
     def totals(self) -> dict[str, Any]:
         """Return counts over all layers: layers, experts, and decoder parameters that exist, are active, are stored."""
         total = decoder_params(self.shape)
@@ -214,11 +225,12 @@ class Plan:
 
         tensors: dict[str, Any] = {}
         for i, layer in enumerate(self.layers):
-            parts = {name: getattr(layer, field) for field, name in (_TENSORS | (_FINE if layer.fine else {})).items()}
+            names = _TENSORS | (_FINE if layer.fine else {}) | ({} if layer.value_rotation is None else _ROTATION)
+            parts = {name: getattr(layer, field) for field, name in names.items()}
             parts |= {f"{_ROUTER}{k}": v for k, v in layer.value_router.items()}
             parts |= {f"{_REFIT}{k}": v for k, v in layer.refit.items()}
             tensors |= {f"layers.{i}.{name}": t.contiguous().cpu() for name, t in parts.items()}
-        plan_format = FINE_FORMAT if self.form == "fine" else FORMAT
+        plan_format = ROTATED_FORMAT if self.rotated else FINE_FORMAT if self.form == "fine" else FORMAT
         data = save(tensors, metadata={"format": plan_format})
         head = {
             "format": plan_format,
@@ -231,7 +243,7 @@ class Plan:
             "recipe": self.recipe,
             "notes": self.notes,
         }
-        if self.form == "fine":
+        if plan_format != FORMAT:
             head["experts_per_token"] = [layer.top_k for layer in self.layers]
         atomic_write(folder / "plan.safetensors", data)
         atomic_write(folder / "plan.json", json.dumps(head, indent=2, sort_keys=True) + "\n")
@@ -247,10 +259,10 @@ class Plan:
         if not head_path.is_file() or not tensor_path.is_file():
             raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
         head = read_json(head_path)
-        if head.get("format") not in (FORMAT, FINE_FORMAT):
+        if head.get("format") not in (FORMAT, FINE_FORMAT, ROTATED_FORMAT):
             raise UserError(
-                f"{head_path} has format {str(head.get('format'))[:40]!r}, this version reads {FORMAT!r} and "
-                f"{FINE_FORMAT!r}; make the plan again or update tomoe"
+                f"{head_path} has format {str(head.get('format'))[:40]!r}, this version reads {FORMAT!r}, {FINE_FORMAT!r} "
+                f"and {ROTATED_FORMAT!r}; make the plan again or update tomoe"
             )
         if arrays == "torch" and sha256(tensor_path) != head.get("tensors_sha256"):
             raise UserError(
@@ -323,6 +335,8 @@ def _validation_error(layer: LayerPlan, s: ModelShape) -> str | None:
             return f"its value router holds {shapes}, the model needs {parts}"
         if not bool(layer.value_kept.all()) or layer.value_top_k == s.head_dim:
             return "it has a value router, but no choice among all V/O dims"
+    if layer.value_rotation is not None and (error := s.rotation_error(layer.value_rotation)):
+        return error
     refit_shapes = {name: tuple(t.shape) for name, t in layer.refit.items()}
     if refit_shapes != (needed := _refit_shapes(s, refit_shapes)):
         return f"its refitted projections are {refit_shapes}, the model needs {needed}"
@@ -363,7 +377,7 @@ def _read_header(head: dict[str, Any]) -> tuple[ModelShape, list[tuple[int, int]
     if shape.num_heads % shape.num_kv_heads or shape.rotary_size % 2 or shape.rotary_size > shape.head_dim:
         raise ValueError("its heads, key/value heads and rotary dims do not fit each other")
     value_top_k, notes = head["value_top_k"], head["notes"]
-    top_k = head["experts_per_token"] if head["format"] == FINE_FORMAT else [1] * shape.num_layers
+    top_k = [1] * shape.num_layers if head["format"] == FORMAT else head["experts_per_token"]
     for name, numbers in (("value_top_k", value_top_k), ("experts_per_token", top_k)):
         if not isinstance(numbers, list) or any(type(k) is not int for k in numbers):
             raise TypeError(f"{name} is not a list of integers")
@@ -409,7 +423,7 @@ def _read_layers(path: Path, shape: ModelShape, chosen: list[tuple[int, int]], a
                 else:
                     tensors[part] = _float32(file.get_tensor(f"layers.{i}.{part}"), dtype)
             router = {part.removeprefix(_ROUTER): t for part, t in tensors.items() if part.startswith(_ROUTER)}
-            fields = {field: tensors[name] for field, name in (_TENSORS | _FINE).items() if name in tensors}
+            fields = {field: tensors[name] for field, name in (_TENSORS | _FINE | _ROTATION).items() if name in tensors}
             refit = {part.removeprefix(_REFIT): t for part, t in tensors.items() if part.startswith(_REFIT)}
             layers.append(LayerPlan(**fields, value_top_k=value_top_k, value_router=router, refit=refit, top_k=top_k))
         if unread:
@@ -431,6 +445,7 @@ def _expected_shapes(stored: dict[str, Any], prefix: str, shape: ModelShape) -> 
     if any(name.startswith(prefix + _ROUTER) for name in stored):
         (embedding, *_), _ = stored[f"{prefix}{_ROUTER}norm.bias"]
         parts |= {_ROUTER + name: size for name, size in _router_shapes(shape, embedding).items()}
+    parts |= {name: shape.rotation_shape for name in _ROTATION.values() if prefix + name in stored}
     refit = prefix + _REFIT
     stored_refit = {name.removeprefix(refit): size for name, (size, _) in stored.items() if name.startswith(refit)}
     return parts | {_REFIT + name: size for name, size in _refit_shapes(shape, stored_refit).items()}

@@ -121,14 +121,19 @@ def test_gradients_come_through_every_projection(quantization: str, folder: Path
             assert apart(x.grad, given @ weight) < 1e-5
 
 
+@pytest.mark.parametrize("start", ["carved", "random"])
 @pytest.mark.parametrize("quantization", KINDS)
-def test_a_conversion_is_carved_planned_and_folded_from_the_original_weights(quantization: str, folder: Path) -> None:
+def test_a_conversion_is_carved_planned_and_folded_from_the_original_weights(
+    quantization: str, start: str, folder: Path
+) -> None:
+    """So is the basis of the values, which a random start needs, too."""
     original = load_dense(str(folder / "dense"), torch.float32)
-    both = ["train.save_every=4"]
+    both = ["train.save_every=4", f"start={start}", "attention.pruning=static"]
     made = conversion.convert(pico_recipe(folder, f"train.quantization={quantization}", *both), folder / "moe")
     plain = conversion.convert(pico_recipe(folder, *both), folder / "plain")
     assert made.source == plain.source == fingerprint(original)
     assert made.dense_config == plain.dense_config
+    assert made.rotated
     for step, same in (
         (0, True),
         (4, False),

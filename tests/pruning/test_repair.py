@@ -188,6 +188,8 @@ class Everything:
     def neurons(self, x: Tensor) -> Tensor:
         return torch.ones(len(x), self.size)
 
+    value_rotation = None
+
     def qk(self) -> None:
         return None
 

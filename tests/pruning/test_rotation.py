@@ -1,9 +1,9 @@
-"""Turned value heads: exact as long as nothing is cut, and ordered so that the last dims are the ones to cut."""
+"""The basis of the values: orthogonal, and ordered so that the last dims are the ones to cut."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import FAMILIES, make_pico, make_plan, tokens
+from conftest import FAMILIES, make_network, make_pico, make_plan, tokens
+from tomoe.model.heads import rotate_heads, rotate_weights
 from tomoe.model.loading import load_dense
 from tomoe.model.structure import layer_parts, run_model, shape_of
-from tomoe.pruning import rotation as rotation_module
-from tomoe.pruning.carving import attention_importance
+from tomoe.plan import Plan
+from tomoe.pruning.carving import attention_importance, carve_
+from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.rotation import head_rotations, rotate_heads, rotate_weights, rotated, value_rotations
+from tomoe.pruning.rotation import head_rotations, value_rotations
+from tomoe.report.summary import conversion_summary
 
 EXACT = dict(atol=1e-5, rtol=1e-5)
 
@@ -28,7 +31,7 @@ def rotations_of(model: PreTrainedModel, rows: int = 8) -> list[Tensor]:
 
 
 def rotate_model_(model: PreTrainedModel, rotations: list[Tensor]) -> None:
-    """Write the rotated weights into the model, as `fold` does."""
+    """Write the rotated weights into the model."""
     for parts, rotation in zip(layer_parts(model), rotations, strict=True):
         v, bias, o = rotate_weights(parts.v.weight, parts.v.bias, parts.o.weight, rotation)
         parts.v.weight.data, parts.o.weight.data = v, o
@@ -36,20 +39,9 @@ def rotate_model_(model: PreTrainedModel, rotations: list[Tensor]) -> None:
             parts.v.bias.data = bias
 
 
-class KeepValues:
-    """Masks that keep everything but some V/O dims, the same in every layer."""
-
-    def __init__(self, kept: Tensor, mlp_size: int):
-        self.kept, self.mlp_size = kept, mlp_size
-
-    def neurons(self, x: Tensor) -> Tensor:
-        return x.new_ones(len(x), self.mlp_size)
-
-    def qk(self) -> None:
-        return None
-
-    def values(self, x: Tensor) -> Tensor:
-        return self.kept
+def with_rotations(plan: Plan, rotations: list[Tensor]) -> Plan:
+    pairs = zip(plan.layers, rotations, strict=True)
+    return replace(plan, layers=tuple(replace(layer, value_rotation=r) for layer, r in pairs))
 
 
 def inputs_of_o(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
@@ -63,52 +55,6 @@ def inputs_of_o(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
 
 def hooks(model: PreTrainedModel) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
-@pytest.fixture(params=["activations", "weights"])
-def turn(request: pytest.FixtureRequest) -> Callable[[PreTrainedModel, list[Tensor], Tensor], Tensor]:
-    """Logits of the rotated model, both ways: as training and calibration run it, and as it is folded."""
-
-    def by_activations(model: PreTrainedModel, rotations: list[Tensor], ids: Tensor) -> Tensor:
-        with rotated(model, rotations):
-            return model(ids).logits
-
-    def by_weights(model: PreTrainedModel, rotations: list[Tensor], ids: Tensor) -> Tensor:
-        model = copy.deepcopy(model)
-        rotate_model_(model, rotations)
-        return model(ids).logits
-
-    return by_activations if request.param == "activations" else by_weights
-
-
-def test_whole_it_is_the_dense_model(dense: PreTrainedModel, turn: Callable[..., Tensor]) -> None:
-    """All families: grouped heads, biases of V and O, heads of another size than D / H."""
-    ids, rotations = tokens(), rotations_of(dense)
-    assert max(float((r - torch.eye(r.shape[-1])).abs().max()) for r in rotations) > 0.1
-    torch.testing.assert_close(turn(dense, rotations, ids), dense(ids).logits, **EXACT)
-
-
-FAULTS = {
-    "the output turned by the transpose": lambda x, r, inverse: rotate_heads(x, r, not inverse),
-    "the output not turned": lambda x, r, inverse: x,
-    "the output turned by another head's rotation": lambda x, r, inverse: rotate_heads(x, r.flip(0), inverse),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_rotation_turned_the_wrong_way_is_noticed(
-    fault: str, turn: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The check above is able to fail. (Turned wrongly on both sides, the model would still be the same.)"""
-    dense, ids = make_pico("qwen2"), tokens()
-    shape, rotations, right = shape_of(dense), rotations_of(dense), rotate_heads
-
-    def faulty(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
-        is_output = x.shape[-1] == shape.num_heads * shape.head_dim
-        return FAULTS[fault](x, rotation, inverse) if is_output else right(x, rotation, inverse)
-
-    monkeypatch.setattr(rotation_module, "rotate_heads", faulty)
-    assert float((turn(dense, rotations, ids) - dense(ids).logits).abs().max()) > 1e-2
 
 
 def test_rotations_are_orthogonal_and_of_float32(dense: PreTrainedModel) -> None:
@@ -125,11 +71,8 @@ def test_rotations_are_orthogonal_and_of_float32(dense: PreTrainedModel) -> None
 def test_dims_stand_in_order_of_importance_in_every_head(dense: PreTrainedModel) -> None:
     """Then one mask for all heads cuts what each can spare best, and the ranking of the carve is the order itself."""
     shape, ids = shape_of(dense), tokens(8, 32, seed=3)
-    rotations = rotations_of(dense)
-    with rotated(dense, rotations):
-        seen = inputs_of_o(dense, ids)  # before the rotation is undone
-    for x, plain, parts, r in zip(seen, inputs_of_o(dense, ids), layer_parts(dense), rotations, strict=True):
-        torch.testing.assert_close(x, rotate_heads(plain, r), **EXACT)
+    for plain, parts, r in zip(inputs_of_o(dense, ids), layer_parts(dense), rotations_of(dense), strict=True):
+        x = rotate_heads(plain, r)
         o = rotate_weights(parts.v.weight, parts.v.bias, parts.o.weight, r)[2]
         energy = (x.square().mean(0) * o.square().sum(0)).view(shape.num_kv_heads, -1, shape.head_dim).sum(1)
         assert bool((energy[:, 1:] <= energy[:, :-1] * (1 + 1e-4)).all())
@@ -179,40 +122,60 @@ def test_heads_that_do_nothing_get_a_rotation_all_the_same(empty: str) -> None:
     torch.testing.assert_close(rotation.mT @ rotation, torch.eye(8).expand(2, 8, 8), atol=1e-6, rtol=0)
 
 
-def test_masks_act_in_the_rotated_basis_whichever_is_entered_first() -> None:
-    dense, ids = make_pico("qwen2"), tokens()
-    rotations, shape = rotations_of(dense), shape_of(dense)
-    masks = [KeepValues((torch.arange(shape.head_dim) < 3).float(), shape.mlp_size)] * shape.num_layers
-    with rotated(dense, rotations), masked(dense, masks):
-        outside = dense(ids).logits
-    with masked(dense, masks), rotated(dense, rotations):
-        inside = dense(ids).logits
-    turned = copy.deepcopy(dense)
-    rotate_model_(turned, rotations)
-    with masked(turned, masks):
-        by_weights = turned(ids).logits
-    with masked(dense, masks):
-        assert not torch.allclose(dense(ids).logits, inside, atol=1e-2)
-    assert torch.equal(outside, inside)
-    torch.testing.assert_close(inside, by_weights, **EXACT)
-
-
 @pytest.mark.parametrize("attention", ["static", "per_token"])
-def test_planned_masks_with_gradients_and_padding(attention: str) -> None:
-    """The student of training: frozen weights, a gradient through V and O, and the same result by rotated weights."""
-    dense, ids = make_pico("qwen3"), tokens()
-    rotations, plan = rotations_of(dense), make_plan(dense, attention)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_masks_that_rotate_are_masks_of_rotated_weights(family: str, attention: str) -> None:
+    """Values and gradients, by the masks of a plan and by those of a training step, which are drawn alike."""
+    dense, ids = make_pico(family), tokens()
+    rotations, turned = rotations_of(dense), make_pico(family)
+    rotate_model_(turned, rotations)
+    plan, net, plain = (
+        make_plan(dense, attention),
+        make_network(dense, attention, rotate=True),
+        make_network(dense, attention),
+    )
+    net.value_rotations.copy_(torch.stack(rotations))
     x = dense.get_input_embeddings()(ids).requires_grad_()
-    with rotated(dense, rotations), masked(dense, planned_masks(plan)):
-        out = dense(inputs_embeds=x).logits
-        out.square().sum().backward()
-    gradient, x.grad = x.grad, None
-    rotate_model_(dense, rotations)
-    with masked(dense, planned_masks(plan)):
-        again = dense(inputs_embeds=x).logits
-    again.square().sum().backward()
-    torch.testing.assert_close(out, again, **EXACT)
-    torch.testing.assert_close(gradient, x.grad, atol=1e-4 * float(x.grad.abs().max()), rtol=1e-3)
+    planned = (lambda: planned_masks(with_rotations(plan, rotations))), (lambda: planned_masks(plan))
+    for ours, theirs in (planned, ((lambda: net(3)), (lambda: plain(3)))):
+        results = []
+        for model, masks in ((dense, ours), (turned, theirs), (dense, theirs)):
+            x.grad = None
+            with masked(model, masks()):
+                out = model(inputs_embeds=x).logits
+                out.square().sum().backward()
+            results.append((out.detach(), x.grad))
+        (found, gradient), (meant, gradient_meant), (without, _) = results
+        torch.testing.assert_close(found, meant, **EXACT)
+        torch.testing.assert_close(gradient, gradient_meant, atol=1e-4 * float(gradient.abs().max()), rtol=1e-3)
+        assert float((without - meant).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("attention", ["off", "static", "per_token"])
+def test_a_carved_start_ranks_dims_in_the_basis_that_it_finds(dense: PreTrainedModel, attention: str) -> None:
+    """It needs no pass of its own for that; where nothing of the values is cut, the plan holds no basis."""
+    ids = tokens(8, 24)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    net = make_network(dense, attention, rotate=attention != "off")
+    carve_(net, dense, ids, mask, 0.7, seed=5)
+    plan = extract_plan(net, dense, 0.7, (ids, mask), tolerance=0.02)
+    if attention == "off":
+        assert not plan.rotated
+        return
+    rotations = value_rotations(dense, ids, mask)
+    for i, (layer, r) in enumerate(zip(plan.layers, rotations, strict=True)):
+        torch.testing.assert_close(layer.value_rotation, r, atol=1e-4, rtol=0)
+        start = net.dims[i].start[: net.shape.head_dim]
+        assert start.argsort(descending=True).tolist() == list(range(net.shape.head_dim))
+    whole = extract_plan(net, dense, 1.0, (ids, mask), tolerance=0.02)
+    assert not whole.rotated
+
+
+def test_the_summary_says_it_where_something_was_cut() -> None:
+    dense = make_pico("llama3")
+    for attention, rotate, told in (("static", True, True), ("static", False, False), ("off", False, False)):
+        attention_line = dict(conversion_summary(make_plan(dense, attention, rotate=rotate)))["Attention"]
+        assert ("values were rotated" in attention_line) is told
 
 
 def test_padding_does_not_count() -> None:
@@ -229,15 +192,10 @@ def test_the_model_is_left_as_it_was(dense: PreTrainedModel) -> None:
     mask = torch.ones_like(ids, dtype=torch.bool)
     rotations = value_rotations(dense, ids, mask, lambda done, total: reported.append((done, total)))
     assert reported == [(1, 2), (2, 2)]
-    with rotated(dense, rotations):
+    with masked(dense, planned_masks(with_rotations(make_plan(dense, "static"), rotations))):
         dense(ids)
-    with pytest.raises(KeyError, match="inside"), rotated(dense, rotations):
-        raise KeyError("inside")
-    with pytest.raises(ValueError, match="shorter"), rotated(dense, rotations[:1]):
-        pass
     assert torch.equal(dense(ids).logits, before)
     assert hooks(dense) == 0
-    assert not any("forward" in vars(m) for p in layer_parts(dense) for m in (p.v, p.o))
     assert all(torch.equal(value, weights[name]) for name, value in dense.state_dict().items())
 
 
@@ -253,7 +211,8 @@ def test_offloaded_weights(offloaded: PreTrainedModel) -> None:
     rotations = rotations_of(offloaded)
     for found, expected in zip(rotations, rotations_of(whole), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    with rotated(offloaded, rotations):
+    plan = with_rotations(make_plan(whole, "static", active=1.0), rotations)
+    with masked(offloaded, planned_masks(plan)):
         torch.testing.assert_close(offloaded(ids).logits, whole(ids).logits, **EXACT)
     assert layer_parts(offloaded)[0].v.weight.is_meta
     torch.testing.assert_close(offloaded(ids).logits, whole(ids).logits, **EXACT)

@@ -159,6 +159,21 @@ def test_digest_and_differences_see_what_decides_and_nothing_else() -> None:
     assert recipe.differences(other) == ['start: "carved" here, "random" there', "train.steps: 500 here, 150 there"]
 
 
+@pytest.mark.parametrize(("pruning", "rotates"), [("off", True), ("static", False), ("per_token", False)])
+def test_runs_from_before_values_were_rotated_stay_what_they_were(pruning: str, rotates: bool, tmp_path: Path) -> None:
+    """Their recipes hold every key but this one. Where attention is whole, it means nothing, and they resume."""
+    recipe = Recipe(attention={"pruning": pruning})
+    assert recipe.attention.rotate_values
+    older = recipe.model_dump(mode="json")
+    del older["attention"]["rotate_values"]
+    (tmp_path / "recipe.json").write_text(json.dumps(older))
+    for loaded in (Recipe(**older), Recipe.load(tmp_path / "recipe.json"), Recipe(**older).changed(["seed=0"])):
+        assert loaded.attention.rotate_values is rotates
+        assert (recipe.differences(loaded) == []) is rotates
+    assert Recipe.load(None, [f"attention.pruning={pruning}"]).attention.rotate_values
+    assert not Recipe.load("paper").attention.rotate_values
+
+
 # (recipe, old key, value as JSON, key = value of today; without "=" the value stays)
 OLD_KEYS = [
     (Recipe, "track", '"wandb"', "report_to"),

@@ -21,10 +21,14 @@ from torch import Tensor
 
 from format_1 import format_1
 from pico_files import CommandLine, contents, pico_recipe, small, steps_of
+from tomoe import conversion
 from tomoe.conversion import convert, plan, train
+from tomoe.data.corpus import Corpus
 from tomoe.locks import LOCK_FILE
+from tomoe.model.loading import load_dense
 from tomoe.pruning import objective
 from tomoe.pruning.repair import RepairSettings
+from tomoe.pruning.rotation import value_rotations
 from tomoe.recipe.base import RenamedKey
 from tomoe.training import run_folder
 
@@ -162,7 +166,8 @@ def test_a_conversion_stopped_inside_the_repair_ends_in_the_same_bytes(
 @pytest.mark.usefixtures("model", "text")
 def test_a_run_of_format_1_resumes_in_the_same_bytes(tmp_path: Path) -> None:
     """Its recipe and metrics have older keys; a warning names today's."""
-    recipe = pico_recipe(tmp_path, "train.steps=6", "attention.pruning=per_token", "repair.mode=none")
+    never = ("repair.mode=none", "attention.rotate_values=false")
+    recipe = pico_recipe(tmp_path, "train.steps=6", "attention.pruning=per_token", *never)
     whole, run = tmp_path / "whole", tmp_path / "run"
     train(recipe, whole)
     shutil.copytree(whole, run)
@@ -179,6 +184,29 @@ def test_a_run_of_format_1_resumes_in_the_same_bytes(tmp_path: Path) -> None:
         plan(run, tmp_path / "plan-run")
     plan(whole, tmp_path / "plan-whole")
     assert contents(tmp_path / "plan-run") == contents(tmp_path / "plan-whole")
+
+
+@pytest.mark.usefixtures("model", "text")
+@pytest.mark.parametrize("start", ["carved", "random"])
+def test_a_resumed_run_keeps_the_basis_of_its_values(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes from the checkpoint, and is found once: calibration text is run again only if there is no checkpoint."""
+    recipe = pico_recipe(tmp_path, "train.steps=4", "attention.pruning=per_token", f"start={start}")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train(recipe, whole)
+    rotations = load_file(whole / "masks" / "step-000004" / "masks.safetensors")["value_rotations"]
+    dense, calibration = load_dense(recipe.model, torch.float32), Corpus.load(whole / "corpus.safetensors").calibration
+    meant = torch.stack(value_rotations(dense, calibration.input_ids, calibration.mask))
+    torch.testing.assert_close(rotations, meant, atol=1e-4, rtol=0)
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "masks" / "step-000004")
+    for name in ("carve_", "value_rotations"):
+        monkeypatch.delattr(conversion, name)
+    train(recipe, run, resume=True)
+    assert contents(run / "masks") == contents(whole / "masks")
+    made = plan(run, tmp_path / "plan")
+    assert all(torch.equal(layer.value_rotation, r) for layer, r in zip(made.layers, rotations, strict=True))
 
 
 def test_when_no_checkpoint_is_whole_it_says_so(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:

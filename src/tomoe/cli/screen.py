@@ -25,6 +25,7 @@ PLAIN_SECONDS = 10.0
 STAGES = {
     "text": "preparing text",
     "carve": "carving",
+    "rotate": "rotating values",
     "train": "learning",
     "repair": "repairing",
     "finetune": "fine-tuning",

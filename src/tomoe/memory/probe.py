@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from tomoe.conversion import finish_plan, make_network
+from tomoe.conversion import empty_network, finish_plan, make_network
 from tomoe.data.corpus import Corpus, Sequences
 from tomoe.memory.estimate import repair_tokens
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer, pick_device
@@ -88,7 +88,7 @@ def run_trial(trial: Trial) -> StageCost:
     random = {"start": "random", "experts": experts, "repair": RepairSection(mode="none")}
     start = recipe if trial.stage == "carve" else recipe.model_copy(update=random)
     began = time.perf_counter()
-    net = make_network(start, model, text.calibration)
+    net = make_network(start, model, text.calibration) if trial.stage == "carve" else empty_network(start, model)
     if trial.stage == "train":
         training = Training(model, net, recipe, text, RunFolder(folder / "run"), mask_step(model, net, recipe))
         rows = [training.one_step() for _ in range(STEPS)]

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or "jaxtyping" in sys.modules:
     from jaxtyping import Bool, Float, Int
 
+ORTHOGONAL = 1e-4
+"""Largest error of the product of a rotation and its transpose; those of float32 are off by some 1e-6."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -58,6 +61,22 @@ class ModelShape:
         num_pairs = self.rotary_size // 2
         pairs = kept[:num_pairs].nonzero().squeeze(1)
         return torch.cat([pairs, pairs + num_pairs, kept[num_pairs:].nonzero().squeeze(1) + self.rotary_size])
+
+    @property
+    def rotation_shape(self) -> tuple[int, int, int]:
+        """[G, C, C]: one matrix for each key/value head."""
+        return (self.num_kv_heads, self.head_dim, self.head_dim)
+
+    def rotation_error(self, rotation: Any) -> str | None:
+        """What is wrong with a rotation of the values (of torch or numpy); None if nothing is."""
+        if tuple(rotation.shape) != self.rotation_shape:
+            return f"its value rotation has shape {tuple(rotation.shape)}, the model needs {self.rotation_shape}"
+        orthogonal = bool((abs(rotation) <= 1 + ORTHOGONAL).all())
+        if orthogonal:
+            product, dims = rotation.swapaxes(1, 2) @ rotation, range(self.head_dim)
+            product[:, dims, dims] -= 1
+            orthogonal = float(abs(product).max()) <= ORTHOGONAL
+        return None if orthogonal else "its value rotation is not orthogonal"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

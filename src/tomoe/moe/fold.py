@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tomoe.errors import UserError
+from tomoe.model.heads import rotate_weights
 from tomoe.model.offload import LAYERS, cast_, materialized, offload_layers_
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts, check_output, decoder_layers, layer_parts, shape_of
@@ -89,12 +90,17 @@ def layer_state(parts: LayerParts, layer: LayerPlan, s: ModelShape) -> dict[str,
         "mlp.down_bias": parts.down.bias,
     }
     qk, values = s.qk_dims(layer.qk_kept), layer.value_kept.nonzero().squeeze(1)
-    for name, module, dims in (("q_proj", parts.q, qk), ("k_proj", parts.k, qk), ("v_proj", parts.v, values)):
-        state[f"self_attn.{name}.weight"] = _head_rows(module.weight, dims, s.head_dim)
-        state[f"self_attn.{name}.bias"] = None if module.bias is None else _head_rows(module.bias, dims, s.head_dim)
-    state["self_attn.o_proj.weight"] = (
-        _head_rows(layer.refitted("output", parts.o.weight).t(), values, s.head_dim).t().contiguous()
-    )
+    v, v_bias, o = parts.v.weight, parts.v.bias, layer.refitted("output", parts.o.weight)
+    if layer.value_rotation is not None:
+        v, v_bias, o = rotate_weights(v, v_bias, o, layer.value_rotation)
+    for name, weight, bias, dims in (
+        ("q_proj", parts.q.weight, parts.q.bias, qk),
+        ("k_proj", parts.k.weight, parts.k.bias, qk),
+        ("v_proj", v, v_bias, values),
+    ):
+        state[f"self_attn.{name}.weight"] = _head_rows(weight, dims, s.head_dim)
+        state[f"self_attn.{name}.bias"] = None if bias is None else _head_rows(bias, dims, s.head_dim)
+    state["self_attn.o_proj.weight"] = _head_rows(o.t(), values, s.head_dim).t().contiguous()
     state["self_attn.o_proj.bias"] = parts.o.bias
     for name in ("q_norm", "k_norm"):
         norm = getattr(parts.attention, name, None)

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tomoe import distributed
 from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp_params
+from tomoe.model.heads import rotate_heads
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import decoder_layers, layer_parts, run_model
@@ -31,6 +32,7 @@ from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.pruning.fine_carving import FineLayout, carve_fine, fine_layout, fine_params
 from tomoe.pruning.gumbel import keep_logit, keep_probability
 from tomoe.pruning.mask_network import MaskNetwork, Projection
+from tomoe.pruning.rotation import head_rotations
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection
 from tomoe.seeds import derive_seed
 
@@ -170,6 +172,8 @@ class _Carving:
         self.routers: list[Tensor] = []
         self.mlps: list[Ranking] = []
         self.attention: list[tuple[Tensor, Tensor]] = []
+        # of every layer, if values are rotated
+        self.rotations: list[Tensor] = []
 
     @torch.no_grad()
     def run(self, model: Any, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> None:
@@ -203,7 +207,7 @@ class _Carving:
             x, h, residual = (activations[name].float() for name in ("x", "h", "residual"))
             q, k, o = (activations[name] for name in ("q", "k", "o"))
             self._carve_mlp(i, x, h, residual)
-            self.attention.append(attention_importance(q, k, o, parts.o.weight, self.shape))
+            self._rank_attention(q, k, o, parts.o.weight)
             activations.clear()
             self.progress(i + 1, self.shape.num_layers)
 
@@ -215,6 +219,13 @@ class _Carving:
         yield record_input(parts.o, "o")
         # the MLP is the last part of a layer; an offloaded layer has no weights any more after it has run
         yield parts.mlp.register_forward_hook(carve)
+
+    def _rank_attention(self, q: Tensor, k: Tensor, o: Tensor, weight: Tensor) -> None:
+        if self.net.rotates_values:
+            rotation = head_rotations(o, weight, self.shape.num_kv_heads, self.shape.head_dim)
+            self.rotations.append(rotation)
+            o, weight = rotate_heads(o, rotation), rotate_heads(weight, rotation)
+        self.attention.append(attention_importance(q, k, o, weight, self.shape))
 
     def _carve_mlp(self, i: int, x: Tensor, h: Tensor, residual: Tensor) -> None:
         s, n, layout = self.shape, self.net.experts.num_experts, self.layout
@@ -286,6 +297,8 @@ def carve_(
     layout = layout_for(s, net.experts, net.attention, active, uniform_width) if net.fine else None
     carving = _Carving(net, model, layout, seed, progress)
     carving.run(model, ids, mask)
+    if net.rotates_values:
+        net.value_rotations.copy_(torch.stack(carving.rotations))
     spent = 0
     for i, (qk, values) in enumerate(carving.attention):
         order = qk.argsort(descending=True, stable=True)

@@ -243,10 +243,12 @@ class Extraction:
         if self.net.attention.pruning == "per_token" and top_k < c:
             state = self.net.value_router(i, self.embeddings[i]).state_dict()
             value_router = {name: t.detach().clone().cpu() for name, t in state.items()}
+        rotation = self.net.value_rotation(i) if top_k < c else None
         experts = experts or self._fine(i)
         return LayerPlan(
-            **experts, router_weight=router, qk_kept=qk, value_kept=values, value_top_k=top_k, value_router=value_router
-        )
+            **experts, router_weight=router, qk_kept=qk, value_kept=values, value_top_k=top_k, value_router=value_router,
+            value_rotation=None if rotation is None else rotation.detach().clone().cpu(),
+        )  # fmt: skip
 
 
 def _first(order: Int[Tensor, " n"], count: int) -> Bool[Tensor, " n"]:

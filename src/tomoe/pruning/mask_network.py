@@ -56,6 +56,8 @@ class MaskNetwork(nn.Module):
     # of fine-grained experts: [L, F], the expert that each neuron is in, or SHARED; and k of each layer [L]
     expert_of_neuron: Tensor
     experts_per_token: Tensor
+    # [L, G, C, C], if the recipe rotates values; the model's own basis until the start sets another
+    value_rotations: Tensor
 
     def __init__(
         self,
@@ -83,6 +85,10 @@ class MaskNetwork(nn.Module):
         if self.fine:
             self.register_buffer("expert_of_neuron", torch.full((num_layers, shape.mlp_size), SHARED))
             self.register_buffer("experts_per_token", torch.ones(num_layers, dtype=torch.long))
+        self.rotates_values = attention.rotate_values and attention.pruning != "off"
+        if self.rotates_values:
+            identity = torch.eye(shape.head_dim).repeat(num_layers, shape.num_kv_heads, 1, 1)
+            self.register_buffer("value_rotations", identity)
         self.local = attention.embedding == "local"
         if self.local and attention.pruning == "static":
             generator = torch.Generator().manual_seed(derive_seed(seed, "attention embeddings"))
@@ -125,6 +131,10 @@ class MaskNetwork(nn.Module):
         )
         return router.requires_grad_(False)
 
+    def value_rotation(self, i: int) -> Float[Tensor, "G C C"] | None:
+        """Return the basis that the V/O masks of layer i act in; None: the model's own."""
+        return self.value_rotations[i] if self.rotates_values else None
+
     def expert_masks(self, i: int) -> tuple[Bool[Tensor, "N F"], Bool[Tensor, " F"]]:
         """Return the neurons of the fine-grained experts of layer i, and those that every token uses."""
         expert = self.expert_of_neuron[i]
@@ -166,7 +176,7 @@ class SampledLayerMasks:
             self.shared_mask, self.top_k = shared_mask.float(), int(net.experts_per_token[index])
         else:
             self.neuron_masks = self._sample(net.neurons[index](expert_embeddings), "neurons")
-        self.pruning = net.attention.pruning
+        self.pruning, self.value_rotation = net.attention.pruning, net.value_rotation(index)
         self.qk_mask: Float[Tensor, " C"] | None = None
         self.static_values: Float[Tensor, " C"] | None = None
         if self.pruning != "off":

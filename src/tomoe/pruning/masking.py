@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tomoe.model.heads import rotate_heads
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts, Linear, layer_parts
@@ -28,6 +29,10 @@ from tomoe.pruning.routing import ExpertRouter, Routing, ValueRouter
 @runtime_checkable
 class LayerMasks(Protocol):
     """The masks of one decoder layer. T counts tokens over the whole batch; None keeps everything."""
+
+    @property
+    def value_rotation(self) -> Float[Tensor, "G C C"] | None:
+        """The basis that `values` cuts in; None: the model's own."""
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]: ...
     def qk(self) -> Float[Tensor, " C"] | None: ...
@@ -47,6 +52,7 @@ class PlannedLayerMasks:
             self.router.bias.data = cast(Tensor, layer.router_bias).to(device)
         self.qk_mask = shape.expand_qk(layer.qk_kept.float()).to(device)
         self.value_mask = layer.value_kept.float().to(device)
+        self.value_rotation = None if layer.value_rotation is None else layer.value_rotation.to(device)
         self.top_k, self.layer = layer.value_top_k, layer
         # of the last forward pass
         self.routing: Routing | None = None
@@ -83,7 +89,11 @@ def _tile(mask: Float[Tensor, "*T C"], like: Tensor) -> Tensor:
 
 
 def _hooks(parts: LayerParts, layer_masks: LayerMasks) -> Iterator[RemovableHandle]:
-    """Hook one layer: one multiplication for the MLP (two would leave dropped neurons without a gradient)."""
+    """Hook one layer: one multiplication for the MLP (two would leave dropped neurons without a gradient).
+
+    Values are rotated behind V and back before O: activations, not weights, which may be packed or refitted.
+    """
+    rotation = layer_masks.value_rotation
     now: dict[str, Tensor | None] = {}
 
     def choose_neurons(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -103,11 +113,17 @@ def _hooks(parts: LayerParts, layer_masks: LayerMasks) -> Iterator[RemovableHand
 
     def mask_v(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         mask = now["values"]
-        return y if mask is None else y * _tile(mask, y)
+        if mask is None:
+            return y
+        turned = y if rotation is None else rotate_heads(y, rotation)
+        return turned * _tile(mask, y)
 
     def mask_o(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         mask = now["values"]
-        return args if mask is None else (args[0] * _tile(mask, args[0]),)
+        if mask is None:
+            return args
+        kept = args[0] * _tile(mask, args[0])
+        return (kept if rotation is None else rotate_heads(kept, rotation, inverse=True),)
 
     yield parts.mlp.register_forward_pre_hook(choose_neurons)
     yield parts.down.register_forward_pre_hook(mask_neurons)

@@ -1,19 +1,15 @@
-"""Rotated values: an exact change of basis within every value head, after which a cut of the last dims hurts least.
+"""The basis of the values in which a cut of the last dims hurts least, from calibration text.
 
-V and O of a key/value head may be turned by any orthogonal matrix R: v R (W_v' = R^T W_v, the bias with it) and the
-output matrices W_o R of all its query heads compute what v and W_o do. The masks of V and O then act in the new basis.
-All heads of a layer share one mask, so every head has its most important direction at index 0.
+All heads of a layer share one mask of V/O dims, so every head has its most important direction at index 0.
+docs/lab/rotation.md compares the ways to choose the directions.
 
-No conversion uses it yet; docs/lab/rotation.md says what was measured and what is missing.
-
-Shapes: G key/value heads, H query heads, C dims of a head, D hidden size, t tokens. A rotation is [G, C, C]; its
-columns are the new directions.
+Shapes: G key/value heads, R query heads of each, H in all, C dims of a head, D hidden size, t tokens. A rotation is
+[G, C, C]; its columns are the new directions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,65 +17,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tomoe import distributed
 from tomoe.model.hooks import hooked
 from tomoe.model.structure import layer_parts, run_model, shape_of
 from tomoe.progress import StageCallback, no_stage_progress
 
 # Directions of less than this share of the largest one count as this: no product is divided by rounding errors.
 SMALLEST_SHARE = 1e-9
-
-
-def rotate_heads(
-    x: Float[Tensor, "*T heads_C"], rotation: Float[Tensor, "G C C"], inverse: bool = False
-) -> Float[Tensor, "*T heads_C"]:
-    """Turn the last dim, H or G heads of C dims: every head by the rotation of its key/value head, or by the inverse.
-
-    Computed in float32, returned in the dtype of `x`.
-    """
-    matrix = rotation.to(x.device, torch.float32)
-    heads = x.float().unflatten(-1, (len(matrix), -1, matrix.shape[-1]))
-    return (heads @ (matrix.mT if inverse else matrix)).flatten(-3).to(x.dtype)
-
-
-def rotate_weights(
-    v_weight: Float[Tensor, "G_C D"],
-    v_bias: Float[Tensor, " G_C"] | None,
-    o_weight: Float[Tensor, "D H_C"],
-    rotation: Float[Tensor, "G C C"],
-) -> tuple[Float[Tensor, "G_C D"], Float[Tensor, " G_C"] | None, Float[Tensor, "D H_C"]]:
-    """Weight and bias of V and weight of O in the rotated basis, as new tensors of the same dtypes."""
-    bias = None if v_bias is None else rotate_heads(v_bias, rotation)
-    return rotate_heads(v_weight.mT, rotation).mT.contiguous(), bias, rotate_heads(o_weight, rotation)
-
-
-@contextmanager
-def rotated(model: nn.Module, rotations: Sequence[Float[Tensor, "G C C"]]) -> Iterator[None]:
-    """Inside the block, V projections give rotated values and output projections take them; the logits stay the same.
-
-    What hooks on these projections see and change, such as the masks of `masked`, is in the rotated basis, whichever of
-    the two is entered first. Activations are turned, not weights, so the weights may be frozen, offloaded or packed.
-    """
-    with ExitStack() as stack:
-        for parts, rotation in zip(layer_parts(model), rotations, strict=True):
-            stack.enter_context(_rotated_layer(parts.v, parts.o, rotation))
-        yield
-
-
-@contextmanager
-def _rotated_layer(v: Any, o: Any, rotation: Float[Tensor, "G C C"]) -> Iterator[None]:
-    """Replaces `forward` of both modules: it runs between a module's forward pre-hooks and its forward hooks."""
-    v_forward, o_forward = v.forward, o.forward
-    replaced = [(module, vars(module).get("forward")) for module in (v, o)]
-    v.forward = lambda x: rotate_heads(v_forward(x), rotation)
-    o.forward = lambda x: o_forward(rotate_heads(x, rotation, inverse=True))
-    try:
-        yield
-    finally:
-        for module, own in replaced:
-            del module.forward
-            if own is not None:
-                module.forward = own
 
 
 def head_rotations(
@@ -129,12 +72,12 @@ def value_rotations(
 ) -> list[Float[Tensor, "G C C"]]:
     """The rotation of every layer from one pass over calibration text; padding (mask 0) does not count.
 
-    All processes run the same text and take the result of process 0. Needs the original weights, not packed ones.
+    Needs the original weights, not packed ones.
     """
     s, layers = shape_of(model), layer_parts(model)
     rotations: list[Tensor] = []
 
-    def hooks() -> Iterable[RemovableHandle]:
+    def hooks() -> Iterator[RemovableHandle]:
         for parts in layers:
 
             def rotate(o: nn.Module, args: tuple[Any, ...]) -> None:
@@ -146,5 +89,4 @@ def value_rotations(
 
     with hooked(hooks()):
         run_model(model, ids, mask)
-    distributed.broadcast_(rotations, 0)
     return rotations

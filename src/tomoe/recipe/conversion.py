@@ -60,6 +60,9 @@ class AttentionSection(Section):
     for all tokens, and V/O dims chosen for each token (the paper's, Section 3.3)."""
     embedding: Literal["global", "local"] = "global"
     """`global`: attention embeddings come from the hypernetwork; `local`: each layer has its own (ablation)."""
+    rotate_values: bool = True
+    """Cut V/O dims in a basis of their own, which calibration text gives for every head, instead of the model's: V and O
+    turned by it compute the same, and what is cut then weighs least (not in the paper)."""
     share: float = Field(default=1 / 3, ge=0, le=1)
     """For a carved start: how much of the cut attention takes. Every layer's attention starts with
     1 - share x (1 - active) of its dims; 1: it shrinks as much as the model, 0: it starts whole."""
@@ -175,11 +178,14 @@ class Recipe(RunRecipe):
 
     @classmethod
     def upgraded(cls, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Today's keys. A run or plan of format 1, which holds every section that there was, was never repaired."""
+        """Today's keys. Runs and plans hold every key: in older ones the missing keys mean what was done then.
+
+        Those of format 1 were never repaired, and those without `attention.rotate_values` rotated nothing.
+        """
         values, notes = super().upgraded(values)
         if notes and {"experts", "attention", "sampling", "loss", "train", "data"} <= set(values):
             values = {"repair": {"mode": "none"}} | values
-        return values, notes
+        return _not_rotated(values), notes
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
@@ -226,3 +232,16 @@ class Recipe(RunRecipe):
     def common_multiple(self) -> int:
         """Divisor of the expert width that all layers share if the budget allows; 0 if layers may differ in width."""
         return 0 if self.target == "hf" else max(STOCK_MULTIPLE, self.experts.width_multiple)
+
+
+def _not_rotated(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with `rotate_values` off if they prune attention and lack no key but this one."""
+    new = "rotate_values"
+    for name, section in {"sampling": SamplingSection, "loss": LossSection, "attention": AttentionSection}.items():
+        given = values.get(name)
+        if not isinstance(given, Mapping) or not section.model_fields.keys() - {new} <= given.keys():
+            return values
+    attention = dict(values["attention"])
+    if new in attention or attention["pruning"] == "off":
+        return values
+    return values | {"attention": attention | {new: False}}

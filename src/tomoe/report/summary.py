@@ -160,4 +160,5 @@ def _attention(plan: Plan) -> str:
         return ATTENTION["off"]
     kind = ATTENTION["per_token" if plan.dynamic_values else "static"]
     qk, values = ([w[i] for w in plan.widths()] for i in (1, 2))
-    return f"{kind}: Q/K {_span(qk)}, V/O {_span(values)} of {whole} dims"
+    basis = "; values were rotated before they were cut" if plan.rotated else ""
+    return f"{kind}: Q/K {_span(qk)}, V/O {_span(values)} of {whole} dims{basis}"
