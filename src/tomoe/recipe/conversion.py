@@ -237,7 +237,10 @@ class Recipe(RunRecipe):
 def _not_rotated(values: dict[str, Any]) -> dict[str, Any]:
     """The values with `rotate_values` off if they prune attention and lack no key but this one."""
     new = "rotate_values"
-    for name, section in {"sampling": SamplingSection, "loss": LossSection, "attention": AttentionSection}.items():
+    sections: dict[str, type[Section]] = {
+        "sampling": SamplingSection, "loss": LossSection, "attention": AttentionSection,
+    }  # fmt: skip
+    for name, section in sections.items():
         given = values.get(name)
         if not isinstance(given, Mapping) or not section.model_fields.keys() - {new} <= given.keys():
             return values
