@@ -100,6 +100,7 @@ ROTATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "of larger heads": (lambda t: torch.eye(16).repeat(4, 1, 1), r"value_rotation has shape \(4, 16, 16\)"),
     "without a dim": (lambda t: t[0].clone(), r"value_rotation has shape \(8, 8\)"),
     "that stretches": (lambda t: 1.001 * t, "not orthogonal"),
+    "that shrinks": (lambda t: 0.999 * t, "not orthogonal"),
     "that drops a direction": (lambda t: t * (torch.arange(8) > 0), "not orthogonal"),
     "NaN": (lambda t: t * torch.nan, "not orthogonal"),
     "infinite": (lambda t: t.masked_fill(t > 0, torch.inf), "not orthogonal"),

@@ -34,9 +34,8 @@ ROTATED_FORMAT = "tomoe-plan-3"
 _TENSORS = {
     "expert_masks": "expert_neurons", "router_weight": "router_weight", "qk_kept": "qk_kept", "value_kept": "value_kept",
 }  # fmt: skip
-# the same, for tensors that only fine-grained experts have
+# the same, for tensors that only fine-grained experts have, and those that only layers with rotated values have
 _FINE = {"shared_mask": "shared_neurons", "router_bias": "router_bias"}
-# and that layers with rotated values have
 _ROTATION = {"value_rotation": "value_rotation"}
 _MASKS = ("expert_neurons", "shared_neurons", "qk_kept", "value_kept")
 _FIELDS = {name: field for field, name in (_TENSORS | _FINE).items()}
