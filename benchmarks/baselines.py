@@ -49,7 +49,7 @@ from tomoe.evaluation.tasks import TaskSet, parse_tasks
 from tomoe.model.hooks import hooked
 from tomoe.model.loading import load_model
 from tomoe.model.structure import LayerParts, layer_parts, run_model, shape_of
-from tomoe.plan import Plan
+from tomoe.plan import REPAIRED, Plan
 from tomoe.pruning.masking import LayerMasks, planned_masks
 from tomoe.pruning.repair import RepairSettings, repair
 from tomoe.report.style import COLORS, CaptionedFigure, canvas, save, styled
@@ -187,8 +187,10 @@ class Baselines:
         done = {line["row"] for line in self.lines()}
         for name, _, folder in (text.partition("=") for text in self.args.model_row):
             if name not in done:
-                active = round(Plan.load(Path(folder)).active_fraction(), 2)
-                self.row({"row": name, "active": active, "repair_tokens": 0}, model=load_model(folder, "bfloat16"))
+                plan = Plan.load(Path(folder))
+                fitted = plan.notes.get(REPAIRED, {}).get("tokens", 0)
+                key = {"row": name, "active": round(plan.active_fraction(), 2), "repair_tokens": fitted}
+                self.row(key, model=load_model(folder, "bfloat16"))
 
     def run(self, active: float) -> None:
         """Make and measure the rows of one budget that are not there yet."""
@@ -260,7 +262,7 @@ def figure(lines: Sequence[Line]) -> CaptionedFigure:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_yticks(range(len(names)), names)
-    axes.set_xlabel("KL from the dense model on text unlike the calibration, nats")
+    axes.set_xlabel("KL to the dense model on the test text, nats")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     said = "; ".join(
         f"{line['row']}{' repaired' if line['repair_tokens'] else ''} at {line['active']:.0%}: {line['test_kl']:.3f}"
