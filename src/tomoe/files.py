@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,8 +21,14 @@ from tomoe.locks import LOCK_FILE
 
 # in the format that `sha256sum -c` reads
 SUMS = "SHA256SUMS"
-# bytes; parsed it takes several times that
-_MAX_JSON = 2**26
+# bytes of a file of text; parsed it takes several times that
+_MAX_TEXT = 2**26
+# levels of lists and objects; ours have six
+_MAX_DEPTH = 32
+# of a number: what 64 bits and doubles hold, and no more, so that whoever reads it may compute with it
+_MAX_DIGITS = 19
+# an escape of half a character, which no file and no terminal takes
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # the temporary names of `atomic_file`
 _LEFTOVER = re.compile(r"\..+\.[0-9]+\.tmp")
 
@@ -100,25 +110,95 @@ def refuse_overwriting(out: Path, force: bool, dense: str = "", resume: bool = F
         raise UserError(f"{out} already holds a model; choose another folder or add --force")
 
 
+def read_text(path: Path) -> str:
+    """The text of a file from an untrusted source.
+
+    Raises UserError if it cannot be read, is no ordinary file (a pipe never ends), is too large, or is not UTF-8.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path} is no ordinary file; it is damaged or malicious")
+        if status.st_size > _MAX_TEXT:
+            raise UserError(
+                f"{path} has {status.st_size:,} bytes, more than any such file needs; it is damaged or malicious"
+            )
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not text in UTF-8 ({error.reason} at byte {error.start:,}); it is damaged"
+        ) from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def parse_json(text: str) -> Any:
+    """The values in JSON from an untrusted source; they can be written, printed and computed with.
+
+    Raises ValueError, in a few words, for what is not JSON (NaN is not), for a key that an object names twice, for numbers
+    that no 64 bits hold, for half characters and for deep nesting.
+    """
+    try:
+        values = json.loads(
+            text, parse_constant=_refuse, parse_int=_parse_int, parse_float=_parse_float, object_pairs_hook=_object
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if _depth(values) > _MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    if _SURROGATE.search(text):
+        # a pair of halves is a character
+        json.dumps(values, ensure_ascii=False).encode("utf-8")
+    return values
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file from an untrusted source.
 
-    Raises UserError for a file that is too large, nested too deeply, not JSON (NaN is not) or not an object.
+    Raises UserError as `read_text` does, for what `parse_json` refuses, and if it is not an object.
     """
+    text = read_text(path)
     try:
-        size = path.stat().st_size
-        if size > _MAX_JSON:
-            raise UserError(f"{path} has {size:,} bytes, more than any such file needs; it is damaged or malicious")
-        values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
+        values = parse_json(text)
+    except ValueError as error:
         raise UserError(f"{path} is not JSON ({str(error)[:200]}); it is damaged, download or write it again") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a {type(values).__name__} instead of an object; it is damaged")
     return values
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number")
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits.lstrip("-")) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits")
+    return int(digits)
+
+
+def _parse_float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:40]} is not a number that a computer holds")
+    return number
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object names {twice[:40]!r} twice")
+    return values
+
+
+def _depth(values: Any) -> int:
+    """Levels of lists and objects, counted level by level: no recursion, whatever the depth."""
+    level, depth = [values], 0
+    while level := [value for value in level if isinstance(value, dict | list)]:
+        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
+        depth += 1
+    return depth
 
 
 def basename(path: Path | str) -> str:
@@ -143,7 +223,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """SHA-256 of a file, in hex. Raises OSError, also for what is no ordinary file: a pipe never ends."""
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -159,19 +241,14 @@ def failed_checksums(folder: Path) -> tuple[int, list[str]]:
 
     Raises UserError if there is no SHA256SUMS, or if its names lead out of the folder.
     """
-    try:
-        lines = [line.partition("  ") for line in (folder / SUMS).read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
-        raise UserError(f"{folder} holds no {SUMS}, so its files cannot be verified") from None
+    if not (folder / SUMS).exists():
+        raise UserError(f"{folder} holds no {SUMS}, so its files cannot be verified")
+    lines = [line.partition("  ") for line in read_text(folder / SUMS).splitlines()]
     for _, _, name in lines:
         if not is_plain_filename(name):
             raise UserError(f"{folder / SUMS} names {name[:100]!r}, which is no file of that folder")
     failed = [name for digest, _, name in lines if not (folder / name).is_file() or sha256(folder / name) != digest]
     return len(lines), failed
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number")
 
 
 def format_bytes(size: float) -> str:

@@ -23,7 +23,7 @@ from tomoe.conversion import convert_dense
 from tomoe.errors import UserError
 from tomoe.evaluation.rows import Row
 from tomoe.evaluation.run import evaluate
-from tomoe.files import atomic_write
+from tomoe.files import atomic_write, read_json
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.renamed import upgrade_key
@@ -217,7 +217,7 @@ def _text_keys(recipe: Recipe) -> list[Any]:
 
 
 def _measured(rows: Sequence[Row], folder: Path) -> Line:
-    cost = json.loads((folder / "run" / "cost.json").read_text(encoding="utf-8"))
+    cost = read_json(folder / "run" / "cost.json")
     sizes = {name: rows[-1].facts[name] for name in ("active_share", "active_params", "total_params")}
     seconds = round(sum(cost["seconds"].values()), 1)
     return sizes | _quality(rows) | {"seconds": seconds, "resumed": cost["resumed"]}
@@ -265,7 +265,7 @@ def _described(text: Text) -> dict[str, Any]:
 
 def _read(path: Path) -> Line:
     try:
-        line: Line = json.loads(path.read_text(encoding="utf-8"))
+        line: Line = read_json(path)
         if {"cell", "values", "measured", "text"} <= line.keys():
             return line | {"values": _upgraded(line["values"])}
     except (OSError, ValueError, AttributeError):

@@ -107,8 +107,7 @@ def _show_run(folder: Path, learned: str, as_json: bool) -> None:
     run = RunFolder(folder, learned)
     checkpoint = run.last()
     step = None if checkpoint is None else checkpoint.step
-    # anyone may have written the file
-    rows = [row for row in run.rows() if isinstance(row, dict)]
+    rows = run.rows()
     if as_json:
         last = rows[-1] if rows else None
         typer.echo(json.dumps({"recipe": recipe.model_dump(mode="json"), "checkpoint": step, "last": last}, indent=2))

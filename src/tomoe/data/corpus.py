@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.data.sampling import sample_documents
 from tomoe.data.sources import SELF, documents, find
 from tomoe.errors import UserError
-from tomoe.files import atomic_file, basename
+from tomoe.files import atomic_file, basename, parse_json
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.recipe.run import DataSection
 
@@ -128,9 +128,9 @@ class Corpus:
             raise UserError(f"there are no prepared tokens at {path}")
         try:
             with safe_open(path, framework="pt") as file:
-                metadata = json.loads((file.metadata() or {}).get("tomoe_corpus", "{}"))
+                metadata = parse_json((file.metadata() or {}).get("tomoe_corpus", "{}"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"{path} is not a whole file of prepared tokens ({error}); prepare them again") from None
         if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
             raise UserError(f"{path} holds no tokens prepared by this version (format {_FORMAT}); prepare them again")

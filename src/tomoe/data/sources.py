@@ -172,8 +172,8 @@ def _jsonl(file: Path) -> Iterator[Row]:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"line {number} of {file} is not valid JSON: {error}") from None
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"line {number} of {file} is not valid JSON: {str(error)[:200]}") from None
             if not isinstance(row, dict):
                 raise UserError(f"line {number} of {file} is a {type(row).__name__}, but it should be an object")
             yield row

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
 from tomoe.errors import UserError
-from tomoe.files import read_json
+from tomoe.files import parse_json, read_json
 
 FORMAT = "tomoe-comparison-2"
 # in the folder of a model with fine-grained experts: the dense model, then the model with several numbers of experts
@@ -145,8 +145,8 @@ def to_json(rows: list[Row] | tuple[Row, ...]) -> str:
 def from_json(text: str) -> list[Row]:
     """Raises UserError for text that `to_json` of this version did not make."""
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(text)
+    except ValueError as error:
         raise UserError(
             f"this is no comparison of models ({str(error)[:200]}); make one with `tomoe evaluate`"
         ) from None

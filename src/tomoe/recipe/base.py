@@ -17,6 +17,9 @@ from tomoe.files import atomic_write
 from tomoe.recipe.files import read_recipe
 from tomoe.recipe.renamed import Renamed, upgrade, upgrade_key
 
+# characters of a wrong value that an error repeats
+_SHOWN = 80
+
 
 class RenamedKey(FutureWarning):
     """A recipe file or option uses the name that a key had in format 1."""
@@ -186,8 +189,14 @@ def _sentence(error: ValidationError, recipe: type[BaseRecipe]) -> str:
     if first["type"] == "extra_forbidden":
         return _unknown(key, recipe)
     if first["type"] == "model_type":
-        return f"{key} is {first['input']!r}, but it should be a section with keys such as {_keys_of(key, recipe)[0]}"
+        return f"{key} is {_shortened(first['input'])}, but it should be a section with keys such as {_keys_of(key, recipe)[0]}"
     if first["type"] == "too_short":
         return f"{key} is empty, but it should hold at least {first['ctx']['min_length']}"
     allowed = first["msg"].replace("Input", "it", 1)
-    return f"{key} is {first['input']!r}, but {allowed}"
+    return f"{key} is {_shortened(first['input'])}, but {allowed}"
+
+
+def _shortened(value: Any) -> str:
+    """A value as an error names it: a recipe may come from a stranger."""
+    shown = repr(value)
+    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tomoe.errors import UserError
+from tomoe.files import parse_json, read_text
 
 
 def presets() -> list[str]:
@@ -38,16 +38,11 @@ def read_recipe(path_or_preset: str | Path) -> tuple[dict[str, Any], str]:
             f"there is no preset {str(path_or_preset)!r} (presets are {', '.join(presets())}), "
             f"and a recipe file ends in .toml or .json{hint}"
         )
+    text = read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"the recipe {path} is not text in UTF-8") from None
-    except OSError as error:
-        raise UserError(f"cannot read the recipe {path}: {error.strerror or error}") from None
-    try:
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"the recipe {path} is not valid {path.suffix[1:].upper()}: {error}") from None
+        values = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the recipe {path} is not valid {path.suffix[1:].upper()}: {str(error)[:200]}") from None
     if not isinstance(values, dict):
         raise UserError(f"the recipe {path} holds a {type(values).__name__}, but it should hold sections of keys")
     return values, f"recipe {path}"

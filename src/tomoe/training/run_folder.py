@@ -14,7 +14,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from tomoe.errors import UserError
-from tomoe.files import atomic_write, read_json, sha256
+from tomoe.files import atomic_write, parse_json, read_json, read_text, sha256
 from tomoe.recipe.base import BaseRecipe
 
 # looking at a run needs no torch
@@ -115,8 +114,11 @@ class RunFolder:
         recipe.save(self.recipe)
 
     def origin_fingerprint(self) -> str:
-        """Return the fingerprint of the model that the run started from; empty if it was not recorded."""
-        return self.origin.read_text(encoding="ascii").strip() if self.origin.is_file() else ""
+        """Return the fingerprint of the model that the run started from; empty if it was not recorded.
+
+        Raises UserError if the file that records it is damaged.
+        """
+        return read_text(self.origin).strip() if self.origin.exists() else ""
 
     def check_origin(self, fingerprint: str, name: str) -> None:
         """Raises UserError if the weights of the model `name` are not those that the run started from."""
@@ -213,15 +215,26 @@ class RunFolder:
         self.on_row(finite)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Read the logged steps, with today's keys; skips a last line that a kill cut short."""
-        rows = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else ():
-            with suppress(ValueError, AttributeError):
-                rows.append({_RENAMED_METRICS.get(key, key): value for key, value in json.loads(line).items()})
+        """Read the logged steps, with today's keys; skips a last line that a kill cut short.
+
+        Raises UserError if the file is no text, and for any other line that is not one of a step.
+        """
+        rows: list[dict[str, Any]] = []
+        lines = read_text(self.metrics).splitlines() if self.metrics.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                row = parse_json(line)
+                if not isinstance(row, dict) or type(row.get("step")) is not int:
+                    raise ValueError("it has no step")
+            except ValueError as error:
+                if number == len(lines):
+                    continue
+                raise UserError(f"line {number} of {self.metrics} is damaged ({str(error)[:200]}); delete it") from None
+            rows.append({_RENAMED_METRICS.get(key, key): value for key, value in row.items()})
         return rows
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop the lines of steps that a resumed run repeats (and a last line that a kill cut short)."""
         if self.metrics.exists():
-            kept = [row for row in self.rows() if row.get("step", 0) <= step]
+            kept = [row for row in self.rows() if row["step"] <= step]
             atomic_write(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
