@@ -2,7 +2,7 @@
 
 A plan, converted models (overlapping and fine-grained experts, in one file and in shards), a fine-tuned one, an export and a
 dense model, all of a few thousand weights, are copied; one file that the command reads (or any other) is damaged, and the
-command runs in a fork that has everything imported, with a limit of time and memory. Verdicts:
+command runs in a fork that has everything imported, with a limit of time and memory, forty cases in a fork. Verdicts:
 
 - refused: exit code 2 and one sentence
 - alike: exit code 0 and the words of the undamaged folder
@@ -11,7 +11,7 @@ command runs in a fork that has everything imported, with a limit of time and me
 - hang: no end within twenty times what the undamaged folder takes, and 20 s
 - memory: a peak of more than 100 MB above the undamaged folder's
 
-    python benchmarks/fuzz.py --count 10000 --seed 0 [--only inspect] [--folder FOLDER] [--case 123]
+    python benchmarks/fuzz.py --count 10000 --seed 0 [--only inspect] [--folder FOLDER]
 """
 
 from __future__ import annotations
@@ -31,25 +31,28 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi
 
 from tomoe.cli import main as tomoe
 from tomoe.evaluation.timings import Cell
+from tomoe.files import write_sums
 from tomoe.locks import LOCK_FILE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from damage import copy_folder, damage, write_sums
+from damage import copy_folder, damage
 from pico_files import fine, small, write_pico, write_text
 
 VERDICTS = ("refused", "alike", "other words", "traceback", "hang", "memory")
 MORE_MEMORY = 100 * 2**20  # bytes
 ROOM = 2**31  # bytes of addresses beside those of the parent: whoever wants more gets a MemoryError
+BATCH = 40  # cases in one fork
 LEAST_PATIENCE = 20.0  # seconds of processor time
 
 
@@ -88,11 +91,27 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Ended:
+    """A command that ended: its exit code, seconds of processor time, growth of its peak memory in bytes, words."""
+
     code: int
-    seconds: float  # of processor time
-    peak: int  # bytes
+    seconds: float
+    growth: int
     said: str
-    opened: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case and what became of it."""
+
+    number: int
+    command: str
+    kind: str
+    verdict: str = "hang"
+    file: str = ""
+    damage: str = ""
+    seconds: float = 0.0
+    growth: int = 0
+    said: str = ""
 
 
 def make_base(base: Path) -> None:
@@ -144,48 +163,57 @@ def _quiet_main(words: list[str]) -> int:
             return int(left.code or 0)
 
 
-def run(words: list[str], log: Path, patience: float, watched: Path | None = None) -> Ended:
-    """`tomoe WORDS` in a fork; `watched` is a folder whose files, when Python opens them, are noted."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        _child(words, log, patience, writing, watched)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        opened = tuple(sorted(set(pipe.read().decode().split("\n")) - {""}))
-    _, status, usage = os.wait4(pid, 0)
-    seconds, said = usage.ru_utime + usage.ru_stime, log.read_text("utf-8", errors="replace")
-    return Ended(os.waitstatus_to_exitcode(status), seconds, usage.ru_maxrss * 1024, said, opened)
-
-
-def _child(words: list[str], log: Path, patience: float, writing: int, watched: Path | None) -> None:
+def execute(words: list[str], log: Path, patience: float) -> Ended:
+    """`tomoe WORDS` in this process, which a signal ends after `patience` seconds of processor time."""
     target, code = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1
     os.dup2(target, 1)
     os.dup2(target, 2)
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (pages + ROOM, pages + ROOM))
-    resource.setrlimit(resource.RLIMIT_CPU, (int(patience), int(patience) + 5))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**28, 2**28))
+    os.close(target)
+    # from here on VmHWM is the peak of this command
+    Path("/proc/self/clear_refs").write_text("5")
+    before, began = _memory("VmRSS"), time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, patience)
     # waiting (for a pipe, say) takes no processor time
-    signal.setitimer(signal.ITIMER_REAL, 10 * patience)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-    def note(event: str, args: tuple[object, ...]) -> None:
-        if event == "open" and str(args[0]).startswith(f"{watched}/"):
-            os.write(writing, str(args[0]).removeprefix(f"{watched}/").encode() + b"\n")
-
-    if watched is not None:
-        sys.addaudithook(note)
+    signal.setitimer(signal.ITIMER_REAL, 15 * patience)
     try:
         tomoe(words)
     except SystemExit as left:
         code = int(left.code or 0)
     except BaseException:
         traceback.print_exc()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    said = log.read_text("utf-8", errors="replace")
+    return Ended(code, time.process_time() - began, _memory("VmHWM") - before, said)
+
+
+def _memory(what: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+def forked(work: Callable[[Callable[[object], None]], None]) -> tuple[list[Any], int]:
+    """What `work` sends, as JSON, from a fork with a bound on memory, and the fork's exit status."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        # signals end a case that hangs, whatever it runs
+        for number in (signal.SIGPROF, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (pages + ROOM, pages + ROOM))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**28, 2**28))
+        with os.fdopen(writing, "w", buffering=1) as pipe:
+            work(lambda values: print(json.dumps(values), file=pipe, flush=True))
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        sent = [json.loads(line) for line in pipe]
+    return sent, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def words_of(said: str, *folders: Path) -> str:
@@ -197,9 +225,7 @@ def words_of(said: str, *folders: Path) -> str:
 
 
 def judge(ended: Ended, whole: Ended, same: bool) -> str:
-    if ended.code in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):
-        return "hang"
-    if ended.peak > whole.peak + MORE_MEMORY or "MemoryError" in ended.said:
+    if ended.growth > whole.growth + MORE_MEMORY or "MemoryError" in ended.said:
         return "memory"
     sentences = [line for line in ended.said.splitlines() if re.match("tomoe: (?!note)", line)]
     if "Traceback" in ended.said or ended.code not in (0, 2):
@@ -213,50 +239,83 @@ def judge(ended: Ended, whole: Ended, same: bool) -> str:
 class Fuzz:
     """Draws cases and runs them."""
 
-    def __init__(self, folder: Path, seed: int):
+    def __init__(self, folder: Path, seed: int, only: str):
         self.folder, self.base, self.seed = folder, folder / "base", seed
-        # of (command, kind): the undamaged run
-        self.whole: dict[tuple[str, str], Ended] = {}
-        self.table: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.place, self.new, self.log = folder / "case", folder / "new", folder / "log"
+        self.names = [name for name in COMMANDS if only in name]
+        # of (command, kind): the undamaged run, and the files that it opened
+        self.whole: dict[tuple[str, str], tuple[Ended, list[str]]] = {}
 
-    def command(self, name: str, place: Path) -> list[str]:
-        shutil.rmtree(self.folder / "new", ignore_errors=True)
+    def command(self, name: str, kind: str) -> list[str]:
+        """The command, and the folder that it reads, undamaged."""
+        shutil.rmtree(self.new, ignore_errors=True)
+        copy_folder(self.base / kind, self.place)
         parts = COMMANDS[name].words.split()
-        words = [w.format(place, base=self.base, new=self.folder / "new") for w in parts if w != "{small}"]
+        words = [w.format(self.place, base=self.base, new=self.new) for w in parts if w != "{small}"]
         return words + (_small_finetuning() if "{small}" in parts else [])
 
-    def undamaged(self, name: str, kind: str) -> Ended:
+    def undamaged(self, name: str, kind: str) -> tuple[Ended, list[str]]:
         if (name, kind) not in self.whole:
-            place = copy_folder(self.base / kind, self.folder / "case")
-            ended = run(self.command(name, place), self.folder / "log", 600.0, place)
-            if ended.code:
-                sys.exit(f"{name} of the undamaged {kind} fails: {ended.said}")
-            self.whole[name, kind] = ended
+
+            def work(send: Callable[[object], None]) -> None:
+                words, opened = self.command(name, kind), set[str]()
+
+                def note(event: str, args: tuple[object, ...]) -> None:
+                    if event == "open" and str(args[0]).startswith(f"{self.place}/"):
+                        opened.add(str(args[0]).removeprefix(f"{self.place}/"))
+
+                sys.addaudithook(note)
+                ended = execute(words, self.log, 600.0)
+                send([asdict(ended), sorted(opened)])
+
+            [(ended, opened)], _ = forked(work)
+            if ended["code"]:
+                sys.exit(f"{name} of the undamaged {kind} fails: {ended['said']}")
+            self.whole[name, kind] = Ended(**ended), opened
         return self.whole[name, kind]
 
-    def case(self, number: int, only: str) -> tuple[str, str, str, str, Ended]:
-        """(verdict, command, file, damage, what happened) of one case, which its number and the seed decide."""
+    def draw(self, number: int) -> tuple[random.Random, str, str]:
+        """The random numbers of a case, its command and the kind of its folder."""
         draw = random.Random(f"{self.seed} {number}")
-        names = [name for name in COMMANDS if only in name]
-        name = draw.choices(names, [COMMANDS[n].weight for n in names])[0]
-        kind = draw.choice(COMMANDS[name].kinds)
-        whole = self.undamaged(name, kind)
-        place = copy_folder(self.base / kind, self.folder / "case")
+        name = draw.choices(self.names, [COMMANDS[n].weight for n in self.names])[0]
+        return draw, name, draw.choice(COMMANDS[name].kinds)
+
+    def case(self, number: int) -> Result:
+        """Damage, run and judge one case, in this process; its number and the seed decide all of it."""
+        draw, name, kind = self.draw(number)
+        whole, opened = self.whole[name, kind]
+        words, place = self.command(name, kind), self.place
         files = sorted(path for path in place.rglob("*") if path.is_file() and path.name != LOCK_FILE)
         unseen = {path for pattern in COMMANDS[name].read for path in place.glob(pattern)}
-        read = [file for file in files if str(file.relative_to(place)) in whole.opened or file in unseen]
+        read = [file for file in files if str(file.relative_to(place)) in opened or file in unseen]
         file = draw.choice(read if read and draw.random() < 0.9 else files)
         done = damage(place, file, draw)
-        ended = run(self.command(name, place), self.folder / "log", max(LEAST_PATIENCE, 20 * whole.seconds), None)
-        folders = (place, self.folder / "new", self.base)
+        ended = execute(words, self.log, max(LEAST_PATIENCE, 20 * whole.seconds))
+        folders = (self.place, self.new, self.base)
         same = words_of(ended.said, *folders) == words_of(whole.said, *folders)
-        verdict = judge(ended, whole, same)
-        self.table[name, verdict] += 1
-        return verdict, f"{name} ({kind})", str(file.relative_to(place)), done, ended
+        verdict, where = judge(ended, whole, same), str(file.relative_to(place))
+        return Result(number, name, kind, verdict, where, done, ended.seconds, ended.growth, ended.said)
 
-    def run(self, numbers: range, only: str) -> Iterator[tuple[int, tuple[str, str, str, str, Ended]]]:
-        for number in numbers:
-            yield number, self.case(number, only)
+    def run(self, numbers: Sequence[int]) -> Iterator[Result]:
+        """The cases, many in one fork; a case that its fork does not survive hangs, or takes the process along."""
+        while numbers:
+            batch = numbers[:BATCH]
+            for number in batch:
+                self.undamaged(*self.draw(number)[1:])
+
+            def work(send: Callable[[object], None], batch: Sequence[int] = batch) -> None:
+                for number in batch:
+                    result = self.case(number)
+                    send(asdict(result) | {"said": last_words(result.said)})
+
+            sent, status = forked(work)
+            yield from (Result(**values) for values in sent)
+            if len(sent) < len(batch):
+                lost = batch[len(sent)]
+                _, name, kind = self.draw(lost)
+                verdict = "hang" if status in (-signal.SIGPROF, -signal.SIGALRM) else "traceback"
+                yield Result(lost, name, kind, verdict, said=f"exit status {status}")
+            numbers = numbers[len(sent) + (len(sent) < len(batch)) :]
 
 
 def last_words(said: str, lines: int = 1) -> str:
@@ -282,7 +341,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="Commands whose name contains this.")
     parser.add_argument("--folder", type=Path, help="Keep the undamaged folders and the last case here.")
-    parser.add_argument("--case", type=int, help="Run one case and print all that it says.")
+    parser.add_argument(
+        "--verbose", action="store_true", help="Print all that each case says; for one case (--count 1)."
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     os.environ |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
@@ -292,25 +353,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tomoe-fuzz-") as temporary:
         folder = (given.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        fuzz = Fuzz(folder, given.seed)
-        if not (fuzz.base / "tuned run").exists():
-            shutil.rmtree(fuzz.base, ignore_errors=True)
-            make_base(fuzz.base)
-        for name, command in COMMANDS.items():
-            # import all that it needs, once
-            _quiet_main(fuzz.command(name, copy_folder(fuzz.base / command.kinds[0], folder / "case")))
-        if given.case is not None:
-            verdict, *what, ended = fuzz.case(given.case, given.only)
-            print(verdict, *what, f"{ended.seconds:.1f} s, {ended.peak / 2**20:.0f} MiB", ended.said, sep="\n")
-            return
-        began = time.monotonic()
-        for number, (verdict, *what, ended) in fuzz.run(range(given.first, given.first + given.count), given.only):
-            heading = f"{number}: {verdict}: {', '.join(what)} ({ended.seconds:.2f} s)"
-            print(f"{heading}: {last_words(ended.said)}", flush=True)
-        seconds = time.monotonic() - began
-        print(f"\n{given.count:,} cases in {seconds:.0f} s, seed {given.seed}, from case {given.first}")
-    show(fuzz.table)
-    sys.exit(any(verdict in ("traceback", "hang", "memory") for _, verdict in fuzz.table))
+        table = fuzz(Fuzz(folder, given.seed, given.only), range(given.first, given.first + given.count), given.verbose)
+    show(table)
+    sys.exit(any(verdict in ("traceback", "hang", "memory") for _, verdict in table))
+
+
+def fuzz(cases: Fuzz, numbers: range, verbose: bool) -> collections.Counter[tuple[str, str]]:
+    """(command, verdict) of every case, which are printed on the way."""
+    if not (cases.base / "tuned run").exists():
+        shutil.rmtree(cases.base, ignore_errors=True)
+        make_base(cases.base)
+    for name in cases.names:
+        # import all that it needs, once
+        _quiet_main(cases.command(name, COMMANDS[name].kinds[0]))
+    table, began = collections.Counter[tuple[str, str]](), time.monotonic()
+    for result in cases.run(numbers):
+        table[result.command, result.verdict] += 1
+        what = f"{result.command} ({result.kind}), {result.file}, {result.damage}"
+        print(f"{result.number}: {result.verdict}: {what} ({result.seconds:.2f} s): {result.said}", flush=True)
+        if verbose:
+            print(cases.log.read_text("utf-8", errors="replace"))
+    print(f"\n{len(numbers):,} cases in {time.monotonic() - began:.0f} s, seed {cases.seed}, from case {numbers.start}")
+    return table
 
 
 if __name__ == "__main__":

@@ -56,9 +56,15 @@ def damage(folder: Path, file: Path, draw: random.Random) -> str:
         name, changed = _sums(data, draw)
     else:
         name, changed = _raw(data, draw)
-    file.write_bytes(changed)
+    _replace(file, changed)
     _follow(folder, file, draw)
     return name
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """A new file of that name: the old one may have other names, see `copy_folder`."""
+    file.unlink()
+    file.write_bytes(content)
 
 
 def _follow(folder: Path, file: Path, draw: random.Random) -> None:
@@ -72,16 +78,14 @@ def _follow(folder: Path, file: Path, draw: random.Random) -> None:
         name, key = named[file.name]
         head = json.loads((file.parent / name).read_text("utf-8"))
         head[key] = head[key] | {file.name: digest} if isinstance(head[key], dict) else digest
-        (file.parent / name).write_text(json.dumps(head))
-    if (folder / "SHA256SUMS").is_file() and file.name != "SHA256SUMS" and draw.random() < 0.6:
-        write_sums(folder)
-
-
-def write_sums(folder: Path) -> None:
-    """SHA256SUMS of what is there now."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != "SHA256SUMS")
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
-    (folder / "SHA256SUMS").write_text("".join(lines))
+        _replace(file.parent / name, json.dumps(head).encode())
+    sums = folder / "SHA256SUMS"
+    if sums.is_file() and file != sums and draw.random() < 0.6:
+        lines = [line.partition("  ")[2] for line in sums.read_text("utf-8", "replace").splitlines()]
+        digests = [
+            hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in lines if (folder / name).is_file()
+        ]
+        _replace(sums, "".join(f"{d}  {n}\n" for d, n in zip(digests, lines, strict=False)).encode())
 
 
 def _misplace(file: Path, draw: random.Random) -> str:
@@ -281,7 +285,7 @@ def _sums(data: bytes, draw: random.Random) -> tuple[str, bytes]:
 
 
 def copy_folder(source: Path, target: Path) -> Path:
-    """The folder again, links as links."""
+    """The folder again, with further names of the same files: whoever changes one has to replace it."""
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, symlinks=True)
+    shutil.copytree(source, target, copy_function=os.link)
     return target

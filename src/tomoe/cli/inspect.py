@@ -118,5 +118,7 @@ def _show_run(folder: Path, learned: str, as_json: bool) -> None:
         f"Run on {recipe.model}, {kind}, {recipe.train.steps} steps.",
         f"Last whole checkpoint: {'none yet' if step is None else f'step {step}'}",
     )
+    if damaged := run.damaged():
+        console.say(f"Damaged, and skipped by --resume: {', '.join(damaged)}.")
     if rows:
         console.say(f"Last logged step: {rows[-1].get('step', '-')}  {describe_step(rows[-1])}")

@@ -178,6 +178,10 @@ class RunFolder:
             )
         return None
 
+    def damaged(self) -> list[str]:
+        """Return the names of checkpoints that `last` skips."""
+        return [folder.name for folder in sorted(self.checkpoints.glob("step-*")) if self._read(folder) is None]
+
     def _read(self, folder: Path) -> Checkpoint | None:
         try:
             state = read_json(folder / "state.json")
