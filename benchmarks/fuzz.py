@@ -70,22 +70,22 @@ class Command:
 MODELS = ("moe", "fine", "tuned", "sharded")
 PLAN, WEIGHTS, TEXT = "plan.safetensors", "model*.safetensors", "run/corpus.safetensors"
 COMMANDS = {
-    "inspect": Command(34, (*MODELS, "plan"), "inspect {0}", (PLAN,)),
-    "inspect --json": Command(8, (*MODELS, "plan"), "inspect {0} --json", (PLAN,)),
-    "inspect RUN": Command(12, ("run", "tuned run"), "inspect {0}", ()),
-    "inspect --verify": Command(10, (*MODELS, "plan"), "inspect {0} --verify", (PLAN, WEIGHTS)),
-    "push": Command(9, (*MODELS, "plan", "export"), "push {0} owner/name", (PLAN,)),
-    "apply": Command(8, ("plan",), "apply {0} {base}/dense -o {new}", (PLAN,)),
-    "apply, dense model": Command(3, ("dense",), "apply {base}/plan {0} -o {new}", (WEIGHTS, "tokenizer.json")),
+    "inspect": Command(45, (*MODELS, "plan"), "inspect {0}", (PLAN,)),
+    "inspect --json": Command(10, (*MODELS, "plan"), "inspect {0} --json", (PLAN,)),
+    "inspect RUN": Command(14, ("run", "tuned run"), "inspect {0}", ()),
+    "inspect --verify": Command(9, (*MODELS, "plan"), "inspect {0} --verify", (PLAN, WEIGHTS)),
+    "push": Command(8, (*MODELS, "plan", "export"), "push {0} owner/name", (PLAN,)),
+    "apply": Command(5, ("plan",), "apply {0} {base}/dense -o {new}", (PLAN,)),
+    "apply, dense model": Command(2, ("dense",), "apply {base}/plan {0} -o {new}", (WEIGHTS, "tokenizer.json")),
     "evaluate": Command(
-        6, ("moe", "fine", "sharded"), "evaluate {base}/dense {0} --text {base}/short.txt --context 32", (PLAN, WEIGHTS, TEXT)
+        3, ("moe", "fine", "sharded"), "evaluate {base}/dense {0} --text {base}/short.txt --context 32", (PLAN, WEIGHTS, TEXT)
     ),
-    "evaluate, held-out text": Command(2, ("moe", "fine"), "evaluate {0} --tokens 64", (PLAN, WEIGHTS, TEXT)),
+    "evaluate, held-out text": Command(1, ("moe", "fine"), "evaluate {0} --tokens 64", (PLAN, WEIGHTS, TEXT)),
     "evaluate, dense model": Command(
-        2, ("dense",), "evaluate {0} --text {base}/short.txt --context 32", (WEIGHTS, "tokenizer.json")
+        1, ("dense",), "evaluate {0} --text {base}/short.txt --context 32", (WEIGHTS, "tokenizer.json")
     ),
-    "report": Command(3, ("moe", "fine"), "report {0}", (PLAN,)),
-    "finetune": Command(3, ("moe", "fine"), "finetune {0} -o {new} --steps 1 {small}", (PLAN, WEIGHTS, TEXT, "tokenizer.json")),
+    "report": Command(1, ("moe", "fine"), "report {0}", (PLAN,)),
+    "finetune": Command(1, ("moe", "fine"), "finetune {0} -o {new} --steps 1 {small}", (PLAN, WEIGHTS, TEXT, "tokenizer.json")),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tomoe import distributed
-from tomoe.files import atomic_write
+from tomoe import distributed, files
+from tomoe.errors import UserError
+from tomoe.files import atomic_write, parse_json, read_json, read_text, sha256
 from tomoe.locks import LOCK_FILE
 
 # killed when the new file is written and not yet renamed
@@ -55,3 +57,56 @@ def test_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path, monkeypat
     atomic_write(tmp_path / "file", "a")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 40 + "]" * 40, "nested too deeply"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "names 'c' twice"),
+        ("9" * 20, "20 digits"),
+        ("9" * 10_000, "10,000 digits"),
+        ("1e400", "not a number that a computer holds"),
+        ("NaN", "not a number"),
+        ("-Infinity", "not a number"),
+        ('["\\ud800"]', "surrogates not allowed"),
+        ("{", "property name"),
+        ("", "Expecting value"),
+    ],
+)
+def test_json_that_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_json(text)
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match=reason) as refused:
+        read_json(tmp_path / "a.json")
+    assert str(tmp_path / "a.json") in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_json_that_is_read() -> None:
+    values = {"a": [[[{"b": None}]], 0.5, -(2**63), 10**18, True], "": {"\U0001f3dd": "\x1b"}}
+    assert parse_json(json.dumps(values)) == values
+    assert parse_json(json.dumps(values, ensure_ascii=False)) == values
+
+
+def test_a_file_that_has_no_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe waits for whoever writes to it, and /dev/zero fills the memory."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "zero", "folder"):
+        with pytest.raises(UserError, match="no ordinary file"):
+            read_text(tmp_path / name)
+        with pytest.raises(OSError, match="No such file"):
+            sha256(tmp_path / name)
+    with pytest.raises(UserError, match="No such file"):
+        read_text(tmp_path / "none")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match="not text in UTF-8"):
+        read_text(tmp_path / "latin")
+    monkeypatch.setattr(files, "_MAX_TEXT", 3)
+    with pytest.raises(UserError, match="4 bytes, more than"):
+        read_text(tmp_path / "latin")

@@ -7,9 +7,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from pico_files import CommandLine, refused
-from tomoe.files import SUMS
+from tomoe.errors import UserError
+from tomoe.files import SUMS, write_sums
+from tomoe.model import checks
 
 
 def flip(file: Path, place: int) -> None:
@@ -39,7 +43,7 @@ def test_a_model_as_it_was_written(tomoe: CommandLine, converted: Path) -> None:
 def test_a_plan_by_itself(tomoe: CommandLine, converted: Path, tmp_path: Path) -> None:
     for name in ("plan.json", "plan.safetensors"):
         shutil.copy(converted / "moe" / name, tmp_path)
-    assert "as it was written" in tomoe("inspect", tmp_path, "--verify").out
+    assert "are as they were written" in tomoe("inspect", tmp_path, "--verify").out
     flip(tmp_path / "plan.safetensors", 5)
     refused(tomoe("inspect", tmp_path, "--verify"), "checksums differ")
     refused(tomoe("apply", tmp_path, converted / "dense", "-o", tmp_path / "moe"), "checksums differ")
@@ -50,6 +54,41 @@ def test_a_flipped_bit_is_found(tomoe: CommandLine, converted: Path, tmp_path: P
     shutil.copytree(converted / "moe", tmp_path / "moe")
     flip(tmp_path / "moe" / name, 5)
     refused(tomoe("inspect", tmp_path / "moe", "--verify"), f"as they were written ({name})")
+
+
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.down_proj"])
+def test_weights_that_are_not_finite_are_found_behind_right_checksums(
+    tomoe: CommandLine, converted: Path, tmp_path: Path, name: str, number: float
+) -> None:
+    """Loading looks at routers and norms only: the rest costs a pass over all weights."""
+    shutil.copytree(converted / "moe", tmp_path / "moe")
+    file = tmp_path / "moe" / "model.safetensors"
+    weights = load_file(file)
+    weights[name][3, 1] = number
+    save_file(weights, file, {"format": "pt"})
+    write_sums(tmp_path / "moe")
+    refused(
+        tomoe("inspect", tmp_path / "moe", "--verify"), f"1 tensors in {tmp_path / 'moe'}", f"model.safetensors: {name}"
+    )
+
+
+def test_half_precision_and_scalars_are_looked_at_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_SLICE", 8)
+    whole = {
+        "a": torch.ones(5, 3, dtype=torch.bfloat16), "b": torch.ones(()), "c": torch.ones(4, dtype=torch.float8_e4m3fn),
+        "d": torch.ones(0, 2), "e": torch.ones(2, 2, dtype=torch.int64), "f": torch.ones(3, dtype=torch.float16),
+    }  # fmt: skip
+    save_file(whole, tmp_path / "model.safetensors")
+    assert checks.nonfinite_tensors(tmp_path) == []
+    broken = {name: t.clone().flatten() if name in "bc" else t.clone() for name, t in whole.items()}
+    for name, place in (("a", (4, 2)), ("b", 0), ("c", 3), ("f", 2)):
+        broken[name][place] = torch.nan
+    save_file(broken, tmp_path / "model.safetensors")
+    assert checks.nonfinite_tensors(tmp_path) == [f"model.safetensors: {name}" for name in "abcf"]
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match="damaged"):
+        checks.nonfinite_tensors(tmp_path)
 
 
 def test_a_model_cut_short_is_found_when_it_is_loaded(tomoe: CommandLine, converted: Path, tmp_path: Path) -> None:

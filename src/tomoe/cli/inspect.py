@@ -23,12 +23,14 @@ LEARNED = ("masks", "weights")
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Plan, converted model or run.")],
     as_json: options.AsJson = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Verify file checksums.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Verify checksums, and that all weights are finite.")
+    ] = False,
 ) -> None:
     """Show what a plan, a converted model or a run holds."""
     if verify:
         _verify(folder)
-    elif (folder / "plan.json").is_file():
+    elif (folder / "plan.json").exists():
         from tomoe.evaluation.rows import read_rows
         from tomoe.plan import Plan
         from tomoe.report.warnings import find_warnings
@@ -45,20 +47,19 @@ def inspect(
 
 def _run_of(folder: Path) -> tuple[Path, str] | None:
     """The run that a folder is or holds, and what it learned."""
-    runs = [path for path in (folder, folder / "run") if (path / "recipe.json").is_file()]
+    runs = [path for path in (folder, folder / "run") if (path / "recipe.json").exists()]
     return next(((path, learned) for path in runs for learned in LEARNED if (path / learned).is_dir()), None)
 
 
 def _verify(folder: Path) -> None:
     from tomoe.cli.screen import results
     from tomoe.files import failed_checksums
+    from tomoe.plan import Plan
 
-    # a plan by itself holds its own checksum
+    # a plan by itself holds the checksum of its tensors, and is refused with numbers that are not finite
     if (folder / "plan.json").is_file() and not (folder / "config.json").exists():
-        from tomoe.plan import Plan
-
         Plan.load(folder)
-        results().say(f"The plan in {folder} is as it was written (sha256).")
+        results().say(f"The tensors of the plan in {folder} are as they were written (sha256).")
         return
     total, failed = failed_checksums(folder)
     if failed:
@@ -66,7 +67,16 @@ def _verify(folder: Path) -> None:
             f"{len(failed)} of {total} files in {folder} are not as they were written ({', '.join(failed)}); get them again, or "
             "make the model again from its plan with `tomoe apply`"
         )
-    results().say(f"All {total} files in {folder} are as they were written (sha256).")
+    from tomoe.model.checks import nonfinite_tensors
+
+    if (folder / "plan.json").is_file():
+        Plan.load(folder)
+    if damaged := nonfinite_tensors(folder):
+        raise UserError(
+            f"{len(damaged)} tensors in {folder} hold numbers that are not finite ({', '.join(damaged[:3])}); whoever made "
+            "the checksums wrote them so: make the model again"
+        )
+    results().say(f"All {total} files in {folder} are as they were written (sha256), and all weights are finite.")
 
 
 def _show_plan(plan: Plan, warnings: list[Finding], as_json: bool) -> None:

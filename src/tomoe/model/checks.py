@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tomoe.errors import UserError
@@ -20,6 +21,8 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 # elements that no file need hold: buffers of small models
 _FREE_ELEMENTS = 2**22
+# elements that are looked at together
+_SLICE = 2**24
 # of the densest packing there is
 _ELEMENTS_PER_BYTE = 8
 
@@ -64,6 +67,33 @@ def _stored_tensors(folder: Path) -> list[tuple[list[int], int]]:
                 header = file.get_slice(name)
                 tensors.append((header.get_shape(), _element_size(header.get_dtype())))
     return tensors
+
+
+def nonfinite_tensors(folder: Path) -> list[str]:
+    """Names of the tensors in the folder's safetensors files that hold NaN or inf, as FILE: TENSOR.
+
+    One slice of a tensor is in memory at a time. Raises UserError if a file cannot be read.
+    """
+    found = []
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                names = sorted(file.keys())
+                found += [f"{path.name}: {name}" for name in names if not _is_finite(file.get_slice(name))]
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} is damaged ({error}); get it again") from None
+    return found
+
+
+def _is_finite(stored: Any) -> bool:
+    """Whether a tensor of a file holds no NaN and no inf; integers and masks hold none."""
+    shape = stored.get_shape()
+    if "F" not in stored.get_dtype() or 0 in shape:
+        return True
+    if not shape:
+        return bool(stored[...].float().isfinite())
+    rows = max(1, _SLICE // math.prod(shape[1:]))
+    return all(bool(stored[i : i + rows].float().isfinite().all()) for i in range(0, shape[0], rows))
 
 
 def _element_size(dtype: str) -> int:

@@ -248,6 +248,14 @@ def _one_sentence(model: str, place: Path | str, part: str = "model") -> Iterato
         broken = broken_connection(error) if where else None
         reason = f"the hub is out of reach ({broken})" if broken else _reason(error)
         raise UserError(f"cannot load the {part} {model}{where}: {reason}{hint}") from None
+    except BaseException as error:
+        # tokenizers has no exception of its own, and Rust's panics are no Exception
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        cause = " ".join(str(error).split())[:120]
+        raise UserError(
+            f"cannot load the {part} {model}{where}: its files are damaged ({cause}); get them again"
+        ) from None
 
 
 def _reason(error: Exception) -> str:
