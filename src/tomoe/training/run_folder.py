@@ -234,7 +234,7 @@ class RunFolder:
                 if number == len(lines):
                     continue
                 raise UserError(f"line {number} of {self.metrics} is damaged ({str(error)[:200]}); delete it") from None
-            rows.append({_RENAMED_METRICS.get(key, key): value for key, value in row.items()})
+            rows.append({str(_RENAMED_METRICS.get(key, key)): value for key, value in row.items()})
         return rows
 
     def forget_metrics_after(self, step: int) -> None:
