@@ -14,6 +14,8 @@ import torch
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine, refused
 from pico_tokenizer import make_tokenizer
+from tomoe.cli.route import show_layer
+from tomoe.cli.screen import results
 from tomoe.errors import UserError
 from tomoe.evaluation.routing_trace import RoutingTrace, pieces, trace_ids, trace_text
 from tomoe.moe.fold import fold
@@ -132,13 +134,13 @@ def test_the_command(tomoe: CommandLine, converted: Path, tmp_path: Path, monkey
     moe = converted / "moe"
     shown = tomoe("route", moe, "ab 12")
     assert shown.code == 0, shown.err
-    assert re.fullmatch(
-        r"(layer [01]:   0  \d+%   1  \d+%\na[₀₁]b[₀₁] [₀₁]1[₀₁]2[₀₁]\n\n){2}", shown.out
-    ), shown.out  # fmt: skip
+    assert re.fullmatch(r"(layer [01]: a[₀₁]b[₀₁] [₀₁]1[₀₁]2[₀₁]\n){2}", shown.out), shown.out
     (tmp_path / "in.txt").write_text("ab 12")
     assert tomoe("route", moe, "--file", tmp_path / "in.txt").out == shown.out
     one = tomoe("route", moe, "ab 12", "--layer", "1", "--tokens", "2").out
-    assert re.fullmatch(r"layer 1:.*\na[₀₁]b[₀₁]\n\n", one)
+    assert re.fullmatch(r"layer 1: a[₀₁]b[₀₁]\n", one)
+    long = tomoe("route", moe, "ab 12 " * 30, "--layer", "0").out
+    assert re.fullmatch(r"layer 0:   0  \d+%   1  \d+%\n[ab12 ₀₁]+\n\n", long), long
     page = tmp_path / "page.html"
     assert tomoe("route", moe, "ab 12", "--html", page, "--layer", "1").code == 0
     assert len(Spans(page.read_text(encoding="utf-8")).classes) == 5
@@ -170,12 +172,20 @@ def test_a_page_lists_the_experts_of_a_token(tmp_path: Path) -> None:
 
 
 def test_the_command_names_the_strongest_of_fine_grained_experts(tomoe: CommandLine, converted_fine: Path) -> None:
-    shown = tomoe("route", converted_fine / "moe", "ab 12", "--layer", "1")
+    shown = tomoe("route", converted_fine / "moe", "ab 12 " * 30, "--layer", "1")
     assert shown.code == 0, shown.err
     assert re.fullmatch(
         r"layer 1: \d+ of 64 experts a token, the strongest:(  +\d+  +\d+%){1,6}(  others \d+%)?\n"
-        r"a[₀-₉]+b[₀-₉]+ [₀-₉]+1[₀-₉]+2[₀-₉]+\n\n", shown.out
+        r"[ab12 ₀-₉]+\n\n", shown.out
     ), shown.out  # fmt: skip
+
+
+def test_layers_of_a_short_text_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """Percentages of two tokens say nothing, and thirty lines of them hide the tokens."""
+    trace = RoutingTrace(["a", "b"], [[0, 1]] * 30, 2)
+    for layer in (3, 12):
+        show_layer(results(), trace, layer, colored=False)
+    assert capsys.readouterr().out == "layer  3: a₀b₁\nlayer 12: a₀b₁\n"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from tomoe.evaluation.routing_trace import RoutingTrace
 
+# tokens from which on the shares of experts say something
+ENOUGH = 100
 # fine-grained experts that the line on a layer names
 STRONGEST = 6
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
@@ -77,7 +79,11 @@ def read_text(text: str | None, file: Path | None) -> str:
 
 
 def show_layer(console: Console, trace: RoutingTrace, layer: int, colored: bool) -> None:
-    """A line on the layer, then its tokens: on the color of their (strongest) expert, or with its number behind them."""
+    """The tokens of a layer, on the color of their (strongest) expert, or with its number behind them.
+
+    A long text stands below a line with the shares of the experts; of a short one there is one line a layer, so that the
+    layers can be compared.
+    """
     from rich.text import Text
 
     from tomoe.report.html import shown
@@ -85,13 +91,14 @@ def show_layer(console: Console, trace: RoutingTrace, layer: int, colored: bool)
     if not trace.has_choice(layer):
         console.print(Text(f"layer {layer}: every token uses the same experts\n"), soft_wrap=True)
         return
-    head = Text(f"layer {layer}:", style="bold")
+    short = len(trace.tokens) < ENOUGH
+    head = Text(f"layer {layer:>{len(str(len(trace.experts) - 1))}}:", style="bold")
     shares = sorted(enumerate(trace.shares(layer)), key=lambda pair: -pair[1]) if trace.chosen else []
-    if trace.chosen:
+    if trace.chosen and not short:
         head.append(f" {len(trace.chosen[layer][0])} of {trace.num_experts} experts a token, the strongest:")
-    for expert, share in shares[:STRONGEST] or enumerate(trace.shares(layer)):
+    for expert, share in () if short else shares[:STRONGEST] or enumerate(trace.shares(layer)):
         head.append("  ").append(f" {expert} ", style(expert) if colored else "").append(f" {share:.0%}")
-    if rest := sum(share for _, share in shares[STRONGEST:]):
+    if not short and (rest := sum(share for _, share in shares[STRONGEST:])):
         head.append(f"  others {rest:.0%}")
     body = Text()
     for piece, expert in zip(trace.tokens, trace.experts[layer], strict=True):
@@ -101,8 +108,11 @@ def show_layer(console: Console, trace: RoutingTrace, layer: int, colored: bool)
         else:
             line_end = "\n" if piece.endswith("\n") else ""
             body.append(token.removesuffix(line_end) + str(expert).translate(SUBSCRIPTS) + line_end)
-    console.print(head, soft_wrap=True)
-    console.print(body, soft_wrap=True, end="\n\n")
+    if short:
+        console.print(head.append(" ").append(body), soft_wrap=True)
+    else:
+        console.print(head, soft_wrap=True)
+        console.print(body, soft_wrap=True, end="\n\n")
 
 
 def style(expert: int) -> str:
