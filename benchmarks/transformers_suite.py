@@ -43,13 +43,18 @@ sys.path.insert(0, {tests!r})
 
 from conftest import PICO, make_pico, make_plan
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen2MoeModel
+from transformers.models.auto import modeling_auto
 
 from suite.test_modeling_common import GenerationTesterMixin, ModelTesterMixin
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEModel
 
+# the tests look up by name what a class is for
+modeling_auto.MODEL_MAPPING_NAMES["tomoe"] = "ToMoEModel"
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["tomoe"] = "ToMoEForCausalLM"
 
-def tester(make_config):
+
+def sizes_of(make_config):
     sizes = dict(
         batch_size=3, seq_length=7, is_training=True, hidden_size=PICO["hidden_size"], vocab_size=PICO["vocab_size"],
         num_hidden_layers=PICO["num_hidden_layers"], num_attention_heads=PICO["num_attention_heads"],
@@ -78,7 +83,7 @@ def reference():
 
 class Base(GenerationTesterMixin, ModelTesterMixin):
     def setUp(self):
-        self.model_tester = tester(self.make_config)
+        self.model_tester = sizes_of(self.make_config)
 
 
 class Test_{identifier}(Base, unittest.TestCase):

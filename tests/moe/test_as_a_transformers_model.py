@@ -37,6 +37,17 @@ def test_quantizers_leave_the_routers_alone() -> None:
     assert any("value_router" in name for name in skipped)
 
 
+@pytest.mark.parametrize("attention", ["off", "per_token"])
+def test_what_stays_in_float32_is_there_and_named_in_one_list(attention: str) -> None:
+    """As transformers' own tests demand: a name is in one list, and belongs to a module of this very model."""
+    moe = converted("llama", attention)
+    strict, others = set(moe._keep_in_fp32_modules_strict), set(moe._keep_in_fp32_modules)
+    assert not strict & others
+    for name in strict | others:
+        assert any(f".{name}." in f".{key}" for key in moe.state_dict()), name
+    assert ("value_router" in strict) == (attention == "per_token")
+
+
 def test_eight_bits_of_bitsandbytes_leave_the_routers_in_float32(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig

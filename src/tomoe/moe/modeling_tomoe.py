@@ -99,9 +99,7 @@ class ToMoEConfig(PreTrainedConfig):
                 count = f"{len(sizes)} numbers" if isinstance(sizes, list) else type(sizes).__name__
                 raise ValueError(f"the config has {count} under {name}, but {layers} layers")
         if self.expert_form not in ("overlapping", "fine"):
-            raise ValueError(
-                f"the config has {str(self.expert_form)[:40]!r} as expert_form; known are overlapping and fine"
-            )
+            raise ValueError(f"expert_form is {str(self.expert_form)[:40]!r}; known are overlapping and fine")
         experts = self.num_experts if self.expert_form == "fine" else 1
         self._check_size("num_experts_per_tok", self.num_experts_per_tok, 1, experts)
         for i in range(layers):
@@ -134,12 +132,8 @@ class ToMoEConfig(PreTrainedConfig):
     def layer_top_k(self, layer: int) -> int:
         """k of a layer. Loaded with another `num_experts_per_tok`, layers use more or fewer experts, in proportion to what they
         use or leave out; those that leave none out stay whole. All N are the dense model, if it was not repaired."""
-        n, most, k, planned = (
-            self.num_experts,
-            self.planned_top_k,
-            self.num_experts_per_tok,
-            self.experts_per_token[layer],
-        )
+        n, most, k = self.num_experts, self.planned_top_k, self.num_experts_per_tok
+        planned = self.experts_per_token[layer]
         if k == most or (planned == n and most < n):
             return planned
         self._check_size("num_experts_per_tok", k, 1, n)
@@ -421,8 +415,14 @@ class ToMoEPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     # Near ties of a router must fall as they fell when it was trained, whatever the dtype of the rest. Loading reads the
     # strict list; quantizers (bitsandbytes, torchao, quanto, awq) skip modules whose names end as the other list says.
-    _keep_in_fp32_modules_strict = ["router", "value_router"]
-    _keep_in_fp32_modules = ["router", "value_router.project_in", "value_router.project_out"]
+    _keep_in_fp32_modules_strict = ["router"]
+    _keep_in_fp32_modules = ["mlp.router"]
+
+    def __init__(self, config: ToMoEConfig):
+        super().__init__(config)
+        if config.value_embedding_size:
+            self._keep_in_fp32_modules_strict = ["router", "value_router"]
+            self._keep_in_fp32_modules = ["mlp.router", "value_router.project_in", "value_router.project_out"]
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
@@ -19,6 +20,7 @@ from tomoe.evaluation.routing_trace import RoutingTrace, trace_ids, trace_text
 from tomoe.evaluation.rows import DIAL, Count, Name, NotNegative, Row, read_rows, to_json, validated
 from tomoe.evaluation.run import compare_on
 from tomoe.evaluation.timings import Cell
+from tomoe.evaluation.token_losses import TokenLosses, token_losses, typical_tokens
 from tomoe.files import atomic_write, basename, read_json, sha256
 from tomoe.model.generation import PROMPT, generate
 from tomoe.model.loading import load_model, load_tokenizer
@@ -31,6 +33,8 @@ from tomoe.training.run_folder import RunFolder
 
 FORMAT = "tomoe-report-1"
 PASSAGE = 120  # tokens of a source that the page colors
+LONG = 1024  # tokens of the held-out text whose experts are counted, about
+PAIRED = 512  # tokens of its first sequence whose losses are compared; their logits are in memory together
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Observed:
     plan: str  # sha256 of plan.safetensors
     generations: list[Generation]
     texts: Annotated[list[tuple[str, RoutingTrace]], Field(min_length=1)]
+    losses: TokenLosses | None = None  # of a passage of the held-out text
+    typical: list[list[list[Name]]] = field(default_factory=list)  # [layer][expert]: tokens
 
     def __post_init__(self) -> None:
         """Raises ValueError if traces contradict each other or themselves; a file may hold anything."""
@@ -97,7 +103,7 @@ def write_reports(
     facts = PageFacts(
         f"{rows[0].name} as a Mixture-of-Experts, {plan.active_fraction():.0%} active", plan, rows, observed.generations,
         observed.texts, figures, commands=commands(recipe, basename(out), FINETUNED in plan.notes), cost=cost,
-        timed=bool(timed), dial=dial,
+        timed=bool(timed), dial=dial, losses=observed.losses, typical=observed.typical,
     )  # fmt: skip
     write_page(out, facts)
     return rows
@@ -163,7 +169,19 @@ def _observe(
     answers = [(row.name, generate(model, tokenizer, PROMPT)) for row, model in zip(rows, models, strict=True)]
     passages = [(name, trace_ids(moe, tokenizer, ids)) for name, ids in _passages(text)]
     passages.append(("What the MoE wrote", trace_text(moe, tokenizer, PROMPT + answers[-1][1], PASSAGE)))
-    return Observed(FORMAT, sha256(out / "plan.safetensors"), [Generation(PROMPT, answers)], passages)
+    long = [ids for ids in (row[mask].tolist() for row, mask in zip(*_beginning(text), strict=True)) if len(ids) > 1]
+    return Observed(
+        FORMAT, sha256(out / "plan.safetensors"), [Generation(PROMPT, answers)], passages,
+        token_losses(models[0], moe, tokenizer, long[0][:PAIRED]) if long else None,
+        typical_tokens([trace_ids(moe, tokenizer, ids) for ids in long]) if long else [],
+    )  # fmt: skip
+
+
+def _beginning(text: EvaluationText) -> tuple[Tensor, Tensor]:
+    """Ids and mask of the first sequences, about LONG tokens."""
+    sequences = text.sequences
+    count = max(1, LONG // sequences.input_ids.shape[1])
+    return sequences.input_ids[:count], sequences.mask[:count]
 
 
 def _passages(text: EvaluationText) -> Iterator[tuple[str, list[int]]]:

@@ -18,9 +18,11 @@ from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.html import Texts, render, svg_uri
 from tomoe.report.summary import conversion_summary, layer_table, recipe_of, routing, self_sampled, shown_name
+from tomoe.report.token_tables import loss_sentence, loss_table, typical_table
 from tomoe.report.warnings import find_warnings
 
 if TYPE_CHECKING:  # matplotlib takes longer to import than all the rest, and most commands draw nothing
+    from tomoe.evaluation.token_losses import TokenLosses
     from tomoe.report.style import CaptionedFigure
 
 PAGE = "report.html"
@@ -48,6 +50,8 @@ class PageFacts:
     cost: Mapping[str, Any] = field(default_factory=dict)  # the run's cost.json
     timed: bool = False  # whether speed was measured
     dial: Sequence[Row] = ()  # the dense model, then the same folder with several numbers of experts
+    losses: TokenLosses | None = None  # of a passage, in both models
+    typical: Sequence[Sequence[Sequence[str]]] = ()  # [layer][expert]: tokens
 
 
 def write_page(out: Path, facts: PageFacts) -> Path:
@@ -58,6 +62,8 @@ def write_page(out: Path, facts: PageFacts) -> Path:
     layer_titles, layer_body = layer_table(facts.plan)
     usage_titles, usage_body = _usage(facts.rows)
     dial_titles, dial_body = table(facts.dial)
+    loss_titles, loss_body = loss_table(facts.losses) if facts.losses else ([], [])
+    typical_titles, typical_body = typical_table(facts.typical) if facts.typical else ([], [])
     page = render(
         "page.html.j2", title=facts.title, lead=_lead(facts.plan), sections=_sections(facts, warnings),
         tiles=tiles(facts.rows), warnings=warnings, titles=titles, body=body, footnote=footnote(facts.rows),
@@ -68,6 +74,8 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         dial_titles=dial_titles, dial_body=dial_body, dial_footnote=footnote(facts.dial),
         usage_titles=usage_titles, usage_body=usage_body, summary=_summary(facts.plan), recipe=_recipe(facts.plan),
         memory=_memory(facts), benchmark=None if facts.timed else _benchmark_command(out, facts.plan),
+        loss_titles=loss_titles, loss_body=loss_body, losses=facts.losses and loss_sentence(facts.losses),
+        typical_titles=typical_titles, typical_body=typical_body,
         commands=facts.commands, version=tomoe.__version__,
     )  # fmt: skip
     return atomic_write(out / PAGE, page)
