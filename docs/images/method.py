@@ -160,7 +160,7 @@ def plan_panel(x: float, masks: Masks) -> list[str]:
         ]
         out.append(rect(x + 14 + 16.7 * n, top + 132, 14, 30, COLORS[n], radius=2))
     out += [text(x + 14, top + 186, "recipe and sizes", 13), text(x + 14, top + 203, "hash of dense model", 13)]
-    return [*out, *notes(x, "No weights: 0.94 MB", "for SmolLM2-135M.")]
+    return [*out, *notes(x, "0.94 MB for SmolLM2-135M,", "plus what is refitted.")]
 
 
 def moe_panel(x: float, masks: Masks) -> list[str]:
@@ -205,7 +205,7 @@ def draw() -> str:
     about = [
         '<title id="title">How ToMoE turns a dense MLP into a Mixture-of-Experts</title>',
         '<desc id="desc">A dense MLP with frozen weights; learned masks that sort its neurons into eight experts, and a router '
-        "that sends each token to one of them; the plan, which holds masks and routers but no weights; and the result, in "
+        "that sends each token to one of them; the plan, which holds masks, routers and what was refitted; and the result, in "
         "which every neuron is stored once and an expert is a few runs of rows.</desc>",
         f'<defs><marker id="arrow" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
         f'<path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>',

@@ -95,8 +95,8 @@ def test_no_odd_value_ends_in_a_traceback() -> None:
     ("content", "reason"),
     [
         (b"[" * 100_000, "is not JSON"),
-        (b'{"format": "tomoe-comparison-2", "rows": ' + b"[" * 500 + b"]" * 500 + b"}", "evaluation.json is damaged"),
-        (b'{"format": "\xff\xfe"}', "is not JSON"),
+        (b'{"format": "tomoe-comparison-2", "rows": ' + b"[" * 500 + b"]" * 500 + b"}", "nested too deeply"),
+        (b'{"format": "\xff\xfe"}', "is not text in UTF-8"),
         (b'{"format": "tomoe-comparison-2", "rows": [' + b"9" * 10_000 + b"]}", "is not JSON"),
         (b'{"format": "tomoe-comparison-2", "rows": NaN}', "is not JSON"),
         (b'{"format": "tomoe-comparison-2", "rows": {}}', "evaluation.json is damaged"),
