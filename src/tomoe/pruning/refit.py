@@ -58,8 +58,11 @@ class NormalEquations:
     @property
     def gram(self) -> Float[Tensor, "n n"]:
         """G, whole: what lies below the diagonal is copied from above it."""
-        for a in range(BLOCK, len(self.upper), BLOCK):
-            self.upper[a:, a - BLOCK : a] = self.upper[a - BLOCK : a, a:].T
+        for a in range(0, len(self.upper), BLOCK):
+            block, right = self.upper[a : a + BLOCK, a : a + BLOCK], self.upper[a : a + BLOCK, a + BLOCK :]
+            # some processors sum the two halves of a product h^T h in different orders
+            block.copy_(block.triu() + block.triu(1).T)
+            self.upper[a + BLOCK :, a : a + BLOCK] = right.T
         return self.upper
 
     def error(self, change: Matrix) -> float:
