@@ -30,7 +30,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
+from kills import exit_code, write_output_to
 
 from tomoe.cli import main as tomoe
 from tomoe.evaluation.timings import Cell
@@ -165,10 +165,7 @@ def _quiet_main(words: list[str]) -> int:
 
 def execute(words: list[str], log: Path, patience: float) -> Ended:
     """`tomoe WORDS` in this process, which a signal ends after `patience` seconds of processor time."""
-    target, code = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
+    write_output_to(log)
     # from here on VmHWM is the peak of this command
     Path("/proc/self/clear_refs").write_text("5")
     before, began = _memory("VmRSS"), time.process_time()
@@ -176,16 +173,10 @@ def execute(words: list[str], log: Path, patience: float) -> Ended:
     # waiting (for a pipe, say) takes no processor time
     signal.setitimer(signal.ITIMER_REAL, 15 * patience)
     try:
-        tomoe(words)
-    except SystemExit as left:
-        code = int(left.code or 0)
-    except BaseException:
-        traceback.print_exc()
+        code = exit_code(words)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-    sys.stdout.flush()
-    sys.stderr.flush()
     said = log.read_text("utf-8", errors="replace")
     return Ended(code, time.process_time() - began, _memory("VmHWM") - before, said)
 

@@ -83,8 +83,30 @@ def run(command: list[str], out: Path, log: Path, after: float = 0, change: int 
     return Ended(os.waitstatus_to_exitcode(status), seconds, changes, stages, said)
 
 
+def write_output_to(log: Path) -> None:
+    """Let all that this process prints go to a file."""
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+
+
+def exit_code(words: list[str]) -> int:
+    """Run `tomoe WORDS` in this process. An exception is printed, and the code is 1."""
+    code = 1
+    try:
+        tomoe(words)
+    except SystemExit as left:
+        code = int(left.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
 def _child(command: list[str], log: Path, change: int, writing: int) -> None:
-    changes, code = list[float](), 1
+    changes = list[float]()
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if is_change(event, args):
@@ -92,18 +114,9 @@ def _child(command: list[str], log: Path, change: int, writing: int) -> None:
             if len(changes) == change:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
+    write_output_to(log)
     sys.addaudithook(hook)
-    try:
-        tomoe(command)
-    except SystemExit as left:
-        code = int(left.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    code = exit_code(command)
     os.write(writing, " ".join(map(str, changes)).encode())
     os._exit(code)
 
