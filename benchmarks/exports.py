@@ -110,7 +110,12 @@ def pico(args: argparse.Namespace) -> None:
         window = {"sliding_window": 128} if family == "mistral" else {}  # wide enough for the prompt in llama.cpp
         dense = write_pico(place / "dense", family, vocab_size=len(tokenizer), **window)
         tokenizer.save_pretrained(dense)
-        changes = SMALL | {"train.steps": "0", "experts.num_experts": "4", "attention.pruning": "static"}
+        changes = SMALL | {
+            "train.steps": "0",
+            "experts.num_experts": "4",
+            "attention.pruning": "static",
+            "repair.mode": "none",
+        }
         overrides = [f"model={dense}", f"data.sources={text}", *(f"{k}={v}" for k, v in changes.items())]
         convert(Recipe.load(None, overrides), place / "moe")
         for name, precision in FORMS:

@@ -66,7 +66,9 @@ class Paper:
 
 
 def on_paper(name: str, tokens: int, attention: str) -> Paper:
-    recipe = Recipe.load(None, [f"data.seq_len={tokens}", "data.tokens=1000000", f"attention.pruning={attention}"])
+    recipe = Recipe.load(
+        None, [f"data.seq_len={tokens}", "data.tokens=1000000", f"attention.pruning={attention}", "repair.mode=none"]
+    )
     sizes = sizes_of(MODELS[name], recipe)
     return Paper(name, sizes, recipe, recipe.changed(["train.gradient_checkpointing=true"]))
 
