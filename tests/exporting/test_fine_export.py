@@ -17,7 +17,7 @@ import tomoe.exporting.glm4_moe as glm4_moe
 from pico_files import CommandLine, Outcome, pico_recipe, refused, write_pico, write_text
 from tomoe.conversion import convert
 from tomoe.exporting.glm4_moe import RouterAgreement
-from tomoe.exporting.proof import BOUNDS, FineProof
+from tomoe.exporting.proof import BOUNDS, FineProof, StoredRun
 from tomoe.files import format_bytes
 from tomoe.recipe.conversion import Recipe
 
@@ -114,6 +114,37 @@ def test_a_missing_expert_is_caught(
 
     monkeypatch.setattr(glm4_moe, "expert_matrices", wrong)
     caught(tomoe("export", made, "-o", tmp_path / "out"), "with all experts its predictions")
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts of 20 neurons, stored in bfloat16."""
+    place = tmp_path_factory.mktemp("narrow")
+    TOKENIZER.save_pretrained(write_pico(place / "dense", vocab_size=len(TOKENIZER), num_hidden_layers=3))
+    write_text(place / "text.txt")
+    changes = ("experts.num_experts=16", "experts.expert_size=20", "train.dtype=bfloat16", "repair.mode=none")
+    convert(pico_recipe(place, *FINE, *changes, "active=0.8077"), place / "moe")
+    return place / "moe"
+
+
+def test_what_runs_in_float32_alone_is_caught(tomoe: CommandLine, narrow: Path, tmp_path: Path) -> None:
+    """Rows of 20 numbers are 80 bytes in float32 and 40 in bfloat16: transformers' grouped product wants multiples of 16."""
+    done = tomoe("export", narrow, "-o", tmp_path / "out", "--width-multiple", "4")
+    caught(done, "it does not run in bfloat16, in which it is stored: ")
+    stored = proof_of(tmp_path / "out")["as_stored"]
+    assert stored["kl"] is None
+    done = tomoe("export", narrow, "-o", tmp_path / "out", "--force")
+    assert done.code == 0, done.err
+    assert "bfloat16, as stored: KL" in done.out
+    assert 0 < proof_of(tmp_path / "out")["as_stored"]["kl"] < 0.1
+
+
+def test_a_run_in_the_stored_dtype_can_fail() -> None:
+    assert StoredRun("bfloat16", 32, 0.02).problem is None
+    for kl in (2.0, float("nan")):
+        assert "in bfloat16, in which it is stored, its predictions differ" in str(
+            StoredRun("bfloat16", 32, kl).problem
+        )
 
 
 def test_every_part_of_the_proof_can_fail() -> None:

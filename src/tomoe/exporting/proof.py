@@ -4,6 +4,8 @@ Overlapping experts are held exactly, so predictions are compared as they are. T
 choose otherwise where two are almost tied, and a model answers such choices with other numbers from there on, as it does
 if it runs in bfloat16. So its parts are proved: everything but the routers by predictions with all experts, the routers one
 by one on the inputs that they have in the converted model. What both predict with the planned experts is told, not judged.
+
+The proof runs in float32. Who loads the export runs it in the dtype that it is stored in, so a few tokens run in that, too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 
 import torch
 import transformers
+from jaxtyping import Bool, Int
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.data.evaluation_text import EvaluationText
@@ -25,7 +29,7 @@ from tomoe.exporting.engines import LlamaCpp, agree_on_next_tokens, binding
 from tomoe.exporting.gguf import context_length
 from tomoe.exporting.gguf_experts import merge_experts, read_routers
 from tomoe.exporting.glm4_moe import RouterAgreement, RouterCheck, stock_routers
-from tomoe.exporting.verify import Agreement, agree, record
+from tomoe.exporting.verify import Agreement, Recorded, agree, record
 from tomoe.model.generation import PROMPT, generate
 from tomoe.model.hooks import hooked
 from tomoe.model.loading import load_dense, pick_device
@@ -64,6 +68,9 @@ SAME_CHOICES = 0.9
 # Logits that decide otherwise, in units of what float32 can round in both of them.
 TIES = 2.0
 WEIGHTS = 2.0**-8
+# Tokens that run in the dtype of the file, and how far (KL in nats) they may be from the proof's. Rounding and near ties of
+# routers bring some hundredths; what overflows or is cast wrongly is off by much more.
+STORED_TOKENS, STORED_KL = 32, 1.0
 
 
 @dataclass(frozen=True)
@@ -104,11 +111,41 @@ class FineProof:
 
 
 @dataclass(frozen=True)
+class StoredRun:
+    """A few tokens in the dtype that the export is stored in, beside its own run in that of the proof.
+
+    kl: KL(proof's dtype || stored dtype), mean over positions, nats; None if the run failed with `error`.
+    """
+
+    dtype: str
+    tokens: int
+    kl: float | None
+    error: str | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong, as half a sentence; None if nothing is."""
+        if self.kl is None:
+            return f"it does not run in {self.dtype}, in which it is stored: {self.error}"
+        if not self.kl <= STORED_KL:
+            return (
+                f"in {self.dtype}, in which it is stored, its predictions differ from its own in the dtype of the proof by a "
+                f"KL of {self.kl:.2g} nats, the limit is {STORED_KL:.2g}"
+            )
+        return None
+
+    @property
+    def result(self) -> str:
+        """The number, in words."""
+        return f"{self.dtype}, as stored: KL {self.kl or 0.0:.2g} nats to that on {self.tokens} tokens"
+
+
+@dataclass(frozen=True)
 class Proof:
     """How far the export's predictions are from the converted model's.
 
     problem: what is wrong with them, or None; how: "float32 in transformers"; written: what both write after one prompt;
-    fine: the proof by parts, for fine-grained experts in a stock form.
+    fine: the proof by parts, for fine-grained experts in a stock form; stored: None if the proof ran in the stored dtype.
     """
 
     agreement: Agreement
@@ -116,10 +153,14 @@ class Proof:
     how: str
     written: dict[str, str] | None = None
     fine: FineProof | None = None
+    stored: StoredRun | None = None
 
     @property
     def result(self) -> str:
         """One line of numbers."""
+        return self._compared() + (f"; {self.stored.result}" if self.stored else "")
+
+    def _compared(self) -> str:
         a = self.agreement
         perplexities = f"perplexity {a.perplexity:.4f} (converted folder: {a.reference_perplexity:.4f})"
         if self.fine is not None:
@@ -137,6 +178,7 @@ class Proof:
         if self.fine is not None:
             outcome["routers"] = asdict(self.fine.routers)
             outcome["all_experts"] = self.fine.all_experts and self.fine.all_experts.to_dict()
+        outcome["as_stored"] = self.stored and asdict(self.stored)
         return outcome | ({"written": self.written} if self.written else {})
 
 
@@ -155,10 +197,31 @@ def use_all_experts_(moe: ToMoEForCausalLM) -> None:
     moe.config.num_experts_per_tok = moe.config.num_experts
 
 
+def run_as_stored(
+    out: Path, dtype: torch.dtype, proved: Recorded, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], device: str
+) -> StoredRun:
+    """Run the first tokens of the longest sequence as who loads the export will; `proved` is the proof's own run."""
+    longest = int(mask.sum(1).argmax())
+    ids, mask = (t[longest : longest + 1, :STORED_TOKENS] for t in (ids, mask))
+    kl: float | None = None
+    error: str | None = None
+    exported = load_dense(str(out), dtype, pick_device(device))
+    try:
+        kl = agree(Recorded(proved.head, [proved.states[longest]]), record(exported, ids, mask), ids, mask).kl
+    # a product that takes no such dtype or size; numbers that are not finite
+    except (RuntimeError, ValueError, TypeError, UserError) as failure:
+        error = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
+    return StoredRun(str(dtype).removeprefix("torch."), int(mask.sum()), kl, error)
+
+
 def verify(
-    folder: Path, out: Path, text: EvaluationText, dtype: str, device: str, on_progress: ProgressCallback
-) -> Proof:
-    """Run the converted model and the export on the same text in `dtype`, one after the other, and compare them."""
+    folder: Path, out: Path, text: EvaluationText, dtype: str, stored: torch.dtype, device: str,
+    on_progress: ProgressCallback,
+) -> Proof:  # fmt: skip
+    """Run the converted model and the export on the same text in `dtype`, one after the other, and compare them.
+
+    The export also runs a few tokens in `stored`, the dtype of its weights, if that is another one.
+    """
     ids, mask = text.sequences.input_ids, text.sequences.mask
     how = f"{dtype} in transformers {transformers.__version__}"
     running, running_export = (stage_callback(on_progress, f"running the {what}") for what in ("converted", "export"))
@@ -171,18 +234,22 @@ def verify(
     experts = getattr(exported.config, "n_routed_experts", None)
     check = RouterCheck(stock_routers(exported), exported.config.num_experts_per_tok) if experts else None
     del exported
+    as_stored = None
+    if stored != getattr(torch, dtype):
+        as_stored = run_as_stored(out, stored, predicted, ids, mask, device)
+    fails = as_stored.problem if as_stored else None
     moe = load_moe(folder, dtype, device)
     with nullcontext() if check is None else hooked(check.hooks(moe)):
         reference = record(moe, ids, mask, running)
     agreement = agree(reference, predicted, ids, mask)
     if check is None:
-        return Proof(agreement, judge(agreement, BOUNDS[dtype]), how)
+        return Proof(agreement, judge(agreement, BOUNDS[dtype]) or fails, how, stored=as_stored)
     use_all_experts_(moe)
     reference = record(moe, ids, mask, running)
     del moe
     whole = agree(reference, record(load(experts), ids, mask, running_export), ids, mask)
     fine = FineProof(whole, check.result())
-    return Proof(agreement, fine.problem(BOUNDS[dtype]), how, fine=fine)
+    return Proof(agreement, fine.problem(BOUNDS[dtype]) or fails, how, fine=fine, stored=as_stored)
 
 
 def verify_gguf(

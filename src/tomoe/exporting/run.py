@@ -77,12 +77,13 @@ def export(
     if notice := copies_notice(moe, sizes):
         say(notice)
     write_export(choice, moe, tokenizer, out, options, _in_megabytes(on_progress))
+    stored_dtype = moe.dtype
     del moe
     if choice.target.name == "gguf":
         file = gguf_file(out, options)
         proof = verify_gguf(folder, file, proof_text, options.precision, device, tokenizer, on_progress)
     else:
-        proof = verify(folder, out, proof_text, dtype, device, on_progress)
+        proof = verify(folder, out, proof_text, dtype, stored_dtype, device, on_progress)
     exported = Exported(out, choice, sizes, proof, options)
     _write_metadata(exported, folder, proof_text)
     if proof is not None and proof.problem:
