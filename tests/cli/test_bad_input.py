@@ -76,6 +76,13 @@ def test_fine_grained_experts_from_a_random_start(tomoe: CommandLine, tmp_path: 
     refused(tomoe("convert", "pico", "--recipe", "paper", *options), "experts.form = fine needs start = carved")
 
 
+@pytest.mark.parametrize("key", ["learn_partition", "random_top_k"])
+def test_what_only_fine_grained_experts_can_learn(tomoe: CommandLine, tmp_path: Path, key: str) -> None:
+    """Neither model nor text is looked at."""
+    outcome = tomoe("convert", "pico", "-o", tmp_path / "out", "--set", f"experts.{key}=true")
+    refused(outcome, f"experts.{key}", "experts.form is overlapping", "to fine")
+
+
 @pytest.mark.slow
 def test_fine_grained_experts_are_divided_for_one_budget(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from tomoe.model.shape import ModelShape
 from tomoe.pruning.gumbel import gumbel_sigmoid
 from tomoe.pruning.hypernetwork import HyperNetwork
+from tomoe.pruning.partition import SHARED, partition
 from tomoe.pruning.routing import ExpertRouter, Routing, ValueRouter
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, SamplingSection
 from tomoe.seeds import derive_seed
-
-SHARED = -1
-"""Number of the expert of neurons that every token uses."""
 
 
 class Projection(nn.Module):
@@ -44,6 +42,10 @@ def _per_layer(num_layers: int, make: Callable[[], nn.Module]) -> Any:
     return nn.ModuleList(make() for _ in range(num_layers))
 
 
+def _parameters(values: Iterable[Tensor]) -> Any:
+    return nn.ParameterList(values)
+
+
 class MaskNetwork(nn.Module):
     """Routers, projections and hypernetwork of all layers, in float32."""
 
@@ -56,6 +58,8 @@ class MaskNetwork(nn.Module):
     # of fine-grained experts: [L, F], the expert that each neuron is in, or SHARED; and k of each layer [L]
     expert_of_neuron: Tensor
     experts_per_token: Tensor
+    # if the recipe learns the partition too: [F, N] of each layer, added to the logits of the carve's partition
+    assignments: Sequence[Tensor]
     # [L, G, C, C], if the recipe rotates values; the model's own basis until the start sets another
     value_rotations: Tensor
 
@@ -75,7 +79,7 @@ class MaskNetwork(nn.Module):
             torch.manual_seed(derive_seed(seed, "mask network"))
             self.hypernetwork = HyperNetwork(2 * num_layers, n, size, seed)
             self.routers = _per_layer(num_layers, lambda: ExpertRouter(shape.hidden_size, n, bias=self.fine))
-            # of fine-grained experts only the routers are learned
+            # of fine-grained experts only the routers are learned, and perhaps the partition
             learned = 0 if self.fine else num_layers
             self.neurons = _per_layer(learned, lambda: Projection(size, torch.zeros(n, shape.mlp_size)))
             self.token_embeddings = _per_layer(num_layers, lambda: nn.Linear(shape.hidden_size, size, bias=False))
@@ -85,6 +89,8 @@ class MaskNetwork(nn.Module):
         if self.fine:
             self.register_buffer("expert_of_neuron", torch.full((num_layers, shape.mlp_size), SHARED))
             self.register_buffer("experts_per_token", torch.ones(num_layers, dtype=torch.long))
+        if experts.learn_partition:
+            self.assignments = _parameters(torch.zeros(shape.mlp_size, n) for _ in range(num_layers))
         self.rotates_values = attention.rotate_values and attention.pruning != "off"
         if self.rotates_values:
             identity = torch.eye(shape.head_dim).repeat(num_layers, shape.num_kv_heads, 1, 1)
@@ -137,9 +143,20 @@ class MaskNetwork(nn.Module):
 
     def expert_masks(self, i: int) -> tuple[Bool[Tensor, "N F"], Bool[Tensor, " F"]]:
         """Return the neurons of the fine-grained experts of layer i, and those that every token uses."""
-        expert = self.expert_of_neuron[i]
+        return self._assignment(i)[:2]
+
+    def soft_expert_masks(self, i: int) -> tuple[Float[Tensor, "N F"], Float[Tensor, " F"]]:
+        """Return `expert_masks` as numbers, with a straight-through gradient to the partition if the recipe learns it."""
+        masks, shared, soft = self._assignment(i)
+        hard = masks.float()
+        return hard if soft is None else hard + (soft - soft.detach()), shared.float()
+
+    def _assignment(self, i: int) -> tuple[Bool[Tensor, "N F"], Bool[Tensor, " F"], Float[Tensor, "N F"] | None]:
+        expert, soft = self.expert_of_neuron[i], None
+        if self.experts.learn_partition:
+            expert, soft = partition(expert, self.assignments[i])
         numbers = torch.arange(self.experts.num_experts, device=expert.device)
-        return numbers[:, None] == expert, expert == SHARED
+        return numbers[:, None] == expert, expert == SHARED, soft
 
     def fine_width(self, i: int) -> int:
         """Return how many neurons of layer i a token uses, if its experts are fine-grained."""
@@ -154,12 +171,25 @@ class MaskNetwork(nn.Module):
         embeddings = self.hypernetwork()
         attention = self.attention_embeddings(embeddings)
         token_seed = seed if token_seed is None else token_seed
-        return [
+        masks = [
             SampledLayerMasks(
                 self, i, attention[i], embeddings[2 * i + 1], derive_seed(seed, i), derive_seed(token_seed, i)
             )
             for i in range(self.shape.num_layers)
         ]
+        if self.experts.random_top_k:
+            for layer, top_k in zip(masks, self._draw_top_ks(derive_seed(seed, "top k")), strict=True):
+                layer.top_k = top_k
+        return masks
+
+    def _draw_top_ks(self, seed: int) -> list[int]:
+        """Draw how many experts a token uses: between half and twice its own number, the same ratio in all layers.
+
+        Layers that leave no expert out stay whole.
+        """
+        n, own = self.experts.num_experts, self.experts_per_token.tolist()
+        ratio = 2 ** (2 * float(torch.rand((), generator=torch.Generator().manual_seed(seed))) - 1)
+        return [k if k == n else min(max(1, round(k * ratio)), n) for k in own]
 
 
 class SampledLayerMasks:
@@ -171,9 +201,10 @@ class SampledLayerMasks:
         self.net, self.index, self.embedding, self.seed, self.token_seed = net, index, embedding, seed, token_seed
         self.shared_mask: Float[Tensor, " F"] | None = None
         if net.fine:
-            expert_masks, shared_mask = net.expert_masks(index)
-            self.neuron_masks: Float[Tensor, "N F"] = expert_masks.float()
-            self.shared_mask, self.top_k = shared_mask.float(), int(net.experts_per_token[index])
+            self.neuron_masks: Float[Tensor, "N F"]
+            self.neuron_masks, self.shared_mask = net.soft_expert_masks(index)
+            # of this step; the budget counts the layer's own
+            self.top_k = int(net.experts_per_token[index])
         else:
             self.neuron_masks = self._sample(net.neurons[index](expert_embeddings), "neurons")
         self.pruning, self.value_rotation = net.attention.pruning, net.value_rotation(index)
@@ -197,8 +228,9 @@ class SampledLayerMasks:
     @property
     def width(self) -> Float[Tensor, ""]:
         """Neurons that a token uses; of overlapping experts those of the widest (Eq. 8)."""
-        widest = self.neuron_masks.sum(-1).max()
-        return widest if self.shared_mask is None else self.shared_mask.sum() + self.top_k * widest
+        if self.shared_mask is not None:
+            return torch.tensor(float(self.net.fine_width(self.index)), device=self.shared_mask.device)
+        return self.neuron_masks.sum(-1).max()
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         s, router = self.net.sampling, self.net.routers[self.index]

@@ -39,6 +39,12 @@ class ExpertsSection(Section):
     dense_layers: int = Field(default=1, ge=0)
     """For fine-grained experts of a stock target, where all other layers use equally many: so many of the first layers, which
     suffer most, stay whole."""
+    learn_partition: bool = False
+    """For fine-grained experts: learn which neurons form an expert, too, from the carve's answer on, and not the routers
+    alone."""
+    random_top_k: bool = False
+    """For fine-grained experts: let each step of learning use a number of experts drawn between half and twice the planned
+    one, for models that run with other numbers than the plan's."""
     embedding_size: int = Field(default=128, ge=2, multiple_of=2)
     """Size of an expert embedding (E); even, because both directions of the hypernetwork share it."""
     width_multiple: int = Field(default=32, ge=1)
@@ -208,6 +214,16 @@ class Recipe(RunRecipe):
                 "experts.form = fine needs start = carved: calibration text decides which neurons form an expert, and "
                 "learning starts from there; set start to carved, or experts.form to overlapping"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_fine_keys(self) -> Self:
+        for key in ("learn_partition", "random_top_k"):
+            if getattr(self.experts, key) and self.experts.form != "fine":
+                raise UserError(
+                    f"experts.{key} is for fine-grained experts, but experts.form is {self.experts.form}; set experts.form "
+                    f"to fine, or experts.{key} to false"
+                )
         return self
 
     @model_validator(mode="after")
