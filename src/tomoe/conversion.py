@@ -28,7 +28,7 @@ from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
-from tomoe.pruning.carving import carve_
+from tomoe.pruning.carving import carve_, settled_experts
 from tomoe.pruning.extract import check_budget, extract_plan
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import mask_step
@@ -98,8 +98,9 @@ def begin(
 
 
 def empty_network(recipe: Recipe, model: PreTrainedModel) -> MaskNetwork:
-    """Make the mask network that a checkpoint, or `start_`, fills."""
-    net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, recipe.seed)
+    """Make the mask network that a checkpoint, or `start_`, fills. Raises UserError if no experts meet the budget."""
+    shape = shape_of(model)
+    net = MaskNetwork(shape, settled_experts(shape, recipe), recipe.attention, recipe.sampling, recipe.seed)
     return net.to(model.device)
 
 

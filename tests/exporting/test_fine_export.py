@@ -147,6 +147,21 @@ def test_a_run_in_the_stored_dtype_can_fail() -> None:
         )
 
 
+def test_a_conversion_takes_fewer_experts_where_that_saves_zeros(tomoe: CommandLine, tmp_path: Path) -> None:
+    """32 experts of 10 neurons would be stored as 32 of 16; 24 of 16 are asked for, learned, extracted and exported."""
+    TOKENIZER.save_pretrained(write_pico(tmp_path / "dense", vocab_size=len(TOKENIZER), num_hidden_layers=3))
+    write_text(tmp_path / "text.txt")
+    changes = ("experts.num_experts=32", "experts.width_multiple=8", "train.steps=2", "active=0.8077")
+    plan = convert(pico_recipe(tmp_path, "experts.form=fine", "target=glm4_moe", *changes), tmp_path / "moe")
+    assert plan.num_experts == 24
+    assert {layer.expert_size for layer in plan.layers} == {16}
+    assert plan.active_fraction() == pytest.approx(0.8077, abs=0.002)
+    done = tomoe("export", tmp_path / "moe", "-o", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert "24 experts of 16 neurons, 14 for each token, and a shared one of 128" in done.err
+    assert tomoe("plan", tmp_path / "moe" / "run", "-o", tmp_path / "plan").code == 0
+
+
 def test_every_part_of_the_proof_can_fail() -> None:
     good = RouterAgreement(choices=1000, same=0.99, furthest_logits=0.003, furthest=0.5, weight_error=1e-3)
     bounds = BOUNDS["float32"]

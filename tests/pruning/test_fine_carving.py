@@ -16,7 +16,7 @@ from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.pruning import fine_carving
-from tomoe.pruning.carving import carve_, layout_for
+from tomoe.pruning.carving import carve_, layout_for, settled_experts
 from tomoe.pruning.extract import check_budget, extract_plan
 from tomoe.pruning.fine_carving import (
     ROUTER_RIDGE,
@@ -29,6 +29,7 @@ from tomoe.pruning.fine_carving import (
     error_curve,
     fine_layout,
     fine_params,
+    stored_zeros,
 )
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
@@ -155,6 +156,46 @@ def test_layouts_in_numbers(
     layout = layout_for(shape, experts, AttentionSection(), active, uniform)
     assert layout == expected
     assert layout.shared + layout.num_experts * layout.expert_size == shape.mlp_size
+
+
+@pytest.mark.parametrize(
+    ("shape", "active", "experts", "expected"),
+    [
+        # 64 experts of 20 neurons would be stored as 64 of 24
+        (SMOLLM2, 0.5, {}, FineLayout(56, 24, 192, 12)),
+        # 64 experts meet no such budget
+        (SMOLLM2, 0.7, {}, FineLayout(48, 22, 480, 19)),
+        (SMOLLM2, 0.9, {}, FineLayout(64, 16, 512, 51)),
+        (LLAMA2_7B, 0.7, {}, FineLayout(64, 128, 2816, 24)),
+        (SMOLLM2, 0.5, {"expert_size": 20}, FineLayout(64, 20, 256, 11)),
+        (SMOLLM2, 0.5, {"num_experts": 72}, FineLayout(56, 24, 192, 12)),
+        # K-quants
+        (SMOLLM2, 0.75, {"num_experts": 4, "width_multiple": 256, "dense_layers": 0}, FineLayout(4, 256, 512, 2)),
+    ],
+)  # fmt: skip
+def test_a_stock_form_may_take_fewer_experts_to_hold_few_zeros(
+    shape: ModelShape, active: float, experts: dict[str, int], expected: FineLayout
+) -> None:
+    recipe = Recipe(active=active, target="glm4_moe", experts={"form": "fine"} | experts)
+    settled = settled_experts(shape, recipe)
+    assert (settled.num_experts, settled.expert_size) == (expected.num_experts, expected.expert_size)
+    # what the carve finds with these
+    assert layout_for(shape, settled, recipe.attention, active, True) == expected
+    own = Recipe(active=active, experts={"form": "fine"})
+    assert settled_experts(shape, own) == own.experts
+
+
+@pytest.mark.parametrize(
+    ("layout", "zeros"),
+    [
+        (FineLayout(64, 16, 512, 1), 0),
+        (FineLayout(64, 20, 256, 1), 64 * 4 + 8),
+        (FineLayout(56, 24, 192, 1), 0),
+        (FineLayout(64, 112, 1024, 1), 96),
+    ],
+)
+def test_zeros_of_a_stock_form_fill_up_experts_and_shared_part(layout: FineLayout, zeros: int) -> None:
+    assert stored_zeros(layout) == zeros
 
 
 @pytest.mark.parametrize("uniform", [False, True])

@@ -43,15 +43,13 @@ from tomoe.exporting.stock import (
 )
 from tomoe.model.hooks import hooked, input_of
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP, route
+from tomoe.recipe.conversion import FINE_MULTIPLE
 
 ARCH = STOCK_ARCHS["glm4_moe"]
 # eps Z at which the error of the weights is that of the order.
 BALANCED_REACH = 2.0**-9.5
 # r: undoes the 1/2 that a sigmoid has at 0.
 ROUTED_SCALE = 2.0
-# Experts are filled up with zeros to a multiple of so many neurons: in 16 bits rows of 16 bytes, without which the grouped
-# matrix product that transformers runs experts with refuses to.
-WIDTH_MULTIPLE = 8
 # Tokens that Z is measured on.
 PROBE_TOKENS = 256
 # Corrections of experts of zeros that fill up a layer: chosen before all others, or after all others. Scores are within
@@ -76,7 +74,7 @@ class FineLayout:
     whole: int
 
 
-def make_layout(moe: ToMoEForCausalLM, multiple: int = WIDTH_MULTIPLE) -> FineLayout:
+def make_layout(moe: ToMoEForCausalLM, multiple: int = FINE_MULTIPLE) -> FineLayout:
     """One width, shared part and k for all layers, the smallest that hold each of them; w is a multiple of `multiple`."""
     every: list[ToMoEMLP] = [layer.mlp for layer in moe.model.layers]
     # engines want at least one layer with experts

@@ -36,7 +36,7 @@ from tomoe.locks import LOCK_FILE
 from tomoe.moe.checkpoint import save_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback, no_stage_progress
-from tomoe.recipe.conversion import STOCK_MULTIPLE
+from tomoe.recipe.conversion import FINE_MULTIPLE, STOCK_MULTIPLE
 
 # Of which one is in memory beside the model.
 SHARD_BYTES = 10**9
@@ -221,7 +221,7 @@ def _write_stock(
 
 
 def _glm4_layout(moe: ToMoEForCausalLM, options: Options) -> glm4_moe.FineLayout:
-    return glm4_moe.make_layout(moe, options.width_multiple or glm4_moe.WIDTH_MULTIPLE)
+    return glm4_moe.make_layout(moe, options.width_multiple or FINE_MULTIPLE)
 
 
 def _glm4_sizes(moe: ToMoEForCausalLM, options: Options) -> Sizes:

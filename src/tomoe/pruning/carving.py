@@ -33,7 +33,7 @@ from tomoe.pruning.fine_carving import FineLayout, carve_fine, fine_layout, fine
 from tomoe.pruning.gumbel import keep_logit, keep_probability
 from tomoe.pruning.mask_network import MaskNetwork, Projection
 from tomoe.pruning.rotation import head_rotations
-from tomoe.recipe.conversion import AttentionSection, ExpertsSection
+from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
 from tomoe.seeds import derive_seed
 
 KMEANS_STEPS = 20
@@ -41,6 +41,8 @@ ROUTER_CONFIDENCE = 0.9
 """Mean probability of the expert that a token chooses: high enough that noise seldom sends it elsewhere."""
 LOGIT_SCALE = 4.0
 """Mask logits per standard deviation of the rank: decided at both ends, open in the middle."""
+FEWER_EXPERTS = 0.25
+"""Share of the fine-grained experts that a stock form may do without, to be held without zeros and to meet the budget."""
 
 
 @dataclass(frozen=True)
@@ -329,9 +331,10 @@ def attention_units(s: ModelShape, attention: AttentionSection, active: float) -
 
 
 def layout_for(
-    s: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, uniform: bool
-) -> FineLayout:
-    """Return the layout of fine-grained experts for a budget: sizes and recipe alone decide it.
+    s: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, uniform: bool,
+    fewest: int | None = None,
+) -> FineLayout:  # fmt: skip
+    """Return the layout of fine-grained experts for a budget, of `fewest` or more: sizes and recipe alone decide it.
 
     If all layers use equally many experts (`uniform`), that excepts the first `experts.dense_layers`, which use all. Where
     attention is pruned and layers may differ, it takes up what whole experts leave of the budget. Raises UserError if
@@ -345,7 +348,22 @@ def layout_for(
     width = (left - dense_layers * mlp_params(s, s.mlp_size)) / others
     exact = uniform or attention.pruning == "off"
     slack = BUDGET_TOLERANCE * decoder_params(s) / others if exact else math.inf
-    return fine_layout(s.mlp_size, width, slack, experts, 1 if uniform else s.num_layers)
+    return fine_layout(s.mlp_size, width, slack, experts, 1 if uniform else s.num_layers, fewest)
+
+
+def settled_experts(s: ModelShape, recipe: Recipe) -> ExpertsSection:
+    """The recipe's experts, for a stock form of fine-grained ones with the number and size that suit the model.
+
+    Raises UserError if no fine-grained experts meet the budget.
+    """
+    experts, uniform = recipe.experts, recipe.common_multiple > 0
+    if experts.form != "fine":
+        return experts
+    fewest = math.ceil(experts.num_experts * (1 - FEWER_EXPERTS)) if uniform and not experts.expert_size else None
+    layout = layout_for(s, experts, recipe.attention, recipe.active, uniform, fewest)
+    if not uniform:
+        return experts
+    return experts.model_copy(update={"num_experts": layout.num_experts, "expert_size": layout.expert_size})
 
 
 def uniform_top_ks(s: ModelShape, experts: ExpertsSection, layout: FineLayout) -> list[int]:

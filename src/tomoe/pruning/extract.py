@@ -23,7 +23,7 @@ from tomoe.model.hooks import hooked, input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import layer_parts
 from tomoe.plan import LayerPlan, Plan
-from tomoe.pruning.carving import layout_for
+from tomoe.pruning.carving import settled_experts
 from tomoe.pruning.gumbel import keep_probability
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
@@ -298,7 +298,7 @@ def check_budget(shape: ModelShape, recipe: Recipe) -> None:
             "most; set a larger active"
         )
     if recipe.experts.form == "fine":
-        layout_for(shape, recipe.experts, recipe.attention, recipe.active, recipe.common_multiple > 0)
+        settled_experts(shape, recipe)
     elif pruning == "off" and not recipe.common_multiple and shape.mlp_size % multiple == 0:
         # every layer has one unit at least, and all units cost the same: the plan has the nearest number of them
         total, unit = decoder_params(shape), int(mlp_params(shape, multiple))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from tomoe.budget import mlp_params
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.pruning.routing import bfloat16_values
-from tomoe.recipe.conversion import ExpertsSection
+from tomoe.recipe.conversion import FINE_MULTIPLE, ExpertsSection
 
 CLUSTER_STEPS, REASSIGNMENTS = 8, 2
 CLUSTER_TOKENS, ERROR_TOKENS = 4096, 2048
@@ -33,6 +33,8 @@ ROUTER_RIDGE = 1e-3
 """Relative to the mean of the diagonal of the inputs' covariance."""
 SHARED_SLACK = 0.25
 """How far the shared part may be from the wanted one, as a share of a token's neurons, to get a rounder expert size."""
+STORED_ZEROS = 0.02
+"""Neurons of zeros that a stock form may hold, as a share of a layer's, if another layout needs no more than that."""
 
 
 @dataclass(frozen=True)
@@ -51,37 +53,71 @@ class FineLayout:
         return self.shared + self.top_k * self.expert_size
 
 
-def fine_layout(mlp_size: int, width: float, slack: float, experts: ExpertsSection, layers: int) -> FineLayout:
+def fine_layout(
+    mlp_size: int, width: float, slack: float, experts: ExpertsSection, layers: int, fewest: int | None = None
+) -> FineLayout:
     """Choose the layout that gives a token about `width` neurons.
 
     The expert size is a multiple of `experts.width_multiple`, or of its half, its quarter and so on: of the largest that
     leaves a shared part near `experts.shared`, and that meets `width` within `slack` neurons, in the mean over `layers` that
-    may use different numbers of experts (1: all use equally many). Raises UserError if no layout does.
+    may use different numbers of experts (1: all use equally many).
+    With `fewest`, for a stock form: there may be so many experts or more, up to `experts.num_experts`, if only that meets the
+    width, or if the form has to hold more than STORED_ZEROS of zeros otherwise. Raises UserError if no layout does.
     """
     n, wanted = experts.num_experts, experts.shared * width
-    multiple = experts.width_multiple
-    while multiple:
-        found: list[tuple[float, FineLayout]] = []
-        sizes = range(multiple, mlp_size // n + 1, multiple) if not experts.expert_size else [experts.expert_size]
-        for size in sizes:
-            shared = mlp_size - n * size
-            top_k = min(max(1, round((width - shared) / size)), n)
-            layout = FineLayout(n, size, shared, top_k)
-            given = experts.expert_size > 0
-            near = given or abs(shared - wanted) <= SHARED_SLACK * width
-            all_experts = min(round(layers * (width - shared) / size), layers * n)
-            met = abs(shared + all_experts / layers * size - width) <= slack
-            if shared >= 0 and shared + size <= width and near and met:
-                found.append((abs(shared - wanted), layout))
-        if found:
-            return min(found, key=lambda pair: pair[0])[1]
-        multiple //= 2
+
+    def roundest(counts: range, most_zeros: float) -> FineLayout | None:
+        multiple = experts.width_multiple
+        while multiple:
+            found = [
+                layout
+                for count in counts
+                for layout in _layouts(mlp_size, width, slack, experts, layers, multiple, count)
+                if stored_zeros(layout) <= most_zeros
+            ]
+            if found:
+                return min(found, key=lambda layout: abs(layout.shared - wanted))
+            multiple //= 2
+        return None
+
+    if fewest is None:
+        chosen = roundest(range(n, n + 1), math.inf)
+    else:
+        counts, few_zeros = range(n, fewest - 1, -1), STORED_ZEROS * mlp_size
+        chosen = roundest(range(n, n + 1), few_zeros) or roundest(counts, few_zeros)
+        if chosen is None:
+            every = itertools.chain.from_iterable(
+                _layouts(mlp_size, width, slack, experts, layers, 1, count) for count in counts
+            )
+            chosen = min(every, key=lambda layout: (stored_zeros(layout), abs(layout.shared - wanted)), default=None)
+    if chosen is not None:
+        return chosen
     given_size = "" if not experts.expert_size else f" of {experts.expert_size} neurons"
     raise UserError(
         f"{n} fine-grained experts{given_size} cannot divide {mlp_size:,} neurons so that a token uses {width:,.0f} of them"
         f"{'' if math.isinf(slack) else f' (to {slack:,.1f} exactly)'}; "
         "change experts.num_experts, experts.expert_size or active"
     )
+
+
+def _layouts(
+    mlp_size: int, width: float, slack: float, experts: ExpertsSection, layers: int, multiple: int, n: int
+) -> Iterator[FineLayout]:
+    """Layouts with n experts of a multiple of neurons, or of the given size, that meet the width."""
+    given = experts.expert_size > 0
+    for size in [experts.expert_size] if given else range(multiple, mlp_size // n + 1, multiple):
+        shared = mlp_size - n * size
+        near = given or abs(shared - experts.shared * width) <= SHARED_SLACK * width
+        all_experts = min(round(layers * (width - shared) / size), layers * n)
+        met = abs(shared + all_experts / layers * size - width) <= slack
+        if shared >= 0 and shared + size <= width and near and met:
+            yield FineLayout(n, size, shared, min(max(1, round((width - shared) / size)), n))
+
+
+def stored_zeros(layout: FineLayout) -> int:
+    """Neurons of zeros with which a stock form fills up the experts of a layer, and its shared part to a multiple of them."""
+    size = -(-layout.expert_size // FINE_MULTIPLE) * FINE_MULTIPLE
+    return layout.num_experts * (size - layout.expert_size) + -layout.shared % size
 
 
 def balanced_assignment(scores: Float[Tensor, "n N"], size: int) -> Int[Tensor, " n"]:
