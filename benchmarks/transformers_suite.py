@@ -57,7 +57,7 @@ modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["tomoe"] = "ToMoEForCausalLM"
 def sizes_of(make_config):
     sizes = dict(
         batch_size=3, seq_length=7, is_training=True, hidden_size=PICO["hidden_size"], vocab_size=PICO["vocab_size"],
-        num_hidden_layers=PICO["num_hidden_layers"], num_attention_heads=PICO["num_attention_heads"],
+        num_hidden_layers=PICO["num_hidden_layers"], num_attention_heads=make_config().num_attention_heads,
     )
 
     def inputs():
@@ -69,7 +69,8 @@ def sizes_of(make_config):
 
 def converted(name):
     family, _, pruned = name.partition("-")
-    dense = make_pico(family)
+    # heads of the usual pico size keep no rotary pair of Phi's half, and then no rope changes anything
+    dense = make_pico(family, **dict(num_attention_heads=2, num_key_value_heads=2) if family == "phi" else {{}})
     config = fold(dense, make_plan(dense, "per_token" if pruned else "off")).config
     # what was converted has no name or dtype yet that a test could trip over
     config.dtype = None

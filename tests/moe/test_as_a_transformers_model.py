@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from conftest import FAMILIES, make_pico, make_plan, tokens
+from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
 from pico_tokenizer import make_tokenizer
 from tomoe.errors import UserError
 from tomoe.exporting.targets import Options, choose, write_export
 from tomoe.model.loading import load_dense
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEModel
+from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM, ToMoEModel
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -80,6 +80,31 @@ def test_attentions_are_returned(family: str) -> None:
     assert len(moe(ids).attentions) == moe.config.num_hidden_layers
 
 
+@pytest.mark.parametrize("slides", [True, False])
+def test_a_sliding_window_switched_by_the_config_reaches_masks_and_caches(slides: bool) -> None:
+    """Qwen2 derives from `use_sliding_window` which layers slide; transformers' caches read the outcome off the config."""
+    values = converted("qwen2").config.to_dict() | {
+        "use_sliding_window": slides,
+        "sliding_window": 3,
+        "max_window_layers": 1,
+    }
+    for name in ("layer_types", "auto_map"):
+        values.pop(name)
+    torch.manual_seed(0)
+    moe = ToMoEForCausalLM(ToMoEConfig(**values)).eval()
+    moe.set_attn_implementation("eager")
+    ids = tokens(1, 8)
+    full, last = moe(ids, output_attentions=True).attentions
+    assert moe.config.layer_types == ["full_attention", "sliding_attention" if slides else "full_attention"]
+    assert bool(full[..., -1, 0].all())
+    assert bool(last[..., -1, :5].any()) != slides
+    cache = DynamicCache(config=moe.config)
+    for i in range(8):
+        stepwise = moe(ids[:, i : i + 1], past_key_values=cache).logits
+    assert [layer.keys.shape[-2] for layer in cache.layers] == [8, 2 if slides else 8]
+    torch.testing.assert_close(stepwise[:, -1], moe(ids).logits[:, -1], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tuples_for_those_who_want_them(family: str) -> None:
     moe, ids = converted(family), tokens()
@@ -92,6 +117,24 @@ def test_tuples_for_those_who_want_them(family: str) -> None:
     moe.config.return_dict = False
     assert torch.equal(moe(ids)[0], out.logits)
     assert torch.equal(moe(ids, return_dict=True).logits, out.logits)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_can_be_trained_gets_a_gradient(family: str, form: str, tmp_path: Path) -> None:
+    """DistributedDataParallel, and so `accelerate launch`, ends with an error where one parameter gets none."""
+    dense = make_pico(family)
+    plan = make_plan(dense, "per_token", form=form)
+    save_moe(fold(dense, plan), plan, None, tmp_path / "moe")
+    for config in ({}, {"output_router_logits": True}):
+        moe, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", **config), tokens()
+        with torch.enable_grad():
+            moe(ids, labels=ids).loss.backward()
+        trained = {name for name, p in moe.named_parameters() if p.requires_grad}
+        assert {name for name, p in moe.named_parameters() if p.grad is not None} == trained
+        assert {name for name, _ in moe.named_parameters()} - trained == {
+            name for name in moe.state_dict() if "value_router" in name
+        }
 
 
 def test_arguments_of_the_base_model_can_be_read() -> None:

@@ -158,6 +158,8 @@ class ValueRouter(nn.Module):
         self.project_in = nn.Linear(hidden_size, embedding_size)
         self.norm = nn.LayerNorm(embedding_size)
         self.project_out = nn.Linear(embedding_size, head_dim)
+        # No gradient passes its choice, and distributed training waits for one of every parameter that could have one.
+        self.requires_grad_(False)
 
     def forward(self, x: Tensor, top_k: int) -> Tensor:
         """0/1 mask [.., C] with exactly `top_k` ones."""
@@ -248,9 +250,8 @@ class ToMoEAttention(nn.Module):
         if implementation not in ("eager", "sdpa"):
             q, k, v = (F.pad(t, (0, self.head_dim - t.shape[-1])) for t in (q, k, v))
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        if self.sliding_window is not None:
-            kwargs["sliding_window"] = self.sliding_window
-        kwargs |= dict(dropout=self.attention_dropout if self.training else 0.0, scaling=self.scaling)
+        dropout = self.attention_dropout if self.training else 0.0
+        kwargs |= dict(dropout=dropout, scaling=self.scaling, sliding_window=self.sliding_window)
         out, weights = attend(self, q, k, v, attention_mask, **kwargs)
         out = out.reshape(*lead, -1, v.shape[-1])[..., : self.value_size]
         if value_mask is not None:
@@ -299,12 +300,6 @@ def take_rows(weight: Tensor, neurons: slice | Tensor) -> Tensor:
     return weight[neurons] if isinstance(neurons, slice) else weight.index_select(0, neurons)
 
 
-def spread_rows(num_experts: int, width: int, union: int) -> Tensor:
-    """[N, W]: valid rows for experts that no plan chose, runs of neighbors that together cover all U rows."""
-    starts = torch.arange(num_experts) * (union - width) // max(1, num_experts - 1)
-    return (starts[:, None] + torch.arange(width)).int()
-
-
 class ToMoEMLP(nn.Module):
     """N experts (Eqs. 2, 13). Each neuron is stored once, as one row of every matrix, whether experts share it or not.
 
@@ -338,10 +333,11 @@ class ToMoEMLP(nn.Module):
         self.register_buffer("expert_neurons", self.default_rows(size, config.expert_sizes[layer]))
 
     def default_rows(self, union: int, width: int) -> Tensor:
-        """Rows [N, W] of experts that no plan chose."""
+        """Rows [N, W] of experts that no plan chose; overlapping ones are runs of neighbors that together cover all U rows."""
         if self.fine:
             return torch.arange(self.shared_size, union, dtype=torch.int32).view(self.num_experts, width)
-        return spread_rows(self.num_experts, width, union)
+        starts = torch.arange(self.num_experts) * (union - width) // max(1, self.num_experts - 1)
+        return (starts[:, None] + torch.arange(width)).int()
 
     @property
     def top_k(self) -> int | None:
@@ -431,6 +427,9 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.check_ids()
         model.check_finite()
+        # Loading made new parameters.
+        for router in (module for module in model.modules() if isinstance(module, ValueRouter)):
+            router.requires_grad_(False)
         return loaded
 
     def check_ids(self) -> None:
@@ -512,6 +511,8 @@ class ToMoEModel(ToMoEPreTrainedModel):
         config.check()
         family = AutoModel.from_config(config.dense_config()) if family is None else family
         family.config._attn_implementation = config._attn_implementation
+        # Caches read from the config what the family derives from other values: which layers slide, and how far.
+        config.update({k: v for k, v in family.config.to_dict().items() if k in ("layer_types", "sliding_window")})
         for i, layer in enumerate(family.layers):
             layer.mlp = ToMoEMLP(layer.mlp, config, i)
             layer.self_attn = ToMoEAttention(layer.self_attn, config, i, family.config)
