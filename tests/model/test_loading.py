@@ -89,6 +89,15 @@ def test_a_tokenizer_that_is_not_there(folder: Path) -> None:
         load_tokenizer(str(folder))
 
 
+@pytest.mark.parametrize("config", ["{}", '{"tokenizer_class": "LlamaTokenizer"}'])
+def test_a_folder_without_a_tokenizer(folder: Path, config: str) -> None:
+    """transformers explains it in a list, of which the first line is half a sentence, or makes one that knows no word."""
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text(config)
+    with pytest.raises(UserError, match=r"it has no tokenizer .*tokenizer\.json"):
+        load_tokenizer(str(folder))
+
+
 def test_a_saved_tokenizer_names_no_code(folder: Path, tmp_path: Path) -> None:
     """With trust_remote_code, transformers would run the code of another repository that `auto_map` names."""
     path = folder / "tokenizer_config.json"

@@ -91,6 +91,8 @@ def test_a_recipe_is_frozen() -> None:
         ("train.steps=many", ["train.steps is 'many'", "integer"]),
         ("train.schedule=linear", ["'linear'", "'constant' or 'cosine'"]),
         ("train.learning_rate=0", ["greater than 0"]),
+        # AdamW would end in an OverflowError in its first step
+        ("train.learning_rate=1e38", ["train.learning_rate is 1e+38", "at most 1e+37"]),
         ("active=0", ["active is 0"]),
         ("active=1.01", ["active is 1.01"]),
         ("active=NaN", ["active", "finite"]),

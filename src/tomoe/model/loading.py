@@ -41,6 +41,9 @@ _CHUNK = 2**24
 _LOADING_ERRORS = (OSError, ValueError, RuntimeError, LookupError, SafetensorError, StrictDataclassError)
 # what it raises for a config with words for numbers, zeros to divide by or endless nesting
 _SENSELESS_CONFIG = (TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError, MemoryError)
+_NO_TOKENIZER = (
+    "it has no tokenizer that can be read; copy tokenizer.json and tokenizer_config.json from where the model came from"
+)
 
 
 def pick_device(name: str) -> str:
@@ -144,6 +147,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             trust_remote_code=False, **_arguments(place, weights=False)
         )
+    # transformers makes some tokenizers out of no file at all
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"cannot load the tokenizer {model}: {_NO_TOKENIZER}")
     if _is_gguf(place):
         tokenizer.name_or_path = place.stem
     strip_remote_code_(tokenizer)
@@ -271,6 +277,8 @@ def _reason(error: Exception) -> str:
         return "its weights do not have the shapes of its config"
     if message.startswith("Unrecognized"):
         return "its config belongs to no causal language model that transformers knows"
+    if message.startswith("Couldn't instantiate the backend tokenizer"):
+        return _NO_TOKENIZER
     if "reshape array" in message:
         return "the file is cut off; download or write it again"
     lines = [line.strip() for line in message.splitlines() if line.strip()]

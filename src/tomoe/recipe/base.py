@@ -192,6 +192,8 @@ def _sentence(error: ValidationError, recipe: type[BaseRecipe]) -> str:
         return f"{key} is {_shortened(first['input'])}, but it should be a section with keys such as {_keys_of(key, recipe)[0]}"
     if first["type"] == "too_short":
         return f"{key} is empty, but it should hold at least {first['ctx']['min_length']}"
+    if first["type"] == "less_than_equal":
+        return f"{key} is {_shortened(first['input'])}, but it should be at most {first['ctx']['le']:g}"
     allowed = first["msg"].replace("Input", "it", 1)
     return f"{key} is {_shortened(first['input'])}, but {allowed}"
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tomoe.recipe.base import Section
 from tomoe.recipe.renamed import FINETUNING, Renamed
-from tomoe.recipe.run import DataSection, LoopSection, RunRecipe
+from tomoe.recipe.run import MAX_LEARNING_RATE, DataSection, LoopSection, RunRecipe
 
 
 class TunedLossSection(Section):
@@ -35,7 +35,7 @@ class TunedTrainSection(LoopSection):
 
     steps: int = Field(default=200, ge=0)
     """Optimizer steps; 0 learns nothing."""
-    learning_rate: float = Field(default=3e-4, gt=0)
+    learning_rate: float = Field(default=3e-4, gt=0, le=MAX_LEARNING_RATE)
     """Peak learning rate of AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of AdamW."""

@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 from tomoe.errors import UserError
 from tomoe.recipe.base import BaseRecipe, Section
 
+# AdamW divides it by a tenth in the first step, and what comes out must be a float32.
+MAX_LEARNING_RATE = 1e37
+
 
 class LoopSection(Section):
     """The training loop of any kind of run."""
@@ -19,7 +22,7 @@ class LoopSection(Section):
     """Sequences per forward pass."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     """Forward passes per step; under torchrun they are divided among the ranks."""
-    learning_rate: float = Field(default=1e-2, gt=0)
+    learning_rate: float = Field(default=1e-2, gt=0, le=MAX_LEARNING_RATE)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "cosine"] = "cosine"
     """The learning rate after warm-up: constant, or falling to zero along a cosine."""
