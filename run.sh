@@ -119,7 +119,8 @@ test)
 engines)
     setup_engines
     export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-    $venv/bin/python -m pytest --quiet tests/engines
+    # one test starts vLLM and loads some thirty models
+    $venv/bin/python -m pytest --quiet -o faulthandler_timeout=3600 tests/engines
     ;;
 "" | help | -h | --help)
     usage

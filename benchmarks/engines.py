@@ -1,11 +1,13 @@
-"""Engines on the CPU: an export beside the dense model, in one run and in turns.
+"""Engines on the CPU: exports beside the dense model, in one run and in turns.
 
-One line of Markdown a cell, and one of RESULTS (JSON lines). vLLM runs eagerly in bfloat16, every sequence writes
-NEW_TOKENS. Prompts are pieces of `--text`, without it random tokens: text is what routers were made for. Prefill is the time
-to the first token of all rows, decoding what the other tokens take on top; of the repeats the best counts. With
-`--clock cpu` seconds of this process's processor time count, for one thread on a machine that does other work too. Memory is
-what the process grew by when a model was opened. llama.cpp runs one sequence; its dense model is the same file with shared
-part and experts merged into plain MLPs. Run it in the environment of `./run.sh engines`.
+One line of Markdown a cell, and one of RESULTS (JSON lines). vLLM runs eagerly, every sequence writes NEW_TOKENS. Prompts are
+pieces of `--text`, without it random tokens: text is what routers were made for. Prefill is the time until all rows have
+their first token; decoding is the median step after that. All models take turns; what is told is the median of the repeats
+and, in brackets, the lowest and the highest ratio of an export to the dense model in the same repeat. With `--clock cpu`
+seconds of this process's processor time count, for one thread on a machine that does other work too. Memory is what the
+process grew by when a model was opened. In llama.cpp the rows come from as many clients at once, and decoding is what
+NEW_TOKENS take longer than one; its dense model is the same file with shared part and experts merged into plain MLPs. Run it
+in the environment of `./run.sh engines`.
 
     python benchmarks/engines.py RESULTS vllm DENSE EXPORT           # two folders
     python benchmarks/engines.py RESULTS vllm-random FOLDER          # a shape of random weights, made in FOLDER
@@ -15,10 +17,13 @@ part and experts merged into plain MLPs. Run it in the environment of `./run.sh 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +32,9 @@ import torch
 
 # The engine in this process: two models take turns.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-NEW_TOKENS = 32
+NEW_TOKENS = 16
 COMMON: dict[str, Any] = {"vocab_size": 32_000, "max_position_embeddings": 4096, "num_attention_heads": 32}
 # Random weights: of a 1B, and four layers of LLaMA-2-7B's width.
 RANDOM: dict[str, dict[str, Any]] = {
@@ -44,8 +49,14 @@ RANDOM_EXPERTS: dict[str, Any] = {
     "norm_topk_prob": False,
 }
 
-Run = Callable[[int, int, int], float]
-"""Seconds for a batch of prompts of a length that write so many tokens each."""
+# Half of an MLP of 8,192 neurons: experts, width of one, experts of a token, shared neurons.
+DEFAULT_LAYOUT = [48, 128, 16, 2048]
+# Random prompts take the first tokens of a vocabulary.
+FEWEST_TOKENS = 2_000
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
+
+Run = Callable[[int, int], tuple[float, float]]
+"""Seconds until all rows of a batch of prompts of a length have their first token, and of a step after that."""
 Prompts = Callable[[int, int], list[list[int]]]
 """So many prompts of so many tokens."""
 
@@ -54,7 +65,7 @@ def make_prompts(text: Path | None, tokenizer_folder: Path) -> Prompts:
     """Prompts of pieces of a text that lie evenly over it, or of random tokens."""
     if text is None:
         return lambda batch, length: torch.randint(
-            100, 30_000, (batch, length), generator=torch.Generator().manual_seed(length)
+            100, FEWEST_TOKENS, (batch, length), generator=torch.Generator().manual_seed(length)
         ).tolist()
     from tomoe.model.loading import load_tokenizer
 
@@ -67,50 +78,63 @@ def make_prompts(text: Path | None, tokenizer_folder: Path) -> Prompts:
     return pieces
 
 
-def open_vllm(folder: Path, longest: int, prompts: Prompts, clock: Callable[[], float]) -> Run:
+def open_vllm(folder: Path, dtype: str, longest: int, prompts: Prompts, clock: Callable[[], float]) -> Run:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     engine = LLM(
-        str(folder), dtype="bfloat16", max_model_len=longest, enforce_eager=True, skip_tokenizer_init=True,
+        str(folder), dtype=dtype, max_model_len=longest, enforce_eager=True, skip_tokenizer_init=True,
         enable_prefix_caching=False, max_num_seqs=32,
-    )  # fmt: skip
+    ).llm_engine  # fmt: skip
+    numbers = itertools.count()
+    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
 
-    def run(batch: int, length: int, new_tokens: int) -> float:
-        greedy = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-        requests = [{"prompt_token_ids": ids} for ids in prompts(batch, length)]
-        began = clock()
-        engine.generate(requests, greedy, use_tqdm=False)
-        return clock() - began
+    def run(batch: int, length: int) -> tuple[float, float]:
+        for ids in prompts(batch, length):
+            engine.add_request(f"{folder}-{next(numbers)}", {"prompt_token_ids": ids}, greedy)
+        began, steps, first = clock(), [], 0.0
+        started: set[str] = set()
+        while engine.has_unfinished_requests():
+            step_began = clock()
+            started.update(output.request_id for output in engine.step())
+            if first:
+                steps.append(clock() - step_began)
+            elif len(started) == batch:
+                first = clock() - began
+        return first, statistics.median(steps)
 
     return run
 
 
-def open_llama_cpp(file: Path, vocab_size: int, longest: int, prompts: Prompts, clock: Callable[[], float]) -> Run:
+def open_llama_cpp(
+    file: Path, vocab_size: int, longest: int, rows: int, prompts: Prompts, clock: Callable[[], float]
+) -> Run:
     from tomoe.exporting.engines import LlamaCpp
 
-    engine = LlamaCpp(file, vocab_size, longest, letter=100)
+    engine = LlamaCpp(file, vocab_size, rows * longest, letter=100, rows=rows)
 
-    def run(batch: int, length: int, new_tokens: int) -> float:
-        (prompt,) = prompts(batch, length)
+    def write(batch: int, length: int, tokens: int) -> float:
         began = clock()
-        engine.run(prompt, new_tokens)
+        with ThreadPoolExecutor(batch) as clients:
+            list(clients.map(lambda prompt: engine.run(prompt, tokens), prompts(batch, length)))
         return clock() - began
+
+    def run(batch: int, length: int) -> tuple[float, float]:
+        first = write(batch, length, 1)
+        return first, max(write(batch, length, NEW_TOKENS) - first, 1e-9) / (NEW_TOKENS - 1)
 
     return run
 
 
-def speeds(models: dict[str, Run], batch: int, length: int, repeats: int) -> dict[str, tuple[float, float]]:
-    """Tokens a second of each model, in prefill and in decoding; the models take turns."""
-    first, whole = ({name: float("inf") for name in models} for _ in range(2))
-    for run in models.values():
-        run(batch, length, 2)
-    for _ in range(repeats):
+def measure(models: dict[str, Run], batch: int, length: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of prefill and of a step, of each model and repeat; the models take turns."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    for repeat in range(repeats + 1):
         for name, run in models.items():
-            first[name] = min(first[name], run(batch, length, 1))
-        for name, run in models.items():
-            whole[name] = min(whole[name], run(batch, length, NEW_TOKENS))
-    rest = {name: max(whole[name] - first[name], 1e-9) for name in models}
-    return {name: (batch * length / first[name], batch * (NEW_TOKENS - 1) / rest[name]) for name in models}
+            measured = run(batch, length)
+            # the first round warms up
+            if repeat:
+                times[name].append(measured)
+    return times
 
 
 def measured_open(open_model: Callable[[], Run], grown: list[int]) -> Run:
@@ -123,54 +147,78 @@ def measured_open(open_model: Callable[[], Run], grown: list[int]) -> Run:
     return run
 
 
-def table(args: argparse.Namespace, label: str, models: dict[str, Run], batches: list[int], memory: list[int]) -> None:
-    """Measure every cell; `memory` is that of the dense model and of the export."""
+def table(args: argparse.Namespace, models: dict[str, Run], memory: dict[str, int]) -> None:
+    """Measure every cell; the dense model is the first."""
+    dense, *exports = models
     print(
-        "| model | prompt | batch | first token, dense (s) | export (s) | prefill of dense | decoding, dense (tokens/s) | "
-        "export | of dense |\n|---|---|---|---|---|---|---|---|---|"
+        "| prompts | export | first token, dense (s) | export (s) | prefill of dense | decoding, dense (tokens/s) | "
+        "export | of dense |\n|---|---|---|---|---|---|---|---|"
     )
-    for length in args.lengths:
-        for batch in batches:
-            if batch * length > args.most:
-                continue
-            measured = speeds(models, batch, length, args.repeats)
-            (dense_prefill, dense_decode), (prefill, decode) = measured["dense"], measured["export"]
+    for length, batch in itertools.product(args.lengths, args.batches):
+        if batch * length > args.most:
+            continue
+        times = measure(models, batch, length, args.repeats)
+        for name in exports:
             line: dict[str, Any] = {
-                "model": label, "engine": args.engine, "prompt": length, "batch": batch, "new_tokens": NEW_TOKENS,
-                "dense_prefill": dense_prefill, "dense_decode": dense_decode, "prefill": prefill, "decode": decode,
-                "dense_memory": memory[0], "memory": memory[1], "clock": args.clock, "text": bool(args.text),
-                "threads": torch.get_num_threads(), "load": os.getloadavg()[0],
+                "model": name, "engine": args.engine, "prompt": length, "batch": batch, "new_tokens": NEW_TOKENS,
+                "dense": times[dense], "export": times[name], "dense_memory": memory[dense], "memory": memory[name],
+                "clock": args.clock, "dtype": args.dtype, "text": bool(args.text), "threads": torch.get_num_threads(),
+                "load": os.getloadavg()[0],
             }  # fmt: skip
             with args.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            print(
-                f"| {label} | {length:,} | {batch} | {batch * length / dense_prefill:.2f} | {batch * length / prefill:.2f} | "
-                f"{prefill / dense_prefill:.2f} | {dense_decode:,.1f} | {decode:,.1f} | {decode / dense_decode:.2f} |",
-                flush=True,
-            )
+            print(cell(f"{batch} x {length:,} | {name}", batch, times[dense], times[name]), flush=True)
 
 
-def write_random(folder: Path, shape: str, layout: list[int]) -> tuple[Path, Path]:
-    """A Llama and a Glm4Moe of the same sizes; `layout` is experts, width of one, experts of a token, shared neurons."""
-    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM
+def cell(label: str, batch: int, dense: list[tuple[float, float]], export: list[tuple[float, float]]) -> str:
+    """A line of the table: medians, and how far the ratios of single repeats are from each other."""
+    words = []
+    for part in (0, 1):
+        ratios = sorted(d[part] / e[part] for d, e in zip(dense, export, strict=True))
+        medians = [statistics.median(t[part] for t in times) for times in (dense, export)]
+        shown = [f"{m:.2f}" if part == 0 else f"{batch / m:,.1f}" for m in medians]
+        words += [*shown, f"**{statistics.median(ratios):.2f}** ({ratios[0]:.2f}-{ratios[-1]:.2f})"]
+    return f"| {label} | {' | '.join(words)} |"
 
-    rope, sizes = {"rope_type": "default", "rope_theta": 10_000.0}, RANDOM[shape]
+
+def shortened(sizes: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """The sizes with so many layers, and a vocabulary as much smaller: the output matrix keeps its share of the time."""
+    whole = sizes["num_hidden_layers"]
+    layers = layers or whole
+    return sizes | {"num_hidden_layers": layers, "vocab_size": sizes["vocab_size"] * layers // whole}
+
+
+def write_dense(folder: Path, sizes: dict[str, Any]) -> Path:
+    """A Llama of random weights in bfloat16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    dense = folder / f"dense-{sizes['hidden_size']}-{sizes['num_hidden_layers']}"
+    if not (dense / "config.json").exists():
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.bfloat16)
+        LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=ROPE)).save_pretrained(dense)
+        torch.set_default_dtype(torch.float32)
+    return dense
+
+
+def write_export(folder: Path, sizes: dict[str, Any], layout: list[int]) -> Path:
+    """A Glm4Moe of the same sizes; `layout` is experts, width of one, experts of a token, shared neurons."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
     experts, width, top_k, shared = layout
     # the dense MLP, divided: nothing else would be beside it
-    assert shared % width == 0, "the shared part is a multiple of the expert width"
     assert shared + experts * width == sizes["intermediate_size"], "the neurons of the layout are not those of the MLP"
+    # the shared part is stored as a multiple of the expert width, as an export stores it
     chosen = {"n_routed_experts": experts, "moe_intermediate_size": width, "num_experts_per_tok": top_k,
-              "n_shared_experts": shared // width, "head_dim": sizes["hidden_size"] // 32,
-              "rope_parameters": rope | {"partial_rotary_factor": 1.0}}  # fmt: skip
-    dense, export = folder / f"dense-{shape}", folder / f"export-{shape}-{experts}x{width}-{top_k}-{shared}"
-    torch.set_default_dtype(torch.bfloat16)
-    torch.manual_seed(0)
-    if not (dense / "config.json").exists():
-        LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope)).save_pretrained(dense)
+              "n_shared_experts": -(-shared // width), "head_dim": sizes["hidden_size"] // 32,
+              "rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}  # fmt: skip
+    export = folder / f"{experts}x{width}-{top_k}-{shared}-{sizes['hidden_size']}-{sizes['num_hidden_layers']}"
     if not (export / "config.json").exists():
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.bfloat16)
         Glm4MoeForCausalLM(Glm4MoeConfig(**sizes | RANDOM_EXPERTS | chosen)).save_pretrained(export)
-    torch.set_default_dtype(torch.float32)
-    return dense, export
+        torch.set_default_dtype(torch.float32)
+    return export
 
 
 def write_files(converted: Path, folder: Path, precision: Any) -> tuple[dict[str, Path], int]:
@@ -188,50 +236,58 @@ def write_files(converted: Path, folder: Path, precision: Any) -> tuple[dict[str
     return files, moe.config.vocab_size
 
 
+def open_models(args: argparse.Namespace, clock: Callable[[], float]) -> tuple[dict[str, Run], dict[str, int]]:
+    """The dense model and the exports, opened, and by how many bytes the process grew for each."""
+    longest = max(args.lengths) + NEW_TOKENS
+    opens: dict[str, Callable[[], Run]]
+    if args.engine == "llama.cpp":
+        converted, folder = args.paths
+        files, vocab_size = write_files(converted, folder, args.precision)
+        prompts, rows = make_prompts(args.text, converted), max(args.batches)
+        opens = {
+            name: partial(open_llama_cpp, file, vocab_size, longest, rows, prompts, clock)
+            for name, file in files.items()
+        }
+    else:
+        if args.engine == "vllm-random":
+            sizes = shortened(RANDOM[args.shape], args.layers)
+            dense = write_dense(args.paths[0], sizes)
+            exports = [write_export(args.paths[0], sizes, layout) for layout in args.layout or [DEFAULT_LAYOUT]]
+        else:
+            dense, *exports = args.paths
+        prompts = make_prompts(args.text, dense)
+        # an export is the first: it sets up what experts need
+        opens = {path.name: partial(open_vllm, path, args.dtype, longest, prompts, clock) for path in (*exports, dense)}
+    opened, memory = {}, {}
+    for name, open_model in opens.items():
+        grown: list[int] = []
+        opened[name] = measured_open(open_model, grown)
+        memory[name] = grown[0]
+    first = "dense" if args.engine == "llama.cpp" else dense.name
+    return {name: opened[name] for name in sorted(opened, key=lambda name: name != first)}, memory
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("engine", choices=["vllm", "vllm-random", "llama.cpp"])
     parser.add_argument("paths", nargs="+", type=Path)
-    parser.add_argument("--label")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 1024])
     parser.add_argument("--most", type=int, default=8192, help="Most tokens of all prompts together.")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--precision", default="q8_0")
+    parser.add_argument("--dtype", default="bfloat16", help="Of the models in vLLM.")
+    parser.add_argument("--precision", default="q8_0", help="Of the files for llama.cpp.")
     parser.add_argument("--text", type=Path, help="Text for prompts; without it they are random tokens.")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--shape", choices=sorted(RANDOM), default="1b", help="Of random weights.")
+    parser.add_argument("--layers", type=int, help="Of random weights, instead of the shape's.")
     parser.add_argument(
-        "--layout", type=int, nargs=4, default=[48, 128, 16, 2048], metavar=("E", "WIDTH", "K", "SHARED")
+        "--layout", type=int, nargs=4, action="append", metavar=("E", "WIDTH", "K", "SHARED"), help="May be repeated."
     )
     args = parser.parse_args()
-    longest = max(args.lengths) + NEW_TOKENS
-    clock = time.process_time if args.clock == "cpu" else time.perf_counter
-    memory: list[int] = []
-    models: dict[str, Run] = {}
-    if args.engine == "llama.cpp":
-        converted, folder = args.paths
-        files, vocab_size = write_files(converted, folder, args.precision)
-        prompts = make_prompts(args.text, converted)
-        for name, file in files.items():
-            opened = partial(open_llama_cpp, file, vocab_size, longest, prompts, clock)
-            models[name] = measured_open(opened, memory)
-        args.batches = [1]
-    else:
-        if args.engine == "vllm-random":
-            dense, export = write_random(args.paths[0], args.shape, args.layout)
-        else:
-            dense, export = args.paths
-        prompts = make_prompts(args.text, export)
-        # the export is the first: it sets up what experts need
-        opened_models = [
-            measured_open(partial(open_vllm, folder, longest, prompts, clock), memory) for folder in (export, dense)
-        ]
-        models = {"dense": opened_models[1], "export": opened_models[0]}
-        memory.reverse()
-        args.label = args.label or export.name
-    table(args, args.label or args.paths[-1].name, models, args.batches, memory)
+    models, memory = open_models(args, time.process_time if args.clock == "cpu" else time.perf_counter)
+    table(args, models, memory)
 
 
 if __name__ == "__main__":

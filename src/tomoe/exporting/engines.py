@@ -50,12 +50,17 @@ def quantize(x: Float[np.ndarray, "*rows n"], kind: GGMLQuantizationType) -> Sha
 class LlamaCpp:
     """One file, on the CPU, with a key/value cache in float32: its default, float16, would hide what the weights do."""
 
-    def __init__(self, path: Path, vocab_size: int, context: int, letter: int, threads: int | None = None):
-        """`letter` is any token that is text by itself: llama.cpp answers no end of text and no half of a character."""
+    def __init__(
+        self, path: Path, vocab_size: int, context: int, letter: int, threads: int | None = None, rows: int = 1
+    ):
+        """`letter` is any token that is text by itself: llama.cpp answers no end of text and no half of a character.
+
+        `rows` sequences can run at once, with `context` tokens together.
+        """
         x = binding()
         p = x.CommonParams()
         p.model.path = str(path)
-        p.n_ctx, p.n_parallel, p.n_gpu_layers = context, 1, 0
+        p.n_ctx, p.n_parallel, p.n_gpu_layers = context, rows, 0
         p.warmup = p.fit_params = False
         p.cpuparams.n_threads = p.cpuparams_batch.n_threads = threads or torch.get_num_threads()
         p.cache_type_k = p.cache_type_v = x.ggml_type.GGML_TYPE_F32
