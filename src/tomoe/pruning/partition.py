@@ -17,9 +17,9 @@ from tomoe.pruning.fine_carving import balanced_assignment
 
 SHARED = -1
 """Number of the expert of neurons that every token uses."""
-HEAD_START = 1.0
+HEAD_START = 0.2
 """How much the logit of the carve's expert is above the others before anything is learned."""
-TEMPERATURE = 0.4
+TEMPERATURE = 0.1
 """Of the soft assignment."""
 SINKHORN_STEPS = 4
 
