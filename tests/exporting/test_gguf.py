@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from tomoe.conversion import convert
 from tomoe.errors import UserError
 from tomoe.exporting import engines as llama_cpp
 from tomoe.exporting.engines import LlamaCpp
-from tomoe.exporting.gguf import Precision, entries, gguf_bytes, gguf_incompatibility, write_gguf
+from tomoe.exporting.gguf import Precision, entries, gguf_bytes, gguf_incompatibility, larger_rows, write_gguf
 from tomoe.exporting.gguf_experts import merge_experts
 from tomoe.exporting.gguf_tokenizer import SPLITS, splitting_rule
 from tomoe.exporting.targets import Options, choose, write_export
@@ -129,6 +130,13 @@ def test_rows_that_are_too_short_for_a_type_take_a_larger_one(tmp_path: Path) ->
     types = {entry.name: entry.type.name for entry in entries(moe, "q4_k", 1)}
     assert types["blk.0.attn_q.weight"] == "Q8_0"
     assert types["blk.0.ffn_down_exps.weight"] == "F16"
+    assert re.fullmatch(
+        r" \(\d+% of the numbers q8_0 and \d+% of the numbers f16: rows that are no multiple of 256\)",
+        larger_rows(moe, "q4_k", 1),
+    )
+    assert larger_rows(moe, "f16", 1) == ""
+    wide, _ = make_fine("qwen2", hidden_size=256)
+    assert larger_rows(wide, "q4_k", 256) == ""
 
 
 @pytest.mark.usefixtures("needs_llama_cpp")

@@ -8,6 +8,7 @@ router's probability.) Fine-grained experts go into `glm4moe`, with the tensors 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -114,11 +115,16 @@ def interleaved(t: Float[Tensor, " HC *rest"], head_dim: int) -> Float[Tensor, "
     return t.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def _type_of(name: str, shape: tuple[int, ...], precision: Precision) -> GGMLQuantizationType:
+def _wanted_type(name: str, shape: tuple[int, ...], precision: Precision) -> GGMLQuantizationType:
     """Routers, norms and biases are small and stay float32; embeddings and output matrix are not made coarser than Q6_K."""
     if len(shape) == 1 or "ffn_gate_inp" in name:
         return GGMLQuantizationType.F32
-    kind = TYPES["q6_k" if precision == "q4_k" and name in ("token_embd.weight", "output.weight") else precision]
+    return TYPES["q6_k" if precision == "q4_k" and name in ("token_embd.weight", "output.weight") else precision]
+
+
+def _type_of(name: str, shape: tuple[int, ...], precision: Precision) -> GGMLQuantizationType:
+    """The wanted type, or the next that its rows are long enough for."""
+    kind = _wanted_type(name, shape, precision)
     while shape[-1] % GGML_QUANT_SIZES[kind][0]:
         kind = COARSER_ROWS[kind]
     return kind
@@ -250,6 +256,20 @@ def gguf_layout(moe: ToMoEForCausalLM, multiple: int) -> tuple[int, str]:
 def gguf_bytes(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> int:
     """Bytes of the tensors."""
     return sum(entry.nbytes for entry in entries(moe, precision, multiple))
+
+
+def larger_rows(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> str:
+    """How many of the numbers need a larger type, in words; empty if none do."""
+    numbers: Counter[str] = Counter()
+    total, wanted = 0, TYPES[precision]
+    for entry in entries(moe, precision, multiple):
+        total += math.prod(entry.shape)
+        if entry.type != _wanted_type(entry.name, entry.shape, precision):
+            numbers[entry.type.name.lower()] += math.prod(entry.shape)
+    if not numbers:
+        return ""
+    shares = " and ".join(f"{count / total:.0%} of the numbers {kind}" for kind, count in numbers.most_common())
+    return f" ({shares}: rows that are no multiple of {GGML_QUANT_SIZES[wanted][0]})"
 
 
 def write_gguf(

@@ -21,7 +21,15 @@ from transformers import PreTrainedTokenizerBase
 from tomoe.errors import UserError
 from tomoe.exporting import glm4_moe
 from tomoe.exporting.engines import check_quantizer
-from tomoe.exporting.gguf import Precision, context_length, gguf_bytes, gguf_incompatibility, gguf_layout, write_gguf
+from tomoe.exporting.gguf import (
+    Precision,
+    context_length,
+    gguf_bytes,
+    gguf_incompatibility,
+    gguf_layout,
+    larger_rows,
+    write_gguf,
+)
 from tomoe.exporting.stock import (
     STOCK_ARCHS,
     StockArch,
@@ -275,7 +283,8 @@ def gguf_file(folder: Path, options: Options) -> Path:
 def _gguf_sizes(moe: ToMoEForCausalLM, options: Options) -> Sizes:
     check_quantizer(options.precision)
     width, layers = gguf_layout(moe, options.multiple(moe))
-    words = f"{layers}, {options.precision}, for contexts of up to {context_length(moe):,} tokens"
+    types = f"{options.precision}{larger_rows(moe, options.precision, options.multiple(moe))}"
+    words = f"{layers}, {types}, for contexts of up to {context_length(moe):,} tokens"
     return Sizes(gguf_bytes(moe, options.precision, options.multiple(moe)), words, _has_copies(moe, width))
 
 
