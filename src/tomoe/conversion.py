@@ -194,13 +194,14 @@ def plan(
         raise UserError(
             f"{run_path} holds no checkpoint yet; run `tomoe train` first, with --resume if it was interrupted"
         )
-    model = BaseWeights.of(recipe).original()
+    base = BaseWeights.of(recipe)
+    model = base.original()
     weights = fingerprint(model)
     run.check_origin(weights, recipe.model)
     corpus = Corpus.load(run.corpus)
     net = empty_network(recipe, model)
     run.restore(checkpoint, net, None)
-    extracted = finish_plan(net, model, target, corpus, checkpoint.step, weights, on_progress, run_path)
+    extracted = finish_plan(net, model, target, corpus, checkpoint.step, weights, on_progress, run_path, base.dtype)
     with atomic_folder(out, "plan.json", ()) as part:
         extracted.save(part)
     return extracted
@@ -208,11 +209,12 @@ def plan(
 
 def finish_plan(
     net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus: Corpus, steps: int, weights: str,
-    on_progress: ProgressCallback = no_progress, folder: Path | None = None,
+    on_progress: ProgressCallback = no_progress, folder: Path | None = None, stored: torch.dtype | None = None,
 ) -> Plan:  # fmt: skip
     """Extract the plan, add its metadata (fingerprint of the dense weights, dense config, recipe, versions), repair it.
 
-    Repair keeps what does not fit in memory in a file in `folder`, and needs every rank.
+    `stored` is the dtype of whole matrices in the plan (default: the model's). Repair keeps what does not fit in memory in a
+    file in `folder`, and needs every rank.
     """
     calibration = corpus.calibration.input_ids.to(model.device), corpus.calibration.mask.to(model.device)
     bare = extract_plan(net, model, recipe.active, calibration, common_multiple=recipe.common_multiple)
@@ -228,7 +230,7 @@ def finish_plan(
     if recipe.repair.mode == "none":
         return extracted
     text = corpus.train.truncate(recipe.repair.tokens)
-    return repair_plan(extracted, model, text.input_ids, text.mask, recipe.repair, on_progress, folder)
+    return repair_plan(extracted, model, text.input_ids, text.mask, recipe.repair, on_progress, folder, stored)
 
 
 @distributed.locks_out("apply")
@@ -309,14 +311,16 @@ def convert_dense(
 
     def extract() -> tuple[Plan, PreTrainedModel]:
         original, weights = model if base.is_original else base.original(), run.origin_fingerprint()
-        return finish_plan(net, original, recipe, corpus, recipe.train.steps, weights, on_progress, run.path), original
+        steps = recipe.train.steps
+        made = finish_plan(net, original, recipe, corpus, steps, weights, on_progress, run.path, base.dtype)
+        return made, original
 
     # ranks repair together; without repair rank 0 finishes alone
     together = extract() if recipe.repair.mode != "none" else None
 
     def finish() -> None:
         extracted, original = together or extract()
-        save_conversion(extracted, original, tokenizer, out, force or resumes)
+        save_conversion(extracted, base.stored_(original), tokenizer, out, force or resumes)
         write_cost(run.path / "cost.json", recipe.train, original, corpus, (started, text_ready, learned), resumes)
 
     distributed.on_rank_zero(finish)

@@ -189,7 +189,7 @@ def _run(cell: Cell, folder: Path, text: Text, on_progress: ProgressCallback) ->
             text.source,
             context=text.context,
             tokens=text.tokens,
-            dtype=cell.recipe.train.dtype,
+            dtype="auto" if cell.recipe.train.dtype == "bfloat16" else cell.recipe.train.dtype,
             device=cell.recipe.device,
             on_progress=on_progress,
         )

@@ -109,7 +109,7 @@ def test_weights_and_shares_of_them(family: str) -> None:
     assert estimate.weight_bytes(sizes, recipe) > halves > quarters
     whole = sizes.decoder_params // 2 + sizes.output  # two layers: the one that runs, and the output matrix
     assert quarters == pytest.approx(4 * (whole + (sizes.total - whole) / 4), abs=4)
-    half = recipe.changed(["train.dtype=bfloat16"])
+    half = recipe.changed(["train.dtype=bfloat16", "train.compute_dtype=stored"])
     assert 2 * estimate.weight_bytes(sizes, half) == estimate.weight_bytes(sizes, recipe)
 
 

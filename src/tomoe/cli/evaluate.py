@@ -37,7 +37,14 @@ def evaluate(
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Max questions per task.")] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Batch size for tasks.")] = 8,
     active: options.Dials = None,
-    dtype: options.RunDtype = "bfloat16",
+    dtype: Annotated[
+        Literal["auto", options.Dtype],
+        typer.Option(
+            "--dtype",
+            help="Dtype of the weights while they run; auto: bfloat16, computed with in float32 by "
+            "processors without instructions for it.",
+        ),
+    ] = "auto",
     device: options.Device = "auto",
     offload: options.Offload = False,
     json_file: options.JsonFile = None,

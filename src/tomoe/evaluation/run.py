@@ -34,7 +34,7 @@ def evaluate(
     tokens: int | None = None,
     tasks: TaskSet | None = None,
     active: Sequence[float] = (),
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     device: str = "auto",
     offload: bool = False,
     on_progress: ProgressCallback = no_progress,
@@ -56,7 +56,8 @@ def evaluate(
         tasks: zero- or few-shot tasks for every model, see `tomoe.evaluation.tasks.TaskSet`.
         active: fractions of the decoder parameters; models with fine-grained experts are measured with the number of
             experts that is nearest to each. All models but the first must have such experts.
-        dtype: of the weights: "float32", "bfloat16" or "float16".
+        dtype: of the weights: "float32", "bfloat16", "float16"; or "auto": bfloat16, computed with in float32 by processors
+            that have no instructions for it.
         device: "auto", "cpu" or "cuda".
         offload: keep decoder layers on disk and read them for every sequence, for models larger than memory.
 

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from tomoe import __version__, distributed
 from tomoe.conversion import save_conversion
 from tomoe.data.corpus import Corpus, prepare
 from tomoe.errors import UserError
 from tomoe.files import atomic_write, basename, refuse_overwriting
 from tomoe.finetuning.run import Origin
-from tomoe.model.loading import load_dense, load_tokenizer, pick_device
+from tomoe.model.base_weights import BaseWeights
+from tomoe.model.loading import load_tokenizer
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.pruning.repaired_plan import repair_plan
@@ -55,8 +54,8 @@ def repair(
     kept = folder / "run" / "corpus.safetensors"
     if not data and not kept.is_file():
         raise UserError(f"{folder} keeps no text (run/corpus.safetensors); name some with --data")
-    device = pick_device(recipe.device)
-    model = load_dense(origin.dense, getattr(torch, origin.stored), device, offload=None)
+    base = BaseWeights.of(recipe, origin.dense, origin.stored)
+    model = base.original()
     origin.check_dense(model)
     if data:
         section = recipe.data.model_copy(update={"sources": tuple(data)})
@@ -64,11 +63,11 @@ def repair(
     else:
         corpus = Corpus.load(kept)
     text = corpus.train.truncate(recipe.repair.tokens)
-    plan = repair_plan(origin.plan, model, text.input_ids, text.mask, recipe.repair, on_progress)
+    plan = repair_plan(origin.plan, model, text.input_ids, text.mask, recipe.repair, on_progress, stored=base.dtype)
     plan = replace(plan, recipe=recipe.model_dump(mode="json"), notes=plan.notes | {"tomoe": __version__})
 
     def write() -> None:
-        save_conversion(plan, model, tokenizer, out, force)
+        save_conversion(plan, base.stored_(model), tokenizer, out, force)
         if kept.is_file():
             atomic_write(out / "run" / kept.name, kept.read_bytes())
         command = f"tomoe repair {shown_name(str(folder))} -o {basename(out)}"

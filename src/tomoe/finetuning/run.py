@@ -22,6 +22,7 @@ from tomoe.evaluation.rows import Row, to_json
 from tomoe.evaluation.run import compare_on
 from tomoe.files import atomic_write, basename, refuse_overwriting, sha256
 from tomoe.finetuning.students import FinetuneStep, MoEStudent, Teacher, check_adapters
+from tomoe.model.arithmetic import compute_dtype
 from tomoe.model.loading import fingerprint, load_dense, load_model, load_tokenizer, pick_device
 from tomoe.model.names import resolve
 from tomoe.moe.checkpoint import load_moe, save_moe, stored_dtype
@@ -69,8 +70,10 @@ class Origin:
 
     def dtype(self, recipe: FinetuneRecipe) -> torch.dtype:
         """The dtype of the weights while they train."""
-        name = self.stored if recipe.train.dtype == "stored" else recipe.train.dtype
-        return torch.float32 if name == "float16" else getattr(torch, name)
+        setting, stored = recipe.train.dtype, getattr(torch, self.stored)
+        if stored == torch.float16 or setting in ("float32", "bfloat16"):
+            return torch.bfloat16 if setting == "bfloat16" else torch.float32
+        return compute_dtype(setting, stored, pick_device(recipe.device))
 
     def open_dense(self, recipe: FinetuneRecipe) -> PreTrainedModel:
         """Load the dense model. Raises UserError if it is not the one that the folder was converted from."""
@@ -224,7 +227,7 @@ def measure(recipe: FinetuneRecipe, out: Path, on_progress: ProgressCallback = n
 
     def models() -> Iterator[tuple[str, PreTrainedModel]]:
         for name in (origin.dense, recipe.model, str(out)):
-            yield name, load_model(name, origin.stored, recipe.device)
+            yield name, load_model(name, "auto" if origin.stored == "bfloat16" else origin.stored, recipe.device)
 
     rows = compare_on(models(), held_out_text([str(out)]), on_progress)
     if distributed.rank():

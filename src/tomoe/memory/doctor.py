@@ -31,6 +31,7 @@ from tomoe.memory.estimate import (
 )
 from tomoe.memory.probe import STAGES, Stage, StageCost, Trial, tried_tokens
 from tomoe.model import quantized
+from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_config, pick_device
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.pruning.extract import check_budget
@@ -137,7 +138,7 @@ def _carving(
     if recipe.offload or recipe.train.quantization != "none":
         return Estimate("carve", cost.memory, cost.device_memory, line.seconds)
     weights = sizes.decoder_params // sizes.shape.num_layers * (sizes.shape.num_layers - layers)
-    loaded = weights * getattr(torch, recipe.train.dtype).itemsize
+    loaded = weights * BaseWeights.of(recipe).compute.itemsize
     read = weights * getattr(torch, str(config.dtype or "float32").removeprefix("torch.")).itemsize
     on_device = cost.device_memory + loaded if cost.device_memory else 0
     return Estimate("carve", cost.memory + read + (0 if on_device else loaded), on_device, line.seconds)

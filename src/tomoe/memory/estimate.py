@@ -20,6 +20,7 @@ from tomoe import distributed
 from tomoe.budget import decoder_params
 from tomoe.errors import UserError
 from tomoe.files import format_bytes
+from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_config, pick_device
 from tomoe.model.quantized import BITS
 from tomoe.model.shape import ModelShape
@@ -95,7 +96,8 @@ def least_memory(sizes: Sizes, recipe: Recipe, shards: int = 1) -> tuple[MemoryE
     """Return what each stage needs in one process: training (or carving), with `shards` of them, repair if any, folding."""
     t = recipe.train
     quantized = t.quantization != "none"
-    dtype = t.quantization if quantized and t.steps else t.dtype
+    computing = str(_compute(recipe)).removeprefix("torch.")
+    dtype = t.quantization if quantized and t.steps else computing
     training = {
         f"weights in {dtype}": layer_bytes(sizes, recipe) if recipe.offload else weight_bytes(sizes, recipe, shards),
         "masks, routers and their optimizer": trainable_bytes(sizes, recipe),
@@ -105,7 +107,7 @@ def least_memory(sizes: Sizes, recipe: Recipe, shards: int = 1) -> tuple[MemoryE
         training["logits"] = 4 * CHUNK * sizes.output // sizes.shape.hidden_size * _FLOAT32
     by_layer = recipe.offload or t.shard or quantized
     folded = int(max(recipe.active, sizes.least_active) * sizes.decoder_params * getattr(torch, t.dtype).itemsize)
-    original = {f"weights in {t.dtype}": layer_bytes(sizes, recipe) if by_layer else weight_bytes(sizes, recipe)}
+    original = {f"weights in {computing}": layer_bytes(sizes, recipe) if by_layer else weight_bytes(sizes, recipe)}
     refits = refit_bytes(sizes, recipe)
     stages = [MemoryEstimate("training" if t.steps else "carving", training)]
     if recipe.repair.mode != "none":
@@ -117,9 +119,13 @@ def least_memory(sizes: Sizes, recipe: Recipe, shards: int = 1) -> tuple[MemoryE
     return (*stages, MemoryEstimate("folding", folding))
 
 
+def _compute(recipe: Recipe) -> torch.dtype:
+    return BaseWeights.of(recipe).compute
+
+
 def weight_bytes(sizes: Sizes, recipe: Recipe, shards: int = 1) -> int:
     """Bytes of the frozen base in one process. If it is sharded, the layer that runs is whole, and so is the output matrix."""
-    itemsize = getattr(torch, recipe.train.dtype).itemsize
+    itemsize = _compute(recipe).itemsize
     if recipe.train.quantization != "none":
         return (sizes.total - sizes.decoder_params) * itemsize + sizes.decoder_params * BITS[
             recipe.train.quantization
@@ -153,7 +159,7 @@ def activation_bytes(sizes: Sizes, recipe: Recipe) -> int:
     float32). Nothing is kept below the first mask, so one layer less counts. With activation checkpointing it is the input
     of every layer, and all of these for one layer.
     """
-    s, itemsize = sizes.shape, getattr(torch, recipe.train.dtype).itemsize
+    s, itemsize = sizes.shape, _compute(recipe).itemsize
     tokens = recipe.train.batch_size * recipe.data.seq_len
     heads = 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
     layer = itemsize * ((5 if s.gated else 3) * s.mlp_size + heads + s.hidden_size) + _FLOAT32 * s.hidden_size
@@ -179,7 +185,7 @@ def hidden_state_bytes(sizes: Sizes, recipe: Recipe) -> int:
     With a GPU they are 0 as well: what is compared with its memory should not count main memory.
     """
     s, streams = sizes.shape, 1 if recipe.repair.target_after(recipe.train.steps) == "local" else 2
-    a_token = (streams * s.hidden_size + s.mlp_size) * getattr(torch, recipe.train.dtype).itemsize
+    a_token = (streams * s.hidden_size + s.mlp_size) * _compute(recipe).itemsize
     size = repair_tokens(recipe) * a_token
     size //= distributed.world_size()
     return 0 if size > RepairSettings.memory or pick_device(recipe.device).startswith("cuda") else size

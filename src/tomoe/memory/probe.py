@@ -19,7 +19,8 @@ import torch
 from tomoe.conversion import empty_network, finish_plan, make_network
 from tomoe.data.corpus import Corpus, Sequences
 from tomoe.memory.estimate import repair_tokens
-from tomoe.model.loading import fingerprint, load_dense, load_tokenizer, pick_device
+from tomoe.model.base_weights import BaseWeights
+from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.pruning.objective import mask_step
@@ -80,7 +81,8 @@ def run_trial(trial: Trial) -> StageCost:
     options: dict[str, Any] = {"offload": recipe.offload or quantized}
     if quantized and trial.stage == "train":
         options = {"quantization": recipe.train.quantization}
-    model = load_dense(trial.folder, getattr(torch, recipe.train.dtype), pick_device(recipe.device), **options)
+    base = BaseWeights.of(recipe, trial.folder)
+    model = base.computing_(load_dense(trial.folder, base.dtype, base.device, **options))
     tokenizer = load_tokenizer(recipe.model)  # a conversion has it in memory, too
     text = random_corpus(recipe, model.config.vocab_size)
     # two layers cannot meet a budget in steps of 32 neurons
@@ -97,13 +99,16 @@ def run_trial(trial: Trial) -> StageCost:
     elif trial.stage == "carve":
         seconds = time.perf_counter() - began
     elif trial.stage == "repair":
-        plan, fitted = finish_plan(net, model, start, text, 0, ""), text.train.truncate(tried_tokens(recipe))
+        plan, fitted = (
+            finish_plan(net, model, start, text, 0, "", stored=base.dtype),
+            text.train.truncate(tried_tokens(recipe)),
+        )
         began = time.perf_counter()
-        repair_plan(plan, model, fitted.input_ids, fitted.mask, recipe.repair, folder=folder)
+        repair_plan(plan, model, fitted.input_ids, fitted.mask, recipe.repair, folder=folder, stored=base.dtype)
         seconds = (time.perf_counter() - began) * repair_tokens(recipe) / tried_tokens(recipe)
     else:
-        plan = finish_plan(net, model, start, text, 0, fingerprint(model))
-        save_moe(fold(model, plan, lazily=True), plan, tokenizer, folder / "moe")
+        plan = finish_plan(net, model, start, text, 0, fingerprint(model), stored=base.dtype)
+        save_moe(fold(base.stored_(model), plan, lazily=True), plan, tokenizer, folder / "moe")
         seconds = time.perf_counter() - began
     on_device = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else 0
     return StageCost(peak_memory() or 0, on_device, seconds)

@@ -9,7 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from tomoe import distributed
+from tomoe.model.arithmetic import compute_dtype
 from tomoe.model.loading import load_dense, pick_device
+from tomoe.model.offload import cast_
 from tomoe.recipe.conversion import Recipe
 
 
@@ -19,6 +21,9 @@ class BaseWeights:
 
     model: str
     dtype: torch.dtype
+    """That the weights are stored in."""
+    compute: torch.dtype
+    """That they are multiplied in."""
     device: str
     offload: bool = False
     shards: int = 1
@@ -26,13 +31,20 @@ class BaseWeights:
     quantization: str = "none"
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Self:
-        """The weights that a recipe asks for, with the current ranks. Raises UserError for a device that does not exist."""
-        train = recipe.train
+    def of(cls, recipe: Recipe, model: str = "", stored: str = "") -> Self:
+        """The weights that a recipe asks for, with the current ranks. Raises UserError for a device that does not exist.
+
+        model, stored: name and dtype of the weights, if they are not the recipe's.
+        """
+        train, device = recipe.train, pick_device(recipe.device)
+        dtype = getattr(torch, stored or train.dtype)
+        # weights that are read, sharded or unpacked layer by layer keep their dtype
+        partial = recipe.offload or train.shard or train.quantization != "none"
         return cls(
-            model=recipe.model,
-            dtype=getattr(torch, train.dtype),
-            device=pick_device(recipe.device),
+            model=model or recipe.model,
+            dtype=dtype,
+            compute=dtype if partial else compute_dtype(train.compute_dtype, dtype, device),
+            device=device,
             offload=recipe.offload,
             shards=distributed.world_size() if train.shard else 1,
             quantization=train.quantization,
@@ -45,7 +57,7 @@ class BaseWeights:
 
     def for_training(self) -> PreTrainedModel:
         """The model that calibration and training run on. Raises UserError if it cannot be loaded."""
-        return load_dense(
+        model = load_dense(
             self.model,
             self.dtype,
             self.device,
@@ -53,7 +65,25 @@ class BaseWeights:
             offload=self.offload,
             quantization=self.quantization,
         )
+        return self.computing_(model)
 
     def original(self) -> PreTrainedModel:
-        """The original weights, offloaded if possible: callers need one layer at a time. Raises UserError as `load_dense`."""
+        """The original weights, to calibrate and repair with. Raises UserError as `load_dense`.
+
+        Offloaded if possible, because callers need one layer at a time, unless they are computed with in another dtype.
+        """
+        if self.compute != self.dtype:
+            return self.for_training()
         return load_dense(self.model, self.dtype, self.device, offload=None)
+
+    def computing_(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Give a model with weights of `dtype` the dtype to compute in."""
+        if self.compute != self.dtype:
+            cast_(model, self.compute)
+        return model
+
+    def stored_(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Undo `computing_`: the weights have the values that they had before."""
+        if self.compute != self.dtype:
+            cast_(model, self.dtype)
+        return model

@@ -29,10 +29,11 @@ from transformers.utils import logging as transformers_logging
 
 from tomoe.errors import UserError
 from tomoe.model import catalog
+from tomoe.model.arithmetic import compute_dtype
 from tomoe.model.checks import check_model_folder
 from tomoe.model.hub import broken_connection
 from tomoe.model.names import resolve as resolve
-from tomoe.model.offload import CannotOffload, iter_weights, load_offloaded
+from tomoe.model.offload import CannotOffload, cast_, iter_weights, load_offloaded
 from tomoe.model.quantized import keep_differentiable_, quantization_config
 
 # elements of a tensor that are converted at once
@@ -121,8 +122,15 @@ def _offloaded(model: str, place: Path | str, dtype: torch.dtype, device: torch.
 
 
 def load_model(name: str, dtype: str, device: str = "auto", offload: bool = False) -> PreTrainedModel:
-    """`load_dense` with dtype and device by name. Raises UserError as it does."""
-    return load_dense(name, getattr(torch, dtype), pick_device(device), offload=offload)
+    """`load_dense` with dtype and device by name. Raises UserError as it does.
+
+    dtype `auto`: bfloat16 weights, which compute in float32 where that is much faster (arithmetic.py).
+    """
+    device, stored = pick_device(device), torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    model = load_dense(name, stored, device, offload=offload)
+    if dtype == "auto" and not offload and (compute := compute_dtype("auto", stored, device)) != stored:
+        cast_(model, compute)
+    return model
 
 
 def load_config(model: str, checked: bool = False) -> PreTrainedConfig:

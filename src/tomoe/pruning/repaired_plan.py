@@ -28,12 +28,14 @@ def repair_plan(
     section: RepairSection,
     on_progress: ProgressCallback = no_progress,
     folder: Path | None = None,
+    stored: torch.dtype | None = None,
 ) -> Plan:
     """Return the plan with refitted projections, and a note of how they were fitted and what it gained.
 
     `model` holds the dense weights that the plan is for, `ids` the calibration sequences; `mask` is False on padding.
-    Earlier refits of the plan are replaced. Under torchrun every rank must take part; all get the same plan. Hidden
-    states that do not fit in memory go to a file in `folder`. Raises UserError if activations are not finite.
+    `stored` is the dtype of whole matrices in the plan (default: the model's). Earlier refits of the plan are replaced. Under
+    torchrun every rank must take part; all get the same plan. Hidden states that do not fit in memory go to a file in
+    `folder`. Raises UserError if activations are not finite.
     """
     layers = tuple(replace(layer, refit={}) for layer in plan.layers)
     bare = replace(plan, layers=layers)
@@ -49,7 +51,7 @@ def repair_plan(
     for layer, fit in zip(layers, repair_layers(
         model, planned_masks(bare, model.device), ids, mask, settings, report, folder
     ), strict=True):  # fmt: skip
-        repaired.append(replace(layer, refit=_tensors(fit, model.dtype)))
+        repaired.append(replace(layer, refit=_tensors(fit, stored or model.dtype)))
         errors += torch.tensor([fit.down.error_before, fit.down.error_after], dtype=torch.float64)
     before, after = (errors / len(layers)).tolist()
     note = {
@@ -60,7 +62,7 @@ def repair_plan(
 
 
 def _tensors(fit: LayerRepair, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return what the plan keeps of a layer: whole matrices in the model's dtype, factors in float32."""
+    """Return what the plan keeps of a layer: whole matrices in `dtype`, factors in float32."""
     parts: dict[str, Refit | None] = {"down": fit.down, "output": fit.output}
     tensors: dict[str, Tensor] = {}
     for name, refit in parts.items():

@@ -133,6 +133,10 @@ class TrainSection(LoopSection):
     """Steps over which the budget falls linearly from 1 to `active`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Dtype of the frozen base; everything trainable is float32. float16 is for carving only (steps = 0)."""
+    compute_dtype: Literal["auto", "stored", "float32"] = "auto"
+    """Dtype that the frozen base is multiplied in, with the values that it is stored with: `stored`, that of `dtype`;
+    `float32`; `auto`, float32 on a processor without instructions for bfloat16, where it is about twice as fast and takes
+    twice the memory, else `stored`. A base that is offloaded, sharded or quantized always computes as stored."""
     quantization: Literal["none", "int8", "nf4"] = "none"
     """Quantization of the frozen base during training: none, 8 bits (LLM.int8) or 4 bits (NF4), by bitsandbytes."""
     shard: bool = False
@@ -190,12 +194,12 @@ class Recipe(RunRecipe):
     def upgraded(cls, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Today's keys. Runs and plans hold every key: in older ones the missing keys mean what was done then.
 
-        Those of format 1 were never repaired, and those without `attention.rotate_values` rotated nothing.
+        Those of format 1 were never repaired, and `_LATER` has the keys that came after them.
         """
         values, notes = super().upgraded(values)
         if notes and {"experts", "attention", "sampling", "loss", "train", "data"} <= set(values):
             values = {"repair": {"mode": "none"}} | values
-        return _not_rotated(values), notes
+        return _as_recorded(values), notes
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
@@ -254,17 +258,26 @@ class Recipe(RunRecipe):
         return 0 if self.target == "hf" else max(STOCK_MULTIPLE, self.experts.width_multiple)
 
 
-def _not_rotated(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with `rotate_values` off if they prune attention and lack no key but this one."""
-    new = "rotate_values"
+_LATER: dict[str, tuple[str, Any]] = {"rotate_values": ("attention", False), "compute_dtype": ("train", "stored")}
+"""Keys that older versions did not record, with their section and what they would have said."""
+
+
+def _as_recorded(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a run or plan with what a version without the `_LATER` keys did; any other values as they are.
+
+    A run or plan is recognised by its sections, which hold every key that the version knew.
+    """
     sections: dict[str, type[Section]] = {
         "sampling": SamplingSection, "loss": LossSection, "attention": AttentionSection,
     }  # fmt: skip
     for name, section in sections.items():
         given = values.get(name)
-        if not isinstance(given, Mapping) or not section.model_fields.keys() - {new} <= given.keys():
+        if not isinstance(given, Mapping) or not section.model_fields.keys() - _LATER.keys() <= given.keys():
             return values
-    attention = dict(values["attention"])
-    if new in attention or attention["pruning"] == "off":
-        return values
-    return values | {"attention": attention | {new: False}}
+    for key, (name, meaning) in _LATER.items():
+        given = values.get(name)
+        # whole attention has no values to rotate
+        unused = key == "rotate_values" and isinstance(given, Mapping) and given["pruning"] == "off"
+        if isinstance(given, Mapping) and key not in given and not unused:
+            values = values | {name: dict(given) | {key: meaning}}
+    return values

@@ -39,9 +39,10 @@ class TunedTrainSection(LoopSection):
     """Peak learning rate of AdamW."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of AdamW."""
-    dtype: Literal["stored", "float32", "bfloat16"] = "stored"
+    dtype: Literal["auto", "stored", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward pass; `stored`: as in the converted folder (float16 runs as float32, which keeps small
-    gradients). Updates always accumulate in float32."""
+    gradients); `auto`: as stored, or float32 on a processor without instructions for bfloat16, which is about twice as fast
+    there. Updates always accumulate in float32."""
 
 
 class TunedDataSection(DataSection):

@@ -22,6 +22,7 @@ from tomoe.evaluation.run import compare_on
 from tomoe.evaluation.timings import Cell
 from tomoe.evaluation.token_losses import TokenLosses, token_losses, typical_tokens
 from tomoe.files import atomic_write, basename, read_json, sha256
+from tomoe.model.base_weights import BaseWeights
 from tomoe.model.generation import PROMPT, generate
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.plan import FINETUNED, Plan
@@ -119,6 +120,8 @@ def _measure(
     offload = recipe.offload or recipe.train.quantization != "none"
     dense = dense if dense is not None else load_model(recipe.model, recipe.train.dtype, device, offload)
     moe, tokenizer = load_model(str(out), recipe.train.dtype, device, offload), load_tokenizer(str(out))
+    base = BaseWeights.of(recipe)
+    dense, moe = base.computing_(dense), base.computing_(moe)
     text = held_out_text([str(out)])
     rows = compare_on([(recipe.model, dense), (str(out), moe)], text, on_progress)
     if distributed.rank():

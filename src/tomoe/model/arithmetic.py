@@ -1,0 +1,26 @@
+"""The dtype that weights are multiplied in, which need not be the one that they are stored in."""
+
+from __future__ import annotations
+
+import torch
+
+# names of `torch.cpu.get_capabilities`: x86 and ARM
+_BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+
+
+def compute_dtype(setting: str, stored: torch.dtype, device: str) -> torch.dtype:
+    """Return the dtype to compute in: `setting` is stored, float32, or auto.
+
+    `auto` is float32 for bfloat16 weights on a processor that has no instructions for them. PyTorch converts every operand
+    there, so products of hundreds of tokens take about four times as long as in float32, and a training step twice.
+    """
+    if setting == "float32":
+        return torch.float32
+    emulated = stored == torch.bfloat16 and torch.device(device).type == "cpu" and not multiplies_bfloat16()
+    return torch.float32 if setting == "auto" and emulated else stored
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's processor has instructions for products of bfloat16 numbers."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in _BFLOAT16_INSTRUCTIONS)

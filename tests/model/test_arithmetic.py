@@ -1,0 +1,128 @@
+"""The dtype that weights are multiplied in: which one is chosen, and that it leaves no trace in what is stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import make_pico
+from pico_files import pico_recipe, write_text
+from pico_tokenizer import make_tokenizer
+from tomoe.conversion import convert, plan, train
+from tomoe.finetuning.repair import repair
+from tomoe.memory.estimate import least_memory, sizes_of
+from tomoe.model.arithmetic import compute_dtype
+from tomoe.model.base_weights import BaseWeights
+from tomoe.model.loading import load_dense, load_model
+from tomoe.recipe.conversion import Recipe
+
+
+def processor(monkeypatch: pytest.MonkeyPatch, *instructions: str) -> None:
+    """Pretend to run on a processor with these instructions and no others."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(("avx512_f", *instructions), True))
+
+
+@pytest.mark.parametrize(
+    ("setting", "stored", "device", "instructions", "expected"),
+    [
+        ("auto", torch.bfloat16, "cpu", (), torch.float32),
+        ("auto", torch.bfloat16, "cpu", ("avx512_bf16",), torch.bfloat16),
+        ("auto", torch.bfloat16, "cpu", ("amx_bf16",), torch.bfloat16),
+        ("auto", torch.bfloat16, "cuda", (), torch.bfloat16),
+        ("auto", torch.float16, "cpu", (), torch.float16),
+        ("stored", torch.bfloat16, "cpu", (), torch.bfloat16),
+        ("float32", torch.bfloat16, "cpu", ("amx_bf16",), torch.float32),
+    ],
+)
+def test_the_processor_decides_what_bfloat16_weights_compute_in(
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    stored: torch.dtype,
+    device: str,
+    instructions: tuple[str, ...],
+    expected: torch.dtype,
+) -> None:
+    processor(monkeypatch, *instructions)
+    assert compute_dtype(setting, stored, device) == expected
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """`dense`, stored in bfloat16, and `text.txt`."""
+    tokenizer = make_tokenizer()
+    model = make_pico("llama", intermediate_size=512, vocab_size=len(tokenizer), max_position_embeddings=256)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    tokenizer.save_pretrained(tmp_path / "dense")
+    write_text(tmp_path / "text.txt")
+    return tmp_path
+
+
+BFLOAT16 = ("train.dtype=bfloat16", "train.compute_dtype=float32")
+
+
+def test_bfloat16_weights_in_float32_products_are_converted_as_float32_weights(folder: Path) -> None:
+    whole = convert(pico_recipe(folder, "train.dtype=float32"), folder / "float32")
+    halves = convert(pico_recipe(folder, *BFLOAT16), folder / "bfloat16")
+    for a, b in zip(whole.layers, halves.layers, strict=True):
+        assert torch.equal(a.router_weight, b.router_weight)
+        assert torch.equal(a.expert_masks, b.expert_masks)
+        assert (a.refit["down.weight"].dtype, b.refit["down.weight"].dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(a.refit["down.weight"].bfloat16(), b.refit["down.weight"])
+
+
+def test_the_result_is_stored_as_the_recipe_says_with_the_dense_values(folder: Path) -> None:
+    convert(pico_recipe(folder, *BFLOAT16, "repair.mode=none"), folder / "moe")
+    moe, dense = (load_dense(str(folder / name), torch.float32) for name in ("moe", "dense"))
+    stored = load_model(str(folder / "moe"), "bfloat16", "cpu")
+    kept = moe.get_input_embeddings().weight
+    assert torch.equal(kept, dense.get_input_embeddings().weight)
+    assert {p.dtype for name, p in stored.named_parameters() if "router" not in name} == {torch.bfloat16}
+    q = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(moe.get_parameter(q), dense.get_parameter(q))
+    assert '"dtype": "bfloat16"' in (folder / "moe" / "config.json").read_text()
+
+
+def test_train_then_plan_and_repair_compute_as_convert_does(folder: Path) -> None:
+    recipe = pico_recipe(folder, *BFLOAT16)
+    convert(recipe, folder / "moe")
+    train(recipe, folder / "run")
+    plan(folder / "run", folder / "plan")
+    repair(folder / "moe", folder / "again")
+    bytes_ = [(folder / name / "plan.safetensors").read_bytes() for name in ("moe", "plan", "again")]
+    assert bytes_[0] == bytes_[1] == bytes_[2]
+
+
+@pytest.mark.parametrize("part", ["offload", "quantized"])
+def test_weights_that_are_read_or_unpacked_layer_by_layer_keep_their_dtype(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor(monkeypatch)
+    changes = (
+        ["offload=true", "train.steps=0", "data.sources=text.txt"] if part == "offload" else ["train.quantization=int8"]
+    )
+    assert BaseWeights.of(Recipe.load(None, ["device=cpu"])).compute == torch.float32
+    assert BaseWeights.of(Recipe.load(None, ["device=cpu", *changes])).compute == torch.bfloat16
+
+
+def test_float32_products_are_counted_in_memory(folder: Path) -> None:
+    config = load_dense(str(folder / "dense"), torch.bfloat16).config
+    recipes = [Recipe.load(None, ["device=cpu", f"train.compute_dtype={dtype}"]) for dtype in ("stored", "float32")]
+    half, whole = (least_memory(sizes_of(config, recipe), recipe)[0].parts for recipe in recipes)
+    assert 2 * half["weights in bfloat16"] == whole["weights in float32"]
+
+
+def test_measuring_chooses_as_well(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor(monkeypatch)
+    assert load_model(str(folder / "dense"), "auto", "cpu").dtype == torch.float32
+    processor(monkeypatch, "avx512_bf16")
+    assert load_model(str(folder / "dense"), "auto", "cpu").dtype == torch.bfloat16
+
+
+def test_older_runs_and_the_paper_compute_as_stored() -> None:
+    older = Recipe().model_dump(mode="json")
+    del older["train"]["compute_dtype"]
+    assert Recipe(**older).train.compute_dtype == "stored"
+    assert Recipe.load("paper").train.compute_dtype == "stored"
+    assert Recipe(train={"steps": 3}).train.compute_dtype == "auto"
