@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import signal
@@ -50,6 +51,26 @@ def test_without_a_terminal_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyP
     assert lines[-1].startswith("learning 110/110  took 1:39")
     for word in ("distill 1.250", "budget 0.500", "coverage 0.250", "balance 0.125", "active 0.700", "50 tokens/s"):
         assert word in lines[0]
+
+
+def test_a_log_tells_of_a_long_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the first stage reports there is nothing to count, and the log of a large model stood empty for minutes."""
+    monkeypatch.setattr(importlib.import_module("tomoe.cli.screen"), "PLAIN_SECONDS", 0.001)
+    screen, shown = a_screen(terminal=False)
+    with screen:
+        waiting = screen.waiting
+        assert waiting
+        while waiting.is_alive() and "so far\n" not in shown.getvalue():
+            time.sleep(0.001)
+        screen.on_progress("train", 1, 2, ROW)
+        assert not waiting.is_alive()
+        before = shown.getvalue()
+    lines = before.splitlines()
+    assert lines
+    assert all(line.startswith("loading  ") for line in lines), lines
+    assert shown.getvalue() == before
+    with a_screen(terminal=True)[0] as bars:
+        assert not bars.waiting
 
 
 def test_on_a_terminal_there_are_bars() -> None:

@@ -149,3 +149,9 @@ def test_the_lines_for_readers_without_tomoe_run_no_code_of_a_tokenizer(converte
     assert done.returncode == 0, done.stderr
     assert "torch.Size" in done.stdout
     assert "run the custom code" not in done.stdout + done.stderr
+    # alone, transformers' AutoTokenizer loads the model's config first, and would ask because that has code
+    lines = "from transformers import AutoTokenizer as A; print(A.from_pretrained('moe', trust_remote_code=False)('a'))"
+    command = [sys.executable, "-c", lines]
+    done = subprocess.run(command, cwd=converted, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "run the custom code" not in done.stdout + done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -106,6 +107,8 @@ class Screen:
         # stage -> (seconds, done) when it was first reported
         self.begun: dict[str, tuple[float, int]] = {}
         self.printed: dict[str, float] = {}
+        self.loaded = threading.Event()
+        self.waiting: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -114,11 +117,15 @@ class Screen:
             self.bars = _progress_bars(self.console)
             self.live = Live(Group(self.bars, self.detail), console=self.console, refresh_per_second=4)
             self.live.start()
+        elif not self.console.quiet:
+            self.waiting = threading.Thread(target=self._say_loading, daemon=True)
+            self.waiting.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end_loading()
         if self.live:
             self.detail.plain = ""
             self.live.stop()
@@ -129,6 +136,7 @@ class Screen:
 
     def on_progress(self, stage: str, done: int, total: int, info: Mapping[str, Any]) -> None:
         check()
+        self._end_loading()
         if info.get("skipped"):
             self.say(f"step {done}: the loss was not finite, the step was skipped")
         self.begun.setdefault(stage, (time.monotonic(), done))
@@ -136,6 +144,19 @@ class Screen:
             self._draw(stage, done, total, info)
         else:
             self._print(stage, done, total, info)
+
+    def _say_loading(self) -> None:
+        """Print a line now and then until a stage reports: a large model may take minutes to load, and a log stays empty."""
+        began, seconds = time.monotonic(), PLAIN_SECONDS
+        while not self.loaded.wait(seconds):
+            self.say(f"loading  {duration(time.monotonic() - began)} so far")
+            seconds *= 2
+
+    def _end_loading(self) -> None:
+        self.loaded.set()
+        if self.waiting:
+            self.waiting.join()
+            self.waiting = None
 
     def _draw(self, stage: str, done: int, total: int, info: Mapping[str, Any]) -> None:
         assert self.bars is not None
