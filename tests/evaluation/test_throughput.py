@@ -15,7 +15,7 @@ from pico_files import CommandLine, small
 from tomoe.evaluation import throughput, timings
 from tomoe.evaluation.benchmark import expert_backends
 from tomoe.evaluation.throughput import Pair
-from tomoe.evaluation.timings import Cell
+from tomoe.evaluation.timings import Benchmark, Cell, Memory
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS
@@ -150,6 +150,21 @@ def test_all_cells_and_what_would_take_too_long(pair: Pair, monkeypatch: pytest.
         "prefill of 8 x 2 tokens", "prefill of 8 x 6 tokens", "decode of 8 x 6 tokens",
     ]  # fmt: skip
     assert progress == [(i, 8) for i in range(9)]
+
+
+def test_cells_that_are_missing_are_named_by_their_reason() -> None:
+    memory = Memory(1, None, 1)
+    slow = [
+        f"{phase} of 8 x {n} tokens: would take longer than 60 s" for n in (2, 6) for phase in ("prefill", "decode")
+    ]
+    said = timings.footnote(
+        Benchmark("dense", "moe", "text", None, memory, memory, (), (*slow, "decode of 1 x 2 tokens: took 99 s"), {})
+    )
+    assert said.count("would take longer than 60 s") == 1
+    assert (
+        "prefill of 8 x 6 tokens, decode of 8 x 6 tokens: would take longer than 60 s; decode of 1 x 2 tokens: took"
+        in said
+    )
 
 
 def some_cell(phase: str, batch: int, prompt: int) -> Cell:

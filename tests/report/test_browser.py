@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from page_samples import EVIL, hostile_facts
 
+from tomoe.evaluation.token_losses import TokenLosses
 from tomoe.report import page
 from tomoe.report.html import write_route_page
 
@@ -114,6 +116,17 @@ def test_it_fits_the_window_and_passes_the_accessibility_check(
     assert dark == (scheme == "dark")
     found = axe.Axe().run(shown).response["violations"]
     assert [(v["id"], v["nodes"][0]["html"][:200]) for v in found] == []
+
+
+def test_tables_of_tokens_are_read_on_a_phone_without_scrolling(seen: Seen, tmp_path: Path) -> None:
+    losses = TokenLosses(["The sea, the boat and", " the stars went", " over"], [1.0, 2.0], [2.0, 9.0])
+    typical = [[["boat", "stars", "hills", "rain", "over", "under", "quiet", "sea"]] * 2]
+    facts = replace(hostile_facts(), losses=losses, typical=typical)
+    shown = seen.open(page.write_page(tmp_path, facts), 390)
+    for label in ("Loss by token", "Typical tokens of each expert"):
+        table = shown.locator(f"[aria-label='{label}, table']")
+        assert table.evaluate("div => div.scrollWidth <= div.clientWidth"), label
+    assert table.locator("td").first.evaluate("cell => getComputedStyle(cell).textAlign") == "left"
 
 
 def test_without_javascript_the_first_layer_and_all_numbers_are_there(

@@ -114,6 +114,9 @@ def footnote(benchmark: Benchmark) -> str:
 
 def _left_out(lines: Sequence[str]) -> str:
     """Name the cells that are missing, and what brings them back."""
-    if not lines:
-        return ""
-    return f"Left out as too slow (--seconds sets the limit): {'; '.join(lines)}"
+    cells: dict[str, list[str]] = {}
+    for line in lines:
+        name, _, reason = line.partition(": ")
+        cells.setdefault(reason, []).append(name)
+    parts = [f"{', '.join(names)}: {reason}" for reason, names in cells.items()]
+    return f"Left out as too slow (--seconds sets the limit): {'; '.join(parts)}" if parts else ""
