@@ -42,7 +42,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
     text = read_text(given.text, load_tokenizer(given.model), given.context, given.tokens).sequences
     for name, config in CONFIGS.items():
-        model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16, quantization_config=config).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            given.model, dtype=torch.bfloat16, quantization_config=config
+        ).eval()
         if name.endswith("alone"):
             model = model.dequantize()
         dtypes = Counter(str(p.dtype) for n, p in model.named_parameters() if "router." in n)
