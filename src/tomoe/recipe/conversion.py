@@ -45,7 +45,7 @@ class ExpertsSection(Section):
     suffer most, stay whole."""
     learn_partition: bool = False
     """For fine-grained experts: learn which neurons form an expert, too, from the carve's answer on, and not the routers
-    alone: better without repair, worse with it (docs/lab/fine-grained.md)."""
+    alone: better without repair, worse with it where both were measured (docs/lab/fine-grained.md)."""
     random_top_k: bool = False
     """For fine-grained experts: let each step of learning use a number of experts drawn between half and twice the planned
     one, for models that run with other numbers than the plan's."""
