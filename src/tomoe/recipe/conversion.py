@@ -265,7 +265,7 @@ _LATER: dict[str, tuple[str, Any]] = {"rotate_values": ("attention", False), "co
 def _as_recorded(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a run or plan with what a version without the `_LATER` keys did; any other values as they are.
 
-    A run or plan is recognised by its sections, which hold every key that the version knew.
+    A run or plan is recognized by its sections, which hold every key that the version knew.
     """
     sections: dict[str, type[Section]] = {
         "sampling": SamplingSection, "loss": LossSection, "attention": AttentionSection,
