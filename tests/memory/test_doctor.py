@@ -9,7 +9,7 @@ import pytest
 from transformers import GPT2Config
 
 from conftest import FAMILIES, make_pico
-from pico_files import CommandLine, small, write_pico
+from pico_files import CommandLine, fine, small, write_pico
 from tomoe.errors import UserError
 from tomoe.memory import doctor, estimate, probe
 from tomoe.memory.probe import STAGES, StageCost, Trial
@@ -34,10 +34,11 @@ def test_what_does_not_fit_is_refused_without_weights() -> None:
         estimate.sizes_of(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64), Recipe())
 
 
+@pytest.mark.parametrize("options", [small(repair_mode="full"), fine(active="0.6")], ids=["overlapping", "fine"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_can_be_tried(stage: probe.Stage, tmp_path: Path) -> None:
+def test_every_stage_can_be_tried(stage: probe.Stage, options: list[str], tmp_path: Path) -> None:
     folder = write_pico(tmp_path / "dense")
-    recipe = Recipe.load(None, [f"model={folder}", *small(repair_mode="full")[1::2]])
+    recipe = Recipe.load(None, [f"model={folder}", *options[1::2]])
     cost = probe.run_trial(Trial(stage, str(folder), recipe.model_dump(mode="json")))
     assert cost.memory > 10**8  # Python and torch alone take more
     assert cost.seconds > 0
@@ -55,9 +56,22 @@ def deep(tmp_path: Path) -> Path:
     return write_pico(tmp_path / "deep", num_hidden_layers=20)
 
 
+def test_a_model_that_learns_nothing_is_not_trained_in_a_trial(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def note(trial: Trial) -> StageCost:
+        tried.append(trial.stage)
+        return linear(trial)
+
+    monkeypatch.setattr(doctor, "_try", note)
+    found = doctor.examine(Recipe.load(None, [f"model={deep}", *small(train_steps="0")[1::2]]), trials=True)
+    assert set(tried) == {"carve", "repair", "fold"}
+    assert [e.stage for e in found.estimates] == ["carve", "repair", "fold"]
+
+
 def test_the_line_through_two_trials(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
-    recipe = Recipe.load(None, [f"model={deep}", "train.steps=10", "repair.target=half"])
+    recipe = Recipe.load(None, [f"model={deep}", "train.steps=10", "repair.target=half", "train.compute_dtype=stored"])
     found = doctor.examine(recipe, trials=True)
     memory = {e.stage: e.memory for e in found.estimates}
     assert memory["train"] == memory["fold"] == 700 * 10**6

@@ -79,8 +79,7 @@ def examine(recipe: Recipe, on_progress: ProgressCallback = no_progress, trials:
     with tempfile.TemporaryDirectory(prefix="tomoe-doctor-") as folder:
         layers = dict.fromkeys(min(n, num_layers) for n in LAYERS)
         models = {n: _write_small(config, n, Path(folder) / str(n)) for n in layers}
-        # a model that is read layer by layer is not learned from
-        left_out = {"train": recipe.offload, "repair": recipe.repair.mode == "none"}
+        left_out = {"train": not recipe.train.steps, "repair": recipe.repair.mode == "none"}
         stages = tuple(stage for stage in STAGES if not left_out.get(stage))
         done, total = itertools.count(), len(stages) * len(models)
 

@@ -87,10 +87,13 @@ def run_trial(trial: Trial) -> StageCost:
     text = random_corpus(recipe, model.config.vocab_size)
     # two layers cannot meet a budget in steps of 32 neurons
     experts = recipe.experts.model_copy(update={"width_multiple": 1})
-    random = {"start": "random", "experts": experts, "repair": RepairSection(mode="none")}
-    start = recipe if trial.stage == "carve" else recipe.model_copy(update=random)
+    # only calibration divides neurons into fine-grained experts
+    beginning = "carved" if experts.form == "fine" else "random"
+    bare = {"start": beginning, "experts": experts, "repair": RepairSection(mode="none")}
+    start = recipe if trial.stage == "carve" else recipe.model_copy(update=bare)
     began = time.perf_counter()
-    net = make_network(start, model, text.calibration) if trial.stage == "carve" else empty_network(start, model)
+    calibrated = trial.stage == "carve" or experts.form == "fine"
+    net = make_network(start, model, text.calibration) if calibrated else empty_network(start, model)
     if trial.stage == "train":
         training = Training(model, net, recipe, text, RunFolder(folder / "run"), mask_step(model, net, recipe))
         rows = [training.one_step() for _ in range(STEPS)]
