@@ -40,6 +40,10 @@ def weights(out: Path) -> dict[str, str]:
     return {name: value for name, value in contents(out, METADATA).items() if not name.startswith("run/")}
 
 
+# what is read layer by layer always computes as it is stored
+STORED = ("train.dtype=bfloat16", "train.compute_dtype=stored")
+
+
 def in_memory(model: nn.Module) -> list[int]:
     return [i for i, layer in enumerate(decoder_layers(model)) if not all(p.is_meta for p in layer.parameters())]
 
@@ -48,7 +52,7 @@ def in_memory(model: nn.Module) -> list[int]:
 def test_carving_and_folding_from_files_give_the_bytes_of_the_whole_model(family: str, tmp_path: Path) -> None:
     write_pico(tmp_path / "dense", family)
     write_text(tmp_path / "text.txt")
-    kind = {"llama3": ("train.dtype=bfloat16",), "qwen3": ("attention.pruning=per_token",)}.get(family, ())
+    kind = {"llama3": STORED, "qwen3": ("attention.pruning=per_token",)}.get(family, ())
     made = [
         conversion.convert(recipe(tmp_path, *kind, f"offload={offload}"), tmp_path / f"offload-{offload}")
         for offload in ("false", "true")
@@ -122,9 +126,9 @@ def test_a_model_is_folded_while_it_is_written(dense: Path, tmp_path: Path, monk
 def test_offloaded_models_are_measured_as_whole_ones_are(tmp_path: Path) -> None:
     write_pico(tmp_path / "dense", "qwen2")
     write_text(tmp_path / "text.txt")
-    conversion.convert(recipe(tmp_path, "train.dtype=bfloat16"), tmp_path / "moe")
+    conversion.convert(recipe(tmp_path, *STORED), tmp_path / "moe")
     names = [str(tmp_path / "dense"), str(tmp_path / "moe")]
-    whole, offloaded = (evaluate(names, tokens=64, offload=offload) for offload in (False, True))
+    whole, offloaded = (evaluate(names, tokens=64, dtype="bfloat16", offload=offload) for offload in (False, True))
     assert offloaded == whole
     assert whole[1].measurement.kl != 0
 
