@@ -42,7 +42,7 @@ def test_the_grid_is_every_combination_once() -> None:
     assert cells[3].recipe.train == BASE.train
     for wrong, words in (
         ("actve=0.7", "did you mean active"),
-        ("active=2", "less than or equal to 1"),
+        ("active=2", "at most 1"),
         ("train=1", "section"),
     ):
         with pytest.raises(UserError, match=words):

@@ -71,7 +71,8 @@ def test_a_single_point_and_a_strange_reference_are_not_kept(converted_fine: Pat
 
 def test_offloaded_it_is_the_same(converted_fine: Path) -> None:
     names = [str(converted_fine / name) for name in ("dense", "moe")]
-    whole, offloaded = (evaluate(names, tokens=64, active=[0.4, 1], offload=offload) for offload in (False, True))
+    settings = {"tokens": 64, "active": [0.4, 1], "dtype": "bfloat16"}
+    whole, offloaded = (evaluate(names, offload=offload, **settings) for offload in (False, True))
     assert len(whole) == 3
     assert offloaded == whole
 

@@ -37,14 +37,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Max questions per task.")] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Batch size for tasks.")] = 8,
     active: options.Dials = None,
-    dtype: Annotated[
-        Literal["auto", options.Dtype],
-        typer.Option(
-            "--dtype",
-            help="Dtype of the weights while they run; auto: bfloat16, computed with in float32 by "
-            "processors without instructions for it.",
-        ),
-    ] = "auto",
+    dtype: options.EvaluationDtype = "auto",
     device: options.Device = "auto",
     offload: options.Offload = False,
     json_file: options.JsonFile = None,

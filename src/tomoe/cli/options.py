@@ -136,6 +136,14 @@ Text = Annotated[
 ]
 Dtype = Literal["float32", "bfloat16", "float16"]
 RunDtype = Annotated[Dtype, typer.Option("--dtype", help="Dtype of the weights while they run.")]
+EvaluationDtype = Annotated[
+    Literal["auto", Dtype],
+    typer.Option(
+        "--dtype",
+        help="Dtype of the weights while they run; auto: bfloat16, multiplied in float32 by processors without instructions "
+        "for it.",
+    ),
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.", metavar="FILE")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
