@@ -24,6 +24,7 @@ from tomoe.errors import UserError
 from tomoe.evaluation.rows import Row
 from tomoe.evaluation.run import evaluate
 from tomoe.files import atomic_write, read_json
+from tomoe.model.arithmetic import measuring_dtype
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.renamed import upgrade_key
@@ -189,7 +190,7 @@ def _run(cell: Cell, folder: Path, text: Text, on_progress: ProgressCallback) ->
             text.source,
             context=text.context,
             tokens=text.tokens,
-            dtype="auto" if cell.recipe.train.dtype == "bfloat16" else cell.recipe.train.dtype,
+            dtype=measuring_dtype(cell.recipe.train.dtype, cell.recipe.train.compute_dtype),
             device=cell.recipe.device,
             on_progress=on_progress,
         )

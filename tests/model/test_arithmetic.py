@@ -13,7 +13,7 @@ from pico_tokenizer import make_tokenizer
 from tomoe.conversion import convert, plan, train
 from tomoe.finetuning.repair import repair
 from tomoe.memory.estimate import least_memory, sizes_of
-from tomoe.model.arithmetic import compute_dtype
+from tomoe.model.arithmetic import compute_dtype, measuring_dtype
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_dense, load_model
 from tomoe.recipe.conversion import Recipe
@@ -118,6 +118,22 @@ def test_measuring_chooses_as_well(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert load_model(str(folder / "dense"), "auto", "cpu").dtype == torch.float32
     processor(monkeypatch, "avx512_bf16")
     assert load_model(str(folder / "dense"), "auto", "cpu").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("stored", "setting", "expected"),
+    [
+        ("bfloat16", "auto", "auto"),
+        ("bfloat16", "stored", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("float32", "auto", "float32"),
+        ("float16", "auto", "float16"),
+    ],
+)
+def test_a_result_is_measured_in_the_dtype_that_its_recipe_computes_in(
+    stored: str, setting: str, expected: str
+) -> None:
+    assert measuring_dtype(stored, setting) == expected
 
 
 def test_older_runs_and_the_paper_compute_as_stored() -> None:

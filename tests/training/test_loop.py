@@ -156,3 +156,25 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
         assert (tmp_path / "a" / last / file).read_bytes() == (tmp_path / "b" / last / file).read_bytes()
     train(make_pico("phi"), tmp_path / "c", "train.steps=4", "attention.pruning=per_token", "seed=1")
     assert (tmp_path / "c" / last / file).read_bytes() != (tmp_path / "a" / last / file).read_bytes()
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_an_update_that_is_not_finite_is_never_saved(llama: PreTrainedModel, tmp_path: Path, last: bool) -> None:
+    recipe = small_recipe("train.steps=4", "train.save_every=2")
+    net = MaskNetwork(shape_of(llama), recipe.experts, recipe.attention, recipe.sampling, recipe.seed)
+    run, broken = RunFolder(tmp_path), 4 if last else 2
+    run.begin(recipe, resume=False)
+    training = Training(llama, net, recipe, Text(), run, mask_step(llama, net, recipe))
+    update = training.optimizer.step
+
+    def overflow(*_: object) -> None:
+        update()
+        if training.step + 1 == broken:
+            next(net.parameters()).data.fill_(math.inf)
+
+    training.optimizer.step = overflow  # type: ignore[assignment]
+    with pytest.raises(UserError, match=f"not finite after step {broken}.*smaller train.learning_rate"):
+        training.train()
+    checkpoint = run.last()
+    assert checkpoint is not None
+    assert checkpoint.step == broken - 2

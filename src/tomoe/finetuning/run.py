@@ -22,7 +22,7 @@ from tomoe.evaluation.rows import Row, to_json
 from tomoe.evaluation.run import compare_on
 from tomoe.files import atomic_write, basename, refuse_overwriting, sha256
 from tomoe.finetuning.students import FinetuneStep, MoEStudent, Teacher, check_adapters
-from tomoe.model.arithmetic import compute_dtype
+from tomoe.model.arithmetic import compute_dtype, measuring_dtype
 from tomoe.model.loading import fingerprint, load_dense, load_model, load_tokenizer, pick_device
 from tomoe.model.names import resolve
 from tomoe.moe.checkpoint import load_moe, save_moe, stored_dtype
@@ -227,7 +227,7 @@ def measure(recipe: FinetuneRecipe, out: Path, on_progress: ProgressCallback = n
 
     def models() -> Iterator[tuple[str, PreTrainedModel]]:
         for name in (origin.dense, recipe.model, str(out)):
-            yield name, load_model(name, "auto" if origin.stored == "bfloat16" else origin.stored, recipe.device)
+            yield name, load_model(name, measuring_dtype(origin.stored), recipe.device)
 
     rows = compare_on(models(), held_out_text([str(out)]), on_progress)
     if distributed.rank():

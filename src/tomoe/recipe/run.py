@@ -43,6 +43,15 @@ class LoopSection(Section):
     max_nonfinite_steps: int = Field(default=5, ge=1)
     """Stop after this many consecutive steps without a finite loss."""
 
+    @model_validator(mode="after")
+    def _decay_keeps_the_sign(self) -> Self:
+        if self.learning_rate * self.weight_decay >= 1:
+            raise UserError(
+                f"train.weight_decay is {self.weight_decay:g} and train.learning_rate {self.learning_rate:g}; AdamW multiplies "
+                "what it trains by 1 - learning_rate x weight_decay in each step, so their product should be well below 1"
+            )
+        return self
+
 
 class DataSection(Section):
     """The text to learn from, to calibrate on and to evaluate on."""

@@ -103,7 +103,8 @@ class Training:
     def train(self, on_step: Callable[[Row], None] | None = None) -> None:
         """Run to the last step of the recipe and save on the way; stopping it in between loses no step.
 
-        Raises UserError after too many steps in a row without a finite loss, and if another process of the run is gone.
+        Raises UserError after too many steps in a row without a finite loss, if an update left values that are not finite,
+        and if another process of the run is gone.
         """
         train = self.recipe.train
         with activation_checkpointing(self.model) if train.gradient_checkpointing else nullcontext():
@@ -124,7 +125,16 @@ class Training:
                     )
                 # not after a skipped step: only the last checkpoint may count any in a row
                 if self.step == train.steps or (self.step % train.save_every == 0 and not row["skipped"]):
+                    self._refuse_nonfinite()
                     self.save()
+
+    def _refuse_nonfinite(self) -> None:
+        """Raises UserError if the update before a checkpoint, whose loss no step has seen, left values that are not finite."""
+        if not all(bool(p.isfinite().all()) for p in self.net.parameters()):
+            raise UserError(
+                f"what was learned is not finite after step {self.step}; the last good checkpoint is kept in "
+                f"{self.run.checkpoints}: resume with a smaller train.learning_rate or train.weight_decay"
+            )
 
     @contextmanager
     def _saved_if_interrupted(self) -> Iterator[None]:
