@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from tomoe.cli import main as tomoe
@@ -41,7 +42,8 @@ VERDICTS = ("same bytes", "left over", "refused", "traceback", "hang", "lost")
 STAGES = (("report.html", "done"), ("config.json", "report"), ("run/masks/step-000006", "fold"), ("run/masks/step-*", "learn"),
           ("run/recipe.json", "carve"), ("", "text"))  # fmt: skip
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.chmod"}
-PATIENCE = 60.0  # seconds beside twenty times what a whole conversion takes
+PATIENCE = 60.0  # seconds of processor time beside twenty times what a whole conversion takes
+IDLE = 20  # times as long by the clock: who waits for what never comes uses no processor
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,11 @@ def is_change(event: str, args: tuple[Any, ...]) -> bool:
     return event in CHANGES or (event == "open" and isinstance(args[2], int) and bool(args[2] & writes))
 
 
-def run(command: list[str], out: Path, log: Path, after: float = 0, change: int = 0) -> Ended:
-    """`tomoe COMMAND` in a fork, killed `after` seconds, or right before change number `change`; 0: not at all."""
+def run(command: list[str], out: Path, log: Path, after: float = 0, change: int = 0, patience: float = 0) -> Ended:
+    """`tomoe COMMAND` in a fork, killed `after` seconds, or right before change number `change`; 0: not at all.
+
+    patience: seconds of processor time, or IDLE times as many by the clock, after which it is killed, too.
+    """
     reading, writing = os.pipe()
     began = time.monotonic()
     pid = os.fork()
@@ -73,14 +78,23 @@ def run(command: list[str], out: Path, log: Path, after: float = 0, change: int 
     while not found:
         stages.setdefault(stage(out), time.monotonic() - began)
         found, status = os.waitpid(pid, os.WNOHANG)
-        if not found and after and time.monotonic() - began > after:
+        passed = time.monotonic() - began
+        due = after and passed > after
+        stuck = not found and patience and (passed > IDLE * patience or processor_seconds(pid) > patience)
+        if not found and (due or stuck):
             os.kill(pid, signal.SIGKILL)
-            after = 0
+            after = patience = 0
         time.sleep(0.005)
     with os.fdopen(reading) as file:
         changes = [float(word) - began for word in file.read().split()]
     seconds, said = time.monotonic() - began, log.read_text(errors="replace")
     return Ended(os.waitstatus_to_exitcode(status), seconds, changes, stages, said)
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time of a running process and of the children that it waited for."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system + times.children_user + times.children_system)
 
 
 def write_output_to(log: Path) -> None:
@@ -132,7 +146,7 @@ def judge(ended: Ended, patience: float, out: Path, whole: dict[str, Any]) -> tu
     """The verdict, and what there is to say of it."""
     last = (ended.said.strip().splitlines() or [""])[-1]
     if ended.code == -signal.SIGKILL:
-        return "hang", f"after {patience:.0f} s: {last}"
+        return "hang", f"after {patience:.0f} s of processor time, or {IDLE} times as long: {last}"
     if "Traceback" in ended.said or ended.code not in (0, 2):
         return "traceback", f"exit code {ended.code}: {last}"
     if ended.code == 2:
@@ -186,7 +200,7 @@ def measure(folder: Path, moments: int, seed: int) -> collections.Counter[tuple[
             kill = {"after": draws.uniform(first, last)}
         killed = run(command(out), out, log, **kill)
         came = stage(out) if killed.code else "done"
-        resumed = run([*command(out), "--resume"], out, folder / f"{i}.resumed.log", after=patience)
+        resumed = run([*command(out), "--resume"], out, folder / f"{i}.resumed.log", patience=patience)
         verdict, why = judge(resumed, patience, out, whole)
         table[came, verdict] += 1
         point = " ".join(f"{key} {value:.2f}" if key == "after" else f"{key} {value}" for key, value in kill.items())

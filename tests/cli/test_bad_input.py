@@ -223,6 +223,7 @@ def test_a_plan_for_another_model(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut", "not json", "other format", "half a head", "no tensors"])
 def test_a_damaged_plan(tomoe: CommandLine, tmp_path: Path, converted: Path, damage: str) -> None:
     model, folder = converted / "dense", tmp_path / "moe"

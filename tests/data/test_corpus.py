@@ -448,6 +448,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     return make_pico("llama", vocab_size=len(tokenizer) + 5)  # padded, as vocabularies often are
 
 
+@pytest.mark.slow
 def test_self_text_is_repeatable_and_opens_with_an_ordinary_token(tokenizer: PreTrainedTokenizerFast) -> None:
     model = make_model(tokenizer)
     heard: list[tuple[int, int]] = []
@@ -461,6 +462,7 @@ def test_self_text_is_repeatable_and_opens_with_an_ordinary_token(tokenizer: Pre
     assert all(EOS not in document[:-1] for document in first)
 
 
+@pytest.mark.slow
 def test_rounds_are_divided_among_ranks_and_come_together_to_the_same_text(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,6 +488,7 @@ def test_a_document_that_ends_early_makes_room_for_the_next(monkeypatch: pytest.
     assert all(document[1] > EOS and document[2] == EOS for document in written if len(document) == 3)
 
 
+@pytest.mark.slow
 def test_a_corpus_of_self_text(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     model = make_model(tokenizer)
     corpus = prepare(section("self"), tokenizer, seed=0, model=model)

@@ -130,6 +130,7 @@ def test_a_page_escapes_names_and_tokens(tmp_path: Path) -> None:
     assert not re.search(r"https?://", text)
 
 
+@pytest.mark.slow
 def test_the_command(tomoe: CommandLine, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = converted / "moe"
     shown = tomoe("route", moe, "ab 12")
@@ -171,6 +172,7 @@ def test_a_page_lists_the_experts_of_a_token(tmp_path: Path) -> None:
         assert json.loads(data[1]) == [[["17 2 40", "2 17 1"], ["", ""]]]
 
 
+@pytest.mark.slow
 def test_the_command_names_the_strongest_of_fine_grained_experts(tomoe: CommandLine, converted_fine: Path) -> None:
     shown = tomoe("route", converted_fine / "moe", "ab 12 " * 30, "--layer", "1")
     assert shown.code == 0, shown.err

@@ -113,6 +113,7 @@ def test_weights_and_shares_of_them(family: str) -> None:
     assert 2 * estimate.weight_bytes(sizes, half) == estimate.weight_bytes(sizes, recipe)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_fit_does_not_begin(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def folder(tmp_path: Path) -> Path:
 BFLOAT16 = ("train.dtype=bfloat16", "train.compute_dtype=float32")
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_in_float32_products_are_converted_as_float32_weights(folder: Path) -> None:
     whole = convert(pico_recipe(folder, "train.dtype=float32"), folder / "float32")
     halves = convert(pico_recipe(folder, *BFLOAT16), folder / "bfloat16")
@@ -72,6 +73,7 @@ def test_bfloat16_weights_in_float32_products_are_converted_as_float32_weights(f
         assert torch.equal(a.refit["down.weight"].bfloat16(), b.refit["down.weight"])
 
 
+@pytest.mark.slow
 def test_the_result_is_stored_as_the_recipe_says_with_the_dense_values(folder: Path) -> None:
     convert(pico_recipe(folder, *BFLOAT16, "repair.mode=none"), folder / "moe")
     moe, dense = (load_dense(str(folder / name), torch.float32) for name in ("moe", "dense"))
@@ -84,6 +86,7 @@ def test_the_result_is_stored_as_the_recipe_says_with_the_dense_values(folder: P
     assert '"dtype": "bfloat16"' in (folder / "moe" / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_train_then_plan_and_repair_compute_as_convert_does(folder: Path) -> None:
     recipe = pico_recipe(folder, *BFLOAT16)
     convert(recipe, folder / "moe")

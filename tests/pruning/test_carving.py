@@ -150,6 +150,7 @@ def test_step_0_is_the_carved_plan(dense: PreTrainedModel, attention: str) -> No
     assert all(torch.equal(t, again.state_dict()[name]) for name, t in net.state_dict().items())
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["off", "static", "per_token"])
 def test_sampling_keeps_the_widths_of_the_plan_on_average(dense: PreTrainedModel, attention: str) -> None:

@@ -50,6 +50,7 @@ def plan_of(attention: str) -> Plan:
     return extract_plan(network(attention), model(), 0.6, CALIBRATION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("active", "spread"), [(0.3, 1.0), (0.5, 0.2), (0.62, 3.0), (0.85, 1.0), (1.0, 1.0)])
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 def test_the_budget_is_met(attention: str, active: float, spread: float) -> None:
@@ -120,6 +121,7 @@ def test_calibration_reads_real_tokens_only() -> None:
                 torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 def test_twice_gives_the_same_bytes(attention: str, tmp_path: Path) -> None:
     net = network(attention)
@@ -133,6 +135,7 @@ def test_twice_gives_the_same_bytes(attention: str, tmp_path: Path) -> None:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 def test_extraction_leaves_network_and_model_alone(attention: str) -> None:
     net, dense = network(attention), model()

@@ -251,6 +251,7 @@ def error_of(check: Callable[[], object]) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 def test_what_is_known_of_a_budget_is_what_the_carve_finds(attention: str) -> None:
     """The sizes alone tell which budgets can be met, and a carve that begins ends in a plan that meets it."""

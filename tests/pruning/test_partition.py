@@ -59,6 +59,7 @@ def test_logits_that_are_balanced_stay_as_they_are() -> None:
     torch.testing.assert_close(sinkhorn(soft.log() + 3, 1).exp(), soft)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_soft_assignment_is_that_of_finite_differences() -> None:
     expert, learned = carved(), 0.3 * random(N * SIZE + SHARED_NEURONS, N, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda z: partition(expert, z)[1], learned.requires_grad_())
@@ -147,6 +148,7 @@ def test_a_neuron_is_pulled_to_the_expert_whose_tokens_want_it(llama: PreTrained
     assert not grad[net.expert_of_neuron[0] == SHARED].any()
 
 
+@pytest.mark.slow
 def test_a_step_draws_how_many_experts_a_token_uses(llama: PreTrainedModel) -> None:
     net = fine_network(llama, random_top_k=True)
     net.experts_per_token = torch.tensor([3, 2])

@@ -134,6 +134,7 @@ def dense_attention(model: PreTrainedModel, i: int, masks: list[LayerMasks], mad
     return run_whole(model, mixed, [*made, *[None] * (len(masks) - i)])[i]["attention"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["static", "per_token"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_output_projections_solve_theirs_where_attention_is_pruned(family: str, attention: str) -> None:
@@ -323,6 +324,7 @@ def test_low_rank_is_the_singular_value_decomposition_in_the_metric() -> None:
         torch.testing.assert_close((left @ right).double(), meant, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_low_rank_at_full_rank_is_the_whole_change_and_less_loses_more() -> None:
     _, _, whole = make_repair("qwen3")
     _, _, full = make_repair("qwen3", rank=64)

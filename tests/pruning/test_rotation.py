@@ -151,6 +151,7 @@ def test_masks_that_rotate_are_masks_of_rotated_weights(family: str, attention: 
         assert float((without - meant).abs().max()) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["off", "static", "per_token"])
 def test_a_carved_start_ranks_dims_in_the_basis_that_it_finds(dense: PreTrainedModel, attention: str) -> None:
     """It needs no pass of its own for that; where nothing of the values is cut, the plan holds no basis."""

@@ -24,6 +24,8 @@ from tomoe.report import figures, plan_figures, style
 from tomoe.report.all_figures import all_figures
 from tomoe.report.style import INK, CaptionedFigure
 
+pytestmark = pytest.mark.slow
+
 EVIL = "</script><img src=x onerror=alert(1)> $\\frac$ \"&'"
 ACCURACY = [
     {"label": "carved", "active_share": 0.7, "perplexity": 30.2, "dense_perplexity": 16.25},

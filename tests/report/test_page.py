@@ -22,6 +22,8 @@ from tomoe.report import page
 from tomoe.report.all_figures import all_figures
 from tomoe.report.warnings import find_warnings
 
+pytestmark = pytest.mark.slow
+
 VOID = {"meta", "input", "br", "img"}
 DRAWING = "data:image/svg+xml;base64,"
 

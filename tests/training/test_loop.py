@@ -148,6 +148,7 @@ def test_every_ablation_trains(change: str, tmp_path: Path) -> None:
     assert not model.training
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         train(make_pico("phi"), tmp_path / name, "train.steps=4", "attention.pruning=per_token")
