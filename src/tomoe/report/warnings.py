@@ -19,7 +19,8 @@ Kind = Literal[
 ENOUGH = 500
 # share of a layer's tokens that one of three or more experts gets
 OVERLOADED = 0.5
-# share of the choices of a layer that fall on as many fine-grained experts as a token chooses
+# how far a layer's choices fall on as many fine-grained experts as a token chooses: 0 if use is even, 1 if all tokens
+# choose the same. The share itself is high where a token chooses most of the experts, whatever the router does.
 COLLAPSED = 0.9
 # dead experts that a warning names
 NAMED = 8
@@ -134,7 +135,8 @@ def _fine_routing(usage: ExpertUsage, plan: Plan | None) -> list[Finding]:
             findings.append(Finding("dead experts", text))
         # a share of the choices; 1 / top_k if every token uses it
         common = sum(sorted(row, reverse=True)[always:top_k]) * top_k / free
-        if common > COLLAPSED:
+        even = free / others
+        if (common - even) / (1 - even) > COLLAPSED:
             same = f"the same {free} of {others} experts"
             text = f"layer {layer}: {common:.0%} of the choices fall on {same}; the router hardly chooses"
             findings.append(Finding("collapsed routing", text))
