@@ -273,7 +273,7 @@ class Plan:
         except UserError:
             raise
         except (KeyError, TypeError, ValueError, SafetensorError) as error:
-            reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)[:200]
             raise UserError(f"{folder} holds a damaged plan ({reason}); make it again with `tomoe plan`") from error
 
     def describe(self) -> list[dict[str, Any]]:

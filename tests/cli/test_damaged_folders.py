@@ -102,6 +102,15 @@ def test_the_origin_of_a_run_is_text(moe: Path) -> None:
         RunFolder(moe / "run").origin_fingerprint()
 
 
+def test_a_plan_whose_model_has_a_list_of_sizes(tomoe: CommandLine, moe: Path) -> None:
+    head = json.loads((moe / "plan.json").read_text())
+    head["shape"]["head_dim"] = list(range(1000))
+    (moe / "plan.json").write_text(json.dumps(head))
+    done = tomoe("inspect", moe)
+    refused(done, "holds a damaged plan", "head_dim")
+    assert len(done.err) < 600, "a value from the file is repeated in full"
+
+
 def test_a_plan_that_is_a_folder(tomoe: CommandLine, moe: Path) -> None:
     (moe / "plan.json").unlink()
     (moe / "plan.json").mkdir()

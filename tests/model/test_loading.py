@@ -58,6 +58,8 @@ REMOTE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoMod
         (lambda f: edit(f, num_hidden_layers=3), r"lack 9 tensors.*model\.layers\.2"),
         (lambda f: edit(f, intermediate_size=64), "shapes"),
         (lambda f: edit(f, num_attention_heads=5), r"makes no sense.*\(5\)"),
+        (lambda f: edit(f, attention_dropout=list(range(1000))), r"makes no sense.*attention_dropout.* \.\.\.\)"),
+        (lambda f: edit(f, initializer_range="x" * 5000), r"makes no sense.*initializer_range.*xxx \.\.\.\)"),
     ],
 )
 def test_models_that_cannot_be_loaded(
@@ -68,6 +70,7 @@ def test_models_that_cannot_be_loaded(
     with pytest.raises(UserError, match=words) as refused:
         load_dense(str(folder), torch.float32)
     assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 600, "a value from the file is repeated in full"
     assert str(folder) in str(refused.value)
     assert capfd.readouterr() == ("", "")
 
@@ -87,6 +90,20 @@ def test_a_tokenizer_that_is_not_there(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot load the tokenizer"):
         load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("length", ["many", None, list(range(1000))])
+def test_a_tokenizer_whose_longest_text_is_no_number(folder: Path, length: object) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": length}))
+    if length is None:  # transformers takes it for a number that is not given
+        assert load_tokenizer(str(folder)).model_max_length > 1e20
+        return
+    with pytest.raises(
+        UserError, match=r"tokenizer_config\.json is damaged \(model_max_length is .*not a number"
+    ) as refused:
+        load_tokenizer(str(folder))
+    assert len(str(refused.value)) < 600
 
 
 @pytest.mark.parametrize("config", ["{}", '{"tokenizer_class": "LlamaTokenizer"}'])

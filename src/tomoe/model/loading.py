@@ -158,6 +158,11 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     # transformers makes some tokenizers out of no file at all
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"cannot load the tokenizer {model}: {_NO_TOKENIZER}")
+    if not isinstance(longest := tokenizer.model_max_length, int | float):
+        raise UserError(
+            f"cannot load the tokenizer {model}: its tokenizer_config.json is damaged (model_max_length is "
+            f"{_shortened(repr(longest))}, not a number); get it again"
+        )
     if _is_gguf(place):
         tokenizer.name_or_path = place.stem
     strip_remote_code_(tokenizer)
@@ -272,13 +277,19 @@ def _one_sentence(model: str, place: Path | str, part: str = "model") -> Iterato
         ) from None
 
 
+def _shortened(cause: str) -> str:
+    """What a damaged file holds can be of any length; its beginning tells what is wrong."""
+    return cause if len(cause) <= 200 else f"{cause[:200]} ..."
+
+
 def _reason(error: Exception) -> str:
     """What transformers means, in its own words only if they are short and plain."""
     message = str(error)
     if isinstance(error, SafetensorError):
         return f"its weights are damaged ({message}); download or write them again"
     if isinstance(error, StrictDataclassError):
-        return f"its config makes no sense ({message.strip().splitlines()[-1].strip().removeprefix('ValueError: ')})"
+        cause = message.strip().splitlines()[-1].strip().removeprefix("ValueError: ")
+        return f"its config makes no sense ({_shortened(cause)})"
     if "trust_remote_code" in message:
         return "it comes with its own code (trust_remote_code), which is not run here"
     if "ignore_mismatched_sizes" in message:
