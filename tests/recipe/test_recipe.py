@@ -292,3 +292,9 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*folder"):
         Recipe().save(tmp_path / "folder")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_recipe_with_a_key_that_python_uses(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text('{"self": 1}')
+    with pytest.raises(UserError, match="no key 'self'"):
+        Recipe.load(tmp_path / "recipe.json")

@@ -47,7 +47,7 @@ class BaseRecipe(Section):
     RENAMED: ClassVar[Mapping[str, Renamed]] = {}
     """Keys of format 1 that were renamed or removed."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
