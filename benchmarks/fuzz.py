@@ -30,6 +30,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -198,8 +199,12 @@ def forked(work: Callable[[Callable[[object], None]], None]) -> tuple[list[Any],
         pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (pages + ROOM, pages + ROOM))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**28, 2**28))
-        with os.fdopen(writing, "w", buffering=1) as pipe:
-            work(lambda values: print(json.dumps(values), file=pipe, flush=True))
+        try:
+            with os.fdopen(writing, "w", buffering=1) as pipe:
+                work(lambda values: print(json.dumps(values), file=pipe, flush=True))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # the folders are the parent's to clear away
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:

@@ -185,7 +185,7 @@ def _change(values: Any, draw: random.Random, raw: list[str]) -> str:
         return "wrapped"
     if kind in (6, 7) and isinstance(place[key], int | float):
         n = place[key]
-        place[key] = draw.choice([n + 1, n - 1, n * 2, -n, n / 3, float(n)])
+        place[key] = draw.choice([n + 1, n - 1, n * 2, -n, n / 3, float(n)] if abs(n) < 1e300 else [n + 1, -n])
         return "another number"
     place[key] = _odd(draw, raw)
     return "replaced"
