@@ -18,7 +18,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.files import remove_leftovers
 from tomoe.locks import folder_lock
 
@@ -214,4 +214,4 @@ def _collective(operation: Callable[[], object], advice: str = RESUME) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200]
+    return shortened(str(error).strip().splitlines()[0])

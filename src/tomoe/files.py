@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.locks import LOCK_FILE
 
 # in the format that `sha256sum -c` reads
@@ -161,7 +161,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = parse_json(text)
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({str(error)[:200]}); it is damaged, download or write it again") from None
+        raise UserError(f"{path} is not JSON ({shortened(error)}); it is damaged, download or write it again") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a {type(values).__name__} instead of an object; it is damaged")
     return values

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from tomoe.budget import active_params, decoder_params
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.files import atomic_write, read_json, sha256
 from tomoe.model.shape import ModelShape
 
@@ -273,7 +273,7 @@ class Plan:
         except UserError:
             raise
         except (KeyError, TypeError, ValueError, SafetensorError) as error:
-            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)[:200]
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else shortened(error)
             raise UserError(f"{folder} holds a damaged plan ({reason}); make it again with `tomoe plan`") from error
 
     def describe(self) -> list[dict[str, Any]]:

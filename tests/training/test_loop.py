@@ -159,8 +159,11 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "c" / last / file).read_bytes() != (tmp_path / "a" / last / file).read_bytes()
 
 
+@pytest.mark.parametrize("stopped", [True, False])
 @pytest.mark.parametrize("last", [True, False])
-def test_an_update_that_is_not_finite_is_never_saved(llama: PreTrainedModel, tmp_path: Path, last: bool) -> None:
+def test_an_update_that_is_not_finite_is_never_saved(
+    llama: PreTrainedModel, tmp_path: Path, last: bool, stopped: bool
+) -> None:
     recipe = small_recipe("train.steps=4", "train.save_every=2")
     net = MaskNetwork(shape_of(llama), recipe.experts, recipe.attention, recipe.sampling, recipe.seed)
     run, broken = RunFolder(tmp_path), 4 if last else 2
@@ -174,8 +177,14 @@ def test_an_update_that_is_not_finite_is_never_saved(llama: PreTrainedModel, tmp
             next(net.parameters()).data.fill_(math.inf)
 
     training.optimizer.step = overflow  # type: ignore[assignment]
-    with pytest.raises(UserError, match=f"not finite after step {broken}.*smaller train.learning_rate"):
-        training.train()
+
+    def stop(row: Row) -> None:
+        if stopped and row["step"] == broken:
+            raise KeyboardInterrupt
+
+    expected = KeyboardInterrupt if stopped else UserError
+    with pytest.raises(expected, match=None if stopped else f"not finite after step {broken}.*train.learning_rate"):
+        training.train(stop)
     checkpoint = run.last()
     assert checkpoint is not None
     assert checkpoint.step == broken - 2

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.model.names import HUB_ID
 
 SELF = "self"
@@ -173,7 +173,7 @@ def _jsonl(file: Path) -> Iterator[Row]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise UserError(f"line {number} of {file} is not valid JSON: {str(error)[:200]}") from None
+                raise UserError(f"line {number} of {file} is not valid JSON: {shortened(error)}") from None
             if not isinstance(row, dict):
                 raise UserError(f"line {number} of {file} is a {type(row).__name__}, but it should be an object")
             yield row

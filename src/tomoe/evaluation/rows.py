@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.files import parse_json, read_json
 
 FORMAT = "tomoe-comparison-2"
@@ -148,7 +148,7 @@ def from_json(text: str) -> list[Row]:
         values = parse_json(text)
     except ValueError as error:
         raise UserError(
-            f"this is no comparison of models ({str(error)[:200]}); make one with `tomoe evaluate`"
+            f"this is no comparison of models ({shortened(error)}); make one with `tomoe evaluate`"
         ) from None
     return _rows(values)
 

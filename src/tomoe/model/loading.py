@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.model import catalog
 from tomoe.model.arithmetic import compute_dtype
 from tomoe.model.checks import check_model_folder
@@ -161,7 +161,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     if not isinstance(longest := tokenizer.model_max_length, int | float):
         raise UserError(
             f"cannot load the tokenizer {model}: its tokenizer_config.json is damaged (model_max_length is "
-            f"{_shortened(repr(longest))}, not a number); get it again"
+            f"{shortened(repr(longest))}, not a number); get it again"
         )
     if _is_gguf(place):
         tokenizer.name_or_path = place.stem
@@ -271,15 +271,10 @@ def _one_sentence(model: str, place: Path | str, part: str = "model") -> Iterato
         # tokenizers has no exception of its own, and Rust's panics are no Exception
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        cause = " ".join(str(error).split())[:120]
+        cause = shortened(" ".join(str(error).split()))
         raise UserError(
             f"cannot load the {part} {model}{where}: its files are damaged ({cause}); get them again"
         ) from None
-
-
-def _shortened(cause: str) -> str:
-    """What a damaged file holds can be of any length; its beginning tells what is wrong."""
-    return cause if len(cause) <= 200 else f"{cause[:200]} ..."
 
 
 def _reason(error: Exception) -> str:
@@ -289,7 +284,7 @@ def _reason(error: Exception) -> str:
         return f"its weights are damaged ({message}); download or write them again"
     if isinstance(error, StrictDataclassError):
         cause = message.strip().splitlines()[-1].strip().removeprefix("ValueError: ")
-        return f"its config makes no sense ({_shortened(cause)})"
+        return f"its config makes no sense ({shortened(cause)})"
     if "trust_remote_code" in message:
         return "it comes with its own code (trust_remote_code), which is not run here"
     if "ignore_mismatched_sizes" in message:

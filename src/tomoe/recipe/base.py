@@ -12,13 +12,10 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.files import atomic_write
 from tomoe.recipe.files import read_recipe
 from tomoe.recipe.renamed import Renamed, upgrade, upgrade_key
-
-# characters of a wrong value that an error repeats
-_SHOWN = 80
 
 
 class RenamedKey(FutureWarning):
@@ -188,17 +185,12 @@ def _sentence(error: ValidationError, recipe: type[BaseRecipe]) -> str:
         return str(first["ctx"]["error"])
     if first["type"] == "extra_forbidden":
         return _unknown(key, recipe)
+    found = shortened(repr(first["input"]))
     if first["type"] == "model_type":
-        return f"{key} is {_shortened(first['input'])}, but it should be a section with keys such as {_keys_of(key, recipe)[0]}"
+        return f"{key} is {found}, but it should be a section with keys such as {_keys_of(key, recipe)[0]}"
     if first["type"] == "too_short":
         return f"{key} is empty, but it should hold at least {first['ctx']['min_length']}"
     if first["type"] == "less_than_equal":
-        return f"{key} is {_shortened(first['input'])}, but it should be at most {first['ctx']['le']:g}"
+        return f"{key} is {found}, but it should be at most {first['ctx']['le']:g}"
     allowed = first["msg"].replace("Input", "it", 1)
-    return f"{key} is {_shortened(first['input'])}, but {allowed}"
-
-
-def _shortened(value: Any) -> str:
-    """A value as an error names it: a recipe may come from a stranger."""
-    shown = repr(value)
-    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    return f"{key} is {found}, but {allowed}"

@@ -9,7 +9,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.files import parse_json, read_text
 
 
@@ -42,7 +42,7 @@ def read_recipe(path_or_preset: str | Path) -> tuple[dict[str, Any], str]:
     try:
         values = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"the recipe {path} is not valid {path.suffix[1:].upper()}: {str(error)[:200]}") from None
+        raise UserError(f"the recipe {path} is not valid {path.suffix[1:].upper()}: {shortened(error)}") from None
     if not isinstance(values, dict):
         raise UserError(f"the recipe {path} holds a {type(values).__name__}, but it should hold sections of keys")
     return values, f"recipe {path}"

@@ -130,19 +130,23 @@ class Training:
 
     def _refuse_nonfinite(self) -> None:
         """Raises UserError if the update before a checkpoint, whose loss no step has seen, left values that are not finite."""
-        if not all(bool(p.isfinite().all()) for p in self.net.parameters()):
+        if not self._learned_is_finite():
             raise UserError(
                 f"what was learned is not finite after step {self.step}; the last good checkpoint is kept in "
                 f"{self.run.checkpoints}: resume with a smaller train.learning_rate or train.weight_decay"
             )
 
+    def _learned_is_finite(self) -> bool:
+        return all(bool(p.isfinite().all()) for p in self.net.parameters())
+
     @contextmanager
     def _saved_if_interrupted(self) -> Iterator[None]:
-        """Save after a stop, a lost process or a lack of memory: except within the update, the state is a whole step."""
+        """Save after a stop, a lost process or a lack of memory, unless it came within an update or values are not finite."""
         try:
             yield
         except BaseException:
-            if not self.updating and not self.nonfinite_steps and self.step > self.saved:
+            whole = not self.updating and not self.nonfinite_steps
+            if whole and self.step > self.saved and self._learned_is_finite():
                 self.save()
             raise
 

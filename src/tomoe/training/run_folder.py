@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.files import atomic_write, parse_json, read_json, read_text, sha256
 from tomoe.recipe.base import BaseRecipe
 
@@ -233,7 +233,7 @@ class RunFolder:
             except ValueError as error:
                 if number == len(lines):
                     continue
-                raise UserError(f"line {number} of {self.metrics} is damaged ({str(error)[:200]}); delete it") from None
+                raise UserError(f"line {number} of {self.metrics} is damaged ({shortened(error)}); delete it") from None
             rows.append({str(_RENAMED_METRICS.get(key, key)): value for key, value in row.items()})
         return rows
 
