@@ -410,15 +410,14 @@ class ToMoEPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     # Near ties of a router must fall as they fell when it was trained, whatever the dtype of the rest. Loading reads the
-    # strict list; quantizers (bitsandbytes, torchao, quanto, awq) skip modules whose names end as the other list says.
+    # strict list; quantizers skip names that begin as a pattern of the other says: of modules, or (torchao) of weights.
     _keep_in_fp32_modules_strict = ["router"]
-    _keep_in_fp32_modules = ["mlp.router"]
+    _keep_in_fp32_modules = [".*router"]
 
     def __init__(self, config: ToMoEConfig):
         super().__init__(config)
         if config.value_embedding_size:
             self._keep_in_fp32_modules_strict = ["router", "value_router"]
-            self._keep_in_fp32_modules = ["mlp.router", "value_router.project_in", "value_router.project_out"]
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
