@@ -103,6 +103,37 @@ def test_llama_cpp_runs_fine_grained_experts(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("needs_llama_cpp")
+@pytest.mark.parametrize("precision", ["f32", "bf16", "q8_0"])
+def test_layers_of_other_sizes_run_with_all_experts(precision: Precision, tmp_path: Path) -> None:
+    """A first layer that is whole, and one that needs experts of zeros, because it chooses fewer than the last."""
+    dense = make_pico("llama", vocab_size=len(TOKENIZER), num_hidden_layers=3, layer_types=None)
+    plan = make_plan(dense, "off", form="fine")
+    top_ks = (8, 2, 5)
+    plan = replace(plan, layers=tuple(replace(layer, top_k=k) for layer, k in zip(plan.layers, top_ks, strict=True)))
+    everything = replace(plan, layers=tuple(replace(layer, top_k=8) for layer in plan.layers))
+    file, ids = tmp_path / "file", tokens(1, 20, seed=5)
+    write_gguf(fold(dense, plan), TOKENIZER, file, precision, 32)
+    sizes = {t.name: t.data.shape[0] for t in GGUFReader(merge_experts(file, tmp_path / "all")).tensors}
+    assert {sizes[f"blk.{i}.ffn_up.weight"] for i in range(3)} == {512}
+    with torch.no_grad():
+        meant = fold(dense, everything)(ids).logits[0, -1].log_softmax(-1)
+    predicted = run(tmp_path / "all", ids[0].tolist())
+    if precision == "f32":
+        assert_same(predicted, meant)
+    assert float((meant.exp() * (meant - predicted)).sum()) <= 0.01
+
+
+def test_more_experts_of_a_token_than_llama_cpp_takes() -> None:
+    dense = make_pico("llama", vocab_size=len(TOKENIZER), intermediate_size=192)
+    plan = make_plan(dense, "off", form="fine", num_experts=40)
+    *others, last = (replace(layer, top_k=31) for layer in plan.layers)
+    problem = gguf_incompatibility(fold(dense, replace(plan, layers=(*others, replace(last, top_k=30)))))
+    assert problem == "a token would use 31 experts of a layer, and llama.cpp takes 30; convert with target = gguf"
+    fits = replace(plan, layers=tuple(replace(layer, top_k=30) for layer in plan.layers))
+    assert gguf_incompatibility(fold(dense, fits)) is None
+
+
+@pytest.mark.usefixtures("needs_llama_cpp")
 def test_quantized_rows_of_fine_grained_experts(tmp_path: Path) -> None:
     """K-quants hold 256 numbers of a row together, Q8_0 holds 32."""
     moe, whole = make_fine("qwen2", hidden_size=256)

@@ -165,7 +165,10 @@ def test_layouts_in_numbers(
         (SMOLLM2, 0.5, {}, FineLayout(56, 24, 192, 12)),
         # 64 experts meet no such budget
         (SMOLLM2, 0.7, {}, FineLayout(48, 22, 480, 19)),
-        (SMOLLM2, 0.9, {}, FineLayout(64, 16, 512, 51)),
+        # 64 experts would be 36, 51 and 39 for a token
+        (SMOLLM2, 0.8, {}, FineLayout(58, 15, 666, 30)),
+        (SMOLLM2, 0.9, {}, FineLayout(39, 24, 600, 30)),
+        (LLAMA2_7B, 0.8, {}, FineLayout(64, 95, 4928, 28)),
         (LLAMA2_7B, 0.7, {}, FineLayout(64, 128, 2816, 24)),
         (SMOLLM2, 0.5, {"expert_size": 20}, FineLayout(64, 20, 256, 11)),
         (SMOLLM2, 0.5, {"num_experts": 72}, FineLayout(56, 24, 192, 12)),
@@ -183,6 +186,13 @@ def test_a_stock_form_may_take_fewer_experts_to_hold_few_zeros(
     assert layout_for(shape, settled, recipe.attention, active, True) == expected
     own = Recipe(active=active, experts={"form": "fine"})
     assert settled_experts(shape, own) == own.experts
+
+
+def test_llama_cpp_takes_no_more_experts_of_a_token() -> None:
+    recipe = Recipe(active=0.9, target="gguf", experts={"form": "fine", "expert_size": 16})
+    with pytest.raises(UserError, match=r"51 experts of 16 neurons, and llama\.cpp takes at most 30; leave"):
+        settled_experts(SMOLLM2, recipe)
+    assert settled_experts(SMOLLM2, recipe.changed(["target=glm4_moe"])).expert_size == 16
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ from tomoe.exporting.stock import (
 )
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback, no_stage_progress
+from tomoe.recipe.conversion import MOST_USED
 
 Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -93,6 +94,10 @@ def gguf_incompatibility(moe: ToMoEForCausalLM) -> str | None:
     problem = incompatibility(moe, arch)
     if problem:
         return problem
+    if arch.fine and (used := glm4_moe.make_layout(moe, 1).top_k) > MOST_USED:
+        return (
+            f"a token would use {used} experts of a layer, and llama.cpp takes {MOST_USED}; convert with target = gguf"
+        )
     if moe.config.hidden_act not in ("silu", "swish"):
         return f"its activation is {moe.config.hidden_act}, and llama.cpp's experts use silu"
     rotary: Any = moe.model.rotary_emb

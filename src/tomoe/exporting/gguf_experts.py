@@ -18,6 +18,8 @@ from tomoe.exporting.glm4_moe import StockRouter
 
 _ARCH = "glm4moe"
 _ROUTERS = ("ffn_gate_inp", "exp_probs_b")
+# Rows of all types are a multiple of so many numbers: a K-quant holds them together.
+_BLOCK = 256
 
 
 def _number(reader: GGUFReader, key: str) -> int:
@@ -36,7 +38,8 @@ def read_routers(file: Path) -> tuple[dict[int, StockRouter], int]:
 def merge_experts(file: Path, merged: Path) -> Path:
     """Write the file `merged`, in which shared part and experts of each layer are one MLP; return it.
 
-    No number changes: rows are put one after the other as they are stored.
+    No number changes: rows are put one after the other as they are stored. llama.cpp wants MLPs of one size, so where layers
+    differ (by experts of zeros, or because the first ones are whole) the smaller ones are filled up with neurons of zeros.
     """
     reader = GGUFReader(file)
     writer = GGUFWriter(merged, _ARCH)
@@ -47,27 +50,25 @@ def merge_experts(file: Path, merged: Path) -> Path:
         if not any(router in name for router in _ROUTERS):
             # the shared part comes first, so that rows of all layers are in the order of the converted model
             parts.setdefault(name.replace("_exps", "").replace("_shexp", ""), []).append(tensor)
-    sizes = [sum(_neurons(t) for t in parts[f"blk.{i}.ffn_up.weight"]) for i in range(layers)]
-    changed: dict[str, Any] = {"leading_dense_block_count": layers, "feed_forward_length": sizes}
+    sizes = {sum(_neurons(t) for t in parts[f"blk.{i}.ffn_up.weight"]) for i in range(layers)}
+    size = max(sizes) if len(sizes) == 1 else -(-max(sizes) // _BLOCK) * _BLOCK
+    changed: dict[str, Any] = {"leading_dense_block_count": layers, "feed_forward_length": size}
     for field in reader.fields.values():
         key = field.name.removeprefix(f"{_ARCH}.")
         if field.name.startswith("GGUF.") or field.name == "general.architecture":
-            continue
-        if key == "feed_forward_length":
-            writer.add_feed_forward_length(sizes)
             continue
         kind, sub = field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, changed.get(key, field.contents()), kind, sub)
     types = {name: _type(group) for name, group in parts.items()}
     for name, group in parts.items():
-        data = _joined(name, group, types[name])
+        data = _filled_up(name, _joined(name, group, types[name]), size, types[name])
         writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes, types[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, group in parts.items():
         # made twice: one at a time is in memory
-        writer.write_tensor_data(_joined(name, group, types[name]))
+        writer.write_tensor_data(_filled_up(name, _joined(name, group, types[name]), size, types[name]))
     writer.close()
     return merged
 
@@ -95,3 +96,17 @@ def _joined(name: str, group: list[ReaderTensor], kind: GGMLQuantizationType) ->
             data = data.reshape(-1, data.shape[-1])
         pieces.append(data)
     return np.concatenate(pieces, axis=1 if "ffn_down" in name else 0)
+
+
+def _filled_up(
+    name: str, data: Shaped[np.ndarray, ...], size: int, kind: GGMLQuantizationType
+) -> Shaped[np.ndarray, ...]:
+    """A matrix of an MLP, as it is stored, with zeros up to `size` neurons; bytes of zeros are zeros in every type."""
+    if ".ffn_" not in name or data.ndim < 2:
+        return data
+    axis = 1 if "ffn_down" in name else 0
+    if axis and data.dtype == np.uint8:
+        size = quants.quant_shape_to_byte_shape((size,), kind)[0]
+    missing = [(0, 0), (0, 0)]
+    missing[axis] = (0, size - data.shape[axis])
+    return np.pad(data, missing)

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tomoe import distributed
 from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp_params
+from tomoe.errors import UserError
 from tomoe.model.heads import rotate_heads
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.shape import ModelShape
@@ -33,7 +34,7 @@ from tomoe.pruning.fine_carving import FineLayout, carve_fine, fine_layout, fine
 from tomoe.pruning.gumbel import keep_logit, keep_probability
 from tomoe.pruning.mask_network import MaskNetwork, Projection
 from tomoe.pruning.rotation import head_rotations
-from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
+from tomoe.recipe.conversion import MOST_USED, AttentionSection, ExpertsSection, Recipe
 from tomoe.seeds import derive_seed
 
 KMEANS_STEPS = 20
@@ -363,6 +364,11 @@ def settled_experts(s: ModelShape, recipe: Recipe) -> ExpertsSection:
     layout = layout_for(s, experts, recipe.attention, recipe.active, uniform, fewest)
     if not uniform:
         return experts
+    if recipe.target == "gguf" and layout.top_k > MOST_USED:
+        raise UserError(
+            f"a token would use {layout.top_k} experts of {layout.expert_size} neurons, and llama.cpp takes at most {MOST_USED}; "
+            "leave experts.expert_size out, or make it larger"
+        )
     return experts.model_copy(update={"num_experts": layout.num_experts, "expert_size": layout.expert_size})
 
 

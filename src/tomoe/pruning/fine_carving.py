@@ -22,7 +22,7 @@ from tomoe.budget import mlp_params
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.pruning.routing import bfloat16_values
-from tomoe.recipe.conversion import FINE_MULTIPLE, ExpertsSection
+from tomoe.recipe.conversion import FINE_MULTIPLE, MOST_USED, ExpertsSection
 
 CLUSTER_STEPS, REASSIGNMENTS = 8, 2
 CLUSTER_TOKENS, ERROR_TOKENS = 4096, 2048
@@ -62,19 +62,20 @@ def fine_layout(
     leaves a shared part near `experts.shared`, and that meets `width` within `slack` neurons, in the mean over `layers` that
     may use different numbers of experts (1: all use equally many).
     With `fewest`, for a stock form: there may be so many experts or more, up to `experts.num_experts`, if only that meets the
-    width, or if the form has to hold more than STORED_ZEROS of zeros otherwise. Raises UserError if no layout does.
+    width, or if the form has to hold more than STORED_ZEROS of zeros otherwise; and fewer, if a token would use more than
+    MOST_USED. Raises UserError if no layout does.
     """
     n, wanted = experts.num_experts, experts.shared * width
+    most_used = n if fewest is None else MOST_USED
+
+    def layouts(counts: range, multiple: int) -> list[FineLayout]:
+        every = (_layouts(mlp_size, width, slack, experts, layers, multiple, count) for count in counts)
+        return [layout for layout in itertools.chain.from_iterable(every) if layout.top_k <= most_used]
 
     def roundest(counts: range, most_zeros: float) -> FineLayout | None:
         multiple = experts.width_multiple
         while multiple:
-            found = [
-                layout
-                for count in counts
-                for layout in _layouts(mlp_size, width, slack, experts, layers, multiple, count)
-                if stored_zeros(layout) <= most_zeros
-            ]
+            found = [layout for layout in layouts(counts, multiple) if stored_zeros(layout) <= most_zeros]
             if found:
                 return min(found, key=lambda layout: abs(layout.shared - wanted))
             multiple //= 2
@@ -85,11 +86,13 @@ def fine_layout(
     else:
         counts, few_zeros = range(n, fewest - 1, -1), STORED_ZEROS * mlp_size
         chosen = roundest(range(n, n + 1), few_zeros) or roundest(counts, few_zeros)
-        if chosen is None:
-            every = itertools.chain.from_iterable(
-                _layouts(mlp_size, width, slack, experts, layers, 1, count) for count in counts
-            )
-            chosen = min(every, key=lambda layout: (stored_zeros(layout), abs(layout.shared - wanted)), default=None)
+        for more in (counts, range(fewest - 1, MOST_USED - 1, -1)):
+            if chosen is None:
+                chosen = min(
+                    layouts(more, 1),
+                    key=lambda layout: (stored_zeros(layout), abs(layout.shared - wanted)),
+                    default=None,
+                )
     if chosen is not None:
         return chosen
     given_size = "" if not experts.expert_size else f" of {experts.expert_size} neurons"

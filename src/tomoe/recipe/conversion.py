@@ -25,6 +25,9 @@ FINE_EXPERTS = 64
 # Fine-grained experts in a stock form are filled up with zeros to a multiple of so many neurons: in 16 bits rows of 16 bytes,
 # without which the grouped matrix product that transformers runs experts with refuses to.
 FINE_MULTIPLE = 8
+# Experts of a token in a stock form. llama.cpp (2026.10) makes nodes of its graph for each, has room for 8 nodes a tensor, and
+# ends the process when they are used up: a plain llama has room for 30. vLLM's fused routing is for 32.
+MOST_USED = 30
 
 
 class ExpertsSection(Section):
@@ -35,7 +38,8 @@ class ExpertsSection(Section):
     and several of many small experts that share nothing."""
     num_experts: int = Field(default=8, ge=1, le=256)
     """Experts per MLP (N); fine-grained ones are 64 unless this is given. For a stock target they may be up to a quarter
-    fewer, if the budget asks for it or the file would hold many zeros; not if `expert_size` is given, too."""
+    fewer, if the budget asks for it or the file would hold many zeros, and still fewer if a token would use more than 30; not
+    if `expert_size` is given, too."""
     expert_size: int = Field(default=0, ge=0)
     """Neurons of a fine-grained expert; 0: chosen so that the shared part takes about `shared` of a token's neurons."""
     shared: float = Field(default=0.4, ge=0, le=1)
