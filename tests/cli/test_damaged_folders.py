@@ -111,6 +111,19 @@ def test_a_plan_whose_model_has_a_list_of_sizes(tomoe: CommandLine, moe: Path) -
     assert len(done.err) < 600, "a value from the file is repeated in full"
 
 
+def test_a_name_of_thousands_of_characters_is_cut(tomoe: CommandLine, moe: Path) -> None:
+    head = json.loads((moe / "plan.json").read_text())
+    head["recipe"]["x" * 6000] = 1
+    (moe / "plan.json").write_text(json.dumps(head))
+    (moe / "SHA256SUMS").write_text(f"{'0' * 64}  {'n' * 3000}" + "\0" * 3000)
+    for done, words in (
+        (tomoe("inspect", moe), "has no key"),
+        (tomoe("inspect", "--verify", moe), "as they were written"),
+    ):
+        refused(done, words)
+        assert len(done.err) < 1500, "a value from the file is repeated in full"
+
+
 def test_a_plan_that_is_a_folder(tomoe: CommandLine, moe: Path) -> None:
     (moe / "plan.json").unlink()
     (moe / "plan.json").mkdir()

@@ -32,7 +32,7 @@ from tomoe.cli.route import route
 from tomoe.cli.stopping import Stopped, stoppable
 from tomoe.cli.sweep import sweep
 from tomoe.cli.train import train
-from tomoe.cli.words import only_notes, printable
+from tomoe.cli.words import one_line, only_notes
 from tomoe.errors import UserError
 
 app = typer.Typer(
@@ -103,5 +103,5 @@ def _process_group() -> Iterator[None]:
 
 
 def _fail(code: int, sentence: str) -> NoReturn:
-    print("tomoe:", printable(" ".join(sentence.split())), file=sys.stderr)
+    print("tomoe:", one_line(sentence), file=sys.stderr)
     sys.exit(code)

@@ -13,6 +13,9 @@ from typing import Any
 # control characters but newline and tab, changes of the writing direction, and halves of surrogate pairs
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
+# characters: a path is one word
+LONGEST_WORD, SHOWN = 500, 100
+
 
 def printable(text: str) -> str:
     """The text with control characters as escape sequences.
@@ -20,6 +23,12 @@ def printable(text: str) -> str:
     Plans, recipes and models come from strangers: a name in them must not move the cursor or color the terminal.
     """
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def one_line(sentence: str) -> str:
+    """A sentence in one line of printable text; of an endless word, as damaged files hold them, only the beginning."""
+    words = printable(" ".join(sentence.split())).split(" ")
+    return " ".join(word if len(word) <= LONGEST_WORD else f"{word[:SHOWN]}..." for word in words)
 
 
 def quiet_libraries() -> None:
@@ -43,7 +52,7 @@ def only_notes() -> Iterator[None]:
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         from tomoe.recipe.base import RenamedKey
 
-        note = printable(str(message))
+        note = one_line(str(message))
         if issubclass(category, RenamedKey) and note not in noted:
             noted.add(note)
             print("tomoe: note:", note, file=sys.stderr)
