@@ -26,5 +26,6 @@ def test_a_benchmark_finds_what_it_imports(path: Path, monkeypatch: pytest.Monke
 
 
 def _elsewhere(module: str | None) -> bool:
-    """Whether it belongs to vLLM, which has an environment of its own (./run.sh engines)."""
-    return str(module).partition(".")[0] == "vllm" and importlib.util.find_spec("vllm") is None
+    """Whether it belongs to what the tests do without: vLLM has an environment of its own (./run.sh engines)."""
+    package = str(module).partition(".")[0]
+    return package in ("vllm", "torchao") and importlib.util.find_spec(package) is None
