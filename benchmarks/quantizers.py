@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
     QuantoConfig,
@@ -70,7 +69,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    text = read_text(given.text, load_tokenizer(given.model), given.context, given.tokens).sequences
+    tokenizer = load_tokenizer(given.model)
+    text = read_text(given.text, tokenizer, given.context, given.tokens).sequences
     for name in given.only or CONFIGS:
         try:
             model = load(given.model, name)
@@ -84,7 +84,6 @@ def main() -> None:
             f"{name}: {size}, perplexity {found.perplexity:.3f} on {found.tokens} tokens; routers {dict(dtypes)}",
             flush=True,
         )
-        tokenizer = AutoTokenizer.from_pretrained(given.model)
         ids = tokenizer("Once upon a time", return_tensors="pt")
         out = cast(Any, model).generate(**ids, max_new_tokens=20, do_sample=False)
         print(f"{name} writes: {tokenizer.decode(out[0])!r}", flush=True)

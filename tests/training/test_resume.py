@@ -76,7 +76,7 @@ began = time.time()
 assert ended(begin(whole)) == 0, Path(whole + ".log").read_text()
 long = time.time() - began
 chance, kills, writing, code = random.Random(0), 0, 0, None
-while kills < 5 and code is None:
+while kills < 24 and code is None:
     start, pid, seen = time.time(), begin(killed, "--resume"), set()
     until = start + (60 if kills % 2 == 0 else chance.uniform(0, 0.8) * long)
     while time.time() < until and (code := ended(pid, os.WNOHANG)) is None:

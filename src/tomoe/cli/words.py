@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tomoe.errors import shortened
+
 # control characters but newline and tab, changes of the writing direction, and halves of surrogate pairs
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 # characters: a path is one word
-LONGEST_WORD, SHOWN = 500, 100
+LONGEST_WORD = 500
 
 
 def printable(text: str) -> str:
@@ -28,7 +30,7 @@ def printable(text: str) -> str:
 def one_line(sentence: str) -> str:
     """A sentence in one line of printable text; of an endless word, as damaged files hold them, only the beginning."""
     words = printable(" ".join(sentence.split())).split(" ")
-    return " ".join(word if len(word) <= LONGEST_WORD else f"{word[:SHOWN]}..." for word in words)
+    return " ".join(word if len(word) <= LONGEST_WORD else shortened(word) for word in words)
 
 
 def quiet_libraries() -> None:

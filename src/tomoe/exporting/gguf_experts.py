@@ -60,15 +60,19 @@ def merge_experts(file: Path, merged: Path) -> Path:
         kind, sub = field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, changed.get(key, field.contents()), kind, sub)
     types = {name: _type(group) for name, group in parts.items()}
-    for name, group in parts.items():
-        data = _filled_up(name, _joined(name, group, types[name]), size, types[name])
+
+    def stored(name: str) -> Shaped[np.ndarray, ...]:
+        return _filled_up(name, _joined(name, parts[name], types[name]), size, types[name])
+
+    for name in parts:
+        data = stored(name)
         writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes, types[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, group in parts.items():
+    for name in parts:
         # made twice: one at a time is in memory
-        writer.write_tensor_data(_filled_up(name, _joined(name, group, types[name]), size, types[name]))
+        writer.write_tensor_data(stored(name))
     writer.close()
     return merged
 
