@@ -10,7 +10,7 @@ venv=.venv
 usage() {
     cat <<'END'
 ./run.sh demo      download SmolLM2-135M, convert it to a Mixture-of-Experts, compare both, write demo-out/report.html
-./run.sh check     lint, types and the fast tests, in about two minutes
+./run.sh check     lint, types and the fast tests, in about a minute (the first time two: mypy has no cache)
 ./run.sh test      lint, types and all tests
 ./run.sh engines   run stock exports in vLLM on the CPU and compare them with transformers
 

@@ -19,6 +19,8 @@ from pico_files import CommandLine, refused
 from tomoe.errors import UserError
 from tomoe.training.run_folder import RunFolder
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def moe(converted: Path, tmp_path: Path) -> Path:

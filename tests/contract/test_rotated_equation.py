@@ -24,7 +24,7 @@ from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.repaired_plan import repair_plan
 from tomoe.recipe.conversion import RepairSection
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
 RED = 1e-3
 PRUNING = ("static", "per_token")
 
@@ -83,7 +83,6 @@ def test_rotated_and_whole_it_is_the_dense_model(dense: PreTrainedModel, form: s
     assert_same(fold(dense, rotated)(ids).logits, meant)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "target"), [("llama", "mixtral"), ("mistral", "mixtral"), ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe")]
 )

@@ -23,7 +23,7 @@ from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM, ToMoEModel
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
 
 
 def converted(family: str, attention: str = "per_token") -> ToMoEForCausalLM:
@@ -103,7 +103,6 @@ def test_other_attention_functions_are_handed_the_dense_width(
         seen.clear()
 
 
-@pytest.mark.slow
 def test_each_rule_for_shards_names_a_part_and_none_names_shared_rows() -> None:
     """Rows that experts share cannot be sliced without renumbering the experts."""
     from fnmatch import fnmatch
@@ -147,7 +146,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 def test_two_processes_share_the_heads_out(tmp_path: Path) -> None:
     """`tp_plan="auto"`, gloo, two ranks: the same logits on both."""
     folders = []

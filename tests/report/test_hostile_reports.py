@@ -22,6 +22,8 @@ from tomoe.report.card import write_card, write_plan_card
 from tomoe.report.figures import cost_figure, throughput_figure
 from tomoe.report.page import Generation, PageFacts
 
+pytestmark = pytest.mark.slow
+
 CELL = asdict(Cell("decode", 1, 8, "float32", "cpu", 1, "runs", 3, 1.0, 0.8, 1.25, 1.2, 1.3, 10, 5, 8, 4, 2.0))
 ODD = [
     None,
@@ -74,7 +76,6 @@ def test_odd_costs_are_drawn_or_refused(tmp_path: Path) -> None:
     assert refused > 40
 
 
-@pytest.mark.slow
 def test_odd_cells_are_drawn_or_refused(tmp_path: Path) -> None:
     kind = list[Cell]
     draw = lambda cells: throughput_figure([asdict(cell) for cell in cells])  # noqa: E731
@@ -83,7 +84,6 @@ def test_odd_cells_are_drawn_or_refused(tmp_path: Path) -> None:
     assert refused > 200
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [[], [[[0], [1, 0]], []]], ids=["one", "several"])
 def test_odd_observations_are_shown_or_refused(tmp_path: Path, chosen: list[list[list[int]]]) -> None:
     trace = RoutingTrace(["a", "b"], [[0, 1], [1, 1]], 2, chosen)
