@@ -118,6 +118,21 @@ def test_it_fits_the_window_and_passes_the_accessibility_check(
     assert [(v["id"], v["nodes"][0]["html"][:200]) for v in found] == []
 
 
+@pytest.mark.parametrize("left_out", ["", "width"])
+def test_no_figure_leaves_half_a_row_empty(seen: Seen, tmp_path: Path, left_out: str) -> None:
+    """In two columns an odd number of figures would: the last one takes the whole width."""
+    facts = hostile_facts()
+    figures = [figure for figure in facts.figures if figure.name != left_out]
+    rows = seen.open(page.write_page(tmp_path, replace(facts, figures=figures))).eval_on_selector_all(
+        ".grid",
+        """grids => grids.map(grid => [grid.clientWidth, [...grid.querySelectorAll("figure")].map(f => f.clientWidth)])""",
+    )
+    assert sum(len(widths) for _, widths in rows) == len(figures)
+    assert any(len(widths) > 1 for _, widths in rows)
+    for whole, widths in rows:
+        assert len(widths) % 2 == 0 or (len(widths) == 1 and widths[0] > 0.95 * whole)
+
+
 def test_tables_of_tokens_are_read_on_a_phone_without_scrolling(seen: Seen, tmp_path: Path) -> None:
     losses = TokenLosses(["The sea, the boat and", " the stars went", " over"], [1.0, 2.0], [2.0, 9.0])
     typical = [[["boat", "stars", "hills", "rain", "over", "under", "quiet", "sea"]] * 2]
