@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from tomoe.data.corpus import Sequences
 
@@ -10,14 +12,20 @@ NGRAM = 13  # tokens in a row that are no chance; as in the decontamination of G
 
 
 def shared_share(text: Sequences, fitted: Sequences, ngram: int = NGRAM) -> float:
-    """Share of the real tokens of `text` that lie in a run of `ngram` tokens which `fitted` holds too.
+    """Share of the real tokens of `text` that lie in a run of `ngram` tokens which `fitted` holds too."""
+    return int(shared_tokens(text, fitted, ngram).sum()) / max(text.tokens, 1)
+
+
+def shared_tokens(text: Sequences, fitted: Sequences, ngram: int = NGRAM) -> Bool[Tensor, "B S"]:
+    """True on real tokens of `text` that lie in a run of `ngram` tokens which `fitted` holds too.
 
     Runs end where a sequence ends. Nothing is hashed, so there are no false matches: runs of 2, 4, 8, ... tokens are
     numbered in turn, equal runs alike (prefix doubling), which takes one sort of all windows for each doubling.
-    0 if sequences are shorter than `ngram`.
+    False everywhere if sequences are shorter than `ngram`.
     """
+    covered = torch.zeros_like(text.mask, device="cpu")
     if min(text.input_ids.shape[1], fitted.input_ids.shape[1]) < ngram:
-        return 0.0
+        return covered
     numbers, width = [sequences.input_ids.long().cpu() for sequences in (text, fitted)], 1
     while width < ngram:
         step = min(width, ngram - width)
@@ -29,7 +37,6 @@ def shared_share(text: Sequences, fitted: Sequences, ngram: int = NGRAM) -> floa
         width += step
     real = [sequences.mask.cpu().unfold(1, ngram, 1).all(2) for sequences in (text, fitted)]
     shared = torch.isin(numbers[0], numbers[1][real[1]]) & real[0]
-    covered = torch.zeros_like(text.mask, device="cpu")
     for offset in range(ngram):
         covered[:, offset : offset + shared.shape[1]] |= shared
-    return int(covered.sum()) / max(text.tokens, 1)
+    return covered

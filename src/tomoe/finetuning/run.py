@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import tomoe
 from tomoe import distributed
 from tomoe.conversion import run_training
-from tomoe.data.corpus import Corpus, prepare
+from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
 from tomoe.data.sources import SELF
 from tomoe.errors import UserError
@@ -22,12 +22,13 @@ from tomoe.evaluation.rows import Row, to_json
 from tomoe.evaluation.run import compare_on
 from tomoe.files import atomic_write, basename, refuse_overwriting, sha256
 from tomoe.finetuning.students import FinetuneStep, MoEStudent, Teacher, check_adapters
+from tomoe.finetuning.text import finetuning_text
 from tomoe.model.arithmetic import compute_dtype, measuring_dtype
 from tomoe.model.loading import fingerprint, load_dense, load_model, load_tokenizer, pick_device
 from tomoe.model.names import resolve
 from tomoe.moe.checkpoint import load_moe, save_moe, stored_dtype
 from tomoe.plan import FINETUNED, Plan
-from tomoe.progress import ProgressCallback, no_progress, stage_callback
+from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report.card import write_card
@@ -121,7 +122,11 @@ def finetune(
     tokenizer = load_tokenizer(str(origin.folder))
 
     def text() -> Corpus | None:
-        return None if resumed and run.corpus.exists() else _text(recipe, origin, tokenizer, dense, on_progress)
+        return (
+            None
+            if resumed and run.corpus.exists()
+            else finetuning_text(recipe, origin.folder, tokenizer, dense, on_progress)
+        )
 
     # all processes sample together
     sampled = text() if distributed.world_size() > 1 and SELF in recipe.data.sources else None
@@ -137,19 +142,6 @@ def finetune(
 
     distributed.on_rank_zero(finish)
     return Plan.load(out)
-
-
-def _text(
-    recipe: FinetuneRecipe, origin: Origin, tokenizer: PreTrainedTokenizerBase, dense: PreTrainedModel | None,
-    on_progress: ProgressCallback,
-) -> Corpus:  # fmt: skip
-    """The text that the recipe names, else what the conversion kept."""
-    if recipe.data.sources:
-        return prepare(recipe.data, tokenizer, recipe.seed, dense, stage_callback(on_progress, "text"))
-    kept = origin.folder / "run" / "corpus.safetensors"
-    if not kept.is_file():
-        raise UserError(f"{origin.folder} keeps no text (run/corpus.safetensors); name some with --data")
-    return Corpus.load(kept)
 
 
 def _begin(recipe: FinetuneRecipe, run: RunFolder, resumed: bool, origin: Origin, corpus: Corpus | None) -> None:

@@ -1,0 +1,91 @@
+"""The text of fine-tuning: what the conversion was not fitted to comes first.
+
+A repair fits its text closely: SmolLM2-135M at 50 %, repaired on 32,768 tokens, has a KL of 0.51 on them and of 1.13 on
+others. Gradients on such text have little left to correct, and what they correct is not what other text needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tomoe.data.corpus import Corpus, Sequences, joined, prepare
+from tomoe.errors import UserError
+from tomoe.evaluation.overlap import shared_tokens
+from tomoe.plan import FINETUNED, REPAIRED, Plan
+from tomoe.progress import ProgressCallback, StageCallback, stage_callback
+from tomoe.recipe.finetuning import FinetuneRecipe
+
+
+def finetuning_text(
+    recipe: FinetuneRecipe,
+    converted: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    dense: PreTrainedModel | None,
+    on_progress: ProgressCallback,
+) -> Corpus:
+    """The text that the recipe names, else what the conversion kept; of either, text that was not fitted if there is enough.
+
+    As many tokens are read beyond `data.tokens` as the conversion was fitted to, so that the same files can be named again.
+    Raises UserError if there is no text.
+    """
+    fitted, read = fitted_text(converted), stage_callback(on_progress, "text")
+    if recipe.data.sources:
+        corpus = _prepared(recipe, tokenizer, dense, 0 if fitted is None else fitted.tokens, read)
+        size = recipe.data.tokens - corpus.calibration.tokens - corpus.evaluation.tokens
+    else:
+        kept = converted / "run" / "corpus.safetensors"
+        if not kept.is_file():
+            raise UserError(f"{converted} keeps no text (run/corpus.safetensors); name some with --data")
+        corpus = Corpus.load(kept)
+        size = corpus.train.tokens
+    if fitted is None:
+        return corpus
+    train = recipe.train
+    sequences = train.steps * train.batch_size * train.gradient_accumulation_steps
+    return replace(corpus, train=unfitted_first(corpus.train, fitted, size, sequences))
+
+
+def _prepared(
+    recipe: FinetuneRecipe, tokenizer: PreTrainedTokenizerBase, dense: PreTrainedModel | None, extra: int,
+    read: StageCallback,
+) -> Corpus:  # fmt: skip
+    """The text of the sources with `extra` tokens more to learn from, or without if the sources are too short for that."""
+    longer = recipe.data.model_copy(update={"tokens": recipe.data.tokens + extra})
+    corpus = prepare(longer, tokenizer, recipe.seed, dense, read)
+    if extra and sum(part.tokens for part in (corpus.train, corpus.calibration, corpus.evaluation)) < longer.tokens:
+        corpus = prepare(recipe.data, tokenizer, recipe.seed, dense, read)
+    return corpus
+
+
+def fitted_text(converted: Path) -> Sequences | None:
+    """The text that a converted folder was fitted to, as far as it kept it; None if it kept none.
+
+    That is all text it kept, but of a conversion without training steps only what it was carved from and repaired on.
+    """
+    corpora = [Corpus.load(path) for path in sorted((converted / "run").glob("*corpus.safetensors"))]
+    plan = Plan.load(converted)
+    if not corpora:
+        return None
+    parts = [part for corpus in corpora for part in (corpus.calibration, corpus.train)]
+    if FINETUNED not in plan.notes and not plan.notes.get("steps"):
+        repaired_on = plan.notes.get(REPAIRED, {}).get("tokens", 0)
+        parts[1:] = [parts[1].truncate(repaired_on)] if repaired_on else []
+    return joined(parts)
+
+
+def unfitted_first(train: Sequences, fitted: Sequences, tokens: int, read: int) -> Sequences:
+    """At most `tokens` of the sequences of `train` that are not in `fitted`.
+
+    If a run that reads `read` sequences would read those twice, sequences that are in `fitted` follow, up to as many. If all
+    are in it, all stay.
+    """
+    is_fitted = 2 * shared_tokens(train, fitted).sum(1) > train.mask.sum(1)
+    unfitted = (~is_fitted).nonzero().flatten()
+    if not len(unfitted):
+        return train.truncate(tokens)
+    order = torch.cat([unfitted, is_fitted.nonzero().flatten()])
+    return train.select(order[: max(len(unfitted), read)]).truncate(tokens)
