@@ -32,7 +32,7 @@ from tomoe.pruning.carving import carve_, settled_experts
 from tomoe.pruning.extract import check_budget, extract_plan
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import mask_step
-from tomoe.pruning.repaired_plan import repair_plan
+from tomoe.pruning.repaired_plan import forget_repair, repair_plan
 from tomoe.pruning.rotation import value_rotations
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.run import RunRecipe
@@ -204,6 +204,7 @@ def plan(
     extracted = finish_plan(net, model, target, corpus, checkpoint.step, weights, on_progress, run_path, base.dtype)
     with atomic_folder(out, "plan.json", ()) as part:
         extracted.save(part)
+    forget_repair(run_path)
     return extracted
 
 
@@ -321,6 +322,7 @@ def convert_dense(
     def finish() -> None:
         extracted, original = together or extract()
         save_conversion(extracted, base.stored_(original), tokenizer, out, force or resumes)
+        forget_repair(run.path)
         write_cost(run.path / "cost.json", recipe.train, original, corpus, (started, text_ready, learned), resumes)
 
     distributed.on_rank_zero(finish)

@@ -16,7 +16,7 @@ from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_tokenizer
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
-from tomoe.pruning.repaired_plan import repair_plan
+from tomoe.pruning.repaired_plan import forget_repair, repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report.card import write_card
@@ -36,7 +36,8 @@ def repair(
     """Refit the projections of a conversion to its masks, from the original dense weights, and write the result to `out`.
 
     changes: `repair.key=value` settings (mode full if the conversion was not repaired). data: text to fit to (default: what
-    the conversion learned from). dense: the dense model, if it is not where the plan says. Returns the new plan.
+    the conversion learned from). dense: the dense model, if it is not where the plan says. Returns the new plan. If it is
+    killed, the same call resumes after the last whole layer.
 
     Raises UserError if the folder holds no conversion or a fine-tuned one, its dense model changed, or no text is there.
     """
@@ -63,13 +64,16 @@ def repair(
     else:
         corpus = Corpus.load(kept)
     text = corpus.train.truncate(recipe.repair.tokens)
-    plan = repair_plan(origin.plan, model, text.input_ids, text.mask, recipe.repair, on_progress, stored=base.dtype)
+    run = out / "run"
+    distributed.on_rank_zero(lambda: run.mkdir(parents=True, exist_ok=True))
+    plan = repair_plan(origin.plan, model, text.input_ids, text.mask, recipe.repair, on_progress, run, base.dtype)
     plan = replace(plan, recipe=recipe.model_dump(mode="json"), notes=plan.notes | {"tomoe": __version__})
 
     def write() -> None:
         save_conversion(plan, base.stored_(model), tokenizer, out, force)
         if kept.is_file():
-            atomic_write(out / "run" / kept.name, kept.read_bytes())
+            atomic_write(run / kept.name, kept.read_bytes())
+        forget_repair(run)
         command = f"tomoe repair {shown_name(str(folder))} -o {basename(out)}"
         write_card(out, plan, base_model=origin.dense, command=command)
 

@@ -219,29 +219,38 @@ class _Repairing:
             gap += self.share * (self.dense[chunk].to(self.device)[real].float() + theirs - x - given)
         sums.add(ours["o"][real], gap, x)
 
-    def take_mlp(self, i: int, chunk: slice, sums: NormalEquations, output: Refit | None) -> None:
-        """Gap of the MLP: what the masks took away, or of the stream behind the layer. Both streams go on."""
+    def take_mlp(self, i: int, chunk: slice, sums: NormalEquations | None, output: Refit | None) -> None:
+        """Gap of the MLP: what the masks took away, or of the stream behind the layer. Both streams go on.
+
+        Without `sums` nothing is fitted: the streams go through a layer that is finished.
+        """
         real, down = self.real[chunk], self.parts[i].down
         ours = self.run(i, chunk, self.converted, True, output)
-        out = ours["out"][real].float()
-        gap = torch.zeros_like(out)
-        if self.share < 1:
-            lost = F.linear(ours["whole h"] - ours["h"], down.weight)
-            gap += (1 - self.share) * lost[real].float()
-        if self.share:
-            theirs = self.run(i, chunk, self.dense, False)["out"]
-            gap += self.share * (theirs[real].float() - out)
+        theirs = self.run(i, chunk, self.dense, False)["out"] if self.share else None
+        if sums is not None:
+            out = ours["out"][real].float()
+            gap = torch.zeros_like(out)
+            if self.share < 1:
+                lost = F.linear(ours["whole h"] - ours["h"], down.weight)
+                gap += (1 - self.share) * lost[real].float()
+            if theirs is not None:
+                gap += self.share * (theirs[real].float() - out)
+            sums.add(ours["h"][real], gap, out - ours["mlp"][real].float())
+        if theirs is not None:
             self.dense[chunk] = theirs.cpu()
-        sums.add(ours["h"][real], gap, out - ours["mlp"][real].float())
         self.converted[chunk], self.hidden[chunk] = ours["out"].cpu(), ours["h"].cpu()
 
     @torch.no_grad()
-    def layer(self, i: int, say: Callable[[str], None]) -> LayerRepair:
-        """Refit layer i and take both streams behind it."""
+    def layer(self, i: int, say: Callable[[str], None], finished: LayerRepair | None = None) -> LayerRepair:
+        """Refit layer i, unless it is `finished`, and take both streams behind it."""
         with _held(self.layers[i]):
-            return self._layer(i, say)
+            made = self._refit(i, say) if finished is None else self._pass(i, finished)
+            change = (made.down.weight - self.parts[i].down.weight).to(self.model.dtype)
+            for chunk in self.chunks:  # what the change adds to the stream; the layer need not run again
+                self.converted[chunk] += F.linear(self.hidden[chunk].to(self.device), change).cpu()
+            return made
 
-    def _layer(self, i: int, say: Callable[[str], None]) -> LayerRepair:
+    def _refit(self, i: int, say: Callable[[str], None]) -> LayerRepair:
         parts, output = self.parts[i], None
         if self.settings.output:
             size = self.shape.num_heads * self.shape.head_dim
@@ -250,11 +259,12 @@ class _Repairing:
         def take(i: int, chunk: slice, sums: NormalEquations) -> None:
             self.take_mlp(i, chunk, sums, output)
 
-        down = self.fit(parts.down, i, self.shape.mlp_size, take, say)
-        change = (down.weight - parts.down.weight).to(self.model.dtype)
-        for chunk in self.chunks:  # what the change adds to the stream; the layer need not run again
-            self.converted[chunk] += F.linear(self.hidden[chunk].to(self.device), change).cpu()
-        return LayerRepair(down, output)
+        return LayerRepair(self.fit(parts.down, i, self.shape.mlp_size, take, say), output)
+
+    def _pass(self, i: int, finished: LayerRepair) -> LayerRepair:
+        for chunk in self.chunks:
+            self.take_mlp(i, chunk, None, finished.output)
+        return finished
 
 
 def repair_layers(
@@ -265,8 +275,11 @@ def repair_layers(
     settings: RepairSettings = RepairSettings(),
     on_progress: OnProgress = lambda done, total, known: None,
     folder: Path | None = None,
+    finished: Sequence[LayerRepair] = (),
 ) -> Iterator[LayerRepair]:
     """Refit layer after layer to the masks, on calibration blocks; `real` is False on padding. The model stays as it is.
+
+    The first layers may be `finished` already, by the same repair: they are yielded as they are.
 
     In memory are one layer, its Gram matrix and hidden states as far as `settings.memory` allows; more of them go to a
     temporary file in `folder`. Several processes share the blocks out and all get the same matrices. Raises UserError where
@@ -280,7 +293,7 @@ def repair_layers(
     total = len(repairing.layers)
     for i in range(total):
         notes: list[str] = []
-        made = repairing.layer(i, notes.append)
+        made = repairing.layer(i, notes.append, finished[i] if i < len(finished) else None)
         known: dict[str, Any] = {"error_before": made.down.error_before, "error_after": made.down.error_after}
         if notes:
             known["note"] = f"layer {i}: {'; '.join(notes)}"

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
+from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tomoe.model.shape import ModelShape
 from tomoe.plan import REPAIRED, LayerPlan, Plan
 from tomoe.progress import ProgressCallback, no_progress
+from tomoe.pruning.finished_layers import FinishedLayers, forget_finished
 from tomoe.pruning.masking import planned_masks
 from tomoe.pruning.refit import Refit
 from tomoe.pruning.repair import LayerRepair, RepairSettings, repair_layers
 from tomoe.recipe.conversion import RepairSection
+
+KEPT = "repair"
+"""Subfolder of a run that keeps the layers of an unfinished repair."""
 
 
 def repair_plan(
@@ -35,7 +41,8 @@ def repair_plan(
     `model` holds the dense weights that the plan is for, `ids` the calibration sequences; `mask` is False on padding.
     `stored` is the dtype of whole matrices in the plan (default: the model's). Earlier refits of the plan are replaced. Under
     torchrun every rank must take part; all get the same plan. Hidden states that do not fit in memory go to a file in
-    `folder`. Raises UserError if activations are not finite.
+    `folder`. Its subfolder `repair` keeps finished layers, with which a repair that was killed resumes; the caller deletes it
+    (`forget_repair`) once the plan is written. Raises UserError if activations are not finite.
     """
     layers = tuple(replace(layer, refit={}) for layer in plan.layers)
     bare = replace(plan, layers=layers)
@@ -48,9 +55,12 @@ def repair_plan(
     def report(done: int, total: int, info: dict[str, Any]) -> None:
         on_progress("repair", done, total, info)
 
-    for layer, fit in zip(layers, repair_layers(
-        model, planned_masks(bare, model.device), ids, mask, settings, report, folder
-    ), strict=True):  # fmt: skip
+    store = None if folder is None else FinishedLayers(folder / KEPT, _key(bare, model, ids, mask, settings))
+    finished = [] if store is None else store.load(model.device)
+    fits = repair_layers(model, planned_masks(bare, model.device), ids, mask, settings, report, folder, finished)
+    for i, (layer, fit) in enumerate(zip(layers, fits, strict=True)):
+        if store is not None and i >= len(finished):
+            store.keep(i, fit)
         repaired.append(replace(layer, refit=_tensors(fit, stored or model.dtype)))
         errors += torch.tensor([fit.down.error_before, fit.down.error_after], dtype=torch.float64)
     before, after = (errors / len(layers)).tolist()
@@ -59,6 +69,25 @@ def repair_plan(
         "error_before": before, "error_after": after, "output": prunes_values,
     } | ({"rank": section.rank} if section.mode == "low_rank" else {})  # fmt: skip
     return replace(bare, layers=tuple(repaired), notes=plan.notes | {REPAIRED: note})
+
+
+def forget_repair(folder: Path) -> None:
+    """Delete what a repair kept in `folder` to resume with."""
+    forget_finished(folder / KEPT)
+
+
+def _key(
+    plan: Plan, model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], settings: RepairSettings
+) -> str:
+    """SHA-256 (hex) of everything that the refitted matrices depend on."""
+    sha = hashlib.sha256(repr((plan.source, settings, str(model.dtype), model.device.type, torch.__version__)).encode())
+    tensors = {"ids": ids, "mask": mask}
+    for i, layer in enumerate(plan.layers):
+        fields = vars(layer) | {f"value_router.{name}": t for name, t in layer.value_router.items()}
+        sha.update(repr([value for value in fields.values() if isinstance(value, int)]).encode())
+        tensors |= {f"{i}.{name}": value for name, value in fields.items() if isinstance(value, Tensor)}
+    sha.update(save({name: t.contiguous().cpu() for name, t in tensors.items()}))
+    return sha.hexdigest()
 
 
 def _tensors(fit: LayerRepair, dtype: torch.dtype) -> dict[str, Tensor]:

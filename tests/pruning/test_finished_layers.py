@@ -1,0 +1,143 @@
+"""A repair that is killed between two layers resumes after the last whole one, and ends in the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import Bool, Int
+from test_repair import calibration
+from torch import Tensor
+
+from conftest import FORMS, make_pico, make_plan
+from pico_files import CommandLine, pico_recipe, write_pico, write_text
+from tomoe.conversion import convert
+from tomoe.plan import Plan
+from tomoe.pruning import repair as repairing
+from tomoe.pruning.repaired_plan import KEPT, forget_repair, repair_plan
+from tomoe.recipe.conversion import RepairSection
+
+Text = tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]
+HALF = RepairSection(mode="full", target="half")
+
+
+class Killed(BaseException):
+    """No handler catches it."""
+
+
+def dying_after(layers: int) -> Callable[..., None]:
+    def on_progress(stage: str, done: int, total: int, info: Any) -> None:
+        if done > layers:
+            raise Killed
+
+    return on_progress
+
+
+def repaired(
+    form: str, attention: str, section: RepairSection, folder: Path | None, text: Text | None = None, **more: Any
+) -> Plan:
+    model = make_pico("qwen2", num_hidden_layers=3)
+    with torch.no_grad():
+        return repair_plan(
+            make_plan(model, attention, form=form), model, *(text or calibration()), section, folder=folder, **more
+        )
+
+
+@pytest.fixture
+def fitted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one number with every matrix that is fitted."""
+    fits: list[int] = []
+    own = repairing.refit
+
+    def counted(*args: Any) -> Any:
+        fits.append(len(fits))
+        return own(*args)
+
+    monkeypatch.setattr(repairing, "refit", counted)
+    return fits
+
+
+def saved(plan: Plan, folder: Path) -> dict[str, bytes]:
+    plan.save(folder)
+    return {name: (folder / name).read_bytes() for name in ("plan.json", "plan.safetensors")}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("attention", ["off", "static"])
+@pytest.mark.parametrize(
+    "section",
+    [HALF, RepairSection(mode="full", target="local"), RepairSection(mode="low_rank", rank=3, target="half")],
+    ids=["half", "local", "low rank"],
+)
+def test_killed_and_resumed_it_gives_the_same_bytes(
+    tmp_path: Path, fitted: list[int], form: str, attention: str, section: RepairSection
+) -> None:
+    expected = saved(repaired(form, attention, section, None), tmp_path / "whole")
+    matrices, run = len(fitted), tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(Killed):
+        repaired(form, attention, section, run, on_progress=dying_after(2))
+    # the third layer was fitted, but not yet kept
+    assert sorted(path.name for path in (run / KEPT).iterdir()) == ["layer-000.safetensors", "layer-001.safetensors"]
+    fitted.clear()
+    heard: list[int] = []
+    plan = repaired(form, attention, section, run, on_progress=lambda stage, done, total, info: heard.append(done))
+    assert len(fitted) == matrices // 3
+    assert heard == [1, 2, 3]
+    assert saved(plan, tmp_path / "resumed") == expected
+    forget_repair(run)
+    assert not list(run.iterdir())
+
+
+@pytest.mark.parametrize("other", ["text", "ridge", "masks", "damaged"])
+def test_layers_of_another_repair_are_not_taken(tmp_path: Path, fitted: list[int], other: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    repaired("fine", "off", HALF, run)
+    text, section = calibration(), HALF
+    if other == "text":
+        text[0][0, 0] += 1
+    if other == "ridge":
+        section = HALF.model_copy(update={"ridge": 2e-2})
+    if other == "masks":
+        forget_repair(run)
+        repaired("overlapping", "off", HALF, run)
+    if other == "damaged":
+        path = run / KEPT / "layer-001.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    expected = saved(repaired("fine", "off", section, None, text), tmp_path / "whole")
+    fitted.clear()
+    assert saved(repaired("fine", "off", section, run, text), tmp_path / "again") == expected
+    # what lies behind a damaged layer is fitted again
+    assert len(fitted) == (2 if other == "damaged" else 3)
+
+
+@pytest.mark.slow
+def test_a_finished_command_keeps_no_layers(
+    tomoe: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fitted: list[int]
+) -> None:
+    write_pico(tmp_path / "dense")
+    write_text(tmp_path / "text.txt")
+    recipe = pico_recipe(tmp_path, "train.steps=0", "repair.mode=full")
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tomoe.conversion.save_conversion", die)
+        with pytest.raises(Killed):
+            convert(recipe, tmp_path / "out")
+    assert (tmp_path / "out" / "run" / KEPT).is_dir()
+    fitted.clear()
+    convert(recipe, tmp_path / "out", resume=True)
+    assert fitted == []
+    assert not (tmp_path / "out" / "run" / KEPT).exists()
+    convert(recipe, tmp_path / "whole")
+    same = ("plan.json", "plan.safetensors", "model.safetensors")
+    assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in same)
+    done = tomoe("repair", tmp_path / "out", "-o", tmp_path / "again", "--tokens", "200")
+    assert done.code == 0, done.err
+    assert not (tmp_path / "again" / "run" / KEPT).exists()
