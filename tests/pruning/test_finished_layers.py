@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,19 @@ def test_layers_of_another_repair_are_not_taken(tmp_path: Path, fitted: list[int
     assert saved(repaired("fine", "off", section, run, text), tmp_path / "again") == expected
     # what lies behind a damaged layer is fitted again
     assert len(fitted) == (2 if other == "damaged" else 3)
+
+
+def test_a_full_disk_costs_the_way_to_resume_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = saved(repaired("fine", "off", HALF, None), tmp_path / "whole")
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tomoe.pruning.finished_layers.save_file", full)
+    assert saved(repaired("fine", "off", HALF, run), tmp_path / "again") == expected
+    assert not list(run.iterdir())
 
 
 @pytest.mark.slow

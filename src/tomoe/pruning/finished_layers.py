@@ -59,6 +59,10 @@ class FinishedLayers:
         except SafetensorError as error:
             raise UserError(f"cannot write {self._path(i)}: {error}") from None
 
+    def forget(self) -> None:
+        """Delete the files, once the plan that holds the matrices is written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def _path(self, i: int) -> Path:
         return self.folder / f"layer-{i:03d}.safetensors"
 
@@ -74,11 +78,6 @@ class FinishedLayers:
             return LayerRepair(fits["down"], fits.get("output"))
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):
             return None
-
-
-def forget_finished(folder: Path) -> None:
-    """Delete the files of `FinishedLayers`, once the plan that holds the matrices is written."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _parts(layer: LayerRepair) -> dict[str, Refit]:

@@ -13,10 +13,11 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.plan import REPAIRED, LayerPlan, Plan
 from tomoe.progress import ProgressCallback, no_progress
-from tomoe.pruning.finished_layers import FinishedLayers, forget_finished
+from tomoe.pruning.finished_layers import FinishedLayers
 from tomoe.pruning.masking import planned_masks
 from tomoe.pruning.refit import Refit
 from tomoe.pruning.repair import LayerRepair, RepairSettings, repair_layers
@@ -60,7 +61,11 @@ def repair_plan(
     fits = repair_layers(model, planned_masks(bare, model.device), ids, mask, settings, report, folder, finished)
     for i, (layer, fit) in enumerate(zip(layers, fits, strict=True)):
         if store is not None and i >= len(finished):
-            store.keep(i, fit)
+            try:
+                store.keep(i, fit)
+            except UserError:  # a full disk: better to repair without a way to resume than not at all
+                store.forget()
+                store = None
         repaired.append(replace(layer, refit=_tensors(fit, stored or model.dtype)))
         errors += torch.tensor([fit.down.error_before, fit.down.error_after], dtype=torch.float64)
     before, after = (errors / len(layers)).tolist()
@@ -73,7 +78,7 @@ def repair_plan(
 
 def forget_repair(folder: Path) -> None:
     """Delete what a repair kept in `folder` to resume with."""
-    forget_finished(folder / KEPT)
+    FinishedLayers(folder / KEPT, "").forget()
 
 
 def _key(
