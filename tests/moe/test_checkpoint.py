@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from conftest import FAMILIES, make_pico, make_plan, tokens
+from pico_tokenizer import make_tokenizer
 from tomoe.errors import UserError
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.checkpoint import save_moe
@@ -251,6 +252,24 @@ def test_a_full_disk_loses_nothing(error: Exception, tmp_path: Path, monkeypatch
         save_moe(second, other, None, out, force=True)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(first))
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_tokenizer_that_does_not_fit_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library `tokenizers` raises a plain Exception; any other is a fault of the program, and stays what it is."""
+    moe, plan = converted("llama", active=0.6)
+    tokenizer = make_tokenizer()
+    raised: list[Exception] = [Exception("No space left on device (os error 28)"), ValueError("a fault")]
+
+    def fail(*_: object, **__: object) -> None:
+        raise raised[0]
+
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", fail)
+    with pytest.raises(UserError, match=r"cannot write the model to .*moe: No space left on device"):
+        save_moe(moe, plan, tokenizer, tmp_path / "moe")
+    raised.pop(0)
+    with pytest.raises(ValueError, match="a fault"):
+        save_moe(moe, plan, tokenizer, tmp_path / "moe")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_kill_while_files_move_leaves_the_run_and_no_half_model(

@@ -48,11 +48,11 @@ def test_a_model_is_made_anew_in_a_folder_that_is_a_disk_of_its_own(
 def test_a_conversion_that_runs_out_of_disk_again_and_again(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, disk: Path
 ) -> None:
-    """At a checkpoint, at the weights, at the report: every time a little more room, and --resume."""
+    """At a checkpoint, the weights, the plan, the tokenizer, the report: every time a little more room, and --resume."""
     options = [model, "--data", text, *small()]
     assert tomoe("convert", *options, "-o", tmp_path / "whole").code == 0
     out, messages = disk / "out", []
-    for kib in (160, 400, 900, 4096):
+    for kib in (160, 400, 900, 1000, 1100, 4096):
         resize(disk, kib)
         done = tomoe("convert", *options, "-o", out, "--resume")
         if kib == 4096:

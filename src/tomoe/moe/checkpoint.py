@@ -52,11 +52,20 @@ def save_moe(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the tokenizer without `auto_map`, the dense model's pointer to code that would run at whoever loads it."""
+    """Write the tokenizer without `auto_map`, the dense model's pointer to code that would run at whoever loads it.
+
+    Raises OSError if it cannot be written.
+    """
     bare = copy(tokenizer)
     bare.init_kwargs = dict(tokenizer.init_kwargs)
     strip_remote_code_(bare)
-    bare.save_pretrained(folder)
+    try:
+        bare.save_pretrained(folder)
+    except Exception as error:
+        # a full disk is a plain Exception of the library `tokenizers`
+        if type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from error
 
 
 def stored_dtype(folder: Path) -> str:
