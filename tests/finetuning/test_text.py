@@ -74,12 +74,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_only_what_a_carve_was_repaired_on_is_fitted(place: Path) -> None:
     corpus, plan = Corpus.load(place / "carved" / "run" / "corpus.safetensors"), Plan.load(place / "carved")
     repaired = plan.notes[REPAIRED]["tokens"]
-    fitted = fitted_text(place / "carved")
+    fitted = fitted_text(place / "carved", plan)
     assert fitted is not None
     assert 0 < repaired < corpus.train.tokens
     assert fitted.tokens == repaired + corpus.calibration.tokens
     trained = Corpus.load(place / "trained" / "run" / "corpus.safetensors")
-    everything = fitted_text(place / "trained")
+    everything = fitted_text(place / "trained", Plan.load(place / "trained"))
     assert everything is not None
     assert everything.tokens == trained.train.tokens + trained.calibration.tokens
 
@@ -96,7 +96,8 @@ def test_the_same_file_gives_text_that_was_not_fitted(
         "--set", f"data.{key}={getattr(recipe, key)}")]  # fmt: skip
     outcome = tomoe("finetune", place / "carved", *data, "-o", out, "--steps", 2, "--seed", 0, *sizes)
     assert outcome.code == 0, outcome.err
-    fitted, corpus = fitted_text(place / "carved"), Corpus.load(out / "run" / "corpus.safetensors")
+    fitted = fitted_text(place / "carved", Plan.load(place / "carved"))
+    corpus = Corpus.load(out / "run" / "corpus.safetensors")
     assert fitted is not None
     assert len(corpus.train) >= 2
     covered = 2 * shared_tokens(corpus.train, fitted).sum(1) > corpus.train.mask.sum(1)

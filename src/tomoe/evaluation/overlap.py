@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tomoe.data.corpus import Sequences
+from tomoe.data.corpus import Corpus, Sequences
 
 NGRAM = 13  # tokens in a row that are no chance; as in the decontamination of GPT-3 (Brown et al. 2020, appendix C)
+
+
+def kept_corpora(folder: Path) -> list[Corpus]:
+    """The text that a converted folder kept; of a fine-tuned one, the conversion's too. Raises UserError if damaged."""
+    return [Corpus.load(path) for path in sorted((folder / "run").glob("*corpus.safetensors"))]
 
 
 def shared_share(text: Sequences, fitted: Sequences, ngram: int = NGRAM) -> float:

@@ -9,11 +9,11 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from tomoe import distributed
-from tomoe.data.corpus import Corpus, Sequences, joined
+from tomoe.data.corpus import Sequences, joined
 from tomoe.data.evaluation_text import CONTEXT, EvaluationText, held_out_text, read_text
 from tomoe.errors import UserError
 from tomoe.evaluation.compare import compare
-from tomoe.evaluation.overlap import shared_share
+from tomoe.evaluation.overlap import kept_corpora, shared_share
 from tomoe.evaluation.perplexity import sliding
 from tomoe.evaluation.rows import DIAL, Row, TaskScore, to_json
 from tomoe.evaluation.tasks import TaskSet
@@ -209,8 +209,8 @@ def training_overlap(name: str, text: Sequences) -> float | None:
     That is the text of its calibration, its training and, if it was fine-tuned, its fine-tuning. None if `name` is no
     folder that keeps its text (run/corpus.safetensors): a dense model, or a model from the hub.
     """
-    files = sorted((Path(name) / "run").glob("*corpus.safetensors"))  # of a fine-tuned model, also what came earlier
-    if not files:
+    corpora = kept_corpora(Path(name))
+    if not corpora:
         return None
-    fitted = [part for corpus in map(Corpus.load, files) for part in (corpus.train, corpus.calibration)]
+    fitted = [part for corpus in corpora for part in (corpus.train, corpus.calibration)]
     return shared_share(text, joined(fitted))

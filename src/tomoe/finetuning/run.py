@@ -122,11 +122,9 @@ def finetune(
     tokenizer = load_tokenizer(str(origin.folder))
 
     def text() -> Corpus | None:
-        return (
-            None
-            if resumed and run.corpus.exists()
-            else finetuning_text(recipe, origin.folder, tokenizer, dense, on_progress)
-        )
+        if resumed and run.corpus.exists():
+            return None
+        return finetuning_text(recipe, origin.folder, origin.plan, tokenizer, dense, on_progress)
 
     # all processes sample together
     sampled = text() if distributed.world_size() > 1 and SELF in recipe.data.sources else None

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.data.corpus import Corpus, Sequences, joined, prepare
 from tomoe.errors import UserError
-from tomoe.evaluation.overlap import shared_tokens
+from tomoe.evaluation.overlap import kept_corpora, shared_tokens
 from tomoe.plan import FINETUNED, REPAIRED, Plan
 from tomoe.progress import ProgressCallback, StageCallback, stage_callback
 from tomoe.recipe.finetuning import FinetuneRecipe
@@ -23,6 +23,7 @@ from tomoe.recipe.finetuning import FinetuneRecipe
 def finetuning_text(
     recipe: FinetuneRecipe,
     converted: Path,
+    plan: Plan,
     tokenizer: PreTrainedTokenizerBase,
     dense: PreTrainedModel | None,
     on_progress: ProgressCallback,
@@ -32,7 +33,7 @@ def finetuning_text(
     As many tokens are read beyond `data.tokens` as the conversion was fitted to, so that the same files can be named again.
     Raises UserError if there is no text.
     """
-    fitted, read = fitted_text(converted), stage_callback(on_progress, "text")
+    fitted, read = fitted_text(converted, plan), stage_callback(on_progress, "text")
     if recipe.data.sources:
         corpus = _prepared(recipe, tokenizer, dense, 0 if fitted is None else fitted.tokens, read)
         size = recipe.data.tokens - corpus.calibration.tokens - corpus.evaluation.tokens
@@ -61,13 +62,12 @@ def _prepared(
     return corpus
 
 
-def fitted_text(converted: Path) -> Sequences | None:
-    """The text that a converted folder was fitted to, as far as it kept it; None if it kept none.
+def fitted_text(converted: Path, plan: Plan) -> Sequences | None:
+    """The text that a converted folder with this plan was fitted to, as far as it kept it; None if it kept none.
 
     That is all text it kept, but of a conversion without training steps only what it was carved from and repaired on.
     """
-    corpora = [Corpus.load(path) for path in sorted((converted / "run").glob("*corpus.safetensors"))]
-    plan = Plan.load(converted)
+    corpora = kept_corpora(converted)
     if not corpora:
         return None
     parts = [part for corpus in corpora for part in (corpus.calibration, corpus.train)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tomoe import distributed
@@ -29,16 +29,23 @@ class FinishedLayers:
     def __init__(self, folder: Path, key: str):
         self.folder, self.key = folder, key
 
-    def load(self, device: torch.device) -> list[LayerRepair]:
-        """The layers that are finished, from the first on; all ranks get the same number of them."""
-        found: list[LayerRepair] = []
-        while (layer := self._read(self._path(len(found)), device)) is not None:
-            found.append(layer)
-        count = torch.tensor([len(found)])
+    def count(self) -> int:
+        """How many layers are finished, from the first on; the same in all ranks. Matrices are not read."""
+        found = 0
+        while self._fits(self._path(found)) is not None:
+            found += 1
+        count = torch.tensor([found])
         distributed.broadcast_([count])
-        if len(found) < int(count):
+        if found < int(count):
             raise UserError(f"{self.folder} cannot be read by every process; put it on a disk that all of them share")
-        return found[: int(count)]
+        return int(count)
+
+    def read(self, i: int, device: torch.device) -> LayerRepair:
+        """Layer i, one of the `count` that are finished."""
+        path = self._path(i)
+        tensors = load_file(path, device=str(device))
+        fits = {name: _refit(name, tensors, *numbers) for name, numbers in (self._fits(path) or {}).items()}
+        return LayerRepair(fits["down"], fits.get("output"))
 
     def keep(self, i: int, layer: LayerRepair) -> None:
         """Write layer i; only rank 0 does. Raises UserError if it cannot be written."""
@@ -66,16 +73,12 @@ class FinishedLayers:
     def _path(self, i: int) -> Path:
         return self.folder / f"layer-{i:03d}.safetensors"
 
-    def _read(self, path: Path, device: torch.device) -> LayerRepair | None:
-        """One layer; None if there is no whole file of this repair."""
+    def _fits(self, path: Path) -> dict[str, tuple[float, float, float]] | None:
+        """Errors before and after, and the ridge, of the matrices of one file; None if it is no whole one of this repair."""
         try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
+            with safe_open(path, framework="pt") as file:
                 metadata = parse_json((file.metadata() or {}).get(_METADATA, "{}"))
-                if metadata["key"] != self.key:
-                    return None
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            fits = {name: _refit(name, tensors, *numbers) for name, numbers in metadata["fits"].items()}
-            return LayerRepair(fits["down"], fits.get("output"))
+            return metadata["fits"] if metadata["key"] == self.key else None
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):
             return None
 

@@ -275,11 +275,11 @@ def repair_layers(
     settings: RepairSettings = RepairSettings(),
     on_progress: OnProgress = lambda done, total, known: None,
     folder: Path | None = None,
-    finished: Sequence[LayerRepair] = (),
+    finished: Callable[[int], LayerRepair | None] = lambda i: None,
 ) -> Iterator[LayerRepair]:
     """Refit layer after layer to the masks, on calibration blocks; `real` is False on padding. The model stays as it is.
 
-    The first layers may be `finished` already, by the same repair: they are yielded as they are.
+    `finished` gives layers that the same repair has refitted already: they are yielded as they are.
 
     In memory are one layer, its Gram matrix and hidden states as far as `settings.memory` allows; more of them go to a
     temporary file in `folder`. Several processes share the blocks out and all get the same matrices. Raises UserError where
@@ -293,7 +293,7 @@ def repair_layers(
     total = len(repairing.layers)
     for i in range(total):
         notes: list[str] = []
-        made = repairing.layer(i, notes.append, finished[i] if i < len(finished) else None)
+        made = repairing.layer(i, notes.append, finished(i))
         known: dict[str, Any] = {"error_before": made.down.error_before, "error_after": made.down.error_after}
         if notes:
             known["note"] = f"layer {i}: {'; '.join(notes)}"

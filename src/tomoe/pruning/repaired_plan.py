@@ -57,10 +57,14 @@ def repair_plan(
         on_progress("repair", done, total, info)
 
     store = None if folder is None else FinishedLayers(folder / KEPT, _key(bare, model, ids, mask, settings))
-    finished = [] if store is None else store.load(model.device)
+    count = 0 if store is None else store.count()
+
+    def finished(i: int) -> LayerRepair | None:
+        return store.read(i, model.device) if store is not None and i < count else None
+
     fits = repair_layers(model, planned_masks(bare, model.device), ids, mask, settings, report, folder, finished)
     for i, (layer, fit) in enumerate(zip(layers, fits, strict=True)):
-        if store is not None and i >= len(finished):
+        if store is not None and i >= count:
             try:
                 store.keep(i, fit)
             except UserError:  # a full disk: better to repair without a way to resume than not at all
