@@ -97,6 +97,10 @@ def test_it_can_be_switched_off(source: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (source.parent / "cache").exists()
 
 
+def test_a_kernel_that_compiles_here_is_right_and_used() -> None:
+    assert (native.kernel() is None) == (build.load(native.SOURCE) is None)
+
+
 @compiled
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = native._typed
@@ -115,6 +119,9 @@ def test_auto_takes_it_wherever_it_fits() -> None:
     assert "native" not in (chosen(0), chosen(8, torch.bfloat16), chosen(8, torch.float64))
     half = make_mlp(Case(), torch.bfloat16)
     assert choose_backend(half, torch.zeros(300, 32, dtype=torch.bfloat16)) == "native"
+    fine, matrix_units = make_mlp(CASES["fine"], torch.bfloat16), native.PROCESSOR.get("amx_bf16")
+    assert choose_backend(fine, torch.zeros(8, 32, dtype=torch.bfloat16)) == "native"
+    assert choose_backend(fine, torch.zeros(300, 32, dtype=torch.bfloat16)) == ("masked" if matrix_units else "native")
     mlp.up_proj.requires_grad_()
     assert chosen(8) == "masked"
     with torch.no_grad():
@@ -134,6 +141,20 @@ def test_panels_compute_the_experts(name: str, monkeypatch: pytest.MonkeyPatch) 
     in_panels(monkeypatch, 1)
     test_experts.test_backends_compute_the_experts(name, "native")
     test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
+
+
+@compiled
+@pytest.mark.parametrize("name", CASES)
+def test_registers_of_the_other_width_compute_the_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors with AVX-512 hold more sums in registers than others: here runs what the others, or they, run."""
+    wide = bool(native.PROCESSOR.get("avx512_f"))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, f"-DWIDE_REGISTERS={int(not wide)}"))
+    other = native._typed(build.load.__wrapped__(native.SOURCE))
+    monkeypatch.setattr(native, "kernel", lambda: other)
+    for tokens in (1, 1000):
+        in_panels(monkeypatch, tokens)
+        test_experts.test_backends_compute_the_experts(name, "native")
+        test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
 
 
 @compiled

@@ -11,13 +11,14 @@
 namespace {
 
 constexpr int64_t SUMS = 1 << 16;  // floats of the second pass that stay in a core's cache
-constexpr int TILE = 6;    // tokens that meet four of its rows at once
+constexpr int TILE = WIDE ? 6 : 3;      // tokens that meet four of its rows at once
+constexpr int HELD = WIDE ? ROWS : 8;  // rows of a block that registers hold, a part of their columns each
 // out[c][r0 + r] = rows[r] . tokens[c], for four rows. Where `next` is not null, these four rows come nearer meanwhile:
 // the processor itself foresees long rows, but not where the next short one begins.
 template <class W, int C>
 inline void dots(const W* const* rows, const W* const* next, const W* const* tokens, int64_t size, float (*out)[ROWS], int r0) {
     constexpr int R = 4;
-    Floats acc[R][C] = {};
+    Part acc[R][C] = {};
     int64_t d = 0;
 #ifdef HAS_BF16_DOT
     if constexpr (sizeof(W) == 2) {
@@ -27,22 +28,22 @@ inline void dots(const W* const* rows, const W* const* next, const W* const* tok
             for (int r = 0; r < R; r++) {
                 __m512bh w = (__m512bh)_mm512_loadu_si512(rows[r] + d);
                 if (next) __builtin_prefetch(next[r] + d);
-                for (int c = 0; c < C; c++) acc[r][c] = (Floats)_mm512_dpbf16_ps((__m512)acc[r][c], w, x[c]);
+                for (int c = 0; c < C; c++) acc[r][c] = (Part)_mm512_dpbf16_ps((__m512)acc[r][c], w, x[c]);
             }
         }
     }
 #endif
-    for (; d + LANES <= size; d += LANES) {
-        Floats x[C];
-        for (int c = 0; c < C; c++) x[c] = load(tokens[c] + d);
+    for (; d + WIDTH <= size; d += WIDTH) {
+        Part x[C];
+        for (int c = 0; c < C; c++) x[c] = load_as<Part>(tokens[c] + d);
         for (int r = 0; r < R; r++) {
-            Floats w = load(rows[r] + d);
+            const Part w = load_as<Part>(rows[r] + d);
             if (next) __builtin_prefetch(next[r] + d);
             for (int c = 0; c < C; c++) acc[r][c] += w * x[c];
         }
     }
     for (int c = 0; c < C; c++) {
-        Floats column[R];
+        Part column[R];
         for (int r = 0; r < R; r++) column[r] = acc[r][c];
         sums_of_four(column, out[c] + r0);
         for (int r = 0; r < R; r++)
@@ -61,9 +62,9 @@ inline void project(const W* const* rows, const W* const* next, int count, const
         case 1: return project<W, 1>(rows, next, count, tokens, size, out);
         case 2: return project<W, 2>(rows, next, count, tokens, size, out);
         case 3: return project<W, 3>(rows, next, count, tokens, size, out);
-        case 4: return project<W, 4>(rows, next, count, tokens, size, out);
-        case 5: return project<W, 5>(rows, next, count, tokens, size, out);
-        default: return project<W, 6>(rows, next, count, tokens, size, out);
+        case 4: return project<W, std::min(4, TILE)>(rows, next, count, tokens, size, out);
+        case 5: return project<W, std::min(5, TILE)>(rows, next, count, tokens, size, out);
+        default: return project<W, TILE>(rows, next, count, tokens, size, out);
     }
 }
 
@@ -103,20 +104,24 @@ inline void accumulate(const W* const* rows, const W* const* next, int64_t d, co
         return;
     }
 #endif
-    for (int half = 0; half < 2; half++) {
-        Floats w[R];
-        for (int r = 0; r < R; r++) {
-            w[r] = load(rows[r] + d + LANES * half);
-            __builtin_prefetch(next[r] + d + LANES * half);
-        }
-        for (int t = 0; t < n; t++) {
-            float* out = y + 32 * (int64_t)tokens[t] + LANES * half;
-            Floats s0 = load(out), s1 = {};
-            for (int r = 0; r < R; r += 2) {
-                s0 += w[r] * to_float(h[ROWS * t + r]);
-                s1 += w[r + 1] * to_float(h[ROWS * t + r + 1]);
+    constexpr int H = std::min(R, HELD);
+    for (int first = 0; first < R; first += H) {
+        for (int c = 0; c < 2 * LANES; c += WIDTH) {
+            Part w[H];
+            for (int r = 0; r < H; r++) {
+                w[r] = load_as<Part>(rows[first + r] + d + c);
+                __builtin_prefetch(next[first + r] + d + c);
             }
-            store(out, s0 + s1);
+            for (int t = 0; t < n; t++) {
+                float* out = y + 32 * (int64_t)tokens[t] + c;
+                const W* made = h + ROWS * t + first;
+                Part s0 = load_as<Part>(out), s1 = {};
+                for (int r = 0; r < H; r += 2) {
+                    s0 += w[r] * to_float(made[r]);
+                    s1 += w[r + 1] * to_float(made[r + 1]);
+                }
+                store(out, s0 + s1);
+            }
         }
     }
 }

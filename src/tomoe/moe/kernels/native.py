@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,13 +24,14 @@ SOURCE = Path(__file__).with_name("experts.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 # Membership of a neuron is the bits of one number.
 MAX_EXPERTS = 64
+PROCESSOR = torch.cpu.get_capabilities()
 # With this many tokens or more the kernel multiplies matrices in panels of tokens; fewer meet one row after another. Eight
 # experts, each a random half of 4,096 neurons, make groups of sixteen, for which row after row stays faster longer.
-PANEL_TOKENS = {"few neurons": 64, "many neurons": 192}
+PANEL_TOKENS = {"few neurons": 64 if PROCESSOR.get("avx512_f") else 80, "many neurons": 192}
 MANY_NEURONS = 4096
 # Tokens of several experts meet one row after another. In bfloat16, processors that multiply matrices (AMX) do the whole
-# dense MLP in that time from this many tokens on.
-FINE_BFLOAT16_TOKENS = 12
+# dense MLP in that time from this many tokens on; others never do.
+FINE_BFLOAT16_TOKENS = 12 if PROCESSOR.get("amx_bf16") else math.inf
 # Tokens whose activations are kept at once.
 CHUNK = 2048
 # In the order of the kernel's own list.

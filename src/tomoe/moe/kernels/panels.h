@@ -13,7 +13,11 @@ namespace {
 
 constexpr int PANEL = LANES;  // tokens
 constexpr int TILE_NEURONS = 7;       // neurons of a tile
-constexpr int TILE_TOKENS = 8;      // tokens of one expert that meet 32 columns at once
+constexpr int TILE_ROWS = WIDE ? 2 * TILE_NEURONS : 6;  // its gate and up rows that meet
+constexpr int TILE_PANELS = WIDE ? 2 : 1;               // so many panels at once
+constexpr int TILE_TOKENS = 8;      // tokens of one expert that are sorted together
+constexpr int HELD_TOKENS = WIDE ? TILE_TOKENS : 6;     // those of them that meet
+constexpr int HELD_LINES = WIDE ? 2 : 1;                // so many times 16 columns at once
 constexpr int64_t CHUNK = 1024;  // words of a column of down rows that stay in a core's cache
 
 struct alignas(64) CacheLine {
@@ -41,35 +45,55 @@ constexpr int64_t in_words(int64_t elements) {
 }
 
 template <class W>
-inline Floats add_product(Floats sums, Words a, uint32_t b) {
+inline Part add_product(Part sums, PartWords a, uint32_t b) {
 #ifdef HAS_BF16_DOT
     if constexpr (elems_per_word<W>() == 2)
-        return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
+        return (Part)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
 #endif
     float f;
     std::memcpy(&f, &b, sizeof f);
-    return sums + (Floats)a * f;
+    return sums + (Part)a * f;
+}
+inline PartWords part(const CacheLine& line, int p) {
+    PartWords v;
+    std::memcpy(&v, line.words + WIDTH * p, sizeof v);
+    return v;
 }
 
 template <int S>
-inline void transpose_step(Words* v) {  // blocks of S x S change places across the diagonal
-    Words first, second;
-    for (int l = 0; l < LANES; l++) {
-        first[l] = l & S ? LANES + l - S : l;
-        second[l] = l & S ? LANES + l : l + S;
+inline void transpose_step(PartWords* v) {  // blocks of S x S change places across the diagonal
+    PartWords first, second;
+    for (int l = 0; l < WIDTH; l++) {
+        first[l] = l & S ? WIDTH + l - S : l;
+        second[l] = l & S ? WIDTH + l : l + S;
     }
-    for (int i = 0; i < LANES; i++) {
+    for (int i = 0; i < WIDTH; i++) {
         if (i & S) continue;
-        Words a = v[i], b = v[i | S];
+        PartWords a = v[i], b = v[i | S];
         v[i] = blend(a, b, first);
         v[i | S] = blend(a, b, second);
     }
 }
-inline void transpose(Words* v) {
-    transpose_step<1>(v);
-    transpose_step<2>(v);
-    transpose_step<4>(v);
-    transpose_step<8>(v);
+inline void transpose(Words* v) {  // in blocks of WIDTH x WIDTH
+    PartWords blocks[PARTS][PARTS][WIDTH];
+    for (int i = 0; i < LANES; i++) {
+        PartWords parts[PARTS];
+        std::memcpy(parts, &v[i], sizeof parts);
+        for (int p = 0; p < PARTS; p++) blocks[p][i / WIDTH][i % WIDTH] = parts[p];
+    }
+    for (int i = 0; i < LANES; i++) {
+        if (i % WIDTH == 0) {
+            for (int p = 0; p < PARTS; p++) {
+                transpose_step<1>(blocks[i / WIDTH][p]);
+                transpose_step<2>(blocks[i / WIDTH][p]);
+                transpose_step<4>(blocks[i / WIDTH][p]);
+                if constexpr (WIDE) transpose_step<8>(blocks[i / WIDTH][p]);
+            }
+        }
+        PartWords parts[PARTS];
+        for (int p = 0; p < PARTS; p++) parts[p] = blocks[i / WIDTH][p][i % WIDTH];
+        std::memcpy(&v[i], parts, sizeof parts);
+    }
 }
 
 template <class W>
@@ -107,33 +131,44 @@ inline void interleave(const W* const* rows, int64_t size, CacheLine* out) {
     }
 }
 
-// sums[p][r]: row r of `rows` (one word of each row in a line) against the 16 tokens of panel p.
+// sums[p][first + r]: row first + r of `rows` (one word of each row in a line) against the 16 tokens of panel p.
 template <class W, int R, int P>
-inline void multiply(const CacheLine* rows, const CacheLine* const* panels, int64_t depth, Floats (*sums)[2 * TILE_NEURONS]) {
-    Floats acc[P][R] = {};
+inline void multiply(const CacheLine* rows, int first, const CacheLine* const* panels, int64_t depth, Floats (*sums)[2 * TILE_NEURONS]) {
+    Part acc[P][R][PARTS] = {};
     for (int64_t k = 0; k < depth; k++) {
-        Words x[P];
-        for (int p = 0; p < P; p++) x[p] = load(panels[p][k]);
+        PartWords x[P][PARTS];
+        for (int p = 0; p < P; p++)
+            for (int q = 0; q < PARTS; q++) x[p][q] = part(panels[p][k], q);
         for (int r = 0; r < R; r++)
-            for (int p = 0; p < P; p++) acc[p][r] = add_product<W>(acc[p][r], x[p], rows[k].words[r]);
+            for (int p = 0; p < P; p++)
+                for (int q = 0; q < PARTS; q++) acc[p][r][q] = add_product<W>(acc[p][r][q], x[p][q], rows[k].words[first + r]);
     }
     for (int p = 0; p < P; p++)
-        for (int r = 0; r < R; r++) sums[p][r] = acc[p][r];
+        for (int r = 0; r < R; r++) std::memcpy(&sums[p][first + r], acc[p][r], sizeof acc[p][r]);
 }
 template <class W, int P>
-inline void multiply(const CacheLine* rows, int count, const CacheLine* const* panels, int64_t depth, Floats (*sums)[2 * TILE_NEURONS]) {
+inline void multiply(const CacheLine* rows, int first, int count, const CacheLine* const* panels, int64_t depth, Floats (*sums)[2 * TILE_NEURONS]) {
     switch (count) {
-        case 1: return multiply<W, 1, P>(rows, panels, depth, sums);
-        case 2: return multiply<W, 2, P>(rows, panels, depth, sums);
-        case 3: return multiply<W, 3, P>(rows, panels, depth, sums);
-        case 4: return multiply<W, 4, P>(rows, panels, depth, sums);
-        case 5: return multiply<W, 5, P>(rows, panels, depth, sums);
-        case 6: return multiply<W, 6, P>(rows, panels, depth, sums);
-        case 7: return multiply<W, 7, P>(rows, panels, depth, sums);
-        case 8: return multiply<W, 8, P>(rows, panels, depth, sums);
-        case 10: return multiply<W, 10, P>(rows, panels, depth, sums);
-        case 12: return multiply<W, 12, P>(rows, panels, depth, sums);
-        default: return multiply<W, 14, P>(rows, panels, depth, sums);
+        case 1: return multiply<W, 1, P>(rows, first, panels, depth, sums);
+        case 2: return multiply<W, 2, P>(rows, first, panels, depth, sums);
+        case 3: return multiply<W, 3, P>(rows, first, panels, depth, sums);
+        case 4: return multiply<W, 4, P>(rows, first, panels, depth, sums);
+        case 5: return multiply<W, 5, P>(rows, first, panels, depth, sums);
+        case 6: return multiply<W, 6, P>(rows, first, panels, depth, sums);
+        case 7: return multiply<W, std::min(7, TILE_ROWS), P>(rows, first, panels, depth, sums);
+        case 8: return multiply<W, std::min(8, TILE_ROWS), P>(rows, first, panels, depth, sums);
+        case 10: return multiply<W, std::min(10, TILE_ROWS), P>(rows, first, panels, depth, sums);
+        case 12: return multiply<W, std::min(12, TILE_ROWS), P>(rows, first, panels, depth, sums);
+        default: return multiply<W, TILE_ROWS, P>(rows, first, panels, depth, sums);
+    }
+}
+// All rows of a tile, in even parts that registers hold.
+template <class W, int P>
+inline void multiply(const CacheLine* rows, int count, const CacheLine* const* panels, int64_t depth, Floats (*sums)[2 * TILE_NEURONS]) {
+    const int parts = (count + TILE_ROWS - 1) / TILE_ROWS;
+    for (int i = 0; i < parts; i++) {
+        const int first = count * i / parts, end = count * (i + 1) / parts;
+        multiply<W, P>(rows, first, end - first, panels, depth, sums);
     }
 }
 
@@ -312,26 +347,30 @@ struct Layout {
 // sums[t][0..32] += activations of some tokens times the down rows of their expert, 32 columns of them.
 template <class W, int N>
 inline void gather(const CacheLine (*rows)[2], int64_t first, const CacheLine* hidden, const std::vector<Range>& ranges, CacheLine (*sums)[2]) {
-    Floats acc[N][2];
-    for (int t = 0; t < N; t++)
-        for (int c = 0; c < 2; c++) acc[t][c] = (Floats)load(sums[t][c]);
-    for (const Range& range : ranges) {
-        const CacheLine(*w)[2] = rows + (range.slot - first);
-        const CacheLine* h = hidden + range.place;
-        for (int64_t k = 0; k < range.count; k++) {
-            const Words a = load(w[k][0]), b = load(w[k][1]);
-            for (int t = 0; t < N; t++) {
-                acc[t][0] = add_product<W>(acc[t][0], a, h[k].words[t]);
-                acc[t][1] = add_product<W>(acc[t][1], b, h[k].words[t]);
+    constexpr int P = PARTS * HELD_LINES;
+    for (int line = 0; line < 2; line += HELD_LINES) {
+        Part acc[N][P];
+        for (int t = 0; t < N; t++) std::memcpy(acc[t], &sums[t][line], sizeof acc[t]);
+        for (const Range& range : ranges) {
+            const CacheLine(*w)[2] = rows + (range.slot - first);
+            const CacheLine* h = hidden + range.place;
+            for (int64_t k = 0; k < range.count; k++) {
+                PartWords v[P];
+                for (int p = 0; p < P; p++) v[p] = part(w[k][line + p / PARTS], p % PARTS);
+                for (int t = 0; t < N; t++)
+                    for (int p = 0; p < P; p++) acc[t][p] = add_product<W>(acc[t][p], v[p], h[k].words[t]);
             }
         }
+        for (int t = 0; t < N; t++) std::memcpy((void*)&sums[t][line], acc[t], sizeof acc[t]);
     }
-    for (int t = 0; t < N; t++)
-        for (int c = 0; c < 2; c++) store(sums[t][c], (Words)acc[t][c]);
 }
 template <class W>
 inline void gather(const CacheLine (*rows)[2], int64_t first, const CacheLine* hidden, int64_t lane, int64_t count,
                    const std::vector<Range>& ranges, CacheLine (*sums)[2]) {
+    if (count > HELD_TOKENS) {
+        gather<W>(rows, first, hidden, lane, count / 2, ranges, sums);
+        return gather<W>(rows, first, hidden, lane + count / 2, count - count / 2, ranges, sums + count / 2);
+    }
     const CacheLine* h = (const CacheLine*)((const uint32_t*)hidden + lane);
     switch (count) {
         case 1: return gather<W, 1>(rows, first, h, ranges, sums);
@@ -340,8 +379,8 @@ inline void gather(const CacheLine (*rows)[2], int64_t first, const CacheLine* h
         case 4: return gather<W, 4>(rows, first, h, ranges, sums);
         case 5: return gather<W, 5>(rows, first, h, ranges, sums);
         case 6: return gather<W, 6>(rows, first, h, ranges, sums);
-        case 7: return gather<W, 7>(rows, first, h, ranges, sums);
-        default: return gather<W, 8>(rows, first, h, ranges, sums);
+        case 7: return gather<W, std::min(7, HELD_TOKENS)>(rows, first, h, ranges, sums);
+        default: return gather<W, HELD_TOKENS>(rows, first, h, ranges, sums);
     }
 }
 
@@ -393,10 +432,10 @@ inline void run_tile(const Layout<W>& layout, size_t index, const CacheLine* x, 
     const int coming = next ? next->count : 0;
     int ahead = 0;
     for (int64_t p = 0; p < panels;) {
-        int64_t met[2];
-        const CacheLine* xs[2];
+        int64_t met[TILE_PANELS];
+        const CacheLine* xs[TILE_PANELS];
         int count = 0;
-        for (; p < panels && count < 2; p++)
+        for (; p < panels && count < TILE_PANELS; p++)
             if (layout.reach[p] & tile.reach) {
                 met[count] = p;
                 xs[count++] = x + p * depth;
@@ -408,9 +447,9 @@ inline void run_tile(const Layout<W>& layout, size_t index, const CacheLine* x, 
             if (!weights) break;
             come(weights + next->rows[ahead % coming] * size, size);
         }
-        Floats sums[2][2 * TILE_NEURONS];
-        if (count == 2)
-            multiply<W, 2>(rows, r, xs, depth, sums);
+        Floats sums[TILE_PANELS][2 * TILE_NEURONS];
+        if (count == TILE_PANELS)
+            multiply<W, TILE_PANELS>(rows, r, xs, depth, sums);
         else
             multiply<W, 1>(rows, r, xs, depth, sums);
         for (int c = 0; c < count; c++) {

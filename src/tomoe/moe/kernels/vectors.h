@@ -7,11 +7,21 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <vector>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+// Sums that stay in registers are counted in what 32 of 16 floats (AVX-512) or 16 of eight (AVX2) hold. Other processors do
+// well with the smaller number, too: 32 registers of four floats hold as much.
+#ifndef WIDE_REGISTERS
+#ifdef __AVX512F__
+#define WIDE_REGISTERS 1
+#else
+#define WIDE_REGISTERS 0
+#endif
+#endif
+#if WIDE_REGISTERS && defined(__AVX512BF16__) && defined(__AVX512BW__)
 #include <immintrin.h>
 #define HAS_BF16_DOT 1
 #endif
@@ -24,21 +34,38 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef float Eight __attribute__((vector_size(32)));
+typedef uint32_t EightWords __attribute__((vector_size(32)));
+typedef uint16_t EightHalves __attribute__((vector_size(16)));
+constexpr bool WIDE = WIDE_REGISTERS;
+constexpr int WIDTH = WIDE ? LANES : 8;
+constexpr int PARTS = LANES / WIDTH;  // of a vector
+typedef std::conditional_t<WIDE, Floats, Eight> Part;
+typedef std::conditional_t<WIDE, Words, EightWords> PartWords;
 struct bf16 {
     uint16_t bits;
 };
 
-inline Floats load(const float* p) {
-    Floats v;
+template <class V>
+inline V load_as(const float* p) {
+    V v;
     std::memcpy(&v, p, sizeof v);
     return v;
 }
-inline Floats load(const bf16* p) {
-    Halves h;
+template <class V>
+inline V load_as(const bf16* p) {
+    std::conditional_t<sizeof(V) == sizeof(Floats), Halves, EightHalves> h;
     std::memcpy(&h, p, sizeof h);
-    return (Floats)(__builtin_convertvector(h, Words) << 16);
+    return (V)(__builtin_convertvector(h, std::conditional_t<sizeof(V) == sizeof(Floats), Words, EightWords>) << 16);
 }
-inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+template <class W>
+inline Floats load(const W* p) {
+    return load_as<Floats>(p);
+}
+template <class V>
+inline void store(float* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
 inline float to_float(float v) { return v; }
 inline float to_float(bf16 v) {
     uint32_t bits = (uint32_t)v.bits << 16;
@@ -52,10 +79,12 @@ inline void from_float(float v, bf16& out) {  // to nearest, ties to even; NaN s
     std::memcpy(&bits, &v, sizeof bits);
     out.bits = v != v ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-inline Words blend(Words a, Words b, Words lanes) {  // lanes below 16 are of a, the others of b
+template <class V>
+inline V blend(V a, V b, V lanes) {  // lanes below the width are of a, the others of b
 #ifdef __clang__
-    Words v;
-    for (int i = 0; i < LANES; i++) v[i] = lanes[i] < LANES ? a[lanes[i]] : b[lanes[i] - LANES];
+    constexpr int width = sizeof(V) / 4;
+    V v;
+    for (int i = 0; i < width; i++) v[i] = lanes[i] < width ? a[lanes[i]] : b[lanes[i] - width];
     return v;
 #else
     return __builtin_shuffle(a, b, lanes);
@@ -72,7 +101,6 @@ inline Floats pairwise_add(Floats a, Floats b) {
     return (Floats)blend((Words)a, (Words)b, first) + (Floats)blend((Words)a, (Words)b, second);
 }
 inline void sums_of_four(const Floats* v, float* out) {
-    typedef float Eight __attribute__((vector_size(32)));
     typedef float Four __attribute__((vector_size(16)));
     const Floats all = pairwise_add<2>(pairwise_add<1>(v[0], v[1]), pairwise_add<1>(v[2], v[3]));
     Eight halves[2];
@@ -82,6 +110,21 @@ inline void sums_of_four(const Floats* v, float* out) {
     std::memcpy(quarters, halves, sizeof quarters);
     quarters[0] += quarters[1];
     std::memcpy(out, quarters, sizeof quarters[0]);
+}
+// The same for vectors of eight, which no compiler needs to take apart.
+inline void sums_of_four(const Eight* v, float* out) {
+    typedef float Four __attribute__((vector_size(16)));
+    Four folded[4], halves[2];
+    for (int i = 0; i < 4; i++) {
+        std::memcpy(halves, &v[i], sizeof halves);
+        folded[i] = halves[0] + halves[1];
+    }
+    const Four first = {folded[0][0], folded[1][0], folded[2][0], folded[3][0]};
+    const Four second = {folded[0][1], folded[1][1], folded[2][1], folded[3][1]};
+    const Four third = {folded[0][2], folded[1][2], folded[2][2], folded[3][2]};
+    const Four fourth = {folded[0][3], folded[1][3], folded[2][3], folded[3][3]};
+    const Four sums = (first + second) + (third + fourth);
+    std::memcpy(out, &sums, sizeof sums);
 }
 
 inline Floats exponential(Floats x) {  // relative error below 3e-7
