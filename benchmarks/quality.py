@@ -34,7 +34,9 @@ def main() -> None:
     args = parser.parse_args()
     sizes = [f"data.evaluation_tokens={EVALUATION_TOKENS}", f"data.calibration_tokens={CALIBRATION_TOKENS}"]
     named = [f"model={args.model}", f"data.sources={args.train}", f"data.seq_len={SEQ_LEN}"]
-    base = Recipe.load(None, [*named, *sizes, "train.save_every=50", "repair.mode=none", *args.set])
+    base = Recipe.load(
+        None, [*named, *sizes, "experts.form=overlapping", "train.save_every=50", "repair.mode=none", *args.set]
+    )
     lines = []
     for steps in args.steps.split(","):
         tokens = max(int(steps), 1) * SEQ_LEN + EVALUATION_TOKENS + CALIBRATION_TOKENS

@@ -67,8 +67,12 @@ class Paper:
 
 def on_paper(name: str, tokens: int, attention: str) -> Paper:
     recipe = Recipe.load(
-        None, [f"data.seq_len={tokens}", "data.tokens=1000000", f"attention.pruning={attention}", "repair.mode=none"]
-    )
+        None,
+        [
+            "experts.form=overlapping", f"attention.pruning={attention}", "repair.mode=none", f"data.seq_len={tokens}",
+            "data.tokens=1000000",
+        ],
+    )  # fmt: skip
     sizes = sizes_of(MODELS[name], recipe)
     return Paper(name, sizes, recipe, recipe.changed(["train.gradient_checkpointing=true"]))
 

@@ -71,7 +71,9 @@ def stage(name: str, folder: Path, offload: bool, tokens: int) -> dict[str, Any]
     began, out = time.perf_counter(), folder / ("offloaded" if offload else "whole")
     model = load_dense(str(folder), torch.bfloat16, offload=offload)
     if name == "carve":
-        recipe = Recipe.load(None, ["train.steps=0", "repair.mode=none", "active=0.5", f"model={folder}"])
+        recipe = Recipe.load(
+            None, ["experts.form=overlapping", "train.steps=0", "repair.mode=none", "active=0.5", f"model={folder}"]
+        )
         corpus = text(model.config.vocab_size, tokens)
         net = make_network(recipe, model, corpus.calibration)
         finish_plan(net, model, recipe, corpus, 0, "").save(out / "plan")

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     model = load_dense(args.model, getattr(torch, args.dtype), args.device)
-    recipe = Recipe.load(None, [f"attention.pruning={args.attention}"])
+    recipe = Recipe.load(None, ["experts.form=overlapping", f"attention.pruning={args.attention}"])
     net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, 0).to(args.device)
     optimizer = make_optimizer(net, recipe.train)
     ids = torch.randint(0, model.config.vocab_size, (1, args.tokens), device=args.device)

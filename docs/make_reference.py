@@ -85,7 +85,7 @@ def bounds(field: FieldInfo) -> str:
 
 
 def default_words(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)
+    value = field.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "required"
     if value is None:

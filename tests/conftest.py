@@ -119,7 +119,8 @@ def make_network(
 
     With `rotate`, values are rotated at random, which every part of a conversion must carry as well as the best rotation.
     """
-    sizes = dict(num_experts=8 if experts.get("form") == "fine" else 4, embedding_size=16, width_multiple=1) | experts
+    form = experts.get("form", "overlapping")
+    sizes = dict(form=form, num_experts=8 if form == "fine" else 4, embedding_size=16, width_multiple=1) | experts
     pruned = AttentionSection(pruning=attention, rotate_values=rotate)
     net = MaskNetwork(shape_of(model), ExpertsSection(**sizes), pruned, SamplingSection(), seed=0)
     if rotate:

@@ -29,6 +29,7 @@ SMALL = {
     "data.tokens": "1200",
     "data.calibration_tokens": "128",
     "data.evaluation_tokens": "256",
+    "experts.form": "overlapping",
     "experts.num_experts": "2",
     "experts.embedding_size": "8",
     "experts.width_multiple": "1",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from conftest import make_network, make_pico, tokens
+from conftest import LLAMA3_ROPE, make_network, make_pico, tokens
 from pico_files import CommandLine, small, write_pico, write_text
 from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params
 from tomoe.errors import UserError
@@ -103,17 +103,33 @@ def test_a_target_and_its_opposite_are_refused() -> None:
     assert Recipe.load(None, ["target=gguf"]).common_multiple == 64
     assert Recipe.load(None, ["target=gguf", "experts.width_multiple=256"]).common_multiple == 256
     assert Recipe.load(None).common_multiple == 0
-    assert dense_incompatibility(make_pico("qwen2"), "mixtral") == "its Q, K and V projections have biases"
-    assert dense_incompatibility(make_pico("phi"), "gguf") == "its MLP has no gate projection"
-    assert dense_incompatibility(make_pico("llama"), "qwen3_moe") == "it does not normalize Q and K"
-    for family, target in (
-        ("llama", "mixtral"),
-        ("qwen2", "qwen2_moe"),
-        ("qwen3", "qwen3_moe"),
-        ("qwen2", "gguf"),
-        ("qwen3", "gguf"),
+    biases = "its Q, K and V projections have biases"
+    assert dense_incompatibility(make_pico("qwen2"), "mixtral", "overlapping") == biases
+    assert dense_incompatibility(make_pico("phi"), "gguf", "fine") == "its MLP has no gate projection"
+    assert dense_incompatibility(make_pico("llama"), "qwen3_moe", "overlapping") == "it does not normalize Q and K"
+    for family, target, form in (
+        ("llama", "mixtral", "overlapping"),
+        ("qwen2", "qwen2_moe", "overlapping"),
+        ("qwen3", "qwen3_moe", "overlapping"),
+        ("qwen2", "gguf", "overlapping"),
+        ("qwen3", "gguf", "fine"),
+        ("llama3", "gguf", "overlapping"),
+        ("llama3", "glm4_moe", "fine"),
     ):
-        assert dense_incompatibility(make_pico(family), target) is None
+        assert dense_incompatibility(make_pico(family), target, form) is None
+
+
+def test_what_llama_cpp_does_not_compute_is_known_before_the_conversion() -> None:
+    """Scaled frequencies have a place in its `llama`, not in the architectures of fine-grained experts and of Qwen3."""
+    problem = dense_incompatibility(make_pico("llama3"), "gguf", "fine")
+    assert problem is not None
+    assert problem.endswith("these are scaled (llama3); experts.form = overlapping has a place for them")
+    scaled = make_pico("qwen3", rope_parameters=LLAMA3_ROPE)
+    for form in ("fine", "overlapping"):
+        problem = dense_incompatibility(scaled, "gguf", form)
+        assert problem is not None
+        assert problem.endswith("these are scaled (llama3)")
+    assert "is gelu" in str(dense_incompatibility(make_pico("llama", hidden_act="gelu"), "gguf", "overlapping"))
 
 
 def test_convert_makes_a_plan_that_fits_and_exports_it(tomoe: CommandLine, tmp_path: Path) -> None:

@@ -1,22 +1,26 @@
-"""Draw docs/images/method.svg, and the same for the report: dense MLP -> masks and router -> plan -> shared rows.
+"""Draw the method, dense MLP -> masks and router -> plan -> rows, for both forms of experts.
 
+docs/images/method.svg shows fine-grained experts, method-overlapping.svg those that share neurons; the report gets both.
 Deterministic, standard library only.
 
     python docs/images/method.py
 
-The masks are made up, but they obey the rules of a real plan: all experts of the layer have the same width, experts share
-neurons, and the rows of the result stand in Gray-code order of their membership. The card has a background of its own, so the
-drawing reads on light and dark pages alike.
+The masks are made up, but they obey the rules of a real plan: all experts of the layer have the same width. Fine-grained ones
+share nothing, so their rows stand one after the other, behind the shared part; those that share neurons stand in Gray-code
+order of their membership. The card has a background of its own, so the drawing reads on light and dark pages alike.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 WIDTH, HEIGHT = 1096, 552
-EXPERTS, NEURONS, KEPT = 8, 24, 11  # KEPT: neurons of each expert
+EXPERTS, NEURONS = 8, 24
+KEPT = 11  # neurons of an expert that shares them
+SHARED, FINE = 8, 2  # neurons of the shared part and of a fine-grained expert
 ROW, BAR = 10, 8  # distance of two neurons, height of one
 TOP = 186  # of the first neuron in every panel
 STEP, PART = 47, 42  # distance of the three matrices of a neuron, width of each
@@ -24,9 +28,67 @@ STEP, PART = 47, 42  # distance of the three matrices of a neuron, width of each
 COLORS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
 INK, SOFT, LINE, CARD = "#1f2933", "#52606d", "#9aa5b1", "#fbfbf9"
 GATE, UP, DOWN = "#b8c2cc", "#cbd2d9", "#dde2e7"
-TOKENS = (("The", 2), ("sea", 0), ("is", 5), ("wide", 3))
+SHARED_COLOR = "#66788a"
 
-Masks = list[list[bool]]  # [expert][neuron]
+Masks = list[list[bool]]  # [group of neurons][neuron]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What differs between the two forms. A group is an expert or the shared part; colors and names are theirs."""
+
+    masks: Masks
+    colors: tuple[str, ...]
+    names: tuple[str, ...]
+    tokens: tuple[tuple[str, tuple[int, ...]], ...]  # a token and the groups that its router chooses
+    rows: list[int]  # neurons as the result stores them
+    plan_size: str
+    layout: str
+    masks_notes: tuple[str, str]
+    rows_notes: tuple[str, str]
+    about: str
+
+
+def overlapping() -> Form:
+    """Experts that share neurons, of which a token uses one (the paper's form)."""
+    masks = make_masks(best_seed())
+    return Form(
+        masks,
+        COLORS,
+        tuple(str(n) for n in range(EXPERTS)),
+        (("The", (2,)), ("sea", (0,)), ("is", (5,)), ("wide", (3,))),
+        gray_order(masks),
+        "0.94 MB",
+        "shared rows, in Gray-code order",
+        (f"{EXPERTS} experts share neurons; all have", "one width, so the budget is exact."),
+        ("Every neuron is stored once;", "an expert is a few runs of rows."),
+        "masks that sort its neurons into eight experts which share neurons, and a router that sends each token to one of them; "
+        "the plan, which holds masks, routers and what was refitted; and the result, in which every neuron is stored once and an "
+        "expert is a few runs of rows.",
+    )
+
+
+def fine() -> Form:
+    """A shared part, and small experts of which a token uses several."""
+    order = list(range(NEURONS))
+    random.Random(3).shuffle(order)
+    sizes = [SHARED] + [FINE] * EXPERTS
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    groups = [sorted(order[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+    return Form(
+        [[f in group for f in range(NEURONS)] for group in groups],
+        (SHARED_COLOR, *COLORS),
+        ("S", *(str(n) for n in range(EXPERTS))),
+        (("The", (2, 4)), ("sea", (1, 5)), ("is", (3, 7)), ("wide", (6, 8))),
+        [f for group in groups for f in group],
+        "7.5 MB",
+        "one expert after the other",
+        ("A token uses the shared part S", f"and the best of {EXPERTS} small experts."),
+        ("Every neuron is stored once;", "how many experts run is a setting."),
+        "masks that sort its neurons into a shared part and eight small experts, and a router that chooses two of them for each "
+        "token; the plan, which holds masks, routers and what was refitted; and the result, in which every neuron is stored once "
+        "and the experts stand one after the other, behind the shared part.",
+    )
 
 
 def make_masks(seed: int) -> Masks:
@@ -124,25 +186,33 @@ def dense_panel(x: float) -> list[str]:
     ]
 
 
-def masks_panel(x: float, masks: Masks) -> list[str]:
-    step, cell = 26, 20
-    out = heading(x, 2, "Router and masks", "learned by distillation")
-    for i, (token, expert) in enumerate(TOKENS):
+def masks_panel(x: float, form: Form) -> list[str]:
+    step, cell = 208 / len(form.masks), 20 if len(form.masks) == EXPERTS else 18
+    out = heading(x, 2, "Router and masks", "carved from text, then learned")
+    for i, (token, chosen) in enumerate(form.tokens):
         left, width = x + 52 * i, 46
-        column = x + step * expert + cell / 2
-        out.append(line(f"M{left + width / 2:g} 116 C{left + width / 2:g} 148 {column:g} 132 {column:g} 160", width=2))
-        out.append(rect(left, 94, width, 22, COLORS[expert], radius=5))
+        for group in chosen:
+            column = x + step * group + cell / 2
+            out.append(
+                line(f"M{left + width / 2:g} 116 C{left + width / 2:g} 148 {column:g} 132 {column:g} 160", width=2)
+            )
+        out.append(rect(left, 94, width, 22, form.colors[chosen[0]], radius=5))
         out.append(text(left + width / 2, 110, token, 13.5, anchor="middle", fill=INK))
     out.append(text(x + 212, 141, "router", 13.5))
-    for n, mask in enumerate(masks):
+    for n, mask in enumerate(form.masks):
         left = x + step * n
-        out.append(rect(left, 160, cell, 18, COLORS[n], radius=4))
-        out.append(text(left + cell / 2, 174, str(n), 13, anchor="middle", fill=INK, weight=700))
-        out += [rect(left, TOP + ROW * f, cell, BAR, COLORS[n] if mask[f] else "#eceef0") for f in range(NEURONS)]
-    return [*out, *notes(x, f"{EXPERTS} experts share neurons; all have", "one width, so the budget is exact.")]
+        out.append(rect(left, 160, cell, 18, form.colors[n], radius=4))
+        out.append(text(left + cell / 2, 174, form.names[n], 13, anchor="middle", fill=name_color(form, n), weight=700))
+        out += [rect(left, TOP + ROW * f, cell, BAR, form.colors[n] if mask[f] else "#eceef0") for f in range(NEURONS)]
+    return [*out, *notes(x, *form.masks_notes)]
 
 
-def plan_panel(x: float, masks: Masks) -> list[str]:
+def name_color(form: Form, n: int) -> str:
+    """Light on the dark color of the shared part."""
+    return CARD if form.colors[n] == SHARED_COLOR else INK
+
+
+def plan_panel(x: float, form: Form) -> list[str]:
     top, width, height, fold = 196, 162, 216, 26
     sheet = f"M{x} {top} h{width - fold} l{fold} {fold} v{height - fold} h-{width} z"
     corner = f"M{x + width - fold} {top} v{fold} h{fold}"
@@ -153,46 +223,51 @@ def plan_panel(x: float, masks: Masks) -> list[str]:
         text(x + 14, top + 28, "masks", 13),
         text(x + 14, top + 122, "routers", 13),
     ]
-    for n, mask in enumerate(masks):
-        y = top + 38 + 8 * n
+    for n, mask in enumerate(form.masks):
+        y = top + 38 + 64 / len(form.masks) * n
         out += [
-            rect(x + 14 + 5.5 * f, y, 4.3, 6, COLORS[n] if mask[f] else "#eceef0", radius=0.8) for f in range(NEURONS)
+            rect(x + 14 + 5.5 * f, y, 4.3, 6, form.colors[n] if mask[f] else "#eceef0", radius=0.8)
+            for f in range(NEURONS)
         ]
-        out.append(rect(x + 14 + 16.7 * n, top + 132, 14, 30, COLORS[n], radius=2))
+    for n, color in enumerate(COLORS):
+        out.append(rect(x + 14 + 16.7 * n, top + 132, 14, 30, color, radius=2))
     out += [text(x + 14, top + 186, "recipe and sizes", 13), text(x + 14, top + 203, "hash of dense model", 13)]
-    return [*out, *notes(x, "0.94 MB for SmolLM2-135M,", "plus what is refitted.")]
+    return [*out, *notes(x, f"{form.plan_size} for SmolLM2-135M,", "plus what is refitted.")]
 
 
-def moe_panel(x: float, masks: Masks) -> list[str]:
-    order, step, cell, left = gray_order(masks), 17, 13, x + 152
-    out = heading(x, 4, "Mixture-of-Experts", "shared rows, in Gray-code order")
+def moe_panel(x: float, form: Form) -> list[str]:
+    step, cell, left = 136 / len(form.masks), 13, x + 152
+    out = heading(x, 4, "Mixture-of-Experts", form.layout)
     out += matrix_heads(x)
-    for row in range(len(order)):
+    for row in range(len(form.rows)):
         out += neuron_row(x, TOP + ROW * row)
-    for n, mask in enumerate(masks):
-        out.append(rect(left + step * n, 160, cell, 18, COLORS[n], radius=3))
-        out.append(text(left + step * n + cell / 2, 174, str(n), 12, anchor="middle", fill=INK, weight=700))
-        for first, count in runs(mask, order):
-            out.append(rect(left + step * n, TOP + ROW * first, cell, ROW * count - ROW + BAR, COLORS[n], radius=3))
-    return [*out, *notes(x, "Every neuron is stored once;", "an expert is a few runs of rows.")]
+    for n, mask in enumerate(form.masks):
+        out.append(rect(left + step * n, 160, cell, 18, form.colors[n], radius=3))
+        name = text(
+            left + step * n + cell / 2, 174, form.names[n], 12, anchor="middle", fill=name_color(form, n), weight=700
+        )
+        out.append(name)
+        for first, count in runs(mask, form.rows):
+            height = ROW * count - ROW + BAR
+            out.append(rect(left + step * n, TOP + ROW * first, cell, height, form.colors[n], radius=3))
+    return [*out, *notes(x, *form.rows_notes)]
 
 
 def arrow(x: float, label: str) -> list[str]:
     return [text(x + 18, 292, label, 13.5, anchor="middle"), line(f"M{x} 306 h32", color=INK, width=2, arrow=True)]
 
 
-def draw() -> str:
+def draw(form: Form) -> str:
     """The whole picture."""
-    masks = make_masks(best_seed())
     xs = 32, 252, 540, 780
     parts = [
         *dense_panel(xs[0]),
         *arrow(190, "learn"),
-        *masks_panel(xs[1], masks),
+        *masks_panel(xs[1], form),
         *arrow(478, "extract"),
-        *plan_panel(xs[2], masks),
+        *plan_panel(xs[2], form),
         *arrow(722, "fold"),
-        *moe_panel(xs[3], masks),
+        *moe_panel(xs[3], form),
         line(f"M{xs[0] + 68} 490 V522 H410", dashed=True, color=INK),
         text(548, 527, "rows of the dense matrices", anchor="middle"),
         line(f"M686 522 H{xs[3] + 68} V492", dashed=True, color=INK, arrow=True),
@@ -204,9 +279,7 @@ def draw() -> str:
     )
     about = [
         '<title id="title">How ToMoE turns a dense MLP into a Mixture-of-Experts</title>',
-        '<desc id="desc">A dense MLP with frozen weights; learned masks that sort its neurons into eight experts, and a router '
-        "that sends each token to one of them; the plan, which holds masks, routers and what was refitted; and the result, in "
-        "which every neuron is stored once and an expert is a few runs of rows.</desc>",
+        f'<desc id="desc">A dense MLP with frozen weights; {form.about}</desc>',
         f'<defs><marker id="arrow" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
         f'<path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>',
         rect(0.75, 0.75, WIDTH - 1.5, HEIGHT - 1.5, CARD, radius=14, stroke="#d5d9de"),
@@ -225,8 +298,14 @@ def best_seed() -> int:
     return min(range(400), key=cost)
 
 
+def drawings() -> dict[str, str]:
+    """The files and what they hold."""
+    return {"method.svg": draw(fine()), "method-overlapping.svg": draw(overlapping())}
+
+
 if __name__ == "__main__":
-    # the report page carries it, too
+    # the report page carries them, too
     templates = Path(__file__).parents[2] / "src" / "tomoe" / "report" / "templates"
-    for path in (Path(__file__).with_suffix(".svg"), templates / "method.svg"):
-        path.write_text(draw(), encoding="utf-8")
+    for name, drawn in drawings().items():
+        for folder in (Path(__file__).parent, templates):
+            (folder / name).write_text(drawn, encoding="utf-8")

@@ -79,7 +79,8 @@ def test_fine_grained_experts_from_a_random_start(tomoe: CommandLine, tmp_path: 
 @pytest.mark.parametrize("key", ["learn_partition", "random_top_k"])
 def test_what_only_fine_grained_experts_can_learn(tomoe: CommandLine, tmp_path: Path, key: str) -> None:
     """Neither model nor text is looked at."""
-    outcome = tomoe("convert", "pico", "-o", tmp_path / "out", "--set", f"experts.{key}=true")
+    options = ["--set", "experts.form=overlapping", "--set", f"experts.{key}=true"]
+    outcome = tomoe("convert", "pico", "-o", tmp_path / "out", *options)
     refused(outcome, f"experts.{key}", "experts.form is overlapping", "to fine")
 
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_vllm, cached, pytest.m
 
 QUICK = {
     "train.steps": "0", "data.seq_len": "128", "data.tokens": "3072", "data.calibration_tokens": "1024",
-    "data.evaluation_tokens": "512", "experts.num_experts": "2",
+    "data.evaluation_tokens": "512", "experts.form": "overlapping", "experts.num_experts": "2",
 }  # fmt: skip
 PROMPTS = ("The three most important things about the sea are", "In 1815, Napoleon was defeated at Waterloo by")
 NEW_TOKENS = 24

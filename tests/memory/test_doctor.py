@@ -124,7 +124,7 @@ def test_a_trial_that_fails_is_one_sentence(tomoe: CommandLine, tmp_path: Path) 
 
 
 def test_a_budget_out_of_reach_needs_no_trial(tomoe: CommandLine, deep: Path) -> None:
-    outcome = tomoe("doctor", deep, "--active", "0.1")
+    outcome = tomoe("doctor", deep, "--active", "0.05")
     assert outcome.code == 2
     assert "can be cut to" in outcome.err
 

@@ -23,7 +23,8 @@ from tomoe.training.loop import activation_checkpointing, make_optimizer
 
 
 def a_recipe(*changes: str) -> Recipe:
-    return Recipe.load(None, ["train.dtype=float32", "data.seq_len=32", "experts.num_experts=4", *changes])
+    sizes = ["experts.form=overlapping", "experts.num_experts=4"]
+    return Recipe.load(None, ["train.dtype=float32", "data.seq_len=32", *sizes, *changes])
 
 
 class _Kept(Exception):

@@ -196,7 +196,7 @@ def test_what_is_known_of_a_budget_is_what_extraction_finds(multiple: int) -> No
     """With attention whole, the sizes alone tell which budgets can be met; they are refused in the same words."""
     net, outcomes = make_network(model(), "off", width_multiple=multiple), set()
     for active in (0.05, 0.3, 0.45, 0.6, 0.61, 0.75, 1.0):
-        recipe = Recipe(active=active, experts={"width_multiple": multiple})
+        recipe = Recipe(active=active, experts={"form": "overlapping", "width_multiple": multiple})
         errors = []
         for check in (
             lambda r: check_budget(net.shape, r),

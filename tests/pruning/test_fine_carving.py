@@ -43,7 +43,8 @@ def fine(**keys: object) -> ExpertsSection:
 
 
 def test_fine_experts_are_64_unless_said_otherwise() -> None:
-    assert (fine().num_experts, fine(num_experts=16).num_experts, ExpertsSection().num_experts) == (64, 16, 8)
+    assert (fine().num_experts, fine(num_experts=16).num_experts) == (64, 16)
+    assert ExpertsSection(form="overlapping").num_experts == 8
 
 
 @pytest.mark.parametrize(("size", "columns"), [(1, 5), (3, 4), (7, 2)])

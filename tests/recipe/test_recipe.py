@@ -157,9 +157,28 @@ def test_digest_and_differences_see_what_decides_and_nothing_else() -> None:
     assert same != recipe
     assert same.digest() == recipe.digest()
     assert recipe.differences(same) == []
-    other = Recipe.load(None, ["train.steps=150", "start=random"])
+    other = Recipe.load(None, ["train.steps=150", "loss.objective=lm"])
     assert other.digest() != recipe.digest()
-    assert recipe.differences(other) == ['start: "carved" here, "random" there', "train.steps: 500 here, 150 there"]
+    assert recipe.differences(other) == ['loss.objective: "kl" here, "lm" there', "train.steps: 500 here, 150 there"]
+
+
+@pytest.mark.parametrize("change", ["start=random", "target=mixtral", "target=qwen2_moe", "target=qwen3_moe"])
+def test_experts_overlap_where_fine_ones_have_no_place_unless_a_form_was_named(change: str) -> None:
+    fine, overlapping = Recipe(), Recipe.load(None, [change])
+    assert (fine.experts.form, fine.experts.num_experts) == ("fine", 64)
+    assert (overlapping.experts.form, overlapping.experts.num_experts) == ("overlapping", 8)
+    # what was implied does not stay when its reason goes
+    assert overlapping.changed([f"{change.split('=')[0]}={'carved' if 'start' in change else 'hf'}"]) == fine
+    assert Recipe.load(None, [change, "experts.num_experts=4"]).experts.num_experts == 4
+    assert Recipe.load(None, ["experts.form=overlapping"]).changed(["experts.form=fine"]) == fine
+    with pytest.raises(UserError, match=r"experts.form"):
+        Recipe.load(None, [change, "experts.form=fine"])
+
+
+def test_runs_from_before_there_were_forms_have_overlapping_experts() -> None:
+    older = Recipe(experts={"form": "overlapping"}).model_dump(mode="json")
+    del older["experts"]["form"]
+    assert Recipe(**older) == Recipe(experts={"form": "overlapping"})
 
 
 @pytest.mark.parametrize(("pruning", "rotates"), [("off", True), ("static", False), ("per_token", False)])

@@ -178,8 +178,8 @@ def test_a_perplexity_on_sampled_text_says_so() -> None:
 
 
 def test_the_drawing_of_the_method_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "method_drawing", lambda: None)
+    monkeypatch.setattr(page, "method_drawing", lambda form: None)
     assert 'class="method"' not in page.write_page(tmp_path, PageFacts("t", plan_of("self"))).read_text("utf-8")
-    monkeypatch.setattr(page, "method_drawing", lambda: "data:image/svg+xml;base64,AAAA")
+    monkeypatch.setattr(page, "method_drawing", lambda form: "data:image/svg+xml;base64,AAAA")
     text = page.write_page(tmp_path, PageFacts("t", plan_of("self"))).read_text("utf-8")
     assert '<p class="method"><img src="data:image/svg+xml;base64,AAAA" alt="The method: ' in text

@@ -40,6 +40,7 @@ def small_recipe(*changes: str) -> Recipe:
     return Recipe.load(
         None,
         [
+            "experts.form=overlapping",
             "experts.num_experts=4",
             "experts.embedding_size=16",
             "experts.width_multiple=1",

@@ -38,7 +38,9 @@ from tomoe.exporting.stock import (
     attention_tensors,
     expert_tensors,
     gguf_arch,
+    gguf_name,
     incompatibility,
+    llama_cpp_problem,
     make_layout,
 )
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -83,11 +85,6 @@ def _arch(moe: ToMoEForCausalLM) -> StockArch:
     return gguf_arch(first.self_attn.q_norm is not None, moe.config.expert_form == "fine")
 
 
-def _gguf_name(arch: StockArch) -> str:
-    """llama.cpp's name of the architecture."""
-    return "glm4moe" if arch.fine else "qwen3moe" if arch.normed else "llama"
-
-
 def gguf_incompatibility(moe: ToMoEForCausalLM) -> str | None:
     """Why llama.cpp cannot compute what this MoE computes, as half a sentence; None if it can."""
     arch = _arch(moe)
@@ -98,15 +95,7 @@ def gguf_incompatibility(moe: ToMoEForCausalLM) -> str | None:
         return (
             f"a token would use {used} experts of a layer, and llama.cpp takes {MOST_USED}; convert with target = gguf"
         )
-    if moe.config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {moe.config.hidden_act}, and llama.cpp's experts use silu"
-    rotary: Any = moe.model.rotary_emb
-    if rotary.rope_type in ("dynamic", "longrope") or rotary.attention_scaling != 1.0:
-        return f"its rotary embedding ({rotary.rope_type}) scales with the length or the scores"
-    if (arch.normed or arch.fine) and rotary.rope_type != "default":
-        name = _gguf_name(arch)
-        return f"llama.cpp's {name} takes plain rotary frequencies only, and these are scaled ({rotary.rope_type})"
-    return None
+    return llama_cpp_problem(moe, arch)
 
 
 def context_length(moe: ToMoEForCausalLM) -> int:
@@ -176,7 +165,7 @@ def _attention(attention: Any, arch: StockArch) -> dict[str, Tensor]:
     for name, t in attention_tensors(attention).items():
         part, _, kind = name.partition(".")
         # the others pair halves, as transformers does
-        if part in ("q_proj", "k_proj") and _gguf_name(arch) == "llama":
+        if part in ("q_proj", "k_proj") and gguf_name(arch) == "llama":
             t = interleaved(t, attention.head_dim)
         tensors[f"{places[part]}.{kind}"] = t
     return tensors
@@ -282,7 +271,7 @@ def write_gguf(
     on_progress: StageCallback = no_stage_progress,
 ) -> None:  # fmt: skip
     """Write one file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would read otherwise."""
-    writer = GGUFWriter(None, _gguf_name(_arch(moe)))
+    writer = GGUFWriter(None, gguf_name(_arch(moe)))
     _write_sizes(writer, moe, precision, path)
     _write_expert_sizes(writer, moe, multiple)
     if tokenizer is not None:

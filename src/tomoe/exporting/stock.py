@@ -122,14 +122,39 @@ def form_problem(form: str, arch: StockArch) -> str | None:
     return "its experts are fine-grained (experts.form = fine): a token uses several, each with the weight 1"
 
 
-def dense_incompatibility(dense: PreTrainedModel, name: str, form: str = "overlapping") -> str | None:
+def dense_incompatibility(dense: PreTrainedModel, name: str, form: str) -> str | None:
     """Why no MoE with experts of this form, made from this dense model, could become the target `name`, judging by its parts;
     None if it might."""
     parts = layer_parts(dense)[0]
     normed = getattr(parts.attention, "q_norm", None) is not None
     arch = gguf_arch(normed, form == "fine") if name == "gguf" else STOCK_ARCHS[name]
     biases = any(p is not None and p.bias is not None for p in (parts.gate, parts.up, parts.down))
-    return _unsupported_part(arch, parts.gate is not None, biases, parts.q, parts.o, normed)
+    problem = _unsupported_part(arch, parts.gate is not None, biases, parts.q, parts.o, normed)
+    return problem or (llama_cpp_problem(dense, arch) if name == "gguf" else None)
+
+
+def gguf_name(arch: StockArch) -> str:
+    """llama.cpp's name of the architecture that `gguf_arch` chose."""
+    return "glm4moe" if arch.fine else "qwen3moe" if arch.normed else "llama"
+
+
+def llama_cpp_problem(model: PreTrainedModel, arch: StockArch) -> str | None:
+    """Which activation or rotary embedding of this model, dense or converted, llama.cpp does not compute in an architecture
+    of `gguf_arch`, as half a sentence; None if all is well."""
+    if model.config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {model.config.hidden_act}, and llama.cpp's experts use silu"
+    rotary: Any = model.model.rotary_emb
+    if rotary.rope_type in ("dynamic", "longrope") or rotary.attention_scaling != 1.0:
+        return f"its rotary embedding ({rotary.rope_type}) scales with the length or the scores"
+    if (arch.normed or arch.fine) and rotary.rope_type != "default":
+        # overlapping experts become a `llama` there, or with a norm of Q and K a `qwen3moe`, which takes no more than this
+        normed = getattr(model.model.layers[0].self_attn, "q_norm", None) is not None
+        other = "; experts.form = overlapping has a place for them" if arch.fine and not normed else ""
+        name = gguf_name(arch)
+        return (
+            f"llama.cpp's {name} takes plain rotary frequencies only, and these are scaled ({rotary.rope_type}){other}"
+        )
+    return None
 
 
 def gguf_arch(normed: bool, fine: bool) -> StockArch:

@@ -20,8 +20,10 @@ _NOT_IN_DIGEST = frozenset(
 STOCK_MULTIPLE = 64
 
 
-# Fewer choose worse, more are small for kernels.
-FINE_EXPERTS = 64
+# Experts of each form unless the recipe says otherwise. Of fine-grained ones fewer choose worse, more are small for kernels.
+OVERLAPPING_EXPERTS, FINE_EXPERTS = 8, 64
+# Stock forms in which a token uses one expert.
+OVERLAPPING_TARGETS = ("mixtral", "qwen2_moe", "qwen3_moe")
 # Fine-grained experts in a stock form are filled up with zeros to a multiple of so many neurons: in 16 bits rows of 16 bytes,
 # without which the grouped matrix product that transformers runs experts with refuses to.
 FINE_MULTIPLE = 8
@@ -30,16 +32,21 @@ FINE_MULTIPLE = 8
 MOST_USED = 30
 
 
+def _usual_number(section: dict[str, Any]) -> int:
+    return OVERLAPPING_EXPERTS if section.get("form") == "overlapping" else FINE_EXPERTS
+
+
 class ExpertsSection(Section):
     """The experts that an MLP becomes."""
 
-    form: Literal["overlapping", "fine"] = "overlapping"
-    """`overlapping` (the paper's): a token uses one expert, and experts share neurons; `fine`: a token uses a shared part
-    and several of many small experts that share nothing."""
-    num_experts: int = Field(default=8, ge=1, le=256)
-    """Experts per MLP (N); fine-grained ones are 64 unless this is given. For a stock target they may be up to a quarter
-    fewer, if the budget asks for it or the file would hold many zeros, and still fewer if a token would use more than 30; not
-    if `expert_size` is given, too."""
+    form: Literal["fine", "overlapping"] = "fine"
+    """`fine`: a token uses a shared part and several of many small experts that share nothing; `overlapping` (the paper's):
+    a token uses one expert, and experts share neurons. Unless the key is given, it is `overlapping` for a random start and
+    for the targets mixtral, qwen2_moe and qwen3_moe, which have no place for the other."""
+    num_experts: int = Field(default_factory=_usual_number, ge=1, le=256)
+    """Experts per MLP (N): 64 fine-grained or 8 overlapping ones unless this is given. For a stock target fine-grained ones
+    may be up to a quarter fewer, if the budget asks for it or the file would hold many zeros, and still fewer if a token would
+    use more than 30; not if `expert_size` is given, too."""
     expert_size: int = Field(default=0, ge=0)
     """Neurons of a fine-grained expert; 0: chosen so that the shared part takes about `shared` of a token's neurons."""
     shared: float = Field(default=0.4, ge=0, le=1)
@@ -57,13 +64,6 @@ class ExpertsSection(Section):
     """Size of an expert embedding (E); even, because both directions of the hypernetwork share it."""
     width_multiple: int = Field(default=32, ge=1)
     """Expert widths are multiples of this: grouped kernels need 8, K-quants 256."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fine_defaults(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("form") == "fine":
-            return {"num_experts": FINE_EXPERTS} | values
-        return values
 
 
 class AttentionSection(Section):
@@ -206,6 +206,18 @@ class Recipe(RunRecipe):
         return _as_recorded(values), notes
 
     @model_validator(mode="after")
+    def _form_that_fits(self) -> Self:
+        """Overlapping experts where fine-grained ones have no place, unless the form was given; it still counts as not given."""
+        fits = self.start == "carved" and self.target not in OVERLAPPING_TARGETS
+        if fits or "form" in self.experts.model_fields_set:
+            return self
+        experts = ExpertsSection(form="overlapping", **self.experts.model_dump(exclude_unset=True))
+        experts.model_fields_set.discard("form")
+        # a frozen model is changed in its dictionary
+        self.__dict__["experts"] = experts
+        return self
+
+    @model_validator(mode="after")
     def _check_target(self) -> Self:
         if self.target != "hf" and self.attention.pruning == "per_token":
             raise UserError(
@@ -262,7 +274,9 @@ class Recipe(RunRecipe):
         return 0 if self.target == "hf" else max(STOCK_MULTIPLE, self.experts.width_multiple)
 
 
-_LATER: dict[str, tuple[str, Any]] = {"rotate_values": ("attention", False), "compute_dtype": ("train", "stored")}
+_LATER: dict[str, tuple[str, Any]] = {
+    "rotate_values": ("attention", False), "compute_dtype": ("train", "stored"), "form": ("experts", "overlapping"),
+}  # fmt: skip
 """Keys that older versions did not record, with their section and what they would have said."""
 
 

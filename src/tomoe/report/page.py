@@ -69,7 +69,7 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         tiles=tiles(facts.rows), warnings=warnings, titles=titles, body=body, footnote=footnote(facts.rows),
         task_titles=task_titles, task_body=task_body, task_footnote=task_footnote(facts.rows), texts=facts.texts,
         generations=facts.generations, figures=facts.figures,
-        fine=facts.plan.form == "fine", method=None if facts.plan.form == "fine" else method_drawing(),
+        fine=facts.plan.form == "fine", method=method_drawing(facts.plan.form),
         layer_titles=layer_titles, layer_body=layer_body,
         dial_titles=dial_titles, dial_body=dial_body, dial_footnote=footnote(facts.dial),
         usage_titles=usage_titles, usage_body=usage_body, summary=_summary(facts.plan), recipe=_recipe(facts.plan),
@@ -175,9 +175,10 @@ def _benchmark_command(out: Path, plan: Plan) -> str:
     return f"tomoe benchmark {dense} {name} --json {name}/benchmark.json\ntomoe report {name}"
 
 
-def method_drawing() -> str | None:
-    """The drawing of the method as the source of an <img>; None if the package has none."""
-    drawing = resources.files("tomoe.report").joinpath("templates/method.svg")
+def method_drawing(form: str) -> str | None:
+    """The drawing of the method, with experts of that form, as the source of an <img>; None if the package has none."""
+    name = "method.svg" if form == "fine" else "method-overlapping.svg"
+    drawing = resources.files("tomoe.report").joinpath("templates", name)
     return svg_uri(drawing.read_text(encoding="utf-8")) if drawing.is_file() else None
 
 
