@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from conftest import make_pico, make_plan, tokens
 from tomoe.errors import UserError
 from tomoe.exporting.glm4_moe import make_layout
-from tomoe.exporting.targets import TARGETS, Options, choose, write_export
+from tomoe.exporting.targets import TARGETS, Options, choose, padding_notice, write_export
 from tomoe.model.hooks import hooked
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, route
@@ -166,6 +166,13 @@ def test_nothing_is_added_where_all_layers_choose_equally_many(tmp_path: Path) -
     assert sizes.bytes == pytest.approx(4 * total, abs=4 * routers)
     assert not sizes.copies
     assert "of zeros" not in sizes.words
+    assert padding_notice(moe, sizes) is None
+    uneven = fold(dense, fine_plan(dense, "off"))
+    for form in ("glm4_moe", "gguf"):
+        notice = padding_notice(uneven, TARGETS[form].sizes(uneven, options))
+        assert notice is not None
+        assert "one expert of zeros is always chosen" in notice
+        assert "--set target=glm4_moe" in notice
     case = Case(dense, plan, moe, tmp_path / "out")
     assert right(case, AutoModelForCausalLM.from_pretrained(case.folder), moe)
 

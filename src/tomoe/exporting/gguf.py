@@ -237,14 +237,14 @@ def _plain_frequencies(moe: ToMoEForCausalLM) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, size, 2, device=moe.device).float() / size)
 
 
-def gguf_layout(moe: ToMoEForCausalLM, multiple: int) -> tuple[int, str]:
-    """Width of every expert in the file, and the layout in words."""
+def gguf_layout(moe: ToMoEForCausalLM, multiple: int) -> tuple[int, str, int]:
+    """Width of every expert in the file, the layout in words, and experts of zeros in the layer with most of them."""
     arch = _arch(moe)
     if arch.fine:
         fine = glm4_moe.make_layout(moe, multiple)
-        return fine.width, glm4_moe.layout_words(moe, fine)
+        return fine.width, glm4_moe.layout_words(moe, fine), fine.zeros
     width = make_layout(moe, arch, multiple).width
-    return width, f"{moe.config.num_experts} experts of {width:,} neurons in each layer"
+    return width, f"{moe.config.num_experts} experts of {width:,} neurons in each layer", 0
 
 
 def gguf_bytes(moe: ToMoEForCausalLM, precision: Precision, multiple: int) -> int:

@@ -21,7 +21,7 @@ from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.rows import read_rows
 from tomoe.exporting.proof import Proof, verify, verify_gguf
-from tomoe.exporting.targets import Choice, Options, Sizes, check_place, choose, copies_notice, gguf_file, write_export
+from tomoe.exporting.targets import Choice, Options, Sizes, check_place, choose, gguf_file, padding_notice, write_export
 from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.model.loading import load_tokenizer
 from tomoe.moe.checkpoint import load_moe
@@ -74,7 +74,7 @@ def export(
     stored = sum(p.nbytes for p in moe.parameters())
     say(f"{choice.target.name}: {choice.reason}.")
     say(f"It takes {format_bytes(sizes.bytes)} ({sizes.words}); {basename(folder)} takes {format_bytes(stored)}.")
-    if notice := copies_notice(moe, sizes):
+    if notice := padding_notice(moe, sizes):
         say(notice)
     write_export(choice, moe, tokenizer, out, options, _in_megabytes(on_progress))
     stored_dtype = moe.dtype

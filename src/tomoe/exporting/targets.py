@@ -57,12 +57,13 @@ class Sizes:
     """What an export will be, before it is written.
 
     bytes: of the weights; words: their layout, "8 experts of 896 neurons in each of 30 layers"; copies: whether neurons that
-    experts share are stored more than once, or experts are padded.
+    experts share are stored more than once, or experts are padded; zeros: experts of zeros in the layer with most of them.
     """
 
     bytes: int
     words: str
     copies: bool = False
+    zeros: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,14 @@ def write_export(
         raise UserError(f"cannot write the export to {out}: {reason or error}") from error
 
 
-def copies_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:
-    """What an export with copies costs beside the dense model, in one sentence; None without copies."""
+def padding_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:
+    """What an export with copies or zeros costs, in one or two sentences; None without."""
+    if sizes.zeros:
+        zeros = "one expert of zeros is" if sizes.zeros == 1 else f"up to {sizes.zeros} experts of zeros are"
+        return (
+            f"Layers differ in how many experts a token uses, but this form has one number: {zeros} always chosen, which takes "
+            "space and time; `--set target=glm4_moe` (or gguf) at conversion needs none."
+        )
     if not sizes.copies:
         return None
     dense = sum(p.numel() for p in empty_stock(moe.config.dense_config()).parameters()) * moe.dtype.itemsize
@@ -237,7 +244,7 @@ def _glm4_sizes(moe: ToMoEForCausalLM, options: Options) -> Sizes:
     weights = sum(p.numel() for p in empty_stock(glm4_moe.glm4_config(moe, layout)).parameters())
     routers = (len(moe.model.layers) - layout.whole) * layout.experts * moe.config.hidden_size
     size = weights * moe.dtype.itemsize + routers * (torch.float32.itemsize - moe.dtype.itemsize)
-    return Sizes(size, glm4_moe.layout_words(moe, layout))
+    return Sizes(size, glm4_moe.layout_words(moe, layout), zeros=layout.zeros)
 
 
 def _write_glm4(
@@ -282,10 +289,10 @@ def gguf_file(folder: Path, options: Options) -> Path:
 
 def _gguf_sizes(moe: ToMoEForCausalLM, options: Options) -> Sizes:
     check_quantizer(options.precision)
-    width, layers = gguf_layout(moe, options.multiple(moe))
+    width, layers, zeros = gguf_layout(moe, options.multiple(moe))
     types = f"{options.precision}{larger_rows(moe, options.precision, options.multiple(moe))}"
     words = f"{layers}, {types}, for contexts of up to {context_length(moe):,} tokens"
-    return Sizes(gguf_bytes(moe, options.precision, options.multiple(moe)), words, _has_copies(moe, width))
+    return Sizes(gguf_bytes(moe, options.precision, options.multiple(moe)), words, _has_copies(moe, width), zeros)
 
 
 def _write_gguf(
