@@ -430,7 +430,8 @@ def test_card_summary_and_page_of_fine_grained_experts(llama: PreTrainedModel, t
     assert "sends each token to one" not in text
     shown = page.write_page(tmp_path, page.PageFacts("t", plan)).read_text()
     assert "layers of a shared part and 8 experts, 2 to 3 of them for each token" in shown
-    assert "data:image/svg" not in shown
+    assert str(page.method_drawing("fine")) in shown
+    assert str(page.method_drawing("overlapping")) not in shown
 
 
 def test_a_card_that_cannot_be_written_is_named(llama: PreTrainedModel, tmp_path: Path) -> None:
