@@ -67,6 +67,18 @@ def test_typical_tokens_go_to_one_expert_rather_than_to_the_others() -> None:
     ]  # fmt: skip
 
 
+def test_layers_in_which_all_tokens_use_the_same_experts_show_nothing() -> None:
+    assert typical_table([[[]], [["sea"]], [[]]])[1] == [["layer 1, expert 0", "sea"]]
+    assert typical_table([[[]]])[1] == []
+
+
+def test_the_page_opens_at_the_first_layer_with_a_choice(tmp_path: Path) -> None:
+    trace = RoutingTrace(["a"], [[0], [1], [0]], 2, [[], [[1]], [[0]]])
+    assert (trace.first_choice(), RoutingTrace(["a"], [[1]], 2).first_choice()) == (1, 0)
+    text = write_page(tmp_path, PageFacts("t", plan_of("self"), texts=[("text", trace)])).read_text("utf-8")
+    assert 'type="range" min="0" max="2" value="1"' in text
+
+
 def test_the_page_shows_them_and_escapes_them(tmp_path: Path) -> None:
     losses = TokenLosses(["a", EVIL], [1.0], [2.0])
     facts = PageFacts("t", plan_of("self"), losses=losses, typical=[[[EVIL]]])

@@ -54,7 +54,8 @@ def route(
         raise UserError(f"there is no layer {layer}: the model has the layers 0 to {last}")
     if html is not None:
         source = file.name if file else "text"
-        page = write_route_page(html, f"Experts of {basename(model)}", [(source, trace)], layer or 0)
+        shown_first = trace.first_choice() if layer is None else layer
+        page = write_route_page(html, f"Experts of {basename(model)}", [(source, trace)], shown_first)
         typer.echo(f"The page is {page}.")
         return
     console = results()

@@ -44,10 +44,10 @@ def loss_sentence(losses: TokenLosses) -> str:
 
 
 def typical_table(typical: Sequence[Sequence[Sequence[str]]]) -> Table:
-    """Titles and rows of a first, a middle and a last layer: the tokens that are typical of each expert."""
-    layers = sorted({0, len(typical) // 2, len(typical) - 1})
+    """Titles and rows of a first, a middle and a last layer that have any: the tokens that are typical of each expert."""
+    layers = [layer for layer, experts in enumerate(typical) if any(experts)]
     rows = []
-    for layer in layers:
+    for layer in sorted({layers[i] for i in (0, len(layers) // 2, -1)}) if layers else []:
         named = [(expert, tokens) for expert, tokens in enumerate(typical[layer]) if tokens]
         rows += [[f"layer {layer}, expert {expert}", "  ".join(tokens)] for expert, tokens in named[:EXPERTS]]
     return ["expert", "typical tokens"], rows
