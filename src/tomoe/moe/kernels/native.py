@@ -30,7 +30,8 @@ PROCESSOR = torch.cpu.get_capabilities()
 PANEL_TOKENS = {"few neurons": 64 if PROCESSOR.get("avx512_f") else 80, "many neurons": 192}
 MANY_NEURONS = 4096
 # Tokens of several experts meet one row after another. In bfloat16, processors that multiply matrices (AMX) do the whole
-# dense MLP in that time from this many tokens on; others never do.
+# dense MLP in that time from this many tokens on; those with AVX2 alone never do. Those that have products of bfloat16 without
+# matrix units were not measured.
 FINE_BFLOAT16_TOKENS = 12 if PROCESSOR.get("amx_bf16") else math.inf
 # Tokens whose activations are kept at once.
 CHUNK = 2048
