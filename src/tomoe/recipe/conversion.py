@@ -22,8 +22,8 @@ STOCK_MULTIPLE = 64
 
 # Experts of each form unless the recipe says otherwise. Of fine-grained ones fewer choose worse, more are small for kernels.
 OVERLAPPING_EXPERTS, FINE_EXPERTS = 8, 64
-# Stock forms in which a token uses one expert.
-OVERLAPPING_TARGETS = ("mixtral", "qwen2_moe", "qwen3_moe")
+# Stock forms with a place for one form of experts alone: a token uses one of them, or several.
+OVERLAPPING_TARGETS, FINE_TARGETS = ("mixtral", "qwen2_moe", "qwen3_moe"), ("glm4_moe",)
 # Fine-grained experts in a stock form are filled up with zeros to a multiple of so many neurons: in 16 bits rows of 16 bytes,
 # without which the grouped matrix product that transformers runs experts with refuses to.
 FINE_MULTIPLE = 8
@@ -224,10 +224,11 @@ class Recipe(RunRecipe):
                 f"target {self.target} cannot choose V/O dims for each token (attention.pruning = per_token); set "
                 "attention.pruning to static or off, or target to hf"
             )
-        if (self.target == "glm4_moe") != (self.experts.form == "fine") and self.target not in ("hf", "gguf"):
+        fine = self.experts.form == "fine"
+        if self.target in (OVERLAPPING_TARGETS if fine else FINE_TARGETS):
             raise UserError(
                 f"target {self.target} has no place for experts.form = {self.experts.form}; set target to "
-                f"{'glm4_moe' if self.experts.form == 'fine' else 'mixtral, qwen2_moe, qwen3_moe'}, gguf or hf"
+                f"{', '.join(FINE_TARGETS if fine else OVERLAPPING_TARGETS)}, gguf or hf"
             )
         return self
 
