@@ -47,7 +47,7 @@ def test_all_layers_get_one_width_and_the_budget_is_met(attention: str, active: 
     assert len({w for w, _, _ in free.widths()}) == 2
     assert len({w for w, _, _ in plan.widths()}) == 1
     assert abs(plan.active_fraction() - active) <= BUDGET_TOLERANCE
-    width = plan.layers[0].width
+    width = plan.counts[0].width
     assert width % (1 if attention == "off" else 4) == 0  # attention takes up what a coarse width leaves over
     mean = sum(w for w, _, _ in free.widths()) / 2
     assert abs(width - mean) <= 64

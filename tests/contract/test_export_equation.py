@@ -100,7 +100,7 @@ def test_what_all_experts_have_is_stored_once_where_there_is_a_shared_expert(tmp
     shared = [min(len(common_neurons(mlp)), layout.shared) for mlp in mlps]
     assert max(shared) > 0
     stored = load_file(case.folder / "model.safetensors")
-    for i, (mlp, layer, count) in enumerate(zip(mlps, case.plan.layers, shared, strict=True)):
+    for i, (mlp, layer, count) in enumerate(zip(mlps, case.plan.counts, shared, strict=True)):
         block = f"model.layers.{i}.mlp."
         assert not stored[f"{block}shared_expert_gate.weight"].any()
         assert int(stored[f"{block}shared_expert.up_proj.weight"].any(1).sum()) == count

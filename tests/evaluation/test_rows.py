@@ -138,11 +138,11 @@ sys.modules["tomoe"] = package
 from pathlib import Path
 import tomoe.evaluation.rows, tomoe.evaluation.tables, tomoe.evaluation.timings
 import tomoe.report.summary, tomoe.report.warnings, tomoe.report.html
-from tomoe.plan import Plan
-plan = Plan.load(Path(sys.argv[2]), "numpy")
+from tomoe.plan import PlanCounts
+plan = PlanCounts.load(Path(sys.argv[2]))
 tomoe.report.summary.conversion_summary(plan), tomoe.report.summary.layer_table(plan)
 print(len(tomoe.report.warnings.find_warnings(plan, tomoe.evaluation.rows.read_rows(Path(sys.argv[2])))))
-print([name for name in ("torch", "transformers", "matplotlib") if name in sys.modules])
+print([name for name in ("torch", "numpy", "transformers", "matplotlib") if name in sys.modules])
 """
 
 

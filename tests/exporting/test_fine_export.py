@@ -154,7 +154,7 @@ def test_a_conversion_takes_fewer_experts_where_that_saves_zeros(tomoe: CommandL
     changes = ("experts.num_experts=32", "experts.width_multiple=8", "train.steps=2", "active=0.8077")
     plan = convert(pico_recipe(tmp_path, "experts.form=fine", "target=glm4_moe", *changes), tmp_path / "moe")
     assert plan.num_experts == 24
-    assert {layer.expert_size for layer in plan.layers} == {16}
+    assert {layer.expert_size for layer in plan.counts} == {16}
     assert plan.active_fraction() == pytest.approx(0.8077, abs=0.002)
     done = tomoe("export", tmp_path / "moe", "-o", tmp_path / "out")
     assert done.code == 0, done.err

@@ -54,7 +54,7 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
     }
     assert config["model_type"] == "tomoe"
     assert config["dense_model_type"] == "llama"
-    assert config["expert_sizes"] == [layer.width for layer in plan.layers]
+    assert config["expert_sizes"] == [layer.width for layer in plan.counts]
     assert Plan.load(out).widths() == plan.widths()
 
 
@@ -74,7 +74,7 @@ def test_neurons_are_stored_once_and_dropped_dims_not_at_all(family: str, tmp_pa
     save_moe(moe, plan, None, tmp_path / "moe")
     stored, dense = load_file(tmp_path / "moe" / "model.safetensors"), make_pico(family)
     s = plan.shape
-    for i, layer in enumerate(plan.layers):
+    for i, layer in enumerate(plan.counts):
         prefix = f"model.layers.{i}."
         assert (
             stored[f"{prefix}mlp.up_proj"].shape
@@ -82,8 +82,11 @@ def test_neurons_are_stored_once_and_dropped_dims_not_at_all(family: str, tmp_pa
             == (layer.union, s.hidden_size)
         )
         assert len({tuple(row.tolist()) for row in stored[f"{prefix}mlp.up_proj"]}) == layer.union
-        assert stored[f"{prefix}self_attn.q_proj.weight"].shape == (s.num_heads * plan.qk_dims(i), s.hidden_size)
-        assert stored[f"{prefix}self_attn.k_proj.weight"].shape == (s.num_kv_heads * plan.qk_dims(i), s.hidden_size)
+        assert stored[f"{prefix}self_attn.q_proj.weight"].shape == (s.num_heads * layer.qk_dims, s.hidden_size)
+        assert stored[f"{prefix}self_attn.k_proj.weight"].shape == (
+            s.num_kv_heads * layer.qk_dims,
+            s.hidden_size,
+        )
         assert stored[f"{prefix}self_attn.v_proj.weight"].shape == (s.num_kv_heads * layer.value_top_k, s.hidden_size)
         assert stored[f"{prefix}self_attn.o_proj.weight"].shape == (s.hidden_size, s.num_heads * layer.value_top_k)
     assert all("router." not in name or t.dtype == torch.float32 for name, t in stored.items())
@@ -95,9 +98,9 @@ def test_the_cache_shrinks_with_the_keys() -> None:
     with torch.no_grad():
         cache = moe(tokens(2, 12), use_cache=True).past_key_values
     for i, layer in enumerate(cache.layers):
-        assert layer.keys.shape == (2, plan.shape.num_kv_heads, 12, plan.qk_dims(i))
+        assert layer.keys.shape == (2, plan.shape.num_kv_heads, 12, plan.counts[i].qk_dims)
         assert layer.values.shape == (2, plan.shape.num_kv_heads, 12, plan.layers[i].value_top_k)
-    assert plan.qk_dims(0) < plan.shape.head_dim
+    assert plan.counts[0].qk_dims < plan.shape.head_dim
 
 
 @pytest.mark.parametrize("family", FAMILIES)

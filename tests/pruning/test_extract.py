@@ -57,10 +57,10 @@ def test_the_budget_is_met(attention: str, active: float, spread: float) -> None
     net = network(attention, spread)
     plan = extract_plan(net, model(), active, CALIBRATION)
     assert abs(plan.active_fraction() - active) <= BUDGET_TOLERANCE == 0.002
-    for layer in plan.layers:
+    for layer, counts in zip(plan.layers, plan.counts, strict=True):
         assert layer.expert_masks.sum(1).unique().numel() == 1
-        assert layer.width % MULTIPLE == 0
-        assert layer.width >= MULTIPLE
+        assert counts.width % MULTIPLE == 0
+        assert counts.width >= MULTIPLE
         assert bool(layer.qk_kept.any())
         assert 1 <= layer.value_top_k <= int(layer.value_kept.sum())
         assert bool(layer.value_router) == (attention == "per_token" and layer.value_top_k < plan.shape.head_dim)
@@ -83,7 +83,7 @@ def test_the_kept_dims_are_the_best(attention: str) -> None:
                 assert qk[layer.qk_kept].min() >= qk[~layer.qk_kept].max()
             if not layer.value_kept.all():
                 assert values[layer.value_kept].min() >= values[~layer.value_kept].max()
-    widths = {layer.width for layer in plan.layers}
+    widths = {layer.width for layer in plan.counts}
     assert len(widths) > 1, "all layers alike: nothing was learned from the logits"
 
 
@@ -215,7 +215,7 @@ def test_what_is_known_of_a_budget_is_what_extraction_finds(multiple: int) -> No
 def test_a_multiple_that_does_not_divide_the_layer() -> None:
     net = make_network(model(), "off", width_multiple=24)  # 512 = 21 x 24 + 8
     plan = extract_plan(net, model(), 1.0, CALIBRATION)
-    assert {layer.width for layer in plan.layers} == {512}
+    assert {layer.width for layer in plan.counts} == {512}
     assert all(
         width % 24 == 0 or width == 512 for width, _, _ in extract_plan(net, model(), 0.6, CALIBRATION, 0.01).widths()
     )
@@ -272,7 +272,7 @@ def test_the_plan_remembers_how_wide_training_left_each_expert() -> None:
     plan = extract_plan(net, model(), 0.6, CALIBRATION)
     logits = Extraction(net, model()).neuron_logits
     for row, layer, layer_logits in zip(
-        plan.notes["expert_widths"], plan.layers, map(torch.detach, logits), strict=True
+        plan.notes["expert_widths"], plan.counts, map(torch.detach, logits), strict=True
     ):
         mean = sum(row) / len(row)
         assert abs(mean - layer.width) <= MULTIPLE / 2 + 1  # one width for all is their mean, but for whole units

@@ -298,7 +298,7 @@ def test_one_number_of_experts_for_all_layers_but_the_first(dense_layers: int) -
     active = active_params(net.shape, widths) / decoder_params(net.shape)
     carve_(net, model, *text, active, seed=0, uniform_width=True)
     plan = extract_plan(net, model, active, text)
-    assert {(layer.expert_size, layer.shared_size) for layer in plan.layers} == {(12, 128)}
+    assert {(layer.expert_size, layer.shared_size) for layer in plan.counts} == {(12, 128)}
     assert [layer.top_k for layer in plan.layers] == [32] * whole + [10] * (3 - whole)
 
 

@@ -26,7 +26,7 @@ def hostile_facts() -> PageFacts:
     dense = make_pico("llama3")
     plan = make_plan(dense, "per_token")
     recipe = Recipe(model=f"someone/{EVIL}").model_dump(mode="json")
-    widths = [[layer.width - 1, layer.width, layer.width, layer.width + 1] for layer in plan.layers]
+    widths = [[layer.width - 1, layer.width, layer.width, layer.width + 1] for layer in plan.counts]
     plan = replace(plan, recipe=recipe, source="0" * 64, notes={"steps": 8, "torch": EVIL, "expert_widths": widths})
     ids = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(1))
     rows = compare([(f"dense {EVIL}", dense), (f"moe {EVIL}", fold(dense, plan))], ids, torch.ones_like(ids, dtype=torch.bool),

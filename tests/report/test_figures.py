@@ -166,7 +166,7 @@ def test_widths_and_unions_are_those_of_the_plan() -> None:
     assert "Q/K and V/O dims (kept whole)" in drawn_lines(plan_figures.width_figure(make_plan()))
     check(drawn)
     union = plan_figures.union_figure(plan)
-    assert bars(union) == [layer.union / 48 for layer in plan.layers] + [12 / 48, 13 / 48, 14 / 48]
+    assert bars(union) == [layer.union / 48 for layer in plan.counts] + [12 / 48, 13 / 48, 14 / 48]
     check(union)
     value = plan_figures.value_figure(plan)
     assert value is not None

@@ -411,12 +411,12 @@ def test_card_summary_and_page_of_fine_grained_experts(llama: PreTrainedModel, t
     free = torch.zeros(8)
     layers = [replace(layer, top_k=k, router_bias=free) for layer, k in zip(plan.layers, (2, 3, 3), strict=False)]
     plan = replace(plan, layers=tuple(layers))
-    first, size = plan.layers[0], plan.shape.mlp_size
+    (first, second, *_), size = plan.counts, plan.shape.mlp_size
     experts = dict(summary.conversion_summary(plan))["Experts"]
     assert (
         f"a part of {first.shared_size} neurons that all tokens share, and 8 experts of {first.expert_size}" in experts
     )
-    assert f"2 to 3 of which each token uses: {first.width} to {plan.layers[1].width} of {size} neurons" in experts
+    assert f"2 to 3 of which each token uses: {first.width} to {second.width} of {size} neurons" in experts
     always = [replace(layers[0], router_bias=torch.tensor([ALWAYS, *[0.0] * 7])), *layers[1:]]
     biased = dict(summary.conversion_summary(replace(plan, layers=tuple(always))))["Experts"]
     assert "each token uses (up to 1 of them the same ones for all tokens)" in biased

@@ -9,9 +9,10 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 import tomoe
 from tomoe.cli.apply import apply
@@ -35,8 +36,20 @@ from tomoe.cli.train import train
 from tomoe.cli.words import one_line, only_notes
 from tomoe.errors import UserError
 
+
+class Verbs(TyperGroup):
+    """The verbs. Without a default, typer would import pydantic for the value of --help, before any verb is looked at."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False
+        return option
+
+
 app = typer.Typer(
     name="tomoe",
+    cls=Verbs,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -43,10 +43,6 @@ class ModelShape:
         """Q: one choice per rotary pair, one per dim that RoPE does not rotate (Appendix A.2)."""
         return self.head_dim - self.rotary_size // 2
 
-    def kept_qk_dims(self, pairs: int, unpaired: int) -> int:
-        """Head dims of this many kept rotary pairs and dims that RoPE does not rotate."""
-        return 2 * pairs + unpaired
-
     def expand_qk(self, mask: Float[Any, " Q"]) -> Float[Any, " C"]:
         """A mask over choices (torch tensor) as a mask over head dims: the two dims of a pair share one entry."""
         import torch
@@ -68,7 +64,7 @@ class ModelShape:
         return (self.num_kv_heads, self.head_dim, self.head_dim)
 
     def rotation_error(self, rotation: Any) -> str | None:
-        """What is wrong with a rotation of the values (of torch or numpy); None if nothing is."""
+        """What is wrong with a rotation of the values; None if nothing is."""
         if tuple(rotation.shape) != self.rotation_shape:
             return f"its value rotation has shape {tuple(rotation.shape)}, the model needs {self.rotation_shape}"
         orthogonal = bool((abs(rotation) <= 1 + ORTHOGONAL).all())

@@ -45,23 +45,20 @@ def fine_order(layer: LayerPlan) -> Int[Tensor, " U"]:
 def moe_config(dense: PreTrainedModel, plan: Plan, version: str) -> ToMoEConfig:
     """The dense config, flat, with the plan's sizes."""
     values = {k: v for k, v in dense.config.to_dict().items() if k not in ("architectures", "auto_map", "model_type")}
-    s = plan.shape
-    pairs = s.rotary_size // 2
-    routers = [layer.value_router for layer in plan.layers if layer.value_router]
     return ToMoEConfig(
         **values,
         dense_model_type=dense.config.model_type,
         num_experts=plan.num_experts,
         expert_form=plan.form,
-        expert_sizes=[layer.expert_size for layer in plan.layers],
-        shared_sizes=[layer.shared_size for layer in plan.layers],
-        experts_per_token=[layer.top_k for layer in plan.layers],
-        union_sizes=[layer.union for layer in plan.layers],
-        rotary_pairs=[int(layer.qk_kept[:pairs].sum()) for layer in plan.layers],
-        qk_dims=[plan.qk_dims(i) for i in range(s.num_layers)],
-        value_dims=[int(layer.value_kept.sum()) for layer in plan.layers],
-        value_top_k=[layer.value_top_k for layer in plan.layers],
-        value_embedding_size=int(routers[0]["project_in.weight"].shape[0]) if routers else 0,
+        expert_sizes=[layer.expert_size for layer in plan.counts],
+        shared_sizes=[layer.shared_size for layer in plan.counts],
+        experts_per_token=[layer.top_k for layer in plan.counts],
+        union_sizes=[layer.union for layer in plan.counts],
+        rotary_pairs=[layer.rotary_pairs for layer in plan.counts],
+        qk_dims=[layer.qk_dims for layer in plan.counts],
+        value_dims=[layer.value_dims for layer in plan.counts],
+        value_top_k=[layer.value_top_k for layer in plan.counts],
+        value_embedding_size=max(layer.value_embedding for layer in plan.counts),
         plan_source=plan.source,
         tomoe_version=version,
     )

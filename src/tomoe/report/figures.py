@@ -97,7 +97,7 @@ def dial_figure(rows: Sequence[Row], plan: Plan) -> CaptionedFigure | None:
     )
     if len(points) < 2:
         return None
-    planned = max(layer.top_k for layer in plan.layers)
+    planned = max(layer.top_k for layer in plan.counts)
     dense = rows[0].measurement.perplexity
     figure, (axes,) = canvas(3.2)
     shares, perplexities, _ = zip(*points, strict=True)

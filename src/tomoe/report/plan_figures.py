@@ -128,7 +128,7 @@ def expert_width_figure(plan: Plan) -> CaptionedFigure | None:
     if not _are_widths(trained, plan):
         return None
     figure, (upper, lower) = canvas(3.6, 2, sharex=True, height_ratios=[1.4, 1])
-    layers, chosen = range(len(trained)), [layer.width for layer in plan.layers]
+    layers, chosen = range(len(trained)), [layer.width for layer in plan.counts]
     upper.vlines(layers, [min(row) for row in trained], [max(row) for row in trained], color=LIGHT, linewidth=4,
                  label="experts, narrowest to widest")  # fmt: skip
     upper.plot(layers, chosen, color=COLORS[1], marker="D", linestyle="none", label="width of all after extraction")
@@ -163,7 +163,7 @@ def _are_widths(values: Any, plan: Plan) -> bool:
     """Whether a note, which anyone may have written, is one list of neuron counts for each layer."""
     return (
         isinstance(values, list)
-        and len(values) == len(plan.layers)
+        and len(values) == len(plan.counts)
         and all(isinstance(row, list) and row for row in values)
         and all(type(width) is int and 0 <= width <= plan.shape.mlp_size for row in values for width in row)
     )
@@ -195,7 +195,7 @@ def similarity_figure(plan: Plan) -> CaptionedFigure | None:
     tiles = [jaccard(layer.expert_masks) for layer in plan.layers]
     above = torch.ones_like(tiles[0], dtype=torch.bool).triu(1)
     pairs = [tile[above] for tile in tiles]
-    chance = [share / (2 - share) for share in (layer.width / plan.shape.mlp_size for layer in plan.layers)]
+    chance = [share / (2 - share) for share in (layer.width / plan.shape.mlp_size for layer in plan.counts)]
     image, columns = _mosaic(tiles)
     figure, (upper, lower) = canvas(2.2 + 0.55 * math.ceil(len(tiles) / columns), 2,
                                     height_ratios=[2.0, 0.6 * math.ceil(len(tiles) / columns)])  # fmt: skip
@@ -231,7 +231,7 @@ def similarity_figure(plan: Plan) -> CaptionedFigure | None:
 def value_figure(plan: Plan) -> CaptionedFigure | None:
     """V/O dims by layer: that exist, and that work on one token; None if attention is kept whole."""
     dims = plan.shape.head_dim
-    exist, used = [int(layer.value_kept.sum()) for layer in plan.layers], [v for _, _, v in plan.widths()]
+    exist, used = [layer.value_dims for layer in plan.counts], [v for _, _, v in plan.widths()]
     if all(v == dims for v in used):
         return None
     figure, (axes,) = canvas(2.5)

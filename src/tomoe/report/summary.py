@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tomoe.files import basename
-from tomoe.plan import FINETUNED, REPAIRED, Plan
+from tomoe.plan import FINETUNED, REPAIRED, Counted
 from tomoe.recipe.conversion import Recipe
 
 ATTENTION = {
@@ -16,7 +16,7 @@ ATTENTION = {
 }
 
 
-def recipe_of(plan: Plan) -> Recipe | None:
+def recipe_of(plan: Counted) -> Recipe | None:
     """The recipe that a plan carries; None if it was made by hand. Raises UserError if it is damaged."""
     return Recipe(**plan.recipe) if plan.recipe else None
 
@@ -42,7 +42,7 @@ def self_sampled(data: str) -> bool:
     return "self" in re.findall(r"[\w.-]+", data)
 
 
-def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
+def conversion_summary(plan: Counted) -> list[tuple[str, str]]:
     """How the model was made, as (what, how) lines."""
     recipe = recipe_of(plan)
     lines = [
@@ -74,7 +74,7 @@ def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
+def layer_table(plan: Counted) -> tuple[list[str], list[list[str]]]:
     """Titles and cells, one line for each layer."""
     rows, common = plan.describe(), ["Q/K dims", "V/O dims", "active params"]
     if plan.form == "fine":
@@ -93,32 +93,32 @@ def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def routing(plan: Plan) -> str:
+def routing(plan: Counted) -> str:
     """The experts of a layer and how many of them a token uses, as a phrase."""
     if plan.form == "overlapping":
         return f"{plan.num_experts} experts, one for each token"
-    return f"a shared part and {plan.num_experts} experts, {_span([layer.top_k for layer in plan.layers])} of them for each token"
+    return f"a shared part and {plan.num_experts} experts, {_span([layer.top_k for layer in plan.counts])} of them for each token"
 
 
-def _experts(plan: Plan) -> str:
-    widths, size = [layer.width for layer in plan.layers], plan.shape.mlp_size
+def _experts(plan: Counted) -> str:
+    widths, size = [layer.width for layer in plan.counts], plan.shape.mlp_size
     if plan.form == "overlapping":
-        unions = [layer.union for layer in plan.layers]
+        unions = [layer.union for layer in plan.counts]
         return (
             f"{plan.num_experts} per layer, one for each token, {_span(widths)} of {size:,} neurons wide; "
             f"they share neurons, {sum(unions) / len(unions) / size:.1%} of which are in use"
         )
-    shared, sizes = ([getattr(layer, name) for layer in plan.layers] for name in ("shared_size", "expert_size"))
-    always = max(int(layer.always_used.sum()) for layer in plan.layers)
+    shared, sizes = ([getattr(layer, name) for layer in plan.counts] for name in ("shared_size", "expert_size"))
+    always = max(layer.always_used for layer in plan.counts)
     same = f" (up to {always} of them the same ones for all tokens)" if always else ""
     return (
         f"fine-grained: in each layer a part of {_span(shared)} neurons that all tokens share, and {plan.num_experts} experts "
-        f"of {_span(sizes)}, {_span([layer.top_k for layer in plan.layers])} of which each token uses{same}: "
+        f"of {_span(sizes)}, {_span([layer.top_k for layer in plan.counts])} of which each token uses{same}: "
         f"{_span(widths)} of {size:,} neurons; every neuron is in one expert or in the shared part"
     )
 
 
-def _repair(plan: Plan) -> list[tuple[str, str]]:
+def _repair(plan: Counted) -> list[tuple[str, str]]:
     """One line if projections were refitted to the masks: which, on how much text, with what gain."""
     note = plan.notes.get(REPAIRED)
     if not note:
@@ -133,7 +133,7 @@ def _repair(plan: Plan) -> list[tuple[str, str]]:
     return [("Repair", f"{which} refitted in closed form{tokens}{rank}{gain}")]
 
 
-def _finetuning(plan: Plan) -> list[tuple[str, str]]:
+def _finetuning(plan: Counted) -> list[tuple[str, str]]:
     """One line if the weights were fine-tuned after the conversion."""
     note = plan.notes.get(FINETUNED)
     if not note:
@@ -154,7 +154,7 @@ def _span(numbers: list[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _attention(plan: Plan) -> str:
+def _attention(plan: Counted) -> str:
     whole = plan.shape.head_dim
     if all(qk == whole and v == whole for _, qk, v in plan.widths()):
         return ATTENTION["off"]

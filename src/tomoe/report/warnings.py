@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tomoe.evaluation.rows import ExpertUsage, Row
-from tomoe.plan import Plan
+from tomoe.plan import Counted
 from tomoe.report.summary import recipe_of
 
 Kind = Literal[
@@ -44,7 +44,7 @@ class Finding:
     text: str
 
 
-def find_warnings(plan: Plan | None = None, rows: Sequence[Row] = ()) -> list[Finding]:
+def find_warnings(plan: Counted | None = None, rows: Sequence[Row] = ()) -> list[Finding]:
     """Find everything worth a warning in a conversion: in its plan, and in the rows that `compare` measured, if any.
 
     The same plan and rows give the same findings, in the same order, and no model runs. Raises UserError if the recipe of
@@ -56,7 +56,7 @@ def find_warnings(plan: Plan | None = None, rows: Sequence[Row] = ()) -> list[Fi
     return list(dict.fromkeys(findings))  # what is wrong with the text is wrong for every row
 
 
-def _budget(plan: Plan) -> list[Finding]:
+def _budget(plan: Counted) -> list[Finding]:
     recipe, active = recipe_of(plan), plan.active_fraction()
     if recipe is None or abs(active - recipe.active) <= BUDGET:
         return []
@@ -64,7 +64,7 @@ def _budget(plan: Plan) -> list[Finding]:
     return [Finding("budget missed", text)]
 
 
-def _attention(plan: Plan) -> list[Finding]:
+def _attention(plan: Counted) -> list[Finding]:
     findings, dims = [], plan.shape.head_dim
     for name, column in (("Q/K", 1), ("V/O", 2)):
         kept = {i: widths[column] for i, widths in enumerate(plan.widths()) if widths[column] <= NARROW * dims}
@@ -78,8 +78,8 @@ def _attention(plan: Plan) -> list[Finding]:
     return findings
 
 
-def _union(plan: Plan) -> list[Finding]:
-    shares = {i: layer.union / plan.shape.mlp_size for i, layer in enumerate(plan.layers)}
+def _union(plan: Counted) -> list[Finding]:
+    shares = {i: layer.union / plan.shape.mlp_size for i, layer in enumerate(plan.counts)}
     low = {i: share for i, share in shares.items() if share < UNION}
     if not low:
         return []
@@ -91,7 +91,7 @@ def _union(plan: Plan) -> list[Finding]:
     return [Finding("unused neurons", text)]
 
 
-def _fitted_context(plan: Plan) -> list[Finding]:
+def _fitted_context(plan: Counted) -> list[Finding]:
     recipe, highest = recipe_of(plan), plan.dense_config.get("max_position_embeddings")
     if recipe is None or not isinstance(highest, int) or recipe.data.seq_len <= highest:
         return []
@@ -99,7 +99,7 @@ def _fitted_context(plan: Plan) -> list[Finding]:
     return [Finding("context", text)]
 
 
-def _routing(usage: ExpertUsage | None, plan: Plan | None) -> list[Finding]:
+def _routing(usage: ExpertUsage | None, plan: Counted | None) -> list[Finding]:
     if usage is None:
         return []
     if usage.per_token:
@@ -119,12 +119,12 @@ def _routing(usage: ExpertUsage | None, plan: Plan | None) -> list[Finding]:
     return findings
 
 
-def _fine_routing(usage: ExpertUsage, plan: Plan | None) -> list[Finding]:
+def _fine_routing(usage: ExpertUsage, plan: Counted | None) -> list[Finding]:
     """Of fine-grained experts: those that no token chooses, and layers whose tokens all choose the same ones."""
     findings: list[Finding] = []
     for layer, (top_k, row) in enumerate(zip(usage.per_token, usage.shares, strict=True)):
         # chosen for every token by their bias, which is no choice
-        always = 0 if plan is None or plan.form != "fine" else int(plan.layers[layer].always_used.sum())
+        always = 0 if plan is None or plan.form != "fine" else plan.counts[layer].always_used
         free, others = top_k - always, len(row) - always
         if not 0 < free < others or usage.tokens * free < ENOUGH * others:
             continue

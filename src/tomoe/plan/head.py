@@ -1,0 +1,109 @@
+"""plan.json: sizes, recipe, source, notes, and the checksum of the tensors beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from tomoe.errors import UserError, shortened
+from tomoe.files import read_json
+from tomoe.model.shape import ModelShape
+
+FORMAT = "tomoe-plan-1"
+FINE_FORMAT = "tomoe-plan-2"
+"""Plans of fine-grained experts: versions that know only the overlapping form must refuse them."""
+ROTATED_FORMAT = "tomoe-plan-3"
+"""Plans with rotated values, of any form: versions that do not rotate them must refuse them."""
+REPAIRED = "repair"
+"""The note of a plan whose projections were refitted: how, on what text, with what gain."""
+FINETUNED = "finetuned"
+"""The note of a plan whose weights were fine-tuned after folding: which weights, how, from which model."""
+# no model is larger: a plan with such sizes is an attack
+MAX_SIZES = {
+    "num_layers": 2**16, "hidden_size": 2**24, "mlp_size": 2**24, "num_heads": 2**16, "num_kv_heads": 2**16,
+    "head_dim": 2**16, "rotary_size": 2**16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlanHead:
+    """What plan.json says, and where the tensors are."""
+
+    folder: Path
+    shape: ModelShape
+    chosen: list[tuple[int, int]]
+    """(V/O dims, experts) of a token in each layer."""
+    checksum: Any
+    """Sha256 of plan.safetensors, if it is one."""
+    metadata: dict[str, Any]
+    """The other fields of a plan: source, dense_config, recipe, notes."""
+
+    @property
+    def tensors(self) -> Path:
+        return self.folder / "plan.safetensors"
+
+    @classmethod
+    def read(cls, folder: Path) -> PlanHead:
+        """Raises UserError if the folder holds no plan, a damaged one, or one of an unknown format."""
+        path = folder / "plan.json"
+        if not path.is_file() or not (folder / "plan.safetensors").is_file():
+            raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
+        head = read_json(path)
+        if head.get("format") not in (FORMAT, FINE_FORMAT, ROTATED_FORMAT):
+            raise UserError(
+                f"{path} has format {str(head.get('format'))[:40]!r}, this version reads {FORMAT!r}, {FINE_FORMAT!r} "
+                f"and {ROTATED_FORMAT!r}; make the plan again or update tomoe"
+            )
+        with damage_in_a_sentence(folder):
+            return cls(folder, *_parse(head))
+
+
+@contextmanager
+def damage_in_a_sentence(folder: Path) -> Iterator[None]:
+    """What reading a damaged plan raises becomes a UserError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else shortened(error)
+        raise UserError(f"{folder} holds a damaged plan ({reason}); make it again with `tomoe plan`") from error
+    except OSError as error:
+        raise UserError(f"cannot read the plan in {folder}: {error.strerror or error}") from error
+
+
+def _parse(head: dict[str, Any]) -> tuple[ModelShape, list[tuple[int, int]], Any, dict[str, Any]]:
+    """Return the fields of a PlanHead. Raises ValueError, KeyError or TypeError for values that no plan has."""
+    shape = ModelShape(**head["shape"])
+    if type(shape.gated) is not bool:
+        raise ValueError(f"its model has {str(shape.gated)[:40]!r} as gated")
+    for name, most in MAX_SIZES.items():
+        value, least = getattr(shape, name), 0 if name == "rotary_size" else 1
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"its model has {str(value)[:40]!r} as {name}")
+    if shape.num_heads % shape.num_kv_heads or shape.rotary_size % 2 or shape.rotary_size > shape.head_dim:
+        raise ValueError("its heads, key/value heads and rotary dims do not fit each other")
+    value_top_k, notes = head["value_top_k"], head["notes"]
+    top_k = [1] * shape.num_layers if head["format"] == FORMAT else head["experts_per_token"]
+    for name, numbers in (("value_top_k", value_top_k), ("experts_per_token", top_k)):
+        if not isinstance(numbers, list) or any(type(k) is not int for k in numbers):
+            raise TypeError(f"{name} is not a list of integers")
+        if len(numbers) != shape.num_layers:
+            raise ValueError(f"it holds {len(numbers)} layers, its model has {shape.num_layers}")
+    metadata = {name: head[name] for name in ("source", "dense_config", "recipe", "notes")}
+    for name, value in metadata.items():
+        if not isinstance(value, str if name == "source" else dict):
+            raise TypeError(f"{name} is a {type(value).__name__}")
+    for name in (FINETUNED, REPAIRED):
+        if not isinstance(notes.get(name, {}), dict):
+            raise TypeError(f"its note {name} is a {type(notes[name]).__name__}")
+    # plans of format 1 call it block_size
+    if "block_size" in notes:
+        seq_len = {"seq_len": notes["block_size"]}
+        metadata["notes"] = notes = {name: note for name, note in notes.items() if name != "block_size"} | seq_len
+    if any(type(notes.get(name, 0)) is not int for name in ("steps", "seq_len")):
+        raise TypeError("steps or seq_len in its notes is not an integer")
+    return shape, list(zip(value_top_k, top_k, strict=True)), head.get("tensors_sha256"), metadata

@@ -1,0 +1,93 @@
+"""The tensors of plan.safetensors: their names, shapes and dtypes.
+
+Shapes: N experts, F neurons, D hidden size, Q choices of Q and K, C dims of a head, G key/value heads, E the embedding of a
+value router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tomoe.model.shape import ModelShape
+
+Shape = tuple[int, ...]
+StoredTensor = tuple[Shape, str]
+"""Shape and dtype, as a safetensors file names it."""
+
+# field of LayerPlan -> name of its tensor in plan.safetensors
+TENSORS = {
+    "expert_masks": "expert_neurons", "router_weight": "router_weight", "qk_kept": "qk_kept", "value_kept": "value_kept",
+}  # fmt: skip
+# the same, for tensors that only fine-grained experts have, and those that only layers with rotated values have
+FINE = {"shared_mask": "shared_neurons", "router_bias": "router_bias"}
+ROTATION = {"value_rotation": "value_rotation"}
+FIELDS = {name: field for field, name in (TENSORS | FINE).items()}
+MASKS = ("expert_neurons", "shared_neurons", "qk_kept", "value_kept")
+ROUTER = "value_router."
+REFIT = "refit."
+FLOATS = ("F32", "BF16", "F16")
+
+ALWAYS = 1024.0
+"""Router bias of a fine-grained expert that every token uses: so the shared part can be larger in some layers."""
+
+
+def always_used(router_bias: Any) -> Any:
+    """The experts [N] that every token uses, from the biases of a router: those near ALWAYS, which training may have moved."""
+    return router_bias >= ALWAYS / 2
+
+
+def layer_shapes(s: ModelShape, n: int, fine: bool) -> dict[str, Shape]:
+    """Shapes of what every layer with n experts has."""
+    shapes: dict[str, Shape] = {"expert_neurons": (n, s.mlp_size), "router_weight": (n, s.hidden_size),
+                                "qk_kept": (s.num_qk_choices,), "value_kept": (s.head_dim,)}  # fmt: skip
+    return shapes | {"shared_neurons": (s.mlp_size,), "router_bias": (n,)} if fine else shapes
+
+
+def router_shapes(s: ModelShape, e: int) -> dict[str, Shape]:
+    """Shapes of a value router whose embedding has e numbers."""
+    return {"project_in.weight": (e, s.hidden_size), "project_in.bias": (e,), "norm.weight": (e,), "norm.bias": (e,),
+            "project_out.weight": (s.head_dim, e), "project_out.bias": (s.head_dim,)}  # fmt: skip
+
+
+def refit_shapes(s: ModelShape, stored: dict[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes that the refitted projections named in `stored` must have."""
+    expected: dict[str, Shape] = {}
+    for part, size in (("down", s.mlp_size), ("output", s.num_heads * s.head_dim)):
+        if f"{part}.weight" in stored:
+            expected[f"{part}.weight"] = (s.hidden_size, size)
+        elif any(name.startswith(f"{part}.") for name in stored):
+            rank = stored.get(f"{part}.left", (0, 1))[-1]
+            expected |= {f"{part}.left": (s.hidden_size, rank), f"{part}.right": (rank, size)}
+    return expected
+
+
+def checked_layers(stored: dict[str, StoredTensor], s: ModelShape) -> Iterator[dict[str, StoredTensor]]:
+    """What each layer holds, by the names within the layer.
+
+    Raises ValueError or KeyError for a wrong tensor before any is read: it may be of any size.
+    """
+    unread = dict(stored)
+    for i in range(s.num_layers):
+        prefix, parts = f"layers.{i}.", {}
+        for part, expected in _expected_shapes(unread, prefix, s).items():
+            size, dtype = parts[part] = unread.pop(prefix + part)
+            dtypes = ("BOOL",) if part in MASKS else FLOATS
+            if size != expected or dtype not in dtypes:
+                raise ValueError(f"{part} has shape {size} of {dtype}, the model needs {expected} of {dtypes[0]}")
+        yield parts
+    if unread:
+        raise ValueError(f"it holds {min(unread)[:40]!r}, which no plan has")
+
+
+def _expected_shapes(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> dict[str, Shape]:
+    """Return the shapes of a layer's tensors, by its number of experts and the embedding size of its value router."""
+    (experts, *_), _ = stored[f"{prefix}router_weight"]
+    parts = layer_shapes(s, experts, any(f"{prefix}{name}" in stored for name in FINE.values()))
+    if any(name.startswith(prefix + ROUTER) for name in stored):
+        (embedding, *_), _ = stored[f"{prefix}{ROUTER}norm.bias"]
+        parts |= {ROUTER + name: size for name, size in router_shapes(s, embedding).items()}
+    parts |= {name: s.rotation_shape for name in ROTATION.values() if prefix + name in stored}
+    refit = prefix + REFIT
+    stored_refit = {name.removeprefix(refit): size for name, (size, _) in stored.items() if name.startswith(refit)}
+    return parts | {REFIT + name: size for name, size in refit_shapes(s, stored_refit).items()}
