@@ -6,6 +6,10 @@ Attention stays whole, so the MLPs pay for all of the cut. Rows, each with the n
 - norm: the same for all tokens, those whose weights have the largest norm; every layer equally wide
 - activation x norm: the same for all tokens, by root mean square on calibration text times the norm of the down column
   (as Wanda scores weights); every layer equally wide
+- random split: those of the experts that a linear router chooses, of twelve that share nothing; neurons dealt out at random,
+  every layer alike (as LLaMA-MoE begins, but for the router, which is fitted by least squares)
+- clustered: a shared part and those of the experts that their central neurons choose; neurons clustered by the tokens that
+  activate them, every layer alike (as CMoE carves, before it trains)
 - one expert: the same for all tokens, by backward elimination, with the widths of the carved start
 - carved: the expert that the router chooses, of eight that overlap; nothing is learned
 - fine-grained, carved: a shared part and those of 64 small experts that the router chooses; nothing is learned
@@ -20,7 +24,7 @@ Attention stays whole, so the MLPs pay for all of the cut. Rows, each with the n
 Lines go to OUT/baselines.jsonl, and those that are there are not made again; table and figure are drawn from all of them.
 
     python benchmarks/baselines.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5] [--tokens 32768]
-        [--plan NAME=FOLDER ...] [--model NAME=FOLDER ...] [--tasks piqa,arc_easy --task-dir TASKS --limit 100]
+        [--only ROW,ROW] [--plan NAME=FOLDER ...] [--model NAME=FOLDER ...] [--tasks piqa,arc_easy --task-dir TASKS --limit 100]
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+from partitions import clustered, random_split
 from repair import Bench
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -159,6 +164,8 @@ class Baselines:
         return {
             "norm": lambda: static(lambda p, _: neuron_norm(p)),
             "activation x norm": lambda: static(lambda p, rms: rms * p.down.weight.float().norm(dim=0)),
+            "random split": lambda: random_split(self.model, self.corpus.calibration, width),
+            "clustered": lambda: clustered(self.model, self.corpus.calibration, width),
             "one expert": partial(carved, "experts.num_experts=1"),
             "carved": partial(carved, "experts.form=overlapping"),
             "fine-grained, carved": partial(carved, "experts.form=fine"),
@@ -201,6 +208,8 @@ class Baselines:
         done = [{name: line[name] for name in key("")} for line in self.lines()]
         text = self.bench.calibration(self.args.tokens)
         for name, make in self.ways(active).items():
+            if self.args.only and name not in self.args.only.split(","):
+                continue
             plain, fitted = key(name), key(name, text.tokens)
             if plain in done and fitted in done:
                 continue
@@ -212,7 +221,7 @@ class Baselines:
                 began = time.process_time()
                 repairs = repair(self.model, masks, text.input_ids, text.mask, RepairSettings(self.args.target))
                 self.row(fitted, masks, repairs, time.process_time() - began)
-        if key("inputs per token") not in done:
+        if not self.args.only and key("inputs per token") not in done:
             with sparse_inputs(self.model, active):
                 self.row(key("inputs per token"))
 
@@ -284,6 +293,7 @@ def main() -> None:
     parser.add_argument("--active", default="0.7,0.5")
     parser.add_argument("--tokens", type=int, default=32768, help="to refit to")
     parser.add_argument("--target", default="half", choices=["local", "half", "stream"])
+    parser.add_argument("--only", default="", metavar="ROW,ROW", help="rows to make, all if none is named")
     parser.add_argument("--plan", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--model", dest="model_row", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--tasks", default="")
