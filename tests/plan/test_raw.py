@@ -67,6 +67,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a shape of fractions": entry(shape=[4.0, 7.0]),
     "a shape of bools": entry(shape=[True, 28]),
     "a shape of words": entry(shape="47"),
+    "a shape of too many sizes": entry(shape=[1] * 9 + [28]),
     "three offsets": entry(data_offsets=[0, 1, 28]),
     "a place beyond the end": entry(data_offsets=[10**6, 10**6 + 28]),
     "a place before the start": entry(data_offsets=[-28, 0]),

@@ -17,6 +17,8 @@ from tomoe.plan.layout import StoredTensor
 
 # bytes of a header; that of the library is 100 MB
 _MAX_HEADER = 2**26
+# their sizes are multiplied, which takes forever if there are millions
+_MAX_DIMS = 8
 _ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8,
     "F64": 8,
@@ -89,7 +91,7 @@ def _entries(header: Any, size: int) -> dict[str, tuple[tuple[int, ...], str, tu
             continue
         try:
             dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            sound = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+            sound = len(shape) <= _MAX_DIMS and all(type(n) is int and n >= 0 for n in (*shape, start, end))
             sound = sound and end - start == math.prod(shape) * _ITEM_BYTES[dtype]
         except (KeyError, TypeError, ValueError):
             sound = False
