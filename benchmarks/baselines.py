@@ -116,9 +116,7 @@ class ExpertMasks(StaticMasks):
         self.members = F.one_hot(expert + 1)[:, 1:].T.float()
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        scores = self.score(x).float()
-        chosen = torch.zeros_like(scores).scatter_(1, scores.topk(self.top_k, dim=1).indices, 1.0)
-        return chosen @ self.members + self.shared
+        return largest(self.score(x).float(), self.top_k) @ self.members + self.shared
 
 
 def clustered(model: PreTrainedModel, text: Sequences, width: int) -> list[ExpertMasks]:
@@ -132,7 +130,7 @@ def clustered(model: PreTrainedModel, text: Sequences, width: int) -> list[Exper
 
     def make(p: LayerParts, x: Tensor, h: Tensor) -> ExpertMasks:
         size = (h.shape[1] - width) // (experts - top_k)
-        marks = torch.zeros_like(h).scatter_(1, h.abs().topk(MARKED, dim=1).indices, 1.0)
+        marks = largest(h.abs(), MARKED)
         order = marks.mean(0).argsort(descending=True, stable=True)
         routed = order[h.shape[1] - experts * size :]
         assigned, nearest = equal_clusters(marks[:, routed].T, experts)
