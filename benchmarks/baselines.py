@@ -20,11 +20,13 @@ Attention stays whole, so the MLPs pay for all of the cut. Rows, each with the n
 - inputs per token: every projection, those of attention included, multiplies the inputs that are largest for the token
   (as TEAL does, at one share for all); saves time for single sequences only
 
-`repaired` refits the down projections to those masks in closed form. Tasks are run for the dense and the converted models.
+`repaired` refits the down projections to those masks in closed form. Tasks are run for every row that is repaired or that
+no repair fits: the dense and the converted models, and inputs per token. --speed times the converted models beside the dense one.
 Lines go to OUT/baselines.jsonl, and those that are there are not made again; table and figure are drawn from all of them.
 
     python benchmarks/baselines.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5] [--tokens 32768]
         [--only ROW,ROW] [--plan NAME=FOLDER ...] [--model NAME=FOLDER ...] [--tasks piqa,arc_easy --task-dir TASKS --limit 100]
+        [--dtype bfloat16] [--speed]
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -51,7 +53,9 @@ from transformers import PreTrainedModel
 from tomoe.budget import attention_params, decoder_params, mlp_params
 from tomoe.conversion import finish_plan, make_network
 from tomoe.data.corpus import Sequences
+from tomoe.evaluation.benchmark import benchmark
 from tomoe.evaluation.tasks import TaskSet, parse_tasks
+from tomoe.files import format_bytes
 from tomoe.model.hooks import hooked
 from tomoe.model.loading import load_model
 from tomoe.model.structure import LayerParts, layer_parts, run_model, shape_of
@@ -69,6 +73,7 @@ CLUSTERED = 15, 3
 SPLIT = 12
 """Experts of a random split, which shares nothing."""
 CLUSTER_STEPS = 10
+SPEED_BATCHES = 1, 8
 
 
 class StaticMasks:
@@ -281,16 +286,31 @@ class Baselines:
 
     def row(
         self, key: Line, masks: Sequence[LayerMasks] | None = None, repairs: Any = None, spent: float = 0.0,
-        model: PreTrainedModel | None = None,
+        model: PreTrainedModel | None = None, facts: Line | None = None,
     ) -> None:  # fmt: skip
         """Measure both texts, and the tasks if there are any, and keep the line. `spent`: CPU seconds of making it."""
-        line = key | {"cpu_seconds": round(spent)} | self.bench.measure(masks, repairs, model)
-        if self.tasks and (model or line["row"] == "dense"):
-            scores = self.tasks.run(model or self.model, self.bench.tokenizer)
-            line["tasks"] = {t.task: [t.value, t.standard_error, t.metric, t.examples] for t in scores}
+        with self.bench.pruned(masks, repairs):
+            line = key | {"cpu_seconds": round(spent)} | (facts or {}) | self.bench.measure(model)
+            if self.tasks and (repairs or not masks):
+                scores = self.tasks.run(model or self.model, self.bench.tokenizer)
+                line["tasks"] = {t.task: [t.value, t.standard_error, t.metric, t.examples] for t in scores}
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
+
+    def speed(self, folder: str) -> Line:
+        """Tokens/s of a converted model and of the dense one, decoding 1 and 8 sequences in turn, and bytes of weights."""
+        if not self.args.speed:
+            return {}
+        timed = benchmark(
+            self.args.model, folder, SPEED_BATCHES, (128,), text=self.args.test, threads=1, dtype=self.args.dtype
+        )
+        decoding = [cell for cell in timed.cells if cell.phase == "decode"]
+        return {
+            "weights": timed.moe_memory.weights, "dense_weights": timed.dense_memory.weights,
+            "tokens_per_s": {str(cell.batch): round(cell.batch / cell.moe_s, 1) for cell in decoding},
+            "dense_tokens_per_s": {str(cell.batch): round(cell.batch / cell.dense_s, 1) for cell in decoding},
+        }  # fmt: skip
 
     def run_models(self) -> None:
         """The rows of converted models."""
@@ -300,7 +320,7 @@ class Baselines:
                 plan = Plan.load(Path(folder))
                 fitted = plan.notes.get(REPAIRED, {}).get("tokens", 0)
                 key = {"row": name, "active": round(plan.active_fraction(), 2), "repair_tokens": fitted}
-                self.row(key, model=load_model(folder, "bfloat16"))
+                self.row(key, model=load_model(folder, self.args.dtype), facts=self.speed(folder))
 
     def run(self, active: float) -> None:
         """Make and measure the rows of one budget that are not there yet."""
@@ -336,21 +356,47 @@ def neuron_norm(p: LayerParts) -> Float[Tensor, " F"]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """All lines as Markdown, best test KL last within a budget."""
-    tasks = list(dict.fromkeys(task for line in lines for task in line.get("tasks", {})))
-    titles = ["row", "active", "repaired on", "CPU s", "held-out ppl", "KL", "top-1", "test ppl", "KL", "top-1", *tasks]
-    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for line in sorted(lines, key=lambda line: (-line["active"], -line["test_kl"])):
-        cells = [line["row"], f"{line['active']:.0%}"]
-        cells += [f"{line['repair_tokens']:,}" if line["repair_tokens"] else "-", str(line["cpu_seconds"])]
-        for text in ("held_out", "test"):
-            cells.append(f"{line[f'{text}_perplexity']:.2f} ± {line[f'{text}_error']:.2f}")
-            cells += [f"{line[f'{text}_kl']:.3f}", f"{line[f'{text}_top1']:.1%}"]
-        for task in tasks:
-            value, error, *_ = line.get("tasks", {}).get(task, [None, None])
-            cells.append("" if value is None else f"{value:.1%} ± {error or 0:.1%}")
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+    """All lines as Markdown, best test KL last within a budget; below them tasks and speed of the lines that have any."""
+    lines = sorted(lines, key=lambda line: (-line["active"], -line["test_kl"]))
+    return markdown(texts(line) for line in lines) + "\n" + markdown(use(line) for line in lines if "tasks" in line)
+
+
+def markdown(rows: Iterable[dict[str, str]]) -> str:
+    """Rows by title. A title that a row lacks leaves its cell empty."""
+    rows = list(rows)
+    titles = list(dict.fromkeys(title for row in rows for title in row))
+    cells = [titles, ["---"] * len(titles), *([row.get(title, "") for title in titles] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def named(line: Line) -> dict[str, str]:
+    repaired_on = f"{line['repair_tokens']:,}" if line["repair_tokens"] else "-"
+    return {"row": line["row"], "active": f"{line['active']:.0%}", "repaired on": repaired_on}
+
+
+def texts(line: Line) -> dict[str, str]:
+    """What making the row took, and both texts."""
+    row = named(line) | {"CPU s": str(line["cpu_seconds"] or "")}
+    for text, title in (("held_out", "held-out"), ("test", "test")):
+        row[f"{title} ppl"] = f"{line[f'{text}_perplexity']:,.2f} ± {line[f'{text}_error']:,.2f}"
+        row[f"{title} KL"] = f"{line[f'{text}_kl']:.3f}"
+        row[f"{title} top-1"] = f"{line[f'{text}_top1']:.1%}"
+    return row
+
+
+def use(line: Line) -> dict[str, str]:
+    """Tasks in percent, and for converted models their speed beside the dense one and the size of their weights."""
+    row, scores = named(line), line["tasks"]
+    for task, (value, error, *_) in scores.items():
+        row[task] = f"{100 * value:.1f} ± {100 * (error or 0):.1f}"
+    mean = sum(value for value, *_ in scores.values()) / len(scores)
+    error = sum((error or 0) ** 2 for _, error, *_ in scores.values()) ** 0.5 / len(scores)
+    row["mean"] = f"{100 * mean:.1f} ± {100 * error:.1f}"
+    for batch, speed in line.get("tokens_per_s", {}).items():
+        row[f"tokens/s, {batch} at once (dense)"] = f"{speed} ({line['dense_tokens_per_s'][batch]})"
+    if "weights" in line:
+        row["weights (dense)"] = f"{format_bytes(line['weights'])} ({format_bytes(line['dense_weights'])})"
+    return row
 
 
 @styled
@@ -393,6 +439,8 @@ def main() -> None:
     parser.add_argument("--train", required=True)
     parser.add_argument("--test", required=True)
     parser.add_argument("--test-tokens", type=int, default=8192)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--speed", action="store_true", help="time the models of --model beside the dense one")
     parser.add_argument("--active", default="0.7,0.5")
     parser.add_argument("--tokens", type=int, default=32768, help="to refit to")
     parser.add_argument("--target", default="half", choices=["local", "half", "stream"])

@@ -5,7 +5,7 @@ the held-out sequences are never in it; the test text is of another kind. A line
 
     python benchmarks/repair.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5 | --plan FOLDER]
         [--tokens 16384,32768] [--target local,half] [--ridge 0.01] [--rank 0,64] [--attention off] [--output]
-        [--set section.key=value ...]
+        [--dtype bfloat16] [--set section.key=value ...]
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.tokenizer = args, load_tokenizer(args.model)
-        self.model = load_dense(args.model, torch.bfloat16)
+        self.model = load_dense(args.model, getattr(torch, args.dtype))
         self.corpus = self.text(SEQ_LEN)
         test = read_text(args.test, self.tokenizer, 1024, args.test_tokens).sequences
         self.texts = {"held_out": self.corpus.evaluation, "test": test}
@@ -79,23 +79,27 @@ class Bench:
             finish_plan(net, self.model, recipe, self.corpus, 0, "").save(folder)
         return Plan.load(folder)
 
-    def measure(
-        self, masks: Sequence[LayerMasks] | None, repairs: Sequence[LayerRepair] | None,
-        model: PreTrainedModel | None = None,
-    ) -> dict[str, float]:  # fmt: skip
-        """Both texts, with masks and refitted projections if there are any; or those of another model."""
-        line: dict[str, float] = {}
+    @contextmanager
+    def pruned(
+        self, masks: Sequence[LayerMasks] | None, repairs: Sequence[LayerRepair] | None = None
+    ) -> Iterator[None]:
+        """Inside the block the dense model runs with these masks and refitted projections, if there are any."""
         with ExitStack() as stack:
             if masks:
                 stack.enter_context(masked(self.model, masks))
             if repairs:
                 stack.enter_context(repaired(self.model, repairs))
-            for name, text in self.texts.items():
-                scores = measure(model or self.model, text.input_ids, text.mask, self.dense[name])
-                line[f"{name}_perplexity"] = round(scores.perplexity, 3)
-                line[f"{name}_error"] = round(scores.standard_error or 0.0, 3)
-                line[f"{name}_kl"] = round(scores.kl or 0.0, 4)
-                line[f"{name}_top1"] = round(scores.top1_agreement or 0.0, 4)
+            yield
+
+    def measure(self, model: PreTrainedModel | None = None) -> dict[str, float]:
+        """Both texts, read by `model` (the dense one if none is given)."""
+        line: dict[str, float] = {}
+        for name, text in self.texts.items():
+            scores = measure(model or self.model, text.input_ids, text.mask, self.dense[name])
+            line[f"{name}_perplexity"] = round(scores.perplexity, 3)
+            line[f"{name}_error"] = round(scores.standard_error or 0.0, 3)
+            line[f"{name}_kl"] = round(scores.kl or 0.0, 4)
+            line[f"{name}_top1"] = round(scores.top1_agreement or 0.0, 4)
         return line
 
     def row(self, name: str, plan: Plan, settings: RepairSettings | None, tokens: int) -> dict[str, Any]:
@@ -113,7 +117,8 @@ class Bench:
             line["threads"] = torch.get_num_threads()
             for part in ("error_before", "error_after"):
                 line[part] = round(sum(getattr(layer.down, part) for layer in repairs), 4)
-        line |= self.measure(planned_masks(plan), repairs)
+        with self.pruned(planned_masks(plan), repairs):
+            line |= self.measure()
         with (self.args.out / "repair.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
@@ -127,6 +132,7 @@ def main() -> None:
     parser.add_argument("--train", required=True)
     parser.add_argument("--test", required=True)
     parser.add_argument("--test-tokens", type=int, default=8192)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--plan", type=Path, action="append", default=[])
     parser.add_argument("--attention", default="off", choices=["off", "static", "per_token"])
     for name, default in (
