@@ -74,6 +74,8 @@ SPLIT = 12
 """Experts of a random split, which shares nothing."""
 CLUSTER_STEPS = 10
 SPEED_BATCHES = 1, 8
+SPARSE = "inputs per token"
+"""The row that has no masks of neurons."""
 
 
 class StaticMasks:
@@ -330,9 +332,9 @@ class Baselines:
 
         done = [{name: line[name] for name in key("")} for line in self.lines()]
         text = self.bench.calibration(self.args.tokens)
-        for name, make in self.ways(active).items():
-            if self.args.only and name not in self.args.only.split(","):
-                continue
+        ways = self.ways(active)
+        only = self.args.only.split(",") if self.args.only else [*ways, SPARSE]
+        for name, make in ((name, ways[name]) for name in only if name in ways):
             plain, fitted = key(name), key(name, text.tokens)
             if plain in done and fitted in done:
                 continue
@@ -344,9 +346,9 @@ class Baselines:
                 began = time.process_time()
                 repairs = repair(self.model, masks, text.input_ids, text.mask, RepairSettings(self.args.target))
                 self.row(fitted, masks, repairs, time.process_time() - began)
-        if not self.args.only and key("inputs per token") not in done:
+        if SPARSE in only and key(SPARSE) not in done:
             with sparse_inputs(self.model, active):
-                self.row(key("inputs per token"))
+                self.row(key(SPARSE))
 
 
 def neuron_norm(p: LayerParts) -> Float[Tensor, " F"]:
@@ -444,7 +446,9 @@ def main() -> None:
     parser.add_argument("--active", default="0.7,0.5")
     parser.add_argument("--tokens", type=int, default=32768, help="to refit to")
     parser.add_argument("--target", default="half", choices=["local", "half", "stream"])
-    parser.add_argument("--only", default="", metavar="ROW,ROW", help="rows to make, all if none is named")
+    parser.add_argument(
+        "--only", default="", metavar="ROW,ROW", help="rows to make, in this order; all if none is named"
+    )
     parser.add_argument("--plan", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--model", dest="model_row", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--tasks", default="")
