@@ -2,10 +2,10 @@
 
 Overlapping experts are random halves of the neurons, in the order that folding gives them. Tokens are routed as real text
 was (`text`: the shares of eight experts, sorted, mean over the layers of SmolLM2-135M at 50 % active on 512 tokens of
-WikiText-2), or evenly (`uniform`). Fine-grained experts are 64 of equal size, a quarter of the neurons is shared, and a token
+WikiText-2), or evenly (`uniform`). Fine-grained experts are of equal size, a quarter of the neurons is shared, and a token
 uses as many as make half of the neurons, some experts more often than others.
 
-    python benchmarks/experts.py [--form overlapping] [--shape 4096x11008] [--dtype float32] [--tokens 1,8,64,1024]
+    python benchmarks/experts.py [--form overlapping] [--experts 64] [--shape 4096x11008] [--dtype float32] [--tokens 1,8,64,1024]
         [--routing text] [--threads 2] [--rounds 9] [--backends masked,runs,native,auto]
 """
 
@@ -50,18 +50,18 @@ def make(hidden: int, size: int, dtype: torch.dtype, generator: torch.Generator)
     return dense, moe
 
 
-FINE_EXPERTS, FINE_SHARED = 64, 0.25
+FINE_SHARED = 0.25
 
 
-def make_fine(hidden: int, size: int, dtype: torch.dtype) -> tuple[LlamaMLP, ToMoEMLP]:
-    """A dense MLP, and the MoE of its neurons as a shared part and 64 experts; a token uses half of the neurons."""
+def make_fine(hidden: int, size: int, dtype: torch.dtype, experts: int) -> tuple[LlamaMLP, ToMoEMLP]:
+    """A dense MLP, and the MoE of its neurons as a shared part and experts; a token uses half of the neurons."""
     torch.set_default_dtype(dtype)
     dense = LlamaMLP(LlamaConfig(hidden_size=hidden, intermediate_size=size)).requires_grad_(False)
-    width = round(size * (1 - FINE_SHARED) / FINE_EXPERTS)
-    shared = size - FINE_EXPERTS * width
+    width = round(size * (1 - FINE_SHARED) / experts)
+    shared = size - experts * width
     top_k = round((size / 2 - shared) / width)
     config: Any = SimpleNamespace(
-        num_experts=FINE_EXPERTS, expert_form="fine", expert_sizes=[width], union_sizes=[size], shared_sizes=[shared],
+        num_experts=experts, expert_form="fine", expert_sizes=[width], union_sizes=[size], shared_sizes=[shared],
         layer_top_k=lambda layer: top_k, expert_backend="auto",
     )  # fmt: skip
     moe = ToMoEMLP(dense, config, 0).requires_grad_(False)
@@ -93,6 +93,7 @@ def summary(timed: list[tuple[float, float]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--form", default="overlapping", choices=["overlapping", "fine"])
+    parser.add_argument("--experts", type=int, default=64, help="fine-grained ones")
     parser.add_argument("--shape", default="4096x11008")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", default="1,8,64,1024")
@@ -107,12 +108,12 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         fine = args.form == "fine"
-        dense, moe = make_fine(hidden, size, dtype) if fine else make(hidden, size, dtype, generator)
-        preference = 2 * torch.randn(FINE_EXPERTS, generator=generator)
+        dense, moe = make_fine(hidden, size, dtype, args.experts) if fine else make(hidden, size, dtype, generator)
+        preference = 2 * torch.randn(args.experts, generator=generator)
         for count in map(int, args.tokens.split(",")):
             x = torch.randn(count, hidden, generator=generator).to(dtype)
             if moe.top_k:
-                logits = torch.randn(count, FINE_EXPERTS, generator=generator) + preference
+                logits = torch.randn(count, args.experts, generator=generator) + preference
                 expert_ids = logits.topk(moe.top_k).indices
             else:
                 drawn = torch.multinomial(torch.tensor(SHARES[args.routing]), count, True, generator=generator)

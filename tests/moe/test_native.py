@@ -127,6 +127,7 @@ def test_auto_takes_it_wherever_it_fits() -> None:
     with torch.no_grad():
         assert chosen(8) == "native"
     assert choose_backend(make_mlp(CASES["more experts than bits"]), torch.zeros(8, 32)) == "masked"
+    assert choose_backend(make_mlp(CASES["fine, 256 experts"]), torch.zeros(8, 32)) == "native"
     assert choose_backend(make_mlp(CASES["an activation of its own"]), torch.zeros(8, 32)) == "masked"
 
 
@@ -203,11 +204,11 @@ def test_a_graph_holds_it_as_one_operator(name: str) -> None:
 
 @compiled
 def test_the_operator_is_one_that_pytorch_can_trust() -> None:
-    for case in (Case(), Case(gated=False, bias=True, activation="gelu_new")):
+    for case in (Case(), Case(gated=False, bias=True, activation="gelu_new"), CASES["fine, biases"]):
         mlp, (x, expert_ids) = make_mlp(case), make_inputs(case)
         weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
         kind = native.activation_kind(mlp)
-        torch.library.opcheck(native.experts, (x, expert_ids, mlp.expert_rows, *weights, kind))
+        torch.library.opcheck(native.experts, (x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 // Experts on shared neuron rows: y_t = sum over the neurons u of t's experts of act(gate_u x_t) (up_u x_t) down_u.
 //
 // Each row that some token needs is read once for the whole batch. Neurons are grouped by the set of experts, among those
-// that got tokens, which they belong to; a group meets exactly the tokens of these experts. First pass: blocks of 16
-// neurons are split over the threads. Second pass: columns of the output are, so no sum is shared between threads
-// and the result does not depend on their number. Sums are float32; activations are rounded to the weights' type.
+// that got tokens, which they belong to (experts that share nothing: by their expert, and those that all tokens use); a group
+// meets exactly the tokens of these experts. First pass: blocks of 16 neurons are split over the threads. Second pass: columns
+// of the output are, so no sum is shared between threads and the result does not depend on their number. Sums are float32;
+// activations are rounded to the weights' type.
 
 #include "panels.h"
 #include "vectors.h"
@@ -104,33 +105,38 @@ inline void accumulate(const W* const* rows, const W* const* next, int64_t d, co
         return;
     }
 #endif
-    constexpr int H = std::min(R, HELD);
-    for (int first = 0; first < R; first += H) {
-        for (int c = 0; c < 2 * LANES; c += WIDTH) {
-            Part w[H];
-            for (int r = 0; r < H; r++) {
-                w[r] = load_as<Part>(rows[first + r] + d + c);
-                __builtin_prefetch(next[first + r] + d + c);
+    for (int c = 0; c < 2 * LANES; c += WIDTH) {
+        Part w[R];
+        for (int r = 0; r < R; r++) {
+            w[r] = load_as<Part>(rows[r] + d + c);
+            __builtin_prefetch(next[r] + d + c);
+        }
+        for (int t = 0; t < n; t++) {
+            float* out = y + 32 * (int64_t)tokens[t] + c;
+            const W* made = h + ROWS * t;
+            Part s0 = load_as<Part>(out), s1 = {};
+            for (int r = 0; r < R; r += 2) {
+                s0 += w[r] * to_float(made[r]);
+                s1 += w[r + 1] * to_float(made[r + 1]);
             }
-            for (int t = 0; t < n; t++) {
-                float* out = y + 32 * (int64_t)tokens[t] + c;
-                const W* made = h + ROWS * t + first;
-                Part s0 = load_as<Part>(out), s1 = {};
-                for (int r = 0; r < H; r += 2) {
-                    s0 += w[r] * to_float(made[r]);
-                    s1 += w[r + 1] * to_float(made[r + 1]);
-                }
-                store(out, s0 + s1);
-            }
+            store(out, s0 + s1);
         }
     }
 }
 
+// As many rows at once as registers hold; one more where their number is odd (past the end of a block the last row again,
+// with activations of zero).
 template <class W>
 inline void accumulate(const W* const* rows, const W* const* next, int count, int64_t d, const W* h, const int32_t* tokens, int n, float* y) {
-    if (count <= 4) return accumulate<W, 4>(rows, next, d, h, tokens, n, y);
-    if (count <= 8) return accumulate<W, 8>(rows, next, d, h, tokens, n, y);
-    return accumulate<W, ROWS>(rows, next, d, h, tokens, n, y);
+    for (int first = 0; first < count; first += HELD) {
+        const int left = count - first;
+        const auto some = left <= 2   ? accumulate<W, 2>
+                          : left <= 4 ? accumulate<W, 4>
+                          : left <= 6 ? accumulate<W, 6>
+                          : left <= 8 ? accumulate<W, 8>
+                                      : accumulate<W, HELD>;
+        some(rows + first, next + first, d, h + first, tokens, n, y);
+    }
 }
 
 template <class W>
@@ -141,31 +147,50 @@ inline int column(int i) {
     return i;
 }
 
-template <class W>
-void run_rows(const W* x, const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t size, int64_t neurons, const uint64_t* members,
-         const W* gate, const W* up, const W* down, const W* gate_bias, const W* up_bias, int kind, W* y, int threads) {
+// Groups of neurons, and the tokens that meet each.
+struct Meetings {
+    std::vector<std::vector<int32_t>> rows, tokens;
+};
+
+// `members`: the experts of each neuron as bits. A token has one expert.
+inline Meetings meet_overlapping(const int64_t* expert_ids, int64_t, int64_t num_tokens, int64_t neurons, const uint64_t* members) {
     uint64_t working = 0;
-    std::vector<uint64_t> chosen(num_tokens);  // the experts of a token
-    for (int64_t t = 0; t < num_tokens; t++) {
-        for (int64_t k = 0; k < top_k; k++) chosen[t] |= 1ull << expert_ids[t * top_k + k];
-        working |= chosen[t];
-    }
+    for (int64_t t = 0; t < num_tokens; t++) working |= 1ull << expert_ids[t];
     Groups groups(members, neurons, working);
-    std::vector<std::vector<int32_t>> group_tokens(groups.sets.size());
+    Meetings found{std::move(groups.rows), std::vector<std::vector<int32_t>>(groups.sets.size())};
+    for (size_t g = 0; g < groups.sets.size(); g++)
+        for (int64_t t = 0; t < num_tokens; t++)
+            if (groups.sets[g] >> expert_ids[t] & 1) found.tokens[g].push_back((int32_t)t);
+    return found;
+}
+
+// `members`: 1 + the expert of each neuron, 0 for those that all tokens use.
+inline Meetings meet_fine(const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t neurons, const uint64_t* members) {
+    const uint64_t groups = 1 + *std::max_element(members, members + neurons);
+    Meetings found{std::vector<std::vector<int32_t>>(groups), std::vector<std::vector<int32_t>>(groups)};
+    for (int64_t t = 0; t < num_tokens; t++) {
+        found.tokens[0].push_back((int32_t)t);
+        for (int64_t k = 0; k < top_k; k++) found.tokens[1 + expert_ids[t * top_k + k]].push_back((int32_t)t);
+    }
+    for (int64_t u = 0; u < neurons; u++)
+        if (!found.tokens[members[u]].empty()) found.rows[members[u]].push_back((int32_t)u);
+    return found;
+}
+
+template <class W>
+void run_rows(const W* x, const Meetings& groups, int64_t num_tokens, int64_t size, const W* gate, const W* up, const W* down,
+              const W* gate_bias, const W* up_bias, int kind, W* y, int threads) {
     std::vector<Block> blocks;
     int64_t place = 0;
-    for (size_t g = 0; g < groups.sets.size(); g++) {
-        auto& tokens = group_tokens[g];
-        for (int64_t t = 0; t < num_tokens; t++)
-            if (groups.sets[g] & chosen[t]) tokens.push_back((int32_t)t);
-        auto& rows = groups.rows[g];
+    for (size_t g = 0; g < groups.rows.size(); g++) {
+        const auto& rows = groups.rows[g];
         for (size_t i = 0; i < rows.size(); i += ROWS) {
             Block b;
             b.count = (int32_t)std::min<size_t>(ROWS, rows.size() - i);
             for (int r = 0; r < ROWS; r++) b.rows[r] = rows[i + std::min(r, b.count - 1)];
             b.group = (int32_t)g;
             b.place = place;
-            place += ROWS * (int64_t)tokens.size();
+            place += ROWS * (int64_t)groups.tokens[g].size();
             blocks.push_back(b);
         }
     }
@@ -181,7 +206,7 @@ void run_rows(const W* x, const int64_t* expert_ids, int64_t top_k, int64_t num_
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_blocks; i++) {
             const Block& b = blocks[i];
-            const auto& tokens = group_tokens[b.group];
+            const auto& tokens = groups.tokens[b.group];
             const Block& following = blocks[std::min(i + 1, num_blocks - 1)];
             const W *gates[ROWS], *ups[ROWS], *next_gates[ROWS], *next_ups[ROWS];
             for (int r = 0; r < ROWS; r++) {
@@ -217,7 +242,7 @@ void run_rows(const W* x, const int64_t* expert_ids, int64_t top_k, int64_t num_
             W tail[32 * ROWS] = {};
             for (int64_t i = 0; i < num_blocks; i++) {
                 const Block &b = blocks[i], &following = blocks[std::min(i + 2, num_blocks - 1)];
-                const auto& tokens = group_tokens[b.group];
+                const auto& tokens = groups.tokens[b.group];
                 const W *rows[ROWS], *next[ROWS];
                 for (int r = 0; r < ROWS; r++) {
                     rows[r] = down + b.rows[r] * size;
@@ -249,26 +274,29 @@ void run_rows(const W* x, const int64_t* expert_ids, int64_t top_k, int64_t num_
     }
 }
 
+// How neurons belong to experts, and how they are run: row by row, or in products of matrices (many tokens, one expert each).
+enum Way { OVERLAPPING_ROWS, OVERLAPPING_PANELS, FINE_ROWS };
+
 template <class W>
-void run(bool panels, const void* x, const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t size,
+void run(int way, const void* x, const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t size,
          int64_t neurons, const uint64_t* members, const void* gate, const void* up, const void* down,
          const void* gate_bias, const void* up_bias, int kind, void* y, int threads) {
-    if (panels)
-        run_panels<W>((const W*)x, expert_ids, num_tokens, size, neurons, members, (const W*)gate, (const W*)up,
-                      (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind, (W*)y, threads);
-    else
-        run_rows<W>((const W*)x, expert_ids, top_k, num_tokens, size, neurons, members, (const W*)gate, (const W*)up,
-                    (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind, (W*)y, threads);
+    if (way == OVERLAPPING_PANELS)
+        return run_panels<W>((const W*)x, expert_ids, num_tokens, size, neurons, members, (const W*)gate, (const W*)up,
+                             (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind, (W*)y, threads);
+    const auto meet = way == FINE_ROWS ? meet_fine : meet_overlapping;
+    run_rows<W>((const W*)x, meet(expert_ids, top_k, num_tokens, neurons, members), num_tokens, size, (const W*)gate,
+                (const W*)up, (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind, (W*)y, threads);
 }
 
 }  // namespace
 
-// `panels`: products of matrices (many tokens, one expert each), not row by row. 0: done; 1: not enough memory.
-extern "C" int tomoe_experts(int is_bf16, int panels, const void* x, const int64_t* expert_ids, int64_t top_k,
+// 0: done; 1: not enough memory.
+extern "C" int tomoe_experts(int is_bf16, int way, const void* x, const int64_t* expert_ids, int64_t top_k,
                              int64_t num_tokens, int64_t size, int64_t neurons, const uint64_t* members, const void* gate, const void* up,
                              const void* down, const void* gate_bias, const void* up_bias, int kind, void* y, int threads) {
     try {
-        (is_bf16 ? run<bf16> : run<float>)(panels, x, expert_ids, top_k, num_tokens, size, neurons, members, gate, up, down,
+        (is_bf16 ? run<bf16> : run<float>)(way, x, expert_ids, top_k, num_tokens, size, neurons, members, gate, up, down,
                                            gate_bias, up_bias, kind, y, threads);
     } catch (const std::bad_alloc&) {
         return 1;

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import math
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +23,8 @@ from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
-# Membership of a neuron is the bits of one number.
-MAX_EXPERTS = 64
+# Membership of a neuron in experts that overlap is the bits of one number.
+MAX_OVERLAPPING = 64
 PROCESSOR = torch.cpu.get_capabilities()
 # With this many tokens or more the kernel multiplies matrices in panels of tokens; fewer meet one row after another. Eight
 # experts, each a random half of 4,096 neurons, make groups of sixteen, for which row after row stays faster longer.
@@ -51,7 +52,7 @@ def fits(mlp: ToMoEMLP, x: Tensor) -> bool:
     """Whether the kernel can run this: CPU, float32 or bfloat16, no gradients, a known activation, a C++ compiler."""
     if x.device.type != "cpu" or x.dtype not in DTYPES:
         return False
-    if mlp.up_proj.dtype != x.dtype or mlp.num_experts > MAX_EXPERTS:
+    if mlp.up_proj.dtype != x.dtype or (not mlp.fine and mlp.num_experts > MAX_OVERLAPPING):
         return False
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in mlp.parameters())):
         return False
@@ -88,9 +89,9 @@ def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
         return run_masked(mlp, x, expert_ids)
     weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
     if torch.compiler.is_compiling():
-        return experts(x, expert_ids, mlp.expert_rows, *weights, kind)
-    members = mlp.cached("members", lambda: member_bits(mlp.expert_rows, len(mlp.up_proj)), mlp.expert_rows)
-    return call(x, expert_ids, members, weights, kind)
+        return experts(x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine)
+    members = mlp.cached("members", lambda: membership(mlp.expert_rows, len(mlp.up_proj), mlp.fine), mlp.expert_rows)
+    return call(x, expert_ids, members, weights, kind, mlp.fine)
 
 
 def call(
@@ -99,6 +100,7 @@ def call(
     members: Int[Tensor, " U"],
     weights: Sequence[Tensor | None],
     kind: int,
+    fine: bool,
 ) -> Float[Tensor, "T D"]:
     """Run the kernel on at most CHUNK tokens at a time. Raises RuntimeError if it could not be compiled."""
     run = kernel()
@@ -110,24 +112,28 @@ def call(
     limit = PANEL_TOKENS["few neurons" if len(members) < MANY_NEURONS else "many neurons"]
     chunks = zip(x.split(CHUNK), expert_ids.split(CHUNK), strict=True)
     # panels hold tokens of one expert each
-    panels = expert_ids.shape[1] == 1
-    pieces = [run(some, ids, members, weights, kind, panels and len(some) >= limit) for some, ids in chunks]
+    ways = (Way.OVERLAPPING_ROWS, Way.OVERLAPPING_PANELS)
+    pieces = [
+        run(some, ids, members, weights, kind, Way.FINE_ROWS if fine else ways[len(some) >= limit])
+        for some, ids in chunks
+    ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 SCHEMA = (
     "(Tensor x, Tensor expert_ids, Tensor expert_rows, Tensor? gate, Tensor up, Tensor down, "
-    "Tensor? gate_bias, Tensor? up_bias, int kind) -> Tensor"
+    "Tensor? gate_bias, Tensor? up_bias, int kind, bool fine) -> Tensor"
 )
 
 
 @torch.library.custom_op("tomoe::experts", mutates_args=(), schema=SCHEMA)
 def experts(
     x: Tensor, expert_ids: Tensor, expert_rows: Tensor, gate: Tensor | None, up: Tensor, down: Tensor,
-    gate_bias: Tensor | None, up_bias: Tensor | None, kind: int,
+    gate_bias: Tensor | None, up_bias: Tensor | None, kind: int, fine: bool,
 ) -> Tensor:  # fmt: skip
     """The kernel as a PyTorch operator, for graphs."""
-    return call(x, expert_ids, _members_of(expert_rows, len(up)), (gate, up, down, gate_bias, up_bias), kind)
+    members = _members_of(expert_rows, len(up), fine)
+    return call(x, expert_ids, members, (gate, up, down, gate_bias, up_bias), kind, fine)
 
 
 @experts.register_fake
@@ -138,25 +144,36 @@ def _like(x: Tensor, *_: Any) -> Tensor:
 _members = WeakTensorKeyDictionary()
 
 
-def _members_of(expert_rows: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
-    """`member_bits`, cached for a tensor until it changes."""
-    stamp = (expert_rows.data_ptr(), -1 if expert_rows.is_inference() else expert_rows._version, union)
+def _members_of(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[Tensor, " U"]:
+    """`membership`, cached for a tensor until it changes."""
+    stamp = (expert_rows.data_ptr(), -1 if expert_rows.is_inference() else expert_rows._version, union, fine)
     entry = _members.get(expert_rows)
     if entry is None or entry[0] != stamp:
-        entry = _members[expert_rows] = (stamp, member_bits(expert_rows, union))
+        entry = _members[expert_rows] = (stamp, membership(expert_rows, union, fine))
     return cast(Tensor, entry[1])
 
 
-def member_bits(expert_rows: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
-    """One number per neuron, whose bit e says that expert e has it; all bits for those of a shared part, the first rows."""
-    bits = torch.zeros(union, dtype=torch.long)
+def membership(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[Tensor, " U"]:
+    """One number per neuron. Of overlapping experts bit e says that expert e has it; of fine-grained ones it is 1 + its
+    expert, or 0 if all tokens use it."""
+    members = torch.zeros(union, dtype=torch.long)
     for expert, neurons in enumerate(expert_rows.long()):
-        bits[neurons] |= 1 << expert if expert < 63 else -(1 << 63)
-    bits[: max(0, union - expert_rows.numel())] = -1
-    return bits
+        if fine:
+            members[neurons] = 1 + expert
+        else:
+            members[neurons] |= 1 << expert if expert < 63 else -(1 << 63)
+    return members
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int, bool], Tensor]
+class Way(IntEnum):
+    """How the kernel runs experts, as it numbers the ways itself."""
+
+    OVERLAPPING_ROWS = 0
+    OVERLAPPING_PANELS = 1
+    FINE_ROWS = 2
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int, Way], Tensor]
 
 
 @cache
@@ -166,7 +183,7 @@ def kernel() -> Kernel | None:
     if library is None:
         return None
     run = _typed(library)
-    if not all(_agrees_with_pytorch(run, dtype, panels) for dtype in DTYPES for panels in (False, True)):
+    if not all(_agrees_with_pytorch(run, dtype, way) for dtype in DTYPES for way in Way):
         log.warning("the native kernel computes something else than PyTorch on this machine; it is not used")
         return None
     return run
@@ -182,11 +199,11 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     ]  # fmt: skip
 
     def run(
-        x: Tensor, expert_ids: Tensor, members: Tensor, weights: Sequence[Tensor | None], kind: int, panels: bool
+        x: Tensor, expert_ids: Tensor, members: Tensor, weights: Sequence[Tensor | None], kind: int, way: Way
     ) -> Tensor:
         y = torch.empty_like(x)
         failed = compiled(
-            x.dtype == torch.bfloat16, panels, x.data_ptr(), expert_ids.data_ptr(), expert_ids.shape[1], *x.shape,
+            x.dtype == torch.bfloat16, way, x.data_ptr(), expert_ids.data_ptr(), expert_ids.shape[1], *x.shape,
             len(members), members.data_ptr(),
             *(None if w is None else w.data_ptr() for w in weights), kind, y.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
@@ -197,15 +214,21 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     return run
 
 
-def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, panels: bool) -> bool:
+def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, way: Way) -> bool:
     """Compare what the compiler made of the source with PyTorch, on nine tokens of 70 dims and 40 neurons in three experts."""
     tokens, size, union = 9, 70, 40
     x, gate, up, down = (
         torch.linspace(-1, 1, rows * size).mul(seed).sin().view(rows, size).to(dtype)
         for rows, seed in ((tokens, 977), (union, 1009), (union, 1511), (union, 2003))
     )
-    expert_ids, members = (torch.arange(tokens) % 3)[:, None], torch.arange(union) % 8
-    y = run(x, expert_ids, members, (gate, up, down, None, None), 0, panels)
-    h = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t()) * (members >> expert_ids & 1)
+    expert_ids, members = (torch.arange(tokens) % 3)[:, None], torch.arange(union)
+    if way == Way.FINE_ROWS:
+        members = members % 4
+        used = (members == 0) | (members == 1 + expert_ids)
+    else:
+        members = members % 8
+        used = (members >> expert_ids & 1).bool()
+    y = run(x, expert_ids, members, (gate, up, down, None, None), 0, way)
+    h = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t()) * used
     expected = h @ down.float()
     return bool((y - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * expected.abs().max())
