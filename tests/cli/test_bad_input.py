@@ -95,7 +95,8 @@ def test_fine_grained_experts_are_divided_for_one_budget(
 
 
 def test_no_experts(tomoe: CommandLine, tmp_path: Path, model: Path) -> None:
-    refused(tomoe("convert", model, "-o", tmp_path / "out", "--set", "experts.num_experts=0"), "experts.num_experts")
+    options = ["--set", "experts.form=overlapping", "--set", "experts.num_experts=0"]
+    refused(tomoe("convert", model, "-o", tmp_path / "out", *options), "experts.num_experts")
 
 
 def test_empty_text(tomoe: CommandLine, tmp_path: Path, model: Path) -> None:

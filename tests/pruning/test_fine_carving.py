@@ -39,11 +39,11 @@ LLAMA2_7B = ModelShape(32, 4096, 11008, 32, 32, 128, 128, True)
 
 
 def fine(**keys: object) -> ExpertsSection:
-    return ExpertsSection(form="fine", **keys)
+    return ExpertsSection(**({"form": "fine", "num_experts": 64} | keys))
 
 
-def test_fine_experts_are_64_unless_said_otherwise() -> None:
-    assert (fine().num_experts, fine(num_experts=16).num_experts) == (64, 16)
+def test_the_usual_number_of_overlapping_experts_is_8_and_of_fine_ones_depends_on_the_model() -> None:
+    assert (ExpertsSection().form, ExpertsSection().num_experts) == ("fine", 0)
     assert ExpertsSection(form="overlapping").num_experts == 8
 
 
@@ -185,8 +185,27 @@ def test_a_stock_form_may_take_fewer_experts_to_hold_few_zeros(
     assert (settled.num_experts, settled.expert_size) == (expected.num_experts, expected.expert_size)
     # what the carve finds with these
     assert layout_for(shape, settled, recipe.attention, active, True) == expected
-    own = Recipe(active=active, experts={"form": "fine"})
-    assert settled_experts(shape, own) == own.experts
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "number"),
+    [
+        (SMOLLM2, [], 128),
+        (LLAMA2_7B, [], 256),
+        (SMOLLM2, ["experts.num_experts=96"], 96),
+        # of 20 neurons 128 experts would be more than there are
+        (SMOLLM2, ["experts.expert_size=20"], 64),
+        (SMOLLM2, ["target=glm4_moe", "experts.expert_size=20"], 64),
+        (SMOLLM2, ["experts.form=overlapping"], 8),
+    ],
+)  # fmt: skip
+def test_models_with_wide_layers_get_more_experts(shape: ModelShape, changes: list[str], number: int) -> None:
+    recipe = Recipe(active=0.5).changed(changes)
+    settled = settled_experts(shape, recipe)
+    assert settled == recipe.experts.model_copy(update={"num_experts": number})
+    if settled.form == "fine":
+        layout = layout_for(shape, settled, recipe.attention, recipe.active, recipe.common_multiple > 0)
+        assert (layout.num_experts, layout.shared + number * layout.expert_size) == (number, shape.mlp_size)
 
 
 def test_llama_cpp_takes_no_more_experts_of_a_token() -> None:

@@ -97,7 +97,8 @@ def test_a_recipe_is_frozen() -> None:
         ("active=0", ["active is 0"]),
         ("active=1.01", ["active is 1.01"]),
         ("active=NaN", ["active", "finite"]),
-        ("experts.num_experts=0", ["experts.num_experts is 0"]),
+        ("experts.num_experts=-1", ["experts.num_experts is -1"]),
+        ("experts.num_experts=257", ["experts.num_experts is 257"]),
         ("experts.embedding_size=7", ["multiple of 2"]),
         ("data.sources=", ["data.sources is empty"]),
         ("data.tokens=24576", ["data.tokens is 24576", "8192", "16384"]),
@@ -165,7 +166,7 @@ def test_digest_and_differences_see_what_decides_and_nothing_else() -> None:
 @pytest.mark.parametrize("change", ["start=random", "target=mixtral", "target=qwen2_moe", "target=qwen3_moe"])
 def test_experts_overlap_where_fine_ones_have_no_place_unless_a_form_was_named(change: str) -> None:
     fine, overlapping = Recipe(), Recipe.load(None, [change])
-    assert (fine.experts.form, fine.experts.num_experts) == ("fine", 64)
+    assert (fine.experts.form, fine.experts.num_experts) == ("fine", 0)
     assert (overlapping.experts.form, overlapping.experts.num_experts) == ("overlapping", 8)
     # what was implied does not stay when its reason goes
     assert overlapping.changed([f"{change.split('=')[0]}={'carved' if 'start' in change else 'hf'}"]) == fine
@@ -173,6 +174,8 @@ def test_experts_overlap_where_fine_ones_have_no_place_unless_a_form_was_named(c
     assert Recipe.load(None, ["experts.form=overlapping"]).changed(["experts.form=fine"]) == fine
     with pytest.raises(UserError, match=r"experts.form"):
         Recipe.load(None, [change, "experts.form=fine"])
+    with pytest.raises(UserError, match=r"num_experts is 0, .* but experts.form is overlapping"):
+        Recipe.load(None, [change, "experts.num_experts=0"])
 
 
 def test_runs_from_before_there_were_forms_have_overlapping_experts() -> None:

@@ -26,6 +26,7 @@ from tomoe.model.quantized import BITS
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
+from tomoe.pruning.carving import numbered_experts
 from tomoe.pruning.extract import least_active, least_width
 from tomoe.pruning.losses import CHUNK
 from tomoe.pruning.mask_network import MaskNetwork
@@ -88,7 +89,7 @@ def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
     model = skeleton(config)
     shape = shape_of(model)
     total = sum(p.numel() for p in model.parameters())
-    least = least_active(shape, least_width(shape, recipe.experts), recipe.attention.pruning)
+    least = least_active(shape, least_width(shape, recipe), recipe.attention.pruning)
     return Sizes(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)
 
 
@@ -145,7 +146,9 @@ def layer_bytes(sizes: Sizes, recipe: Recipe) -> int:
 def trainable_bytes(sizes: Sizes, recipe: Recipe) -> int:
     """Bytes of the mask network in float32, and of the gradients and AdamW's two moments of its trained parameters."""
     with torch.device("meta"):
-        net = MaskNetwork(sizes.shape, recipe.experts, recipe.attention, recipe.sampling, recipe.seed)
+        net = MaskNetwork(
+            sizes.shape, numbered_experts(sizes.shape, recipe), recipe.attention, recipe.sampling, recipe.seed
+        )
     stored = sum(t.numel() for t in (*net.parameters(), *net.buffers()))
     trained = sum(p.numel() for p in net.parameters() if p.requires_grad) if recipe.train.steps else 0
     return _FLOAT32 * (stored + 3 * trained)

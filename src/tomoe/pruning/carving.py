@@ -34,7 +34,14 @@ from tomoe.pruning.fine_carving import FineLayout, carve_fine, fine_layout, fine
 from tomoe.pruning.gumbel import keep_logit, keep_probability
 from tomoe.pruning.mask_network import MaskNetwork, Projection
 from tomoe.pruning.rotation import head_rotations
-from tomoe.recipe.conversion import MOST_USED, AttentionSection, ExpertsSection, Recipe
+from tomoe.recipe.conversion import (
+    FINE_EXPERTS,
+    MOST_USED,
+    NEURONS_PER_EXPERT,
+    AttentionSection,
+    ExpertsSection,
+    Recipe,
+)
 from tomoe.seeds import derive_seed
 
 KMEANS_STEPS = 20
@@ -352,12 +359,30 @@ def layout_for(
     return fine_layout(s.mlp_size, width, slack, experts, 1 if uniform else s.num_layers, fewest)
 
 
+def numbered_experts(s: ModelShape, recipe: Recipe) -> ExpertsSection:
+    """The recipe's experts with a number: the given one, or the largest usual one that suits the model and the budget."""
+    experts = recipe.experts
+    if experts.num_experts:
+        return experts
+    *more, fewest = (experts.model_copy(update={"num_experts": number}) for number in FINE_EXPERTS)
+    fitting = (e for e in more if e.num_experts * NEURONS_PER_EXPERT <= s.mlp_size and _has_layout(s, e, recipe))
+    return fewest if recipe.common_multiple else next(fitting, fewest)
+
+
+def _has_layout(s: ModelShape, experts: ExpertsSection, recipe: Recipe) -> bool:
+    try:
+        layout_for(s, experts, recipe.attention, recipe.active, uniform=False)
+    except UserError:
+        return False
+    return True
+
+
 def settled_experts(s: ModelShape, recipe: Recipe) -> ExpertsSection:
-    """The recipe's experts, for a stock form of fine-grained ones with the number and size that suit the model.
+    """The recipe's experts with a number, for a stock form of fine-grained ones with the number and size that suit the model.
 
     Raises UserError if no fine-grained experts meet the budget.
     """
-    experts, uniform = recipe.experts, recipe.common_multiple > 0
+    experts, uniform = numbered_experts(s, recipe), recipe.common_multiple > 0
     if experts.form != "fine":
         return experts
     fewest = math.ceil(experts.num_experts * (1 - FEWER_EXPERTS)) if uniform and not experts.expert_size else None

@@ -23,12 +23,12 @@ from tomoe.model.hooks import hooked, input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import layer_parts
 from tomoe.plan import LayerPlan, Plan
-from tomoe.pruning.carving import settled_experts
+from tomoe.pruning.carving import numbered_experts, settled_experts
 from tomoe.pruning.gumbel import keep_probability
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.routing import bfloat16_values
-from tomoe.recipe.conversion import ExpertsSection, Recipe
+from tomoe.recipe.conversion import Recipe
 
 Valid = Bool[Tensor, "B S"]
 
@@ -290,7 +290,7 @@ def check_budget(shape: ModelShape, recipe: Recipe) -> None:
     divide a layer is known before the carve.
     """
     multiple, pruning = recipe.experts.width_multiple, recipe.attention.pruning
-    least = least_active(shape, least_width(shape, recipe.experts), pruning)
+    least = least_active(shape, least_width(shape, recipe), pruning)
     if recipe.active < least:
         condition = " with attention kept whole (attention.pruning = off)" if pruning == "off" else ""
         raise UserError(
@@ -315,8 +315,9 @@ def _check_tolerance(nearest: float, active: float, tolerance: float, width_mult
         )
 
 
-def least_width(shape: ModelShape, experts: ExpertsSection) -> int:
+def least_width(shape: ModelShape, recipe: Recipe) -> int:
     """Return the fewest neurons of a layer that a token can use: one multiple, or the shared part and one fine expert."""
+    experts = numbered_experts(shape, recipe)
     if experts.form == "overlapping":
         return experts.width_multiple
     size = experts.expert_size or max(1, shape.mlp_size // experts.num_experts)

@@ -21,7 +21,12 @@ STOCK_MULTIPLE = 64
 
 
 # Experts of each form unless the recipe says otherwise. Of fine-grained ones fewer choose worse, more are small for kernels.
-OVERLAPPING_EXPERTS, FINE_EXPERTS = 8, 64
+OVERLAPPING_EXPERTS = 8
+# Numbers of fine-grained experts: more are better (docs/lab/fine-grained.md), but a router costs a token as much as a third of a
+# gated neuron for each. With twelve neurons of a layer for each expert it costs at most 1/36 of the dense MLP. Any model and
+# any stock form takes the last number.
+FINE_EXPERTS = (256, 128, 64)
+NEURONS_PER_EXPERT = 12
 # Stock forms with a place for one form of experts alone: a token uses one of them, or several.
 OVERLAPPING_TARGETS, FINE_TARGETS = ("mixtral", "qwen2_moe", "qwen3_moe"), ("glm4_moe",)
 # Fine-grained experts in a stock form are filled up with zeros to a multiple of so many neurons: in 16 bits rows of 16 bytes,
@@ -33,7 +38,7 @@ MOST_USED = 30
 
 
 def _usual_number(section: dict[str, Any]) -> int:
-    return OVERLAPPING_EXPERTS if section.get("form") == "overlapping" else FINE_EXPERTS
+    return OVERLAPPING_EXPERTS if section.get("form") == "overlapping" else 0
 
 
 class ExpertsSection(Section):
@@ -43,10 +48,11 @@ class ExpertsSection(Section):
     """`fine`: a token uses a shared part and several of many small experts that share nothing; `overlapping` (the paper's):
     a token uses one expert, and experts share neurons. Unless the key is given, it is `overlapping` for a random start and
     for the targets mixtral, qwen2_moe and qwen3_moe, which have no place for the other."""
-    num_experts: int = Field(default_factory=_usual_number, ge=1, le=256)
-    """Experts per MLP (N): 64 fine-grained or 8 overlapping ones unless this is given. For a stock target fine-grained ones
-    may be up to a quarter fewer, if the budget asks for it or the file would hold many zeros, and still fewer if a token would
-    use more than 30; not if `expert_size` is given, too."""
+    num_experts: int = Field(default_factory=_usual_number, ge=0, le=256)
+    """Experts per MLP (N): 8 overlapping ones unless this is given. 0 for fine-grained ones: 256, 128 or 64, whatever a twelfth
+    of the neurons of a layer allows, and 64 for a stock target. For such a target there may be up to a quarter fewer, if the
+    budget asks for it or the file would hold many zeros, and still fewer if a token would use more than 30; not if
+    `expert_size` is given, too."""
     expert_size: int = Field(default=0, ge=0)
     """Neurons of a fine-grained expert; 0: chosen so that the shared part takes about `shared` of a token's neurons."""
     shared: float = Field(default=0.4, ge=0, le=1)
@@ -243,6 +249,11 @@ class Recipe(RunRecipe):
 
     @model_validator(mode="after")
     def _check_fine_keys(self) -> Self:
+        if self.experts.form != "fine" and not self.experts.num_experts:
+            raise UserError(
+                "experts.num_experts is 0, which chooses a number for fine-grained experts, but experts.form is "
+                f"{self.experts.form}; set experts.num_experts to 1 or more, or experts.form to fine"
+            )
         for key in ("learn_partition", "random_top_k"):
             if getattr(self.experts, key) and self.experts.form != "fine":
                 raise UserError(
