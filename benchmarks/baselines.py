@@ -11,8 +11,8 @@ Attention stays whole, so the MLPs pay for all of the cut. Rows, each with the n
 - clustered: a shared part and those of the experts that their central neurons choose; neurons clustered by the tokens that
   activate them, every layer alike (as CMoE carves, before it trains)
 - one expert: the same for all tokens, by backward elimination, with the widths of the carved start
-- carved: the expert that the router chooses, of eight that overlap; nothing is learned
-- fine-grained: a shared part and those of 64 small experts that the router chooses; nothing is learned
+- overlapping: the expert that the router chooses, of eight that share neurons; nothing is learned
+- fine-grained: a shared part and those of many small experts that the router chooses; nothing is learned
 - --plan NAME=FOLDER: a plan that was made elsewhere, for example by learning
 - --model NAME=FOLDER: a converted model as it is, for example a fine-tuned one
 - best per token: for every token those with the largest contribution. No model can do that, because the choice needs all
@@ -277,7 +277,7 @@ class Baselines:
             "random split": lambda: random_split(self.model, self.corpus.calibration, width),
             "clustered": lambda: clustered(self.model, self.corpus.calibration, width),
             "one expert": partial(carved, "experts.num_experts=1"),
-            "carved": partial(carved, "experts.form=overlapping"),
+            "overlapping": partial(carved, "experts.form=overlapping"),
             "fine-grained": partial(carved, "experts.form=fine"),
             **{name: partial(planned, plan) for name, plan in near.items()},
             "best per token": lambda: [BestMasks(p, width) for p in self.parts],
