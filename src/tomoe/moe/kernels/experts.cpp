@@ -14,11 +14,10 @@ namespace {
 constexpr int64_t SUMS = 1 << 16;  // floats of the second pass that stay in a core's cache
 constexpr int TILE = WIDE ? 6 : 3;      // tokens that meet four of its rows at once
 constexpr int HELD = WIDE ? ROWS : 8;  // rows of a block that registers hold, a part of their columns each
-// out[c][r0 + r] = rows[r] . tokens[c], for four rows. Where `next` is not null, these four rows come nearer meanwhile:
-// the processor itself foresees long rows, but not where the next short one begins.
-template <class W, int C>
+// out[c][r0 + r] = rows[r] . tokens[c], for R rows, four or two (and zeros behind two). Where `next` is not null, its rows
+// come nearer meanwhile: the processor itself foresees long rows, but not where the next short one begins.
+template <class W, int C, int R>
 inline void dots(const W* const* rows, const W* const* next, const W* const* tokens, int64_t size, float (*out)[ROWS], int r0) {
-    constexpr int R = 4;
     Part acc[R][C] = {};
     int64_t d = 0;
 #ifdef HAS_BF16_DOT
@@ -44,7 +43,7 @@ inline void dots(const W* const* rows, const W* const* next, const W* const* tok
         }
     }
     for (int c = 0; c < C; c++) {
-        Part column[R];
+        Part column[4] = {};
         for (int r = 0; r < R; r++) column[r] = acc[r][c];
         sums_of_four(column, out[c] + r0);
         for (int r = 0; r < R; r++)
@@ -55,7 +54,8 @@ inline void dots(const W* const* rows, const W* const* next, const W* const* tok
 // All 16 rows of a block (rows past its end are repeats of the last one) against up to TILE tokens.
 template <class W, int C>
 inline void project(const W* const* rows, const W* const* next, int count, const W* const* tokens, int64_t size, float (*out)[ROWS]) {
-    for (int r = 0; r < count; r += 4) dots<W, C>(rows + r, next ? next + r : nullptr, tokens, size, out, r);
+    for (int r = 0; r < count; r += 4)
+        (count - r > 2 ? dots<W, C, 4> : dots<W, C, 2>)(rows + r, next ? next + r : nullptr, tokens, size, out, r);
 }
 template <class W>
 inline void project(const W* const* rows, const W* const* next, int count, const W* const* tokens, int n, int64_t size, float (*out)[ROWS]) {
