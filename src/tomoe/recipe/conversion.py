@@ -20,11 +20,11 @@ _NOT_IN_DIGEST = frozenset(
 STOCK_MULTIPLE = 64
 
 
-# Experts of each form unless the recipe says otherwise. Of fine-grained ones fewer choose worse, more are small for kernels.
+# Overlapping experts unless the recipe says otherwise.
 OVERLAPPING_EXPERTS = 8
-# Numbers of fine-grained experts: more are better (docs/lab/fine-grained.md), but a router costs a token as much as a third of a
-# gated neuron for each. With twelve neurons of a layer for each expert it costs at most 1/36 of the dense MLP. Any model and
-# any stock form takes the last number.
+# Numbers of fine-grained experts unless it says otherwise: more are better (docs/lab/fine-grained.md), but a router costs a
+# token as much as a third of a gated neuron for each. With twelve neurons of a layer for each expert it costs at
+# most 1/36 of the dense MLP. Any model and any stock form takes the last number.
 FINE_EXPERTS = (256, 128, 64)
 NEURONS_PER_EXPERT = 12
 # Stock forms with a place for one form of experts alone: a token uses one of them, or several.

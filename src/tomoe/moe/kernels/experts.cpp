@@ -153,7 +153,7 @@ struct Meetings {
 };
 
 // `members`: the experts of each neuron as bits. A token has one expert.
-inline Meetings meet_overlapping(const int64_t* expert_ids, int64_t, int64_t num_tokens, int64_t neurons, const uint64_t* members) {
+inline Meetings meet_overlapping(const int64_t* expert_ids, int64_t num_tokens, int64_t neurons, const uint64_t* members) {
     uint64_t working = 0;
     for (int64_t t = 0; t < num_tokens; t++) working |= 1ull << expert_ids[t];
     Groups groups(members, neurons, working);
@@ -284,9 +284,10 @@ void run(int way, const void* x, const int64_t* expert_ids, int64_t top_k, int64
     if (way == OVERLAPPING_PANELS)
         return run_panels<W>((const W*)x, expert_ids, num_tokens, size, neurons, members, (const W*)gate, (const W*)up,
                              (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind, (W*)y, threads);
-    const auto meet = way == FINE_ROWS ? meet_fine : meet_overlapping;
-    run_rows<W>((const W*)x, meet(expert_ids, top_k, num_tokens, neurons, members), num_tokens, size, (const W*)gate,
-                (const W*)up, (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind, (W*)y, threads);
+    const Meetings groups = way == FINE_ROWS ? meet_fine(expert_ids, top_k, num_tokens, neurons, members)
+                                             : meet_overlapping(expert_ids, num_tokens, neurons, members);
+    run_rows<W>((const W*)x, groups, num_tokens, size, (const W*)gate, (const W*)up, (const W*)down, (const W*)gate_bias,
+                (const W*)up_bias, kind, (W*)y, threads);
 }
 
 }  // namespace

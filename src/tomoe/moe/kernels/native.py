@@ -111,12 +111,14 @@ def call(
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
     limit = PANEL_TOKENS["few neurons" if len(members) < MANY_NEURONS else "many neurons"]
     chunks = zip(x.split(CHUNK), expert_ids.split(CHUNK), strict=True)
-    # panels hold tokens of one expert each
-    ways = (Way.OVERLAPPING_ROWS, Way.OVERLAPPING_PANELS)
-    pieces = [
-        run(some, ids, members, weights, kind, Way.FINE_ROWS if fine else ways[len(some) >= limit])
-        for some, ids in chunks
-    ]
+
+    def way(count: int) -> Way:
+        # panels hold tokens of one expert each
+        if fine:
+            return Way.FINE_ROWS
+        return Way.OVERLAPPING_PANELS if count >= limit else Way.OVERLAPPING_ROWS
+
+    pieces = [run(some, ids, members, weights, kind, way(len(some))) for some, ids in chunks]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
