@@ -172,6 +172,13 @@ def test_a_page_lists_the_experts_of_a_token(tmp_path: Path) -> None:
         assert json.loads(data[1]) == [[["17 2 40", "2 17 1"], ["", ""]]]
 
 
+def test_a_page_lists_no_more_than_eight_experts_of_a_token(tmp_path: Path) -> None:
+    trace = RoutingTrace(["a", "b"], [[9, 8]], 10, [[[9, 8, 7, 6, 5, 4, 3, 2, 1], [8, 7, 6, 5, 4, 3, 2, 1]]])
+    text = html.write_route_page(tmp_path / "x.html", "t", [("text", trace)]).read_text(encoding="utf-8")
+    titles = ["experts 9, 8, 7, 6, 5, 4, 3, 2, …", "experts 8, 7, 6, 5, 4, 3, 2, 1"]
+    assert re.findall(r'title="([^"]+)">', text) == titles
+
+
 @pytest.mark.slow
 def test_the_command_names_the_strongest_of_fine_grained_experts(tomoe: CommandLine, converted_fine: Path) -> None:
     shown = tomoe("route", converted_fine / "moe", "ab 12 " * 30, "--layer", "1")

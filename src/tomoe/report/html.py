@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 COLORS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00")
 Texts = Sequence[tuple[str, "RoutingTrace"]]  # (name, trace), all of one model
+# experts listed for a token: all of them, in every layer, would be most of the page
+LISTED = 8
 
 
 def render(template: str, **values: Any) -> str:
@@ -89,14 +91,20 @@ def numbers(trace: RoutingTrace) -> str:
 
 
 def choices(trace: RoutingTrace) -> list[list[int]] | list[list[str]]:
-    """[layer][token], for the script of the page: the expert of a token, or "3 17 5", all of them, strongest first.
+    """[layer][token], for the script of the page: the expert of a token, or "3 17 5 …", the strongest ones first.
 
     Nothing is written for the tokens of a layer in which all use the same experts.
     """
     if not trace.chosen:
         return trace.experts
     nothing = [""] * len(trace.tokens)
-    return [[" ".join(map(str, experts)) for experts in layer] or nothing for layer in trace.chosen]
+    return [[listed(experts) for experts in layer] or nothing for layer in trace.chosen]
+
+
+def listed(experts: Sequence[int]) -> str:
+    """The first LISTED experts; dots stand for the rest."""
+    more = ["…"] if len(experts) > LISTED else []
+    return " ".join([*map(str, experts[:LISTED]), *more])
 
 
 def strongest(choice: int | str) -> int | None:

@@ -1,5 +1,5 @@
 for (const box of document.querySelectorAll(".routing")) {
-  // [text][layer][token]: an expert, or several as "3 17 5", strongest first; "" where all tokens use the same ones
+  // [text][layer][token]: an expert, or several as "3 17 5 …", strongest first; "" where all tokens use the same ones
   const routing = JSON.parse(box.querySelector("script").textContent);
   const texts = [...box.querySelectorAll(".tokens")].map((p) => [...p.children]);
   const slider = box.querySelector("input[type=range]");
