@@ -61,7 +61,6 @@ def test_a_trace_of_fine_grained_experts_holds_all_that_a_token_chooses() -> Non
     assert trace.experts[0] == best[:, 0].tolist()
     assert trace.chosen[1] == []
     assert [trace.has_choice(0), trace.has_choice(1)] == [True, False]
-    assert trace.to_dict()["chosen"] == trace.chosen
     lines = html.numbers(trace).splitlines()
     assert lines[0] == "layer 0  " + " ".join(str(expert) for expert in trace.experts[0])
     assert lines[1] == "layer 1  every token uses the same experts"

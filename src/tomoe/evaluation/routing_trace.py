@@ -49,10 +49,6 @@ class RoutingTrace:
         row = self.experts[layer]
         return [row.count(n) / len(row) for n in range(self.num_experts)]
 
-    def to_dict(self) -> dict[str, Any]:
-        values = {"tokens": self.tokens, "experts": self.experts, "num_experts": self.num_experts}
-        return values | {"chosen": self.chosen} if self.chosen else values
-
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """How each token is written. Where one character is several tokens, the last of them has it and the others are "".

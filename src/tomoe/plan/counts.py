@@ -83,6 +83,11 @@ class LayerCounts:
         return None
 
 
+def broken_layer(i: int, error: str) -> UserError:
+    """The refusal of a plan whose layer i holds what `error` says."""
+    return UserError(f"layer {i} of the plan is broken: {error}; make the plan again with `tomoe plan`")
+
+
 class Counted:
     """What both kinds of plan can say: with its tensors (`Plan`), and in numbers alone (`PlanCounts`)."""
 
@@ -98,7 +103,7 @@ class Counted:
             raise UserError(f"the plan has {len(self.counts)} layers, but its model has {self.shape.num_layers}")
         for i, layer in enumerate(self.counts):
             if error := layer.error(self.shape):
-                raise UserError(f"layer {i} of the plan is broken: {error}; make the plan again with `tomoe plan`")
+                raise broken_layer(i, error)
         if len({layer.fine for layer in self.counts}) > 1:
             raise UserError(
                 "the layers of the plan differ: some have fine-grained experts, others overlapping ones; make the plan "

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tomoe.errors import UserError
 from tomoe.files import atomic_write, sha256
 from tomoe.model.shape import ModelShape
-from tomoe.plan.counts import Counted, LayerCounts
+from tomoe.plan.counts import Counted, LayerCounts, broken_layer
 from tomoe.plan.head import FINE_FORMAT, FORMAT, ROTATED_FORMAT, PlanHead, damage_in_a_sentence
 from tomoe.plan.layout import (
     FIELDS,
@@ -129,7 +129,7 @@ class Plan(Counted):
     def __post_init__(self) -> None:
         for i, layer in enumerate(self.layers):
             if error := _tensor_error(layer, self.shape):
-                raise UserError(f"layer {i} of the plan is broken: {error}; make the plan again with `tomoe plan`")
+                raise broken_layer(i, error)
         object.__setattr__(self, "counts", tuple(layer.count(self.shape) for layer in self.layers))
         self.check_counts()
 
