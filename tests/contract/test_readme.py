@@ -26,7 +26,7 @@ def test_the_python_example_runs(
     text = write_text(tmp_path / "text.txt")
     # the same lines on a model and a text of this test's size
     own = {**SMALL, "data.sources": str(text)}
-    example = example.replace('"train.steps=50"', ", ".join(f'"{key}={value}"' for key, value in own.items()))
+    example = example.replace('"active=0.7"', ", ".join(f'"{key}={value}"' for key, value in own.items()))
     example = example.replace("smollm2-135m", str(pico))
     assert str(pico) in example
     (tmp_path / "example.py").write_text(example)

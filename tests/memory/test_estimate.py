@@ -24,7 +24,7 @@ from tomoe.training.loop import activation_checkpointing, make_optimizer
 
 def a_recipe(*changes: str) -> Recipe:
     sizes = ["experts.form=overlapping", "experts.num_experts=4"]
-    return Recipe.load(None, ["train.dtype=float32", "data.seq_len=32", *sizes, *changes])
+    return Recipe.load(None, ["train.steps=500", "train.dtype=float32", "data.seq_len=32", *sizes, *changes])
 
 
 class _Kept(Exception):
@@ -233,11 +233,13 @@ def test_counting_needs_the_config_alone(tomoe: CommandLine, tmp_path: Path) -> 
     done = tomoe("doctor", tmp_path / "paper", "--active", "0.7115")
     assert done.code == 0, done.err
     assert "The structure fits: 2 layers" in done.out
-    assert "training" in done.out
+    assert "carving" in done.out
     assert "free now" not in done.out
     found = json.loads(tomoe("doctor", tmp_path / "paper", "--active", "0.7115", "--json").out)
     assert found["estimates"] == []
-    assert [need["stage"] for need in found["least"]] == ["training", "repair", "folding"]
+    assert [need["stage"] for need in found["least"]] == ["carving", "repair", "folding"]
+    learning = tomoe("doctor", tmp_path / "paper", "--active", "0.7115", "--set", "train.steps=1", "--json")
+    assert [need["stage"] for need in json.loads(learning.out)["least"]] == ["training", "repair", "folding"]
 
 
 def test_limits_of_the_group_and_of_those_around_it(tmp_path: Path) -> None:

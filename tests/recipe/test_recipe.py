@@ -26,6 +26,8 @@ def test_the_default_recipe_says_in_its_comments_what_the_defaults_are() -> None
     defaults = Recipe().model_dump(mode="json")
     assert defaults.pop("model") == ""
     assert defaults["data"].pop("text_column") is None
+    # chosen for the rest: calibration, evaluation and repair
+    assert (written["data"].pop("tokens"), defaults["data"].pop("tokens")) == (0, 8192 + 16_384 + 32_768)
     assert written["attention"].pop("share") == pytest.approx(defaults["attention"].pop("share"), abs=1e-3)
     assert written == defaults
     assert Recipe.load(None) == Recipe.load("default") == Recipe()
@@ -147,7 +149,7 @@ def test_recipes_made_in_python_speak_as_plainly() -> None:
     with pytest.raises(UserError, match=r"^train.steps is 'x'"):
         Recipe(train={"steps": "x"})
     with pytest.raises(UserError, match=r"^train.dtype is float16"):
-        Recipe(train={"dtype": "float16"})
+        Recipe(train={"dtype": "float16", "steps": 1})
     with pytest.raises(ValidationError, match="step"):
         TrainSection(step=3)
 
@@ -158,24 +160,54 @@ def test_digest_and_differences_see_what_decides_and_nothing_else() -> None:
     assert same != recipe
     assert same.digest() == recipe.digest()
     assert recipe.differences(same) == []
-    other = Recipe.load(None, ["train.steps=150", "loss.objective=lm"])
+    other = Recipe.load(None, ["train.steps=50", "loss.objective=lm"])
     assert other.digest() != recipe.digest()
-    assert recipe.differences(other) == ['loss.objective: "kl" here, "lm" there', "train.steps: 500 here, 150 there"]
+    assert recipe.differences(other) == ['loss.objective: "kl" here, "lm" there', "train.steps: 0 here, 50 there"]
+
+
+def test_there_is_as_much_text_as_the_rest_of_the_recipe_needs() -> None:
+    """Calibration and evaluation (24,576 tokens), and what the repair is fitted to or the steps read once."""
+    recipe = Recipe()
+    for change, tokens in (
+        ("seed=0", 24_576 + 32_768),
+        ("repair.tokens=106496", 24_576 + 106_496),
+        ("repair.mode=none", 24_576 + 512),
+        ("data.evaluation_tokens=8192", 16_384 + 32_768),
+        ("train.steps=50", 24_576 + 32_768),
+        ("train.steps=100", 24_576 + 51_200),
+        ("train.steps=500", 100_000),
+        ("data.calibration_tokens=200000", 16_384 + 200_000 + 32_768),
+        ("data.tokens=90000", 90_000),
+    ):
+        changed = recipe.changed([change])
+        assert changed.data.tokens == tokens, change
+        # chosen anew with every change, unless it was given
+        assert changed.changed(["data.tokens=0"]) == recipe.changed([change, "data.tokens=0"])
+        assert changed.changed(["repair.tokens=65536", "repair.mode=full"]).data.tokens >= min(tokens, 24_576 + 65_536)
+    assert FinetuneRecipe().data.tokens == 100_000
+    assert FinetuneRecipe(train={"steps": 10, "batch_size": 2}).data.tokens == 24_576 + 10 * 2 * 512
+
+
+def test_a_random_start_has_to_learn() -> None:
+    with pytest.raises(UserError, match=r"start = random leaves random masks .*train.steps"):
+        Recipe(start="random")
+    assert Recipe(start="random", train={"steps": 1}).experts.form == "overlapping"
 
 
 @pytest.mark.parametrize("change", ["start=random", "target=mixtral", "target=qwen2_moe", "target=qwen3_moe"])
 def test_experts_overlap_where_fine_ones_have_no_place_unless_a_form_was_named(change: str) -> None:
-    fine, overlapping = Recipe(), Recipe.load(None, [change])
+    learning = "train.steps=500"
+    fine, overlapping = Recipe.load(None, [learning]), Recipe.load(None, [learning, change])
     assert (fine.experts.form, fine.experts.num_experts) == ("fine", 0)
     assert (overlapping.experts.form, overlapping.experts.num_experts) == ("overlapping", 8)
     # what was implied does not stay when its reason goes
     assert overlapping.changed([f"{change.split('=')[0]}={'carved' if 'start' in change else 'hf'}"]) == fine
-    assert Recipe.load(None, [change, "experts.num_experts=4"]).experts.num_experts == 4
-    assert Recipe.load(None, ["experts.form=overlapping"]).changed(["experts.form=fine"]) == fine
+    assert Recipe.load(None, [learning, change, "experts.num_experts=4"]).experts.num_experts == 4
+    assert Recipe.load(None, [learning, "experts.form=overlapping"]).changed(["experts.form=fine"]) == fine
     with pytest.raises(UserError, match=r"experts.form"):
-        Recipe.load(None, [change, "experts.form=fine"])
+        Recipe.load(None, [learning, change, "experts.form=fine"])
     with pytest.raises(UserError, match=r"num_experts is 0, .* but experts.form is overlapping"):
-        Recipe.load(None, [change, "experts.num_experts=0"])
+        Recipe.load(None, [learning, change, "experts.num_experts=0"])
 
 
 def test_runs_from_before_there_were_forms_have_overlapping_experts() -> None:

@@ -129,7 +129,7 @@ def test_accumulation_that_does_not_divide_is_refused_before_the_model_is_opened
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distributed, "world_size", lambda: 3)
-    recipe = small_recipe("train.gradient_accumulation_steps=4", "model=nowhere")
+    recipe = small_recipe("train.steps=1", "train.gradient_accumulation_steps=4", "model=nowhere")
     with pytest.raises(UserError, match=r"a step has 4 forward passes .* which 3 processes cannot share evenly"):
         begin(recipe, BaseWeights.of(recipe), RunFolder(tmp_path / "run"), False, no_progress)
     recipe = recipe.changed(["train.gradient_accumulation_steps=6"])

@@ -1,4 +1,4 @@
-"""`tomoe convert MODEL --active 0.5 -o OUT`: text, start, learning, plan, folding, and both models measured."""
+"""`tomoe convert MODEL --active 0.5 -o OUT`: text, start, learning if there are steps, plan, repair, folding, measurement."""
 
 from __future__ import annotations
 
@@ -92,5 +92,5 @@ def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
     tuned = f"tomoe finetune {folder} --data FILE.txt -o TUNED"
     commands.append((tuned, "train the weights, too: slower, better quality"))
     if "self" in recipe.data.sources:
-        commands.append((f"tomoe convert {model} --data FILE.txt -o OUT", "train on text of your own"))
+        commands.append((f"tomoe convert {model} --data FILE.txt -o OUT", "convert with text of your own"))
     return commands

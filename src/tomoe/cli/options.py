@@ -83,7 +83,7 @@ Changes = Annotated[
     list[str] | None,
     typer.Option("--set", help="Set any key of the recipe (repeatable).", metavar="SECTION.KEY=VALUE"),
 ]
-Steps = Annotated[int | None, typer.Option("--steps", help="Training steps.")]
+Steps = Annotated[int | None, typer.Option("--steps", help="Steps to learn for.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Random seed.")]
 Data = Annotated[
     list[str] | None,

@@ -27,4 +27,8 @@ def train(
         check_memory(conversion, folds=False)
     with Screen() as screen, resumable(out):
         run_training(conversion, out, resume, force, screen.on_progress)
+    if not conversion.train.steps:
+        screen.say(
+            "Nothing was learned, because train.steps is 0: the run holds the start. --steps N learns from there."
+        )
     screen.say(f"The run is in {out}. Next: tomoe plan {options.quoted(out)} -o PLAN")

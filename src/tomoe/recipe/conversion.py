@@ -211,6 +211,10 @@ class Recipe(RunRecipe):
             values = {"repair": {"mode": "none"}} | values
         return _as_recorded(values), notes
 
+    def fitted_tokens(self) -> int:
+        """Tokens of the training text that the repair is fitted to, at most."""
+        return 0 if self.repair.mode == "none" else self.repair.tokens
+
     @model_validator(mode="after")
     def _form_that_fits(self) -> Self:
         """Overlapping experts where fine-grained ones have no place, unless the form was given; it still counts as not given."""
@@ -244,6 +248,11 @@ class Recipe(RunRecipe):
             raise UserError(
                 "experts.form = fine needs start = carved: calibration text decides which neurons form an expert, and "
                 "learning starts from there; set start to carved, or experts.form to overlapping"
+            )
+        if self.start == "random" and not self.train.steps:
+            raise UserError(
+                "start = random leaves random masks if nothing is learned (train.steps = 0); set train.steps (--steps), or "
+                "start to carved"
             )
         return self
 

@@ -11,12 +11,14 @@ from tomoe.recipe.base import BaseRecipe, Section
 
 # AdamW divides it by a tenth in the first step, and what comes out must be a float32.
 MAX_LEARNING_RATE = 1e37
+# Unless it is said how much: sampling more would take longer than most runs.
+MOST_TOKENS = 100_000
 
 
 class LoopSection(Section):
     """The training loop of any kind of run."""
 
-    steps: int = Field(default=500, ge=0)
+    steps: int = Field(default=0, ge=0)
     """Optimizer steps; 0 learns nothing."""
     batch_size: int = Field(default=1, ge=1)
     """Sequences per forward pass."""
@@ -60,8 +62,9 @@ class DataSection(Section):
     """Names, hub ids or local paths; several are mixed in equal parts by tokens. `self` samples from the dense model."""
     seq_len: int = Field(default=512, ge=8)
     """Tokens per sequence (context length)."""
-    tokens: int = Field(default=100_000, ge=1)
-    """Total tokens of training, calibration and evaluation; for `self`, tokens to sample."""
+    tokens: int = Field(default=0, ge=0)
+    """Total tokens of training, calibration and evaluation; for `self`, tokens to sample. 0: what calibration, evaluation and
+    repair take, and for steps more, until each token is read once or there are 100,000."""
     calibration_tokens: int = Field(default=8192, ge=1)
     """Tokens that the start is carved from."""
     evaluation_tokens: int = Field(default=16_384, ge=1)
@@ -76,7 +79,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _leave_something_to_train_on(self) -> Self:
-        if self.tokens <= self.calibration_tokens + self.evaluation_tokens:
+        if 0 < self.tokens <= self.calibration_tokens + self.evaluation_tokens:
             raise UserError(
                 f"data.tokens is {self.tokens}, but it should exceed data.calibration_tokens "
                 f"({self.calibration_tokens}) and data.evaluation_tokens ({self.evaluation_tokens}) together"
@@ -98,3 +101,22 @@ class RunRecipe(BaseRecipe):
     if TYPE_CHECKING:  # each kind of run declares these itself, after its other sections: keys keep that order
         train: LoopSection
         data: DataSection
+
+    def fitted_tokens(self) -> int:
+        """Tokens of the training text that are fitted to in closed form, at most."""
+        return 0
+
+    @model_validator(mode="after")
+    def _enough_text(self) -> Self:
+        """A number for `data.tokens` if it is 0; it still counts as not given."""
+        train, data = self.train, self.data
+        if data.tokens:
+            return self
+        least = data.calibration_tokens + data.evaluation_tokens + max(self.fitted_tokens(), data.seq_len)
+        read = train.steps * train.gradient_accumulation_steps * train.batch_size * data.seq_len
+        asked = min(data.calibration_tokens + data.evaluation_tokens + read, MOST_TOKENS)
+        chosen = data.model_copy(update={"tokens": max(least, asked)})
+        chosen.model_fields_set.discard("tokens")
+        # a frozen model is changed in its dictionary
+        self.__dict__["data"] = chosen
+        return self
