@@ -20,6 +20,7 @@ from tomoe.pruning.carving import (
     carve_,
     carve_mlp,
     confident_scale,
+    evened,
     spherical_kmeans,
     start_logits,
 )
@@ -85,6 +86,20 @@ def test_allocation_is_the_best_for_convex_losses() -> None:
         key=lambda u: sum(site.loss[n] for site, n in zip(sites, u, strict=True)),
     )
     assert tuple(units) == best
+
+
+@pytest.mark.parametrize(
+    ("units", "even"),
+    [
+        ([8, 6, 1, 2, 2], [8, 3, 3, 3, 2]),
+        ([1, 8, 5, 8], [3, 8, 3, 8]),
+        ([8, 8], [8, 8]),
+        ([1], [1]),
+    ],
+)
+def test_evened_numbers_keep_the_sum_and_what_is_whole(units: list[int], even: list[int]) -> None:
+    assert evened(units, most=8) == even
+    assert sum(even) == sum(units)
 
 
 def test_kmeans_finds_directions_and_no_length_matters() -> None:

@@ -321,6 +321,22 @@ def test_one_number_of_experts_for_all_layers_but_the_first(dense_layers: int) -
     assert [layer.top_k for layer in plan.layers] == [32] * whole + [10] * (3 - whole)
 
 
+def test_layers_get_equally_many_experts_or_what_lowers_their_error() -> None:
+    """Of the same sum, and those that the error leaves whole stay whole."""
+    model = make_pico("llama", intermediate_size=512, num_hidden_layers=4)
+    ids = tokens(4, 24)
+    text = ids, torch.ones_like(ids, dtype=torch.bool)
+    used = {}
+    for allocation in ("by_error", "equal"):
+        net = make_network(model, "off", form="fine", num_experts=32, expert_size=12, allocation=allocation)
+        carve_(net, model, *text, 0.6, seed=0)
+        used[allocation] = net.experts_per_token.tolist()
+    others = [(own, even) for own, even in zip(used["by_error"], used["equal"], strict=True) if own < 32]
+    assert sum(used["by_error"]) == sum(used["equal"])
+    assert len({own for own, _ in others}) > 2
+    assert max(even for _, even in others) - min(even for _, even in others) <= 1
+
+
 BLOCKS, SIZE, ALWAYS_ON = 6, 4, 5
 
 

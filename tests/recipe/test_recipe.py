@@ -216,6 +216,13 @@ def test_runs_from_before_there_were_forms_have_overlapping_experts() -> None:
     assert Recipe(**older) == Recipe(experts={"form": "overlapping"})
 
 
+@pytest.mark.parametrize(("form", "allocation"), [("fine", "by_error"), ("overlapping", "equal")])
+def test_runs_from_before_layers_were_equal_stay_what_they_were(form: str, allocation: str) -> None:
+    older = Recipe(experts={"form": form}).model_dump(mode="json")
+    del older["experts"]["allocation"]
+    assert Recipe(**older).experts.allocation == allocation
+
+
 @pytest.mark.parametrize(("pruning", "rotates"), [("off", True), ("static", False), ("per_token", False)])
 def test_runs_from_before_values_were_rotated_stay_what_they_were(pruning: str, rotates: bool, tmp_path: Path) -> None:
     """Their recipes hold every key but this one. Where attention is whole, it means nothing, and they resume."""

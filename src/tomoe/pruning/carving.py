@@ -154,6 +154,16 @@ def allocate(sites: Sequence[Ranking], budget: float) -> list[int]:
     return units
 
 
+def evened(units: Sequence[int], most: int) -> list[int]:
+    """Return as many units in all, equally many, up to one, for the sites that have fewer than `most`; the first get it."""
+    others = [i for i, n in enumerate(units) if n < most]
+    if not others:
+        return list(units)
+    each, left = divmod(sum(units[i] for i in others), len(others))
+    even = dict(zip(others, [each + 1] * left + [each] * (len(others) - left), strict=True))
+    return [even.get(i, n) for i, n in enumerate(units)]
+
+
 def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float, noise: Any) -> Float[Tensor, "*n size"]:
     """Return mask logits: LOGIT_SCALE x normal score of the rank, shifted so that sampling keeps `width` dims on average."""
     size = ranks.shape[-1]
@@ -319,7 +329,12 @@ def carve_(
             _set_start_(net.dims[i], torch.cat(starts))
     left = active * decoder_params(s) - spent
     if layout is not None:
-        top_ks = allocate(carving.mlps, left) if not uniform_width else uniform_top_ks(s, net.experts, layout)
+        if uniform_width:
+            top_ks = uniform_top_ks(s, net.experts, layout)
+        else:
+            top_ks = allocate(carving.mlps, left)
+            if net.experts.allocation == "equal":
+                top_ks = evened(top_ks, layout.num_experts)
         _set_fine_start_(net, carving, top_ks)
         return
     if uniform_width:

@@ -57,6 +57,9 @@ class ExpertsSection(Section):
     """Neurons of a fine-grained expert; 0: chosen so that the shared part takes about `shared` of a token's neurons."""
     shared: float = Field(default=0.4, ge=0, le=1)
     """For fine-grained experts without a given size: the share of a token's neurons that all tokens use."""
+    allocation: Literal["equal", "by_error"] = "equal"
+    """How many fine-grained experts of a token each layer gets: `by_error`, as many as lower its own error most; `equal`,
+    equally many (up to one) in every layer that `by_error` would not leave whole, as stock forms have them."""
     dense_layers: int = Field(default=1, ge=0)
     """For fine-grained experts of a stock target, where all other layers use equally many: so many of the first layers, which
     suffer most, stay whole."""
@@ -296,7 +299,8 @@ class Recipe(RunRecipe):
 
 
 _LATER: dict[str, tuple[str, Any]] = {
-    "rotate_values": ("attention", False), "compute_dtype": ("train", "stored"), "form": ("experts", "overlapping"),
+    "rotate_values": ("attention", False), "compute_dtype": ("train", "stored"), "allocation": ("experts", "by_error"),
+    "form": ("experts", "overlapping"),
 }  # fmt: skip
 """Keys that older versions did not record, with their section and what they would have said."""
 
@@ -315,8 +319,10 @@ def _as_recorded(values: dict[str, Any]) -> dict[str, Any]:
             return values
     for key, (name, meaning) in _LATER.items():
         given = values.get(name)
-        # whole attention has no values to rotate
-        unused = key == "rotate_values" and isinstance(given, Mapping) and given["pruning"] == "off"
-        if isinstance(given, Mapping) and key not in given and not unused:
+        if not isinstance(given, Mapping) or key in given:
+            continue
+        # whole attention has no values to rotate, and overlapping experts are chosen one at a time
+        whole, overlapping = given.get("pruning") == "off", given.get("form", "overlapping") == "overlapping"
+        if not (key == "rotate_values" and whole) and not (key == "allocation" and overlapping):
             values = values | {name: dict(given) | {key: meaning}}
     return values
