@@ -309,8 +309,8 @@ def carve_(
 ) -> None:
     """Give `net` a carved start: its noise-free plan meets the active fraction `active`, and so does sampling on average.
 
-    `uniform_width` makes all layers equally wide; otherwise each is as wide as it needs. Raises UserError if fine-grained
-    experts cannot meet the budget.
+    `uniform_width` makes all layers exactly equally wide, as stock targets need it; otherwise `experts.allocation` decides.
+    Raises UserError if fine-grained experts cannot meet the budget.
     """
     s, pruned = net.shape, net.attention.pruning != "off"
     choices, dims = attention_units(s, net.attention, active)
@@ -328,19 +328,16 @@ def carve_(
             starts = [start_logits(_ranks(t), n, *_noise(net)) for t, n in ((values, dims), (qk, choices))]
             _set_start_(net.dims[i], torch.cat(starts))
     left = active * decoder_params(s) - spent
+    units = [] if uniform_width else allocate(carving.mlps, left)
+    if net.experts.allocation == "equal":
+        units = evened(units, len(carving.mlps[0].params) - 1)
     if layout is not None:
-        if uniform_width:
-            top_ks = uniform_top_ks(s, net.experts, layout)
-        else:
-            top_ks = allocate(carving.mlps, left)
-            if net.experts.allocation == "equal":
-                top_ks = evened(top_ks, layout.num_experts)
-        _set_fine_start_(net, carving, top_ks)
+        _set_fine_start_(net, carving, units or uniform_top_ks(s, net.experts, layout))
         return
     if uniform_width:
         widths = [max(1, round(left / (s.num_layers * mlp_params(s, 1))))] * s.num_layers
     else:
-        widths = [units * net.experts.width_multiple for units in allocate(carving.mlps, left)]
+        widths = [n * net.experts.width_multiple for n in units]
     for i, (router, mlp) in enumerate(zip(carving.routers, carving.mlps, strict=True)):
         width = min(widths[i], s.mlp_size)
         net.routers[i].weight.copy_(router)

@@ -58,8 +58,8 @@ class ExpertsSection(Section):
     shared: float = Field(default=0.4, ge=0, le=1)
     """For fine-grained experts without a given size: the share of a token's neurons that all tokens use."""
     allocation: Literal["equal", "by_error"] = "equal"
-    """How many fine-grained experts of a token each layer gets: `by_error`, as many as lower its own error most; `equal`,
-    equally many (up to one) in every layer that `by_error` would not leave whole, as stock forms have them."""
+    """How many neurons of a token a carved start gives each layer: `by_error`, as many as lower its own error most; `equal`,
+    equally many (up to one expert, or one `width_multiple`) to every layer that `by_error` would not leave whole."""
     dense_layers: int = Field(default=1, ge=0)
     """For fine-grained experts of a stock target, where all other layers use equally many: so many of the first layers, which
     suffer most, stay whole."""
@@ -321,8 +321,8 @@ def _as_recorded(values: dict[str, Any]) -> dict[str, Any]:
         given = values.get(name)
         if not isinstance(given, Mapping) or key in given:
             continue
-        # whole attention has no values to rotate, and overlapping experts are chosen one at a time
-        whole, overlapping = given.get("pruning") == "off", given.get("form", "overlapping") == "overlapping"
-        if not (key == "rotate_values" and whole) and not (key == "allocation" and overlapping):
+        # whole attention has no values to rotate, and a random start gives layers nothing
+        whole, random = given.get("pruning") == "off", values.get("start") == "random"
+        if not (key == "rotate_values" and whole) and not (key == "allocation" and random):
             values = values | {name: dict(given) | {key: meaning}}
     return values
