@@ -26,7 +26,7 @@ Lines go to OUT/baselines.jsonl, and those that are there are not made again; ta
 
     python benchmarks/baselines.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5] [--tokens 32768]
         [--only ROW,ROW] [--plan NAME=FOLDER ...] [--model NAME=FOLDER ...] [--tasks piqa,arc_easy --task-dir TASKS --limit 100]
-        [--dtype bfloat16] [--speed]
+        [--dtype bfloat16] [--set section.key=value ...] [--speed]
 """
 
 from __future__ import annotations
@@ -454,7 +454,8 @@ def main() -> None:
     parser.add_argument("--tasks", default="")
     parser.add_argument("--task-dir", type=Path)
     parser.add_argument("--limit", type=int)
-    parser.set_defaults(attention="off", set=[])
+    parser.add_argument("--set", action="append", default=[], help="a key of the recipe (repeatable)")
+    parser.set_defaults(attention="off")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     baselines = Baselines(args)

@@ -90,7 +90,7 @@ def test_too_little_memory_is_said_with_what_would_help(
 ) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
     monkeypatch.setattr(doctor, "available_memory", lambda device: estimate.AvailableMemory(free * 10**6, 0))
-    outcome = tomoe("doctor", deep, "--trial")
+    outcome = tomoe("doctor", deep, "--trial", "--steps", "10")
     assert outcome.code == 2
     assert "too little free memory for " in outcome.err.splitlines()[-1]
     assert "700 MB" in outcome.out
@@ -107,7 +107,7 @@ def test_nothing_runs_unless_it_is_requested(deep: Path, monkeypatch: pytest.Mon
 def test_progress_counts_the_trials(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
     progress: list[tuple[str, int, int]] = []
-    recipe = Recipe.load(None, [f"model={deep}", "repair.mode=none"])
+    recipe = Recipe.load(None, [f"model={deep}", "train.steps=10", "repair.mode=none"])
     doctor.examine(recipe, lambda stage, i, n, _: progress.append((stage, i, n)), trials=True)
     assert progress == [("trying on few layers", i, 6) for i in range(7)]
 
@@ -131,7 +131,8 @@ def test_a_budget_out_of_reach_needs_no_trial(tomoe: CommandLine, deep: Path) ->
 
 def test_what_it_prints_as_json(tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_try", linear)
-    outcome = tomoe("doctor", deep, "--trial", "--json", "--active", "0.6", "--set", "repair.mode=full")
+    settings = ["--steps", "10", "--set", "repair.mode=full"]
+    outcome = tomoe("doctor", deep, "--trial", "--json", "--active", "0.6", *settings)
     assert outcome.code == 0
     found = json.loads(outcome.out)
     assert found["sizes"]["shape"]["num_layers"] == 20
@@ -152,4 +153,7 @@ def test_a_model_that_is_read_layer_by_layer(tomoe: CommandLine, deep: Path, mon
     monkeypatch.setattr(doctor, "available_memory", lambda device: estimate.AvailableMemory(650 * 10**6, 0))
     assert "too little free memory for fold\n" in tomoe("doctor", deep, "--trial", *values).err
     monkeypatch.setattr(doctor, "available_memory", lambda device: estimate.AvailableMemory(300 * 10**6, 0))
-    assert "with offload=true, train.steps=0" in tomoe("doctor", deep, "--trial").err
+    err = tomoe("doctor", deep, "--trial").err
+    assert "; with offload=true and a text of your own, carving holds one layer at a time" in " ".join(err.split())
+    err = tomoe("doctor", deep, "--trial", "--steps", "10", "--set", "data.sources=text.txt").err
+    assert "; with offload=true, train.steps=0, carving holds one layer at a time" in " ".join(err.split())

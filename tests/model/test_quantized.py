@@ -221,7 +221,8 @@ def test_what_cannot_be_packed(tmp_path: Path) -> None:
 
 def test_the_doctor_knows_packed_bases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As remedies if training does not fit and the library is installed; carving then reads layer by layer."""
-    recipe = Recipe(model=str(write_pico(tmp_path / "dense", **SIZES | {"num_hidden_layers": 20})))
+    dense = write_pico(tmp_path / "dense", **SIZES | {"num_hidden_layers": 20})
+    recipe = Recipe.load(None, [f"model={dense}", "train.steps=10"])
 
     def cost(trial: Trial) -> StageCost:
         layers = int(Path(trial.folder).name)

@@ -47,10 +47,13 @@ def doctor(
     if not diagnosis.estimates:
         lacking = [need.stage for need in diagnosis.least if need.total > (available.device_memory or available.memory)]
     if lacking:
+        steps = conversion.train.steps
         hint = f"; training would fit with {' or '.join(diagnosis.remedies)}" if diagnosis.remedies else ""
         if "carve" in lacking and not conversion.offload:
-            hint += "; with offload=true, train.steps=0 and a text of your own, carving holds one layer at a time"
-        elif not trial:
+            settings = "offload=true, train.steps=0" if steps else "offload=true"
+            text = " and a text of your own" if "self" in conversion.data.sources else ""
+            hint += f"; with {settings}{text}, carving holds one layer at a time"
+        elif steps and not trial:
             hint += "; --trial looks for settings that fit"
         raise UserError(f"this machine has too little free memory for {', '.join(lacking)}{hint}")
 
