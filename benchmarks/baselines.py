@@ -44,7 +44,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullLocator
 from repair import Bench
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -405,8 +405,11 @@ def use(line: Line) -> dict[str, str]:
 def figure(lines: Sequence[Line]) -> CaptionedFigure:
     """KL of every row on the test text: one line for each row, one color for each budget, hollow before repair."""
     cut = [line for line in lines if line["active"] < 1]
-    best = {name: min(line["test_kl"] for line in cut if line["row"] == name) for name in {line["row"] for line in cut}}
-    names = sorted(best, key=lambda name: -best[name])
+    best: dict[str, tuple[float, float]] = {}  # at the smallest budget of each row, which nearly all rows share
+    for line in cut:
+        key = (line["active"], line["test_kl"])
+        best[line["row"]] = min(best.get(line["row"], key), key)
+    names = sorted(best, key=lambda name: -best[name][1])
     budgets = sorted({line["active"] for line in cut}, reverse=True)
     drawn, (axes,) = canvas(1.3 + 0.28 * len(names))
     for n, active in enumerate(budgets):
@@ -420,10 +423,10 @@ def figure(lines: Sequence[Line]) -> CaptionedFigure:
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("KL to the dense model on the test text, nats")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)  # over the long names, too
     said = "; ".join(
         f"{line['row']}{' repaired' if line['repair_tokens'] else ''} at {line['active']:.0%}: {line['test_kl']:.3f}"
         for line in cut
