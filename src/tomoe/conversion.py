@@ -5,7 +5,6 @@ recipe -> RUN (recipe, corpus, metrics, masks/step-N) -> PLAN (plan.json, plan.s
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import torch
@@ -39,7 +38,7 @@ from tomoe.recipe.run import RunRecipe
 from tomoe.report.card import write_card
 from tomoe.report.summary import shown_name
 from tomoe.training import tracking
-from tomoe.training.cost import write_cost
+from tomoe.training.cost import Stopwatch, write_cost
 from tomoe.training.loop import Training, check_accumulation
 from tomoe.training.run_folder import RunFolder
 
@@ -134,7 +133,7 @@ def train(
     run, base = RunFolder(out), BaseWeights.of(recipe)
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
     model, _, corpus = begin(recipe, base, run, resumes, on_progress)
-    _train(recipe, base, model, corpus, run, on_progress)
+    _train(recipe, base, model, corpus, run, Stopwatch(), on_progress)
     return out
 
 
@@ -144,6 +143,7 @@ def _train(
     model: PreTrainedModel,
     corpus: Corpus,
     run: RunFolder,
+    watch: Stopwatch,
     on_progress: ProgressCallback,
 ) -> MaskNetwork:
     net = empty_network(recipe, model)
@@ -152,7 +152,10 @@ def _train(
         reads_weights = recipe.start == "carved" or net.rotates_values
         readable = base.original() if base.quantization != "none" and reads_weights else model
         start_(net, recipe, readable, corpus.calibration, on_progress)
+        watch.ended("carving" if recipe.start == "carved" else "start")
     run_training(Training(model, net, recipe, corpus, run, mask_step(model, net, recipe)), recipe, "train", on_progress)
+    if recipe.train.steps:
+        watch.ended("learning")
     return net
 
 
@@ -304,11 +307,10 @@ def convert_dense(
     run, base = RunFolder(out / "run"), BaseWeights.of(recipe)
     refuse_overwriting(out, force, recipe.model, resume)
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
-    started = time.perf_counter()
+    watch = Stopwatch()
     model, tokenizer, corpus = begin(recipe, base, run, resumes, on_progress, same_text)
-    text_ready = time.perf_counter()
-    net = _train(recipe, base, model, corpus, run, on_progress)
-    learned = time.perf_counter()
+    watch.ended("text")
+    net = _train(recipe, base, model, corpus, run, watch, on_progress)
 
     def extract() -> tuple[Plan, PreTrainedModel]:
         original, weights = model if base.is_original else base.original(), run.origin_fingerprint()
@@ -318,12 +320,15 @@ def convert_dense(
 
     # ranks repair together; without repair rank 0 finishes alone
     together = extract() if recipe.repair.mode != "none" else None
+    if together:
+        watch.ended("repair")
 
     def finish() -> None:
         extracted, original = together or extract()
         save_conversion(extracted, base.stored_(original), tokenizer, out, force or resumes)
         forget_repair(run.path)
-        write_cost(run.path / "cost.json", recipe.train, original, corpus, (started, text_ready, learned), resumes)
+        watch.ended("folding")
+        write_cost(run.path / "cost.json", recipe.train, original, corpus, watch, resumes)
 
     distributed.on_rank_zero(finish)
     return Plan.load(out), model if base.is_original else None

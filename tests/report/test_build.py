@@ -20,7 +20,7 @@ def test_a_report_is_made_again_from_what_was_measured(tomoe: CommandLine, tmp_p
     made = tomoe("convert", tmp_path / "dense", "-o", out, *texts, *small())
     assert made.code == 0, made.err
     cost = json.loads((out / "run" / "cost.json").read_text())
-    assert set(cost["seconds"]) == {"text", "learning", "folding"}
+    assert set(cost["seconds"]) == {"text", "carving", "learning", "repair", "folding"}
     assert cost["tokens"]["learning"] == 4 * 16
     assert cost["tokens"]["text"] > 128
     assert cost["peak_memory_bytes"] > 1e7

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report.card import write_card
 from tomoe.report.summary import shown_name
 from tomoe.training import tracking
-from tomoe.training.cost import write_cost
+from tomoe.training.cost import Stopwatch, write_cost
 from tomoe.training.loop import Training, check_accumulation
 from tomoe.training.run_folder import RunFolder
 from tomoe.training.teacher import TeacherCache, hidden_states
@@ -115,7 +114,7 @@ def finetune(
     tracking.check(recipe.report_to)
     check_accumulation(recipe)
     check_adapters(recipe)
-    origin, started = Origin.of(recipe), time.perf_counter()
+    origin, watch = Origin.of(recipe), Stopwatch()
     dense = None
     if recipe.loss.objective == "kl" or SELF in recipe.data.sources:
         dense = origin.open_dense(recipe)
@@ -130,13 +129,14 @@ def finetune(
     sampled = text() if distributed.world_size() > 1 and SELF in recipe.data.sources else None
     distributed.on_rank_zero(lambda: _begin(recipe, run, resumed, origin, sampled or text()))
     corpus = Corpus.load(run.corpus)
-    text_ready = time.perf_counter()
+    watch.ended("text")
     student = _train(recipe, origin, dense, corpus, run, on_progress)
-    trained = time.perf_counter()
+    watch.ended("learning")
 
     def finish() -> None:
         save(student, recipe, origin, corpus, tokenizer, out, force or resumed)
-        write_cost(run.path / "cost.json", recipe.train, student.model, corpus, (started, text_ready, trained), resumed)
+        watch.ended("folding")
+        write_cost(run.path / "cost.json", recipe.train, student.model, corpus, watch, resumed)
 
     distributed.on_rank_zero(finish)
     return Plan.load(out)

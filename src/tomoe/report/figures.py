@@ -292,8 +292,8 @@ def cost_figure(cost: Mapping[str, Any]) -> CaptionedFigure | None:
         "cost",
         "What the conversion took",
         "Bar chart of seconds by stage: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()) + ".",
-        f"{'; '.join(facts)}. Look for the longest bar: fewer steps or tokens shorten learning, a file of text shortens "
-        "the first.",
+        f"{'; '.join(facts)}. Look for the longest bar: a file of text shortens the first, fewer tokens shorten the repair, "
+        "and fewer steps or tokens shorten learning.",
         figure,
     )
 

@@ -15,34 +15,35 @@ from tomoe.files import atomic_write
 from tomoe.recipe.run import LoopSection
 
 
+class Stopwatch:
+    """Wall seconds of each stage, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def ended(self, stage: str) -> None:
+        """Count the time since the last call, or since the start, as `stage`."""
+        now = time.perf_counter()
+        self.seconds[stage] = now - self._last
+        self._last = now
+
+
 def write_cost(
-    path: Path,
-    loop: LoopSection,
-    model: PreTrainedModel,
-    corpus: Corpus,
-    times: tuple[float, float, float],
-    resumed: bool,
+    path: Path, loop: LoopSection, model: PreTrainedModel, corpus: Corpus, watch: Stopwatch, resumed: bool
 ) -> None:
     """Write wall seconds by stage, tokens, peak memory of process 0 (bytes) and the device to `path` (cost.json).
 
-    `times` are `time.perf_counter()` at the start, after the text and after learning. Peak memory is null if the system
-    does not report it; the seconds of a resumed run count from the resume.
+    Peak memory is null if the system does not report it; the seconds of a resumed run count from the resume.
     """
     device = model.device.type
-    started, text_ready, learned = times
+    tokens = {"text": sum(part.tokens for part in (corpus.train, corpus.calibration, corpus.evaluation))}
+    if loop.steps:
+        sequences = loop.steps * loop.batch_size * loop.gradient_accumulation_steps
+        tokens["learning"] = sequences * corpus.train.input_ids.shape[1]
     cost = {
-        "seconds": {
-            "text": text_ready - started,
-            "learning": learned - text_ready,
-            "folding": time.perf_counter() - learned,
-        },
-        "tokens": {
-            "text": sum(part.tokens for part in (corpus.train, corpus.calibration, corpus.evaluation)),
-            "learning": loop.steps
-            * loop.batch_size
-            * loop.gradient_accumulation_steps
-            * corpus.train.input_ids.shape[1],
-        },
+        "seconds": watch.seconds,
+        "tokens": tokens,
         "peak_memory_bytes": peak_memory(),
         "device_peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
