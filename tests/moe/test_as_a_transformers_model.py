@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
@@ -19,7 +19,7 @@ from tomoe.exporting.targets import Options, choose, write_export
 from tomoe.model.loading import load_dense
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM, ToMoEModel
+from tomoe.moe.modeling_tomoe import CACHE, ToMoEConfig, ToMoEForCausalLM, ToMoEModel
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -102,9 +102,34 @@ def test_a_sliding_window_switched_by_the_config_reaches_masks_and_caches(slides
     assert bool(last[..., -1, :5].any()) != slides
     cache = DynamicCache(config=moe.config)
     for i in range(8):
-        stepwise = moe(ids[:, i : i + 1], past_key_values=cache).logits
+        stepwise = moe(ids[:, i : i + 1], **{CACHE: cache}).logits
     assert [layer.keys.shape[-2] for layer in cache.layers] == [8, 2 if slides else 8]
     torch.testing.assert_close(stepwise[:, -1], moe(ids).logits[:, -1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_is_used_by_its_old_and_its_new_name(family: str, name: str) -> None:
+    """transformers calls the argument `cache` from 5.24 on; code that is older or newer says either."""
+    moe, ids = converted(family, "static"), tokens(1, 8)
+    for model, expected in ((moe.model, moe.model(ids).last_hidden_state), (moe, moe(ids).logits)):
+        cache = DynamicCache(config=moe.config)
+        model(ids[:, :5], **{name: cache})
+        rest = model(ids[:, 5:], **{name: cache})
+        assert rest[CACHE] is cache
+        assert cache.get_seq_length() == 8
+        torch.testing.assert_close(rest[0], expected[:, 5:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["static", "per_token"])
+def test_continuous_batching_writes_what_generate_writes(attention: str) -> None:
+    """Its paged cache is laid out by the dense head width, also under sdpa."""
+    moe, ids = converted("llama", attention), tokens(2, 7)
+    settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    rows = [moe.generate(row[None], generation_config=settings)[0, 7:].tolist() for row in ids]
+    batch = moe.generate_batch(ids.tolist(), generation_config=settings)
+    assert sorted(out.generated_tokens for out in batch.values()) == sorted(rows)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

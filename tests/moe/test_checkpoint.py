@@ -21,7 +21,7 @@ from tomoe.errors import UserError
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.moe.modeling_tomoe import CACHE, ToMoEForCausalLM
 from tomoe.plan import Plan
 
 
@@ -96,7 +96,7 @@ def test_neurons_are_stored_once_and_dropped_dims_not_at_all(family: str, tmp_pa
 def test_the_cache_shrinks_with_the_keys() -> None:
     moe, plan = converted("llama", "static")
     with torch.no_grad():
-        cache = moe(tokens(2, 12), use_cache=True).past_key_values
+        cache = moe(tokens(2, 12), use_cache=True)[CACHE]
     for i, layer in enumerate(cache.layers):
         assert layer.keys.shape == (2, plan.shape.num_kv_heads, 12, plan.counts[i].qk_dims)
         assert layer.values.shape == (2, plan.shape.num_kv_heads, 12, plan.layers[i].value_top_k)

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from conftest import make_pico, make_plan, tokens
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEMLP, choose_backend
+from tomoe.moe.modeling_tomoe import CACHE, EXPERT_BACKENDS, ToMoEMLP, choose_backend
 
 ROUNDOFF = 2.0**-8  # of bfloat16
 
@@ -280,6 +280,6 @@ def test_a_step_with_a_static_cache_compiles_without_a_break() -> None:
     cache = StaticCache(moe.config, max_cache_len=8)
     with torch.no_grad():
         expected = moe(ids, use_cache=False).logits
-        moe(ids[:, :4], past_key_values=cache)
-        y = step(ids[:, 4:], past_key_values=cache, position_ids=torch.tensor([[4], [4]])).logits
+        moe(ids[:, :4], **{CACHE: cache})
+        y = step(ids[:, 4:], position_ids=torch.tensor([[4], [4]]), **{CACHE: cache}).logits
     torch.testing.assert_close(y[:, 0], expected[:, 4], atol=1e-5 * float(expected.abs().max()), rtol=0)

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.model.shape import head_dim, num_kv_heads
+from tomoe.model.structure import CACHE
 from tomoe.progress import StageCallback, no_stage_progress
 
 _ATTENTION = "tomoe_single_query"
@@ -113,8 +114,8 @@ def _write_rows(
             logits = model(
                 input_ids=ids[:, step - 1 : step].to(model.device),
                 attention_mask=_cache_mask(step, model.device),
-                past_key_values=cache,
                 logits_to_keep=1,
+                **{CACHE: cache},
             ).logits[:, -1, : len(tokenizer)]
             sampled = sample_from_logits(logits, draws.uniforms[step].to(logits.device)).cpu()
         forced = beginning[position.clamp(max=len(opening))]

@@ -24,6 +24,7 @@ from transformers import DynamicCache
 
 from tomoe.evaluation.timings import Cell
 from tomoe.evaluation.usage import ExpertCounter
+from tomoe.model.structure import CACHE
 from tomoe.progress import StageCallback, no_stage_progress
 
 STEPS = 4  # tokens that one timed run decodes
@@ -64,7 +65,7 @@ def prefill(model: Any, ids: Int[Tensor, "B S"]) -> Kept:
     """
     cache, output = DynamicCache(), model.get_output_embeddings()
     with output.register_forward_pre_hook(lambda _, x: (x[0].clone(memory_format=torch.contiguous_format), *x[1:])):
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
     return [(layer.keys, layer.values) for layer in cast(Any, cache).layers]
 
 
@@ -85,7 +86,7 @@ def decode(model: Any, kept: Kept, ids: Int[Tensor, "B K"]) -> float:
 
 def _steps(model: Any, cache: DynamicCache, ids: Int[Tensor, "B K"]) -> None:
     for column in ids.split(1, 1):
-        model(column, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(column, use_cache=True, logits_to_keep=1, **{CACHE: cache})
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -119,9 +120,9 @@ def count_flops(model: Any, ids: Int[Tensor, "1 S"]) -> tuple[int, int]:
     """Count operations (multiplications and additions) of matrix products: to prefill one row, and of one step after it."""
     cache = DynamicCache()
     with _expert_by_expert(model), FlopCounterMode(display=False) as whole:
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
     with _expert_by_expert(model), FlopCounterMode(display=False) as step:
-        model(ids[:, -1:], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids[:, -1:], use_cache=True, logits_to_keep=1, **{CACHE: cache})
     return whole.get_total_flops(), step.get_total_flops()
 
 
@@ -139,7 +140,7 @@ def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: Kept = ()) -> int:
     with ExpertCounter(model) as counter:
         if not counter.routers:
             return total
-        model(ids, past_key_values=_cache(kept), use_cache=True, logits_to_keep=1)
+        model(ids, use_cache=True, logits_to_keep=1, **{CACHE: _cache(kept)})
         for layer in model.model.layers:
             used = counter.chosen[layer.mlp.router].any(0).cpu()
             union = layer.mlp.up_proj.shape[0]

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tomoe.errors import UserError
 from tomoe.model import shape
@@ -29,6 +30,8 @@ from tomoe.model.shape import ModelShape
 MLP_LAYOUTS = (("gate_proj", "up_proj", "down_proj"), (None, "fc1", "fc2"), (None, "up_proj", "down_proj"))
 OUTPUT_NAMES = ("o_proj", "dense", "out_proj")
 PROBE_TOKENS = 32
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""What models call the cache among their arguments: transformers renamed it in 5.24."""
 
 # nn.Linear, or a quantized or adapted one in its place: weight, bias, in_features and a call
 Linear = Any

@@ -22,10 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple
 
+# What the family's own code calls the cache: transformers renamed argument and output in 5.24. Callers may use either name.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 LAYER_SIZES = ("expert_sizes", "union_sizes", "shared_sizes", "experts_per_token", "rotary_pairs", "qk_dims", "value_dims",
                "value_top_k")  # fmt: skip
 
@@ -225,10 +228,9 @@ class ToMoEAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        lead = hidden_states.shape[:-1]
+        lead, cache = hidden_states.shape[:-1], kwargs.pop(CACHE, None)
         q = self.rms_norm(self.q_proj(hidden_states).view(*lead, -1, self.qk_size), self.q_norm).transpose(1, 2)
         k = self.rms_norm(self.k_proj(hidden_states).view(*lead, -1, self.qk_size), self.k_norm).transpose(1, 2)
         v = self.v_proj(hidden_states).view(*lead, -1, self.value_size)
@@ -242,13 +244,14 @@ class ToMoEAttention(nn.Module):
         kept = slice(pairs) if 2 * pairs == position_embeddings[0].shape[-1] else self.rotary_ids.long()
         cos, sin = (t[..., kept].unsqueeze(1) for t in position_embeddings)
         q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        # FlashAttention needs equal widths in multiples of 8 (and crops a wider V in silence), and serving engines lay out
-        # their caches by the config's head_dim. The dense width suits all of them, and trailing zeros change no product.
+        # FlashAttention needs equal widths in multiples of 8 (and crops a wider V in silence), and engines and paged caches lay
+        # out their memory by the config's head_dim. The dense width suits all of them, and trailing zeros change no product.
         implementation = self.config._attn_implementation
-        if implementation not in ("eager", "sdpa"):
+        if implementation not in ("eager", "sdpa") or not isinstance(cache, Cache | None):
             q, k, v = (F.pad(t, (0, self.head_dim - t.shape[-1])) for t in (q, k, v))
+        if cache is not None:
+            # a paged cache (continuous batching) writes into `kwargs` what its attention reads
+            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
         kwargs |= dict(dropout=dropout, scaling=self.scaling, sliding_window=self.sliding_window)
@@ -404,7 +407,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
     config_class = ToMoEConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [CACHE]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -475,13 +478,9 @@ class ToMoEPreTrainedModel(PreTrainedModel):
 
 
 def share_children_(model: nn.Module, family: nn.Module) -> None:
-    """Give `model` the children of `family`, in one dict that both hold, and `family` itself as a plain attribute.
-
-    So the family's forward runs on modules whose names read `layers.0.mlp...`, as in any decoder, and whatever replaces
-    a part of one (an engine, a quantizer) replaces it in both. `Module.__setattr__` would make `family` a child, and
-    every parameter would have a second name; therefore `object.__setattr__`.
-    """
+    """Give `model` the children of `family`, so that names read `layers.0.mlp...` and who replaces one replaces it in both."""
     model._modules = family._modules
+    # `Module.__setattr__` would make `family` a child, and every parameter would have a second name.
     object.__setattr__(model, "family", family)
 
 
@@ -535,11 +534,12 @@ class ToMoEModel(ToMoEPreTrainedModel):
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_router_logits: bool | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
         kwargs |= dict(
-            attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds, use_cache=use_cache, return_dict=True,
+            attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds, use_cache=use_cache,
+            return_dict=True, **{CACHE: past_key_values if cache is None else cache},
         )  # fmt: skip
         attends = self.config.output_attentions if output_attentions is None else output_attentions
         routes = self.config.output_router_logits if output_router_logits is None else output_router_logits
@@ -597,25 +597,26 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Any = None,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
+        past = past_key_values if cache is None else cache
         outputs: BaseModelOutputWithPast = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True, **kwargs
-        )  # fmt: skip
+            input_ids, attention_mask, position_ids, past, inputs_embeds, use_cache, return_dict=True, **kwargs
+        )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = cast(Tensor, outputs.last_hidden_state)[:, kept, :]
         # A tensor of its own: for a slice PyTorch copies the whole output matrix on a CPU.
         logits = self.lm_head(hidden.clone(memory_format=torch.contiguous_format))
-        routed = getattr(outputs, "router_logits", None)
-        loss = balance = None
-        if routed is not None:
-            balance = balance_loss(routed, attention_mask, [layer.mlp.top_k for layer in self.model.layers])
+        loss, routed = None, getattr(outputs, "router_logits", None)
+        top_ks = [layer.mlp.top_k for layer in self.model.layers]
+        balance = None if routed is None else balance_loss(routed, attention_mask, top_ks)
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             loss = loss if balance is None else loss + self.config.router_aux_loss_coef * balance.to(loss.device)
         return MoeCausalLMOutputWithPast(
-            loss=loss, aux_loss=balance, logits=logits, past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states, attentions=outputs.attentions, router_logits=routed,
+            loss=loss, aux_loss=balance, logits=logits, hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions, router_logits=routed, **{CACHE: getattr(outputs, CACHE)},
         )  # fmt: skip
 
 
