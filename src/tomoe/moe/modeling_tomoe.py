@@ -608,9 +608,10 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
         hidden = cast(Tensor, outputs.last_hidden_state)[:, kept, :]
         # A tensor of its own: for a slice PyTorch copies the whole output matrix on a CPU.
         logits = self.lm_head(hidden.clone(memory_format=torch.contiguous_format))
-        loss, routed = None, getattr(outputs, "router_logits", None)
-        top_ks = [layer.mlp.top_k for layer in self.model.layers]
-        balance = None if routed is None else balance_loss(routed, attention_mask, top_ks)
+        routed = getattr(outputs, "router_logits", None)
+        loss = balance = None
+        if routed is not None:
+            balance = balance_loss(routed, attention_mask, [layer.mlp.top_k for layer in self.model.layers])
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             loss = loss if balance is None else loss + self.config.router_aux_loss_coef * balance.to(loss.device)
@@ -621,10 +622,8 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
 
 
 # Ways to run the experts: x [T, D] and expert_ids [T, k] -> y [T, D], without the bias of `down`.
-# Activations that `masked` holds at once.
-MASKED_ELEMENTS = 2**22
-# Neurons from which on a slice beats gathering; neurons gathered at once.
-LONG_RUN, GATHER_SIZE = 128, 512
+# Activations that `masked` holds at once; neurons from which on a slice beats gathering; neurons gathered at once.
+MASKED_ELEMENTS, LONG_RUN, GATHER_SIZE = 2**22, 128, 512
 
 
 def run_masked(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -46,10 +46,10 @@ def learning_rate(train: LoopSection, step: int) -> float:
     return train.learning_rate * warmup * decay
 
 
-def make_optimizer(net: nn.Module, train: LoopSection) -> torch.optim.AdamW:
-    """Return AdamW for the trainable parameters."""
+def make_optimizer(net: nn.Module, train: LoopSection, fused: bool = False) -> torch.optim.AdamW:
+    """Return AdamW for the trainable parameters; `fused` updates them in one pass over memory, rounding slightly differently."""
     trainable = [p for p in net.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trainable, lr=train.learning_rate, weight_decay=train.weight_decay)
+    return torch.optim.AdamW(trainable, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused or None)
 
 
 def check_accumulation(recipe: RunRecipe) -> None:
@@ -65,7 +65,7 @@ def check_accumulation(recipe: RunRecipe) -> None:
 class Training:
     """One run: the trainable modules `net`, their optimizer and the number of steps done. `model` is the model that runs.
 
-    Raises UserError as `check_accumulation` does.
+    `fused` is that of `make_optimizer`. Raises UserError as `check_accumulation` does.
     """
 
     def __init__(
@@ -76,10 +76,11 @@ class Training:
         corpus: BatchSource,
         run: RunFolder,
         step_fn: StepFn,
+        fused: bool = False,
     ):
         check_accumulation(recipe)
         self.model, self.net, self.recipe, self.corpus, self.run = model, net, recipe, corpus, run
-        self.optimizer, self.step_fn = make_optimizer(net, recipe.train), step_fn
+        self.optimizer, self.step_fn = make_optimizer(net, recipe.train, fused), step_fn
         self.step, self.nonfinite_steps = 0, 0
         self.saved, self.updating = -1, False
 

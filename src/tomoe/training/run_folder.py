@@ -52,12 +52,14 @@ def optimizer_tensors(optimizer: Optimizer, net: nn.Module) -> dict[str, Tensor]
 
 def restore_optimizer(optimizer: Optimizer, net: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Invert `optimizer_tensors`. Raises ValueError for moments of another shape than their parameter."""
+    # a fused update reads the step counts where the moments are, others on the CPU
+    fused = bool(optimizer.defaults.get("fused"))
     for name, p in net.named_parameters():
         moments = {key.removeprefix(name + "."): t for key, t in tensors.items() if key.rpartition(".")[0] == name}
         if any(t.shape not in (p.shape, ()) for t in moments.values()):
             raise ValueError(f"the moments of {name} are not of its shape")
         if moments:
-            optimizer.state[p] = {k: t.to(p.device) if k != "step" else t for k, t in moments.items()}
+            optimizer.state[p] = {k: t.to(p.device) if fused or k != "step" else t for k, t in moments.items()}
 
 
 class RunFolder:
