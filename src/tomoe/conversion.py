@@ -233,7 +233,7 @@ def finish_plan(
     extracted = Plan(bare.shape, bare.layers, weights, config, recipe.model_dump(mode="json"), notes)
     if recipe.repair.mode == "none":
         return extracted
-    text = corpus.train.truncate(recipe.repair.tokens)
+    text = corpus.fitting_text(recipe.repair.tokens)
     return repair_plan(extracted, model, text.input_ids, text.mask, recipe.repair, on_progress, folder, stored)
 
 

@@ -374,6 +374,18 @@ def test_a_planted_structure_is_found(seed: int) -> None:
     assert float(start.loss[1]) < 0.02 * float(start.loss[0])
 
 
+def test_activations_stay_as_they_are_and_may_be_bfloat16() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, h, down = (torch.randn(*shape, generator=generator) for shape in ((400, 16), (400, 40), (16, 40)))
+    weight, layout = torch.rand(400, generator=generator), FineLayout(8, 4, 8, 2)
+    stored = h.bfloat16()
+    start = carve_fine(x, stored, weight, down, layout, seed=0)
+    same = carve_fine(x, h.bfloat16().float(), weight, down, layout, seed=0)
+    assert torch.equal(stored, h.bfloat16())
+    for name, tensor in vars(start).items():
+        assert torch.equal(tensor, getattr(same, name)), name
+
+
 def test_moving_neurons_to_the_tokens_that_need_them_lowers_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the clusters mix blocks, because there are too many of them to be found at once."""
     moved = [planted(seed, blocks=12) for seed in range(3)]

@@ -27,7 +27,7 @@ def test_the_default_recipe_says_in_its_comments_what_the_defaults_are() -> None
     assert defaults.pop("model") == ""
     assert defaults["data"].pop("text_column") is None
     # chosen for the rest: calibration, evaluation and repair
-    assert (written["data"].pop("tokens"), defaults["data"].pop("tokens")) == (0, 8192 + 16_384 + 32_768)
+    assert (written["data"].pop("tokens"), defaults["data"].pop("tokens")) == (0, 32_768 + 16_384 + 32_768)
     assert written["attention"].pop("share") == pytest.approx(defaults["attention"].pop("share"), abs=1e-3)
     assert written == defaults
     assert Recipe.load(None) == Recipe.load("default") == Recipe()
@@ -103,7 +103,7 @@ def test_a_recipe_is_frozen() -> None:
         ("experts.num_experts=257", ["experts.num_experts is 257"]),
         ("experts.embedding_size=7", ["multiple of 2"]),
         ("data.sources=", ["data.sources is empty"]),
-        ("data.tokens=24576", ["data.tokens is 24576", "8192", "16384"]),
+        ("data.tokens=49152", ["data.tokens is 49152", "32768", "16384"]),
     ],
 )
 def test_what_is_not_allowed_gets_one_sentence(override: str, words: list[str]) -> None:
@@ -166,24 +166,25 @@ def test_digest_and_differences_see_what_decides_and_nothing_else() -> None:
 
 
 def test_there_is_as_much_text_as_the_rest_of_the_recipe_needs() -> None:
-    """Calibration and evaluation (24,576 tokens), and what the repair is fitted to or the steps read once."""
+    """Calibration and evaluation (49,152 tokens), and what the repair is fitted to or the steps read once."""
     recipe = Recipe()
     for change, tokens in (
-        ("seed=0", 24_576 + 32_768),
-        ("repair.tokens=106496", 24_576 + 106_496),
-        ("repair.mode=none", 24_576 + 512),
-        ("data.evaluation_tokens=8192", 16_384 + 32_768),
-        ("train.steps=50", 24_576 + 32_768),
-        ("train.steps=100", 24_576 + 51_200),
+        ("seed=0", 49_152 + 32_768),
+        ("repair.tokens=106496", 16_384 + 106_496),
+        ("repair.mode=none", 49_152 + 512),
+        ("repair.tokens=1024", 49_152 + 512),
+        ("data.evaluation_tokens=8192", 40_960 + 32_768),
+        ("train.steps=50", 49_152 + 32_768),
+        ("train.steps=80", 49_152 + 40_960),
         ("train.steps=500", 100_000),
-        ("data.calibration_tokens=200000", 16_384 + 200_000 + 32_768),
+        ("data.calibration_tokens=200000", 16_384 + 200_000 + 512),
         ("data.tokens=90000", 90_000),
     ):
         changed = recipe.changed([change])
         assert changed.data.tokens == tokens, change
         # chosen anew with every change, unless it was given
         assert changed.changed(["data.tokens=0"]) == recipe.changed([change, "data.tokens=0"])
-        assert changed.changed(["repair.tokens=65536", "repair.mode=full"]).data.tokens >= min(tokens, 24_576 + 65_536)
+        assert changed.changed(["repair.tokens=98304", "repair.mode=full"]).data.tokens >= min(tokens, 16_384 + 98_304)
     assert FinetuneRecipe().data.tokens == 100_000
     assert FinetuneRecipe(train={"steps": 10, "batch_size": 2}).data.tokens == 24_576 + 10 * 2 * 512
 

@@ -96,6 +96,10 @@ class Corpus:
         order = [_permutation(count, seed, index // count)[index % count] for index in range(first, first + batch_size)]
         return self.train.select(torch.stack(order))
 
+    def fitting_text(self, tokens: int) -> Sequences:
+        """What a repair is fitted to: the sequences that so many tokens fill, of the training, then of the calibration text."""
+        return joined([self.train, self.calibration]).truncate(tokens)
+
     def digest(self) -> str:
         """SHA-256 (hex) of all ids and masks."""
         sha = hashlib.sha256()

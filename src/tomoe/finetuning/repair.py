@@ -63,7 +63,7 @@ def repair(
         corpus = prepare(section, tokenizer, recipe.seed, model, stage_callback(on_progress, "text"))
     else:
         corpus = Corpus.load(kept)
-    text = corpus.train.truncate(recipe.repair.tokens)
+    text = corpus.fitting_text(recipe.repair.tokens)
     run = out / "run"
     distributed.on_rank_zero(lambda: run.mkdir(parents=True, exist_ok=True))
     plan = repair_plan(origin.plan, model, text.input_ids, text.mask, recipe.repair, on_progress, run, base.dtype)

@@ -177,9 +177,9 @@ def equation_bytes(sizes: Sizes) -> int:
 
 
 def repair_tokens(recipe: Recipe) -> int:
-    """Tokens that repair fits to: as many as the recipe asks for, or all that there are to train on."""
+    """Tokens that repair fits to: as many as the recipe asks for, or all that are not held out."""
     data = recipe.data
-    return min(recipe.repair.tokens, max(data.tokens - data.calibration_tokens - data.evaluation_tokens, data.seq_len))
+    return min(recipe.repair.tokens, max(data.tokens - data.evaluation_tokens, data.seq_len))
 
 
 def hidden_state_bytes(sizes: Sizes, recipe: Recipe) -> int:

@@ -224,9 +224,9 @@ class _Carving:
             return module.register_forward_hook(hook)
 
         def carve(*_: Any) -> None:
-            x, h, residual = (activations[name].float() for name in ("x", "h", "residual"))
+            x, residual = activations["x"].float(), activations["residual"].float()
             q, k, o = (activations[name] for name in ("q", "k", "o"))
-            self._carve_mlp(i, x, h, residual)
+            self._carve_mlp(i, x, activations["h"], residual)
             self._rank_attention(q, k, o, parts.o.weight)
             activations.clear()
             self.progress(i + 1, self.shape.num_layers)
@@ -268,7 +268,7 @@ class _Carving:
         router = spherical_kmeans(x, n, derive_seed(self.seed, "k-means", i))
         logits = x @ router.T
         self.routers.append(router * confident_scale(logits))
-        self.mlps.append(carve_mlp(h, logits.argmax(-1), weight, down, n, units, params))
+        self.mlps.append(carve_mlp(h.float(), logits.argmax(-1), weight, down, n, units, params))
 
 
 def attention_importance(

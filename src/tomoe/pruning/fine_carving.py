@@ -189,16 +189,18 @@ def carve_fine(
     layout: FineLayout,
     seed: int,
 ) -> FineStart:
-    """Carve the experts of one layer. `weight` is 1 / |residual|^2 of a token."""
-    energy = (h * down.norm(dim=0)).square() * weight[:, None]
+    """Carve the experts of one layer. `weight` is 1 / |residual|^2 of a token; `h` may be of any dtype."""
+    # in place: of many tokens it is the largest matrix there is
+    energy = (h * down.norm(dim=0)).square_().mul_(weight[:, None])
     order = energy.mean(0).argsort(descending=True, stable=True)
     routed = order[layout.shared :].sort().values
     generator = torch.Generator(x.device).manual_seed(seed)
     some = torch.randperm(len(x), generator=generator, device=x.device)
-    assigned = balanced_clusters(
-        _unit_rows(energy[some[:CLUSTER_TOKENS]][:, routed].sqrt().T), layout.num_experts, seed
-    )
     routed_energy, regression = energy[:, routed], RidgeRegression(x)
+    del energy
+    assigned = balanced_clusters(
+        F.normalize(routed_energy[some[:CLUSTER_TOKENS]].sqrt().T, dim=1), layout.num_experts, seed
+    )
     for step in range(REASSIGNMENTS + 1):
         shares = routed_energy @ F.one_hot(assigned, layout.num_experts).to(x.dtype)
         router_weight, router_bias = regression.fit(F.normalize(shares.sqrt(), dim=1))
@@ -209,12 +211,8 @@ def carve_fine(
     expert = torch.full((h.shape[1],), -1, device=x.device)
     expert[routed] = assigned
     tokens = some[:ERROR_TOKENS]
-    loss = error_curve(logits[tokens], h[tokens] * weight[tokens, None].sqrt(), down, expert, layout)
+    loss = error_curve(logits[tokens], h[tokens].float() * weight[tokens, None].sqrt(), down, expert, layout)
     return FineStart(router_weight, router_bias, expert, loss * len(x) / len(tokens))
-
-
-def _unit_rows(x: Float[Tensor, "n t"]) -> Float[Tensor, "n t"]:
-    return F.normalize(x, dim=1)
 
 
 def error_curve(

@@ -129,8 +129,8 @@ class RepairSection(Section):
     """What a layer is fitted to. `local`: the dense layer's output on the same input; `stream`: what brings the hidden
     states back to the dense model's, errors of earlier layers included; `half`: the mean of both; `auto`: `local` after
     learning, else `half`, as measured in docs/lab/repair.md."""
-    tokens: int = Field(default=32_768, ge=1)
-    """Training tokens to fit to, at most."""
+    tokens: int = Field(default=65_536, ge=1)
+    """Tokens to fit to, at most: of the training text, then of the calibration text."""
 
     def target_after(self, steps: int) -> Literal["local", "half", "stream"]:
         """The target for masks that were learned in so many steps."""
@@ -215,7 +215,7 @@ class Recipe(RunRecipe):
         return _as_recorded(values), notes
 
     def fitted_tokens(self) -> int:
-        """Tokens of the training text that the repair is fitted to, at most."""
+        """Tokens of training and calibration text that the repair is fitted to, at most."""
         return 0 if self.repair.mode == "none" else self.repair.tokens
 
     @model_validator(mode="after")

@@ -50,6 +50,8 @@ class TunedDataSection(DataSection):
 
     sources: tuple[str, ...] = ()
     """Names, hub ids or local paths; empty: the text of the conversion, if its folder still holds it."""
+    calibration_tokens: int = Field(default=8192, ge=1)
+    """Tokens that are set aside; fine-tuning needs none."""
 
 
 class FinetuneRecipe(RunRecipe):

@@ -65,7 +65,7 @@ class DataSection(Section):
     tokens: int = Field(default=0, ge=0)
     """Total tokens of training, calibration and evaluation; for `self`, tokens to sample. 0: what calibration, evaluation and
     repair take, and for steps more, until each token is read once or there are 100,000."""
-    calibration_tokens: int = Field(default=8192, ge=1)
+    calibration_tokens: int = Field(default=32_768, ge=1)
     """Tokens that the start is carved from."""
     evaluation_tokens: int = Field(default=16_384, ge=1)
     """Tokens held out for evaluation."""
@@ -103,7 +103,7 @@ class RunRecipe(BaseRecipe):
         data: DataSection
 
     def fitted_tokens(self) -> int:
-        """Tokens of the training text that are fitted to in closed form, at most."""
+        """Tokens of training and calibration text that are fitted to in closed form, at most."""
         return 0
 
     @model_validator(mode="after")
@@ -112,7 +112,9 @@ class RunRecipe(BaseRecipe):
         train, data = self.train, self.data
         if data.tokens:
             return self
-        least = data.calibration_tokens + data.evaluation_tokens + max(self.fitted_tokens(), data.seq_len)
+        # a repair is fitted to the calibration text, too
+        training = max(self.fitted_tokens() - data.calibration_tokens, data.seq_len)
+        least = data.calibration_tokens + data.evaluation_tokens + training
         read = train.steps * train.gradient_accumulation_steps * train.batch_size * data.seq_len
         asked = min(data.calibration_tokens + data.evaluation_tokens + read, MOST_TOKENS)
         chosen = data.model_copy(update={"tokens": max(least, asked)})
