@@ -372,6 +372,22 @@ def corpus(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Corpus:
     return prepare(section(lines(tmp_path / "a.jsonl", "a")), tokenizer, seed=0)
 
 
+def test_a_repair_is_fitted_to_training_text_then_to_calibration_text_and_never_to_what_is_held_out(
+    corpus: Corpus,
+) -> None:
+    length, train, every = (
+        corpus.train.input_ids.shape[1],
+        len(corpus.train),
+        len(corpus.train) + len(corpus.calibration),
+    )
+    for count in (1, train, train + 1, every, every + 5):
+        fitted = corpus.fitting_text(count * length)
+        assert len(fitted) == min(count, every)
+        assert torch.equal(fitted.input_ids[:train], corpus.train.input_ids[:count])
+        assert torch.equal(fitted.input_ids[train:], corpus.calibration.input_ids[: max(0, count - train)])
+        assert torch.equal(fitted.mask, torch.cat([corpus.train.mask, corpus.calibration.mask])[:count])
+
+
 def test_an_epoch_is_every_sequence_once_in_its_own_order(corpus: Corpus) -> None:
     count = len(corpus.train)
     epochs = [[corpus.batch(epoch * count + step, 0, 1, 1, seed=0) for step in range(count)] for epoch in range(2)]
