@@ -55,7 +55,8 @@ class Bench:
             None,
             [
                 f"model={self.args.model}", f"active={active}", "train.steps=0", f"data.sources={self.args.train}",
-                f"data.tokens={tokens + CALIBRATION + HELD_OUT}", f"data.evaluation_tokens={HELD_OUT}",
+                f"data.tokens={tokens + CALIBRATION + HELD_OUT}", f"data.calibration_tokens={CALIBRATION}",
+                f"data.evaluation_tokens={HELD_OUT}",
                 f"attention.pruning={self.args.attention}", "repair.mode=none", "experts.form=overlapping", *self.args.set,
             ],
         )  # fmt: skip

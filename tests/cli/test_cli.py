@@ -163,10 +163,10 @@ def test_carve_prepares_the_text_that_it_needs(tomoe: CommandLine, monkeypatch: 
     carving = importlib.import_module("tomoe.cli.carve")
     monkeypatch.setattr(carving, "run_conversion", lambda recipe, *_: made.append(recipe.data))
     much = ["--set", "data.calibration_tokens=100000"]
-    for settings in (["--repair", "none"], [], ["--set", "data.tokens=200000"], ["--set", "data.tokens=5000"]):
-        done = tomoe("carve", "pico", "-o", "out", *much, *settings)
-    # repair fits to 32,768 tokens more
-    sizes = [(100_000, 116_896), (100_000, 149_152), (100_000, 200_000)]
+    for changes in (["repair.mode=none"], [], ["repair.tokens=150000"], ["data.tokens=200000"], ["data.tokens=5000"]):
+        done = tomoe("carve", "pico", "-o", "out", *much, *(word for change in changes for word in ("--set", change)))
+    # repair fits to the calibration text, too, and to 50,000 tokens more if it is asked to
+    sizes = [(100_000, 116_896), (100_000, 116_896), (100_000, 166_384), (100_000, 200_000)]
     assert [(data.calibration_tokens, data.tokens) for data in made] == sizes
     assert done.code == 2
     assert "data.tokens is 5000" in done.err
