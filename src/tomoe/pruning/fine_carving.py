@@ -190,14 +190,16 @@ def carve_fine(
     seed: int,
 ) -> FineStart:
     """Carve the experts of one layer. `weight` is 1 / |residual|^2 of a token; `h` may be of any dtype."""
-    # in place: of many tokens it is the largest matrix there is
-    energy = (h * down.norm(dim=0)).square_().mul_(weight[:, None])
-    order = energy.mean(0).argsort(descending=True, stable=True)
+    norms = down.norm(dim=0)
+    # a piece at a time: of many tokens the activations in float32 are the largest matrix there is
+    pieces = zip(h.split(CLUSTER_TOKENS), weight.split(CLUSTER_TOKENS), strict=True)
+    energy = norms.square() * sum(w @ part.float().square() for part, w in pieces)
+    order = energy.argsort(descending=True, stable=True)
     routed = order[layout.shared :].sort().values
     generator = torch.Generator(x.device).manual_seed(seed)
     some = torch.randperm(len(x), generator=generator, device=x.device)
-    routed_energy, regression = energy[:, routed], RidgeRegression(x)
-    del energy
+    routed_energy = (h[:, routed] * norms[routed]).square_().mul_(weight[:, None])
+    regression = RidgeRegression(x)
     assigned = balanced_clusters(
         F.normalize(routed_energy[some[:CLUSTER_TOKENS]].sqrt().T, dim=1), layout.num_experts, seed
     )
