@@ -75,8 +75,8 @@ def test_the_line_through_two_trials(deep: Path, monkeypatch: pytest.MonkeyPatch
     found = doctor.examine(recipe, trials=True)
     memory = {e.stage: e.memory for e in found.estimates}
     assert memory["train"] == memory["fold"] == 700 * 10**6
-    # 4,096 tokens tried of 32,768: two streams of 32 and one layer's 512 activations, in bfloat16
-    assert memory["repair"] == 700 * 10**6 + (32_768 - 4_096) * (2 * 32 + 512) * 2
+    # 4,096 tokens tried of 65,536: two streams of 32 and one layer's 512 activations, in bfloat16
+    assert memory["repair"] == 700 * 10**6 + (65_536 - 4_096) * (2 * 32 + 512) * 2
     layer = sum(
         p.numel() for p in make_pico("llama", intermediate_size=512).model.layers[0].parameters() if p.dim() == 2
     )
