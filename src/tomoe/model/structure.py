@@ -31,7 +31,8 @@ MLP_LAYOUTS = (("gate_proj", "up_proj", "down_proj"), (None, "fc1", "fc2"), (Non
 OUTPUT_NAMES = ("o_proj", "dense", "out_proj")
 PROBE_TOKENS = 32
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""What models call the cache among their arguments: transformers renamed it in 5.24."""
+"""What models call the cache among their arguments: transformers renamed it in 5.24. The modeling file, which imports
+nothing of tomoe, has the same line."""
 
 # nn.Linear, or a quantized or adapted one in its place: weight, bias, in_features and a call
 Linear = Any

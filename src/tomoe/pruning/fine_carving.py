@@ -27,6 +27,8 @@ from tomoe.recipe.conversion import FINE_MULTIPLE, MOST_USED, ExpertsSection
 CLUSTER_STEPS, REASSIGNMENTS = 8, 2
 CLUSTER_TOKENS, ERROR_TOKENS = 4096, 2048
 """Tokens that neurons are compared on, and that the error of a choice is measured on."""
+PIECE_TOKENS = 4096
+"""Tokens whose activations are held in float32 at once."""
 ERROR_POINTS = 12
 """Numbers of experts per token at which the error is measured; between them it is interpolated."""
 ROUTER_RIDGE = 1e-3
@@ -192,7 +194,7 @@ def carve_fine(
     """Carve the experts of one layer. `weight` is 1 / |residual|^2 of a token; `h` may be of any dtype."""
     norms = down.norm(dim=0)
     # a piece at a time: of many tokens the activations in float32 are the largest matrix there is
-    pieces = zip(h.split(CLUSTER_TOKENS), weight.split(CLUSTER_TOKENS), strict=True)
+    pieces = zip(h.split(PIECE_TOKENS), weight.split(PIECE_TOKENS), strict=True)
     energy = norms.square() * sum(w @ part.float().square() for part, w in pieces)
     order = energy.argsort(descending=True, stable=True)
     routed = order[layout.shared :].sort().values
