@@ -39,7 +39,7 @@ def make(hidden: int, size: int, dtype: torch.dtype, generator: torch.Generator)
     order = neuron_order(members)
     config: Any = SimpleNamespace(
         num_experts=8, expert_form="overlapping", expert_sizes=[size // 2], union_sizes=[len(order)], shared_sizes=[0],
-        expert_backend="auto",
+        num_experts_per_tok=1, expert_backend="auto",
     )  # fmt: skip
     moe = ToMoEMLP(dense, config, 0).requires_grad_(False)
     torch.set_default_dtype(torch.float32)
@@ -62,7 +62,7 @@ def make_fine(hidden: int, size: int, dtype: torch.dtype, experts: int) -> tuple
     top_k = round((size / 2 - shared) / width)
     config: Any = SimpleNamespace(
         num_experts=experts, expert_form="fine", expert_sizes=[width], union_sizes=[size], shared_sizes=[shared],
-        layer_top_k=lambda layer: top_k, expert_backend="auto",
+        layer_top_k=lambda layer: top_k, num_experts_per_tok=top_k, expert_backend="auto",
     )  # fmt: skip
     moe = ToMoEMLP(dense, config, 0).requires_grad_(False)
     torch.set_default_dtype(torch.float32)

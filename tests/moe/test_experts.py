@@ -83,6 +83,7 @@ def make_mlp(case: Case, dtype: torch.dtype = torch.float32) -> ToMoEMLP:
         union_sizes=[case.union],
         shared_sizes=[case.shared],
         layer_top_k=lambda layer: case.top_k,
+        num_experts_per_tok=case.top_k,
         expert_backend="auto",
     )
     mlp = ToMoEMLP(dense, config, 0)

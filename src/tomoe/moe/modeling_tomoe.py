@@ -112,9 +112,7 @@ class ToMoEConfig(PreTrainedConfig):
             self._check_size(f"experts_per_token of layer {i}", self.experts_per_token[i], 1, experts)
             held = self.shared_sizes[i] + self.num_experts * self.expert_sizes[i]
             if held != self.union_sizes[i] if self.expert_form == "fine" else held < self.union_sizes[i]:
-                raise ValueError(
-                    f"the config has {held} neurons in the experts of layer {i}, not {self.union_sizes[i]}"
-                )
+                raise ValueError(f"the experts of layer {i} have {held} neurons, not {self.union_sizes[i]}")
             self._check_size(f"qk_dims of layer {i}", self.qk_dims[i], 1, head_dim)
             self._check_size(f"rotary_pairs of layer {i}", self.rotary_pairs[i], 0, self.qk_dims[i] // 2)
             self._check_size(f"value_dims of layer {i}", self.value_dims[i], 1, head_dim)
@@ -285,13 +283,12 @@ def expert_probs(logits: Tensor, top_k: int | None) -> Tensor:
 
 
 def route(logits: Tensor, top_k: int | None = None, trains: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The experts of each token [T, k], strongest first, from router logits [T, N], and their weights [T, k] or None for 1.
+    """The experts of each token [T, k], in any order, from router logits [T, N], and their weights [T, k] or None for 1.
 
     `top_k` is None for overlapping experts, of which a token uses one. A router that trains gets the weights
-    1 + P - stop_gradient(P): exactly 1, with the gradient of P, its `expert_probs`. This is the one place of this file in
-    which a token chooses its experts.
+    1 + P - stop_gradient(P): exactly 1, with the gradient of P, its `expert_probs`. Only here tokens choose their experts.
     """
-    expert_ids = logits.argmax(-1, keepdim=True) if top_k is None else logits.topk(top_k, dim=-1).indices
+    expert_ids = logits.argmax(-1, keepdim=True) if top_k is None else largest(logits, top_k)
     if not trains:
         return expert_ids, None
     chosen_probs = expert_probs(logits, top_k).gather(1, expert_ids)
@@ -345,7 +342,8 @@ class ToMoEMLP(nn.Module):
     @property
     def top_k(self) -> int | None:
         """Experts of a token; None for overlapping experts, which are used one at a time."""
-        return self.config.layer_top_k(self.layer_idx) if self.fine else None
+        k = self.config.num_experts_per_tok
+        return self.cached("top_k", lambda: self.config.layer_top_k(self.layer_idx), k) if self.fine else None
 
     @property
     def expert_rows(self) -> Tensor:
@@ -364,10 +362,11 @@ class ToMoEMLP(nn.Module):
             return self.activation(up)
         return self.activation(project(self.gate_proj, self.gate_bias)) * up
 
-    def cached(self, name: str, make: Callable[[], Any], source: Tensor | None = None) -> Any:
-        """What `make` returns, kept outside the state until the tensor that it is made from changes."""
-        version = None if source is None or source.is_inference() else source._version
-        stamp = None if source is None else (id(source), source.data_ptr(), version)
+    def cached(self, name: str, make: Callable[[], Any], source: Tensor | int = 0) -> Any:
+        """What `make` returns, kept outside the state until the tensor, or the number, that it is made from changes."""
+        stamp: Any = source
+        if isinstance(source, Tensor):
+            stamp = (id(source), source.data_ptr(), None if source.is_inference() else source._version)
         if self._cache.get(name, ("",))[0] != stamp:
             self._cache[name] = (stamp, make())
         return self._cache[name][1]
@@ -689,6 +688,8 @@ EXPERT_BACKENDS: dict[str, Callable[[ToMoEMLP, Tensor, Tensor], Tensor]] = {
 }
 # `auto` asks these first, in turn; None passes the question on. `tomoe.moe.kernels.register` enters its kernels here.
 BACKEND_CHOICES: list[Callable[[ToMoEMLP, Tensor], str | None]] = []
+# The k largest of each row [T, N], in any order [T, k]. `tomoe.moe.kernels.register` puts a faster way in its place.
+largest: Callable[[Tensor, int], Tensor] = lambda logits, k: logits.topk(k, dim=-1, sorted=False).indices  # noqa: E731
 
 AutoConfig.register("tomoe", ToMoEConfig, exist_ok=True)
 AutoModel.register(ToMoEConfig, ToMoEModel, exist_ok=True)

@@ -17,7 +17,7 @@ constexpr int HELD = WIDE ? ROWS : 8;  // rows of a block that registers hold, a
 // out[c][r0 + r] = rows[r] . tokens[c], for R rows, four or two (and zeros behind two). Where `next` is not null, its rows
 // come nearer meanwhile: the processor itself foresees long rows, but not where the next short one begins.
 template <class W, int C, int R>
-inline void dots(const W* const* rows, const W* const* next, const W* const* tokens, int64_t size, float (*out)[ROWS], int r0) {
+inline void dots(const W* const* rows, const W* const* next, const W* const* tokens, int64_t size, float (*out)[2 * ROWS], int r0) {
     Part acc[R][C] = {};
     int64_t d = 0;
 #ifdef HAS_BF16_DOT
@@ -42,23 +42,26 @@ inline void dots(const W* const* rows, const W* const* next, const W* const* tok
             for (int c = 0; c < C; c++) acc[r][c] += w * x[c];
         }
     }
+#pragma GCC unroll 8  // indices that the compiler knows keep the sums in registers
     for (int c = 0; c < C; c++) {
         Part column[4] = {};
+#pragma GCC unroll 4
         for (int r = 0; r < R; r++) column[r] = acc[r][c];
         sums_of_four(column, out[c] + r0);
-        for (int r = 0; r < R; r++)
-            for (int64_t i = d; i < size; i++) out[c][r0 + r] += to_float(rows[r][i]) * to_float(tokens[c][i]);
     }
+    for (; d < size; d++)
+        for (int c = 0; c < C; c++)
+            for (int r = 0; r < R; r++) out[c][r0 + r] += to_float(rows[r][d]) * to_float(tokens[c][d]);
 }
 
-// All 16 rows of a block (rows past its end are repeats of the last one) against up to TILE tokens.
+// `count` rows (those past the end are repeats) against up to TILE tokens.
 template <class W, int C>
-inline void project(const W* const* rows, const W* const* next, int count, const W* const* tokens, int64_t size, float (*out)[ROWS]) {
+inline void project(const W* const* rows, const W* const* next, int count, const W* const* tokens, int64_t size, float (*out)[2 * ROWS]) {
     for (int r = 0; r < count; r += 4)
         (count - r > 2 ? dots<W, C, 4> : dots<W, C, 2>)(rows + r, next ? next + r : nullptr, tokens, size, out, r);
 }
 template <class W>
-inline void project(const W* const* rows, const W* const* next, int count, const W* const* tokens, int n, int64_t size, float (*out)[ROWS]) {
+inline void project(const W* const* rows, const W* const* next, int count, const W* const* tokens, int n, int64_t size, float (*out)[2 * ROWS]) {
     switch (n) {
         case 1: return project<W, 1>(rows, next, count, tokens, size, out);
         case 2: return project<W, 2>(rows, next, count, tokens, size, out);
@@ -130,21 +133,33 @@ template <class W>
 inline void accumulate(const W* const* rows, const W* const* next, int count, int64_t d, const W* h, const int32_t* tokens, int n, float* y) {
     for (int first = 0; first < count; first += HELD) {
         const int left = count - first;
-        const auto some = left <= 2   ? accumulate<W, 2>
-                          : left <= 4 ? accumulate<W, 4>
-                          : left <= 6 ? accumulate<W, 6>
-                          : left <= 8 ? accumulate<W, 8>
-                                      : accumulate<W, HELD>;
+        const auto some = left <= 2    ? accumulate<W, 2>
+                          : left <= 4  ? accumulate<W, 4>
+                          : left <= 6  ? accumulate<W, 6>
+                          : left <= 8  ? accumulate<W, 8>
+                          : left <= 10 ? accumulate<W, std::min(10, HELD)>
+                          : left <= 12 ? accumulate<W, std::min(12, HELD)>
+                                       : accumulate<W, HELD>;
         some(rows + first, next + first, d, h + first, tokens, n, y);
     }
 }
 
+// 32 columns of sums, as `accumulate` left them, to the output; the last ones may be fewer.
 template <class W>
-inline int column(int i) {
+inline void finish(const float* sums, int64_t columns, W* out) {
+    Floats first = load(sums), second = load(sums + LANES);
 #ifdef HAS_BF16_DOT
-    if (sizeof(W) == 2) return i < 16 ? (i / 4) * 8 + i % 4 : ((i - 16) / 4) * 8 + 4 + i % 4;
+    if constexpr (sizeof(W) == 2) {
+        const Words low = (Words)first, high = (Words)second;
+        first = (Floats)blend(low, high, Words{0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23});
+        second = (Floats)blend(low, high, Words{8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31});
+    }
 #endif
-    return i;
+    W made[2 * LANES];
+    W* y = columns < 2 * LANES ? made : out;
+    store(y, first);
+    store(y + LANES, second);
+    if (y == made) std::memcpy(out, made, columns * sizeof(W));
 }
 
 // Groups of neurons, and the tokens that meet each.
@@ -177,11 +192,10 @@ inline Meetings meet_fine(const int64_t* expert_ids, int64_t top_k, int64_t num_
     return found;
 }
 
-template <class W>
-void run_rows(const W* x, const Meetings& groups, int64_t num_tokens, int64_t size, const W* gate, const W* up, const W* down,
-              const W* gate_bias, const W* up_bias, int kind, W* y, int threads) {
+// Blocks of at most 16 neurons of one group, and how many activations all of them make.
+inline std::vector<Block> cut(const Meetings& groups, int64_t& activations) {
     std::vector<Block> blocks;
-    int64_t place = 0;
+    activations = 0;
     for (size_t g = 0; g < groups.rows.size(); g++) {
         const auto& rows = groups.rows[g];
         for (size_t i = 0; i < rows.size(); i += ROWS) {
@@ -189,88 +203,110 @@ void run_rows(const W* x, const Meetings& groups, int64_t num_tokens, int64_t si
             b.count = (int32_t)std::min<size_t>(ROWS, rows.size() - i);
             for (int r = 0; r < ROWS; r++) b.rows[r] = rows[i + std::min(r, b.count - 1)];
             b.group = (int32_t)g;
-            b.place = place;
-            place += ROWS * (int64_t)groups.tokens[g].size();
+            b.place = activations;
+            activations += ROWS * (int64_t)groups.tokens[g].size();
             blocks.push_back(b);
         }
     }
-    std::vector<W> hidden(place);
-    const int64_t wide_size = (size + 31) / 32, num_blocks = (int64_t)blocks.size();
+    return blocks;
+}
+
+template <class W>
+struct Weights {
+    int64_t size;
+    const W *gate, *up, *down, *gate_bias, *up_bias;
+    int kind;
+};
+
+// First pass: the activations of a block. Its gate rows come first, then its up rows, so that few are left over.
+template <class W>
+void activate_block(const Weights<W>& w, const W* x, const Block& b, const Block& following, const std::vector<int32_t>& tokens, W* hidden) {
+    const int gates = w.gate ? b.count : 0, all = gates + b.count;
+    const W *rows[2 * ROWS + 2], *next[2 * ROWS + 2];  // those past the end are repeats
+    for (int r = 0; r < all + 2; r++) {
+        const W* weights = r < gates ? w.gate : w.up;
+        const int i = std::min(r < gates ? r : r - gates, ROWS - 1);
+        rows[r] = weights + b.rows[i] * w.size;
+        next[r] = weights + following.rows[i] * w.size;
+    }
+    for (size_t t = 0; t < tokens.size(); t += TILE) {
+        const int n = (int)std::min<size_t>(TILE, tokens.size() - t);
+        const W* xs[TILE];
+        for (int c = 0; c < n; c++) xs[c] = x + tokens[t + c] * w.size;
+        float sums[TILE][2 * ROWS] = {};
+        project(rows, t ? nullptr : next, all, xs, n, w.size, sums);
+        for (int c = 0; c < n; c++) {
+            if (w.gate_bias)
+                for (int r = 0; r < gates; r++) sums[c][r] += to_float(w.gate_bias[b.rows[r]]);
+            if (w.up_bias)
+                for (int r = 0; r < b.count; r++) sums[c][gates + r] += to_float(w.up_bias[b.rows[r]]);
+            const Floats u = load(sums[c] + gates);
+            const Floats v = w.gate ? activate(w.kind, load(sums[c])) * u : activate(w.kind, u);
+            store(hidden + b.place + ROWS * (t + c), LANE < b.count ? v : Floats{});
+        }
+    }
+}
+
+// Second pass: what all blocks add to the columns from 32 first to 32 last. `sums` holds them for one column after another.
+template <class W>
+void add_columns(const Weights<W>& w, const std::vector<Block>& blocks, const Meetings& groups, const W* hidden, int64_t first,
+                 int64_t last, int64_t num_tokens, float* sums, W* y) {
+    const int64_t size = w.size, num_blocks = (int64_t)blocks.size();
+    std::memset(sums, 0, (last - first) * 32 * num_tokens * sizeof(float));
+    W tail[32 * ROWS] = {};
+    for (int64_t i = 0; i < num_blocks; i++) {
+        const Block &b = blocks[i], &following = blocks[std::min(i + 2, num_blocks - 1)];
+        const auto& tokens = groups.tokens[b.group];
+        const W *rows[ROWS], *next[ROWS];
+        for (int r = 0; r < ROWS; r++) {
+            rows[r] = w.down + b.rows[r] * size;
+            next[r] = w.down + following.rows[r] * size;
+        }
+        for (int64_t k = first; k < last; k++) {
+            const int64_t d = 32 * k;
+            float* column_sums = sums + (k - first) * 32 * num_tokens;
+            if (d + 32 <= size) {
+                accumulate(rows, next, b.count, d, hidden + b.place, tokens.data(), (int)tokens.size(), column_sums);
+                continue;
+            }
+            const W* edge[ROWS];  // the last columns, padded with zeros
+            for (int r = 0; r < ROWS; r++) {
+                std::memcpy(tail + 32 * r, rows[r] + d, (size - d) * sizeof(W));
+                edge[r] = tail + 32 * r;
+            }
+            accumulate(edge, edge, b.count, 0, hidden + b.place, tokens.data(), (int)tokens.size(), column_sums);
+        }
+    }
+    for (int64_t t = 0; t < num_tokens; t++)
+        for (int64_t k = first; k < last; k++)
+            finish(sums + ((k - first) * num_tokens + t) * 32, std::min<int64_t>(32, size - 32 * k), y + t * size + 32 * k);
+}
+
+template <class W>
+void run_rows(const Weights<W>& w, const W* x, const Meetings& groups, int64_t num_tokens, W* y, int threads) {
+    int64_t activations;
+    const std::vector<Block> blocks = cut(groups, activations);
+    const std::unique_ptr<W[]> hidden(new W[activations]);
+    const int64_t wide_size = (w.size + 31) / 32, num_blocks = (int64_t)blocks.size();
     // Columns are split in pieces of at least 128: several for each thread, and with sums that a cache holds.
     const int64_t fitting = SUMS / (32 * num_tokens), even = wide_size / (2 * threads);
     const int64_t piece = std::max<int64_t>(4, std::min(fitting, even)), pieces = (wide_size + piece - 1) / piece;
-    std::vector<float> all_sums(wide_size * 32 * num_tokens);
+    const int64_t piece_sums = piece * 32 * num_tokens;
+    const std::unique_ptr<float[]> all_sums(new float[piece_sums * threads]);
 
 #pragma omp parallel num_threads(threads)
     {
+        int thread = 0;
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+#endif
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_blocks; i++) {
-            const Block& b = blocks[i];
-            const auto& tokens = groups.tokens[b.group];
-            const Block& following = blocks[std::min(i + 1, num_blocks - 1)];
-            const W *gates[ROWS], *ups[ROWS], *next_gates[ROWS], *next_ups[ROWS];
-            for (int r = 0; r < ROWS; r++) {
-                gates[r] = gate ? gate + b.rows[r] * size : nullptr;
-                ups[r] = up + b.rows[r] * size;
-                next_gates[r] = gate ? gate + following.rows[r] * size : nullptr;
-                next_ups[r] = up + following.rows[r] * size;
-            }
-            for (size_t t = 0; t < tokens.size(); t += TILE) {
-                const int n = (int)std::min<size_t>(TILE, tokens.size() - t);
-                const W* xs[TILE];
-                for (int c = 0; c < n; c++) xs[c] = x + tokens[t + c] * size;
-                float g[TILE][ROWS] = {}, u[TILE][ROWS] = {};
-                project(ups, t ? nullptr : next_ups, b.count, xs, n, size, u);
-                if (gate) project(gates, t ? nullptr : next_gates, b.count, xs, n, size, g);
-                for (int c = 0; c < n; c++) {
-                    if (up_bias)
-                        for (int r = 0; r < ROWS; r++) u[c][r] += to_float(up_bias[b.rows[r]]);
-                    if (gate_bias)
-                        for (int r = 0; r < ROWS; r++) g[c][r] += to_float(gate_bias[b.rows[r]]);
-                    const Floats v = gate ? activate(kind, load(g[c])) * load(u[c]) : activate(kind, load(u[c]));
-                    float made[ROWS];
-                    store(made, v);
-                    W* h = hidden.data() + b.place + ROWS * (t + c);
-                    for (int r = 0; r < ROWS; r++) from_float(r < b.count ? made[r] : 0.f, h[r]);
-                }
-            }
-        }
+        for (int64_t i = 0; i < num_blocks; i++)
+            activate_block(w, x, blocks[i], blocks[std::min(i + 1, num_blocks - 1)], groups.tokens[blocks[i].group], hidden.get());
 #pragma omp for schedule(dynamic)
-        for (int64_t p = 0; p < pieces; p++) {
-            const int64_t first = p * piece, last = std::min(wide_size, first + piece);
-            float* sums = all_sums.data() + first * 32 * num_tokens;
-            W tail[32 * ROWS] = {};
-            for (int64_t i = 0; i < num_blocks; i++) {
-                const Block &b = blocks[i], &following = blocks[std::min(i + 2, num_blocks - 1)];
-                const auto& tokens = groups.tokens[b.group];
-                const W *rows[ROWS], *next[ROWS];
-                for (int r = 0; r < ROWS; r++) {
-                    rows[r] = down + b.rows[r] * size;
-                    next[r] = down + following.rows[r] * size;
-                }
-                for (int64_t k = first; k < last; k++) {
-                    int64_t d = 32 * k;
-                    const W* edge[ROWS];
-                    if (d + 32 > size) {  // the last columns, padded with zeros
-                        for (int r = 0; r < ROWS; r++) {
-                            std::memcpy(tail + 32 * r, rows[r] + d, (size - d) * sizeof(W));
-                            edge[r] = tail + 32 * r;
-                        }
-                        accumulate(edge, edge, b.count, 0, hidden.data() + b.place, tokens.data(), (int)tokens.size(),
-                                   sums + (k - first) * 32 * num_tokens);
-                    } else {
-                        accumulate(rows, next, b.count, d, hidden.data() + b.place, tokens.data(), (int)tokens.size(),
-                                   sums + (k - first) * 32 * num_tokens);
-                    }
-                }
-            }
-            for (int64_t t = 0; t < num_tokens; t++)
-                for (int64_t k = first; k < last; k++)
-                    for (int i = 0; i < 32; i++) {
-                        int64_t d = 32 * k + column<W>(i);
-                        if (d < size) from_float(sums[((k - first) * num_tokens + t) * 32 + i], y[t * size + d]);
-                    }
-        }
+        for (int64_t p = 0; p < pieces; p++)
+            add_columns(w, blocks, groups, hidden.get(), p * piece, std::min(wide_size, (p + 1) * piece), num_tokens,
+                        all_sums.get() + piece_sums * thread, y);
     }
 }
 
@@ -286,11 +322,40 @@ void run(int way, const void* x, const int64_t* expert_ids, int64_t top_k, int64
                              (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind, (W*)y, threads);
     const Meetings groups = way == FINE_ROWS ? meet_fine(expert_ids, top_k, num_tokens, neurons, members)
                                              : meet_overlapping(expert_ids, num_tokens, neurons, members);
-    run_rows<W>((const W*)x, groups, num_tokens, size, (const W*)gate, (const W*)up, (const W*)down, (const W*)gate_bias,
-                (const W*)up_bias, kind, (W*)y, threads);
+    const Weights<W> weights{size, (const W*)gate, (const W*)up, (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind};
+    run_rows<W>(weights, (const W*)x, groups, num_tokens, (W*)y, threads);
 }
 
 }  // namespace
+
+// The numbers of the k largest of n logits of each token, ascending. 1: logits are equal at the border, so that their order
+// does not tell which ones to take; the caller asks somebody else.
+extern "C" int tomoe_largest(const float* logits, int64_t num_tokens, int32_t n, int32_t k, int64_t* ids) {
+    std::vector<int32_t> keys(n);
+    for (int64_t t = 0; t < num_tokens; t++, logits += n, ids += k) {
+        std::memcpy(keys.data(), logits, n * sizeof(float));
+        for (int32_t& key : keys) key ^= (key >> 31) & 0x7fffffff;  // integers in the order of the floats
+        const auto above = [&](int32_t border) {
+            int32_t count = 0;
+            for (int32_t i = 0; i < n; i++) count += keys[i] >= border;
+            return count;
+        };
+        // The largest border that k keys reach, bit by bit; the first one that exactly k keys reach will do.
+        uint32_t border = 1u << 31;
+        int32_t reached = n;
+        for (uint32_t bit = 1u << 31; bit && reached > k; bit >>= 1)
+            if (const int32_t count = above((int32_t)(border + bit)); count >= k) {
+                border += bit;
+                reached = count;
+            }
+        if (reached != k) return 1;
+        for (int32_t i = 0, found = 0; found < k; i++) {  // no branch on what cannot be foreseen
+            ids[found] = i;
+            found += keys[i] >= (int32_t)border;
+        }
+    }
+    return 0;
+}
 
 // 0: done; 1: not enough memory.
 extern "C" int tomoe_experts(int is_bf16, int way, const void* x, const int64_t* expert_ids, int64_t top_k,

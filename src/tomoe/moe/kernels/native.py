@@ -26,13 +26,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 # Membership of a neuron in experts that overlap is the bits of one number.
 MAX_OVERLAPPING = 64
 PROCESSOR = torch.cpu.get_capabilities()
-# With this many tokens or more the kernel multiplies matrices in panels of tokens; fewer meet one row after another. Eight
-# experts, each a random half of 4,096 neurons, make groups of sixteen, for which row after row stays faster longer.
-PANEL_TOKENS = {"few neurons": 64 if PROCESSOR.get("avx512_f") else 80, "many neurons": 192}
-MANY_NEURONS = 4096
 # Tokens of several experts meet one row after another. In bfloat16, processors that multiply matrices (AMX) do the whole
-# dense MLP in that time from this many tokens on; those with AVX2 alone never do. Those that have products of bfloat16 without
-# matrix units were not measured.
+# dense MLP in that time from this many tokens on; others never do.
 FINE_BFLOAT16_TOKENS = 12 if PROCESSOR.get("amx_bf16") else math.inf
 # Tokens whose activations are kept at once.
 CHUNK = 2048
@@ -109,17 +104,30 @@ def call(
             "the native kernel is missing (no C++ compiler, or TOMOE_NATIVE=0); run torch.compile on the model again"
         )
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
-    limit = PANEL_TOKENS["few neurons" if len(members) < MANY_NEURONS else "many neurons"]
     chunks = zip(x.split(CHUNK), expert_ids.split(CHUNK), strict=True)
 
     def way(count: int) -> Way:
         # panels hold tokens of one expert each
         if fine:
             return Way.FINE_ROWS
-        return Way.OVERLAPPING_PANELS if count >= limit else Way.OVERLAPPING_ROWS
+        panels = uses_panels(count, len(members), x.dtype)
+        return Way.OVERLAPPING_PANELS if panels else Way.OVERLAPPING_ROWS
 
     pieces = [run(some, ids, members, weights, kind, way(len(some))) for some, ids in chunks]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def uses_panels(tokens: int, neurons: int, dtype: torch.dtype) -> bool:
+    """Whether overlapping experts run faster in panels of tokens than one row after another.
+
+    Where the processor multiplies pairs of bfloat16, rows of that type are faster for any number of tokens. Eight experts,
+    each a random half of 4,096 neurons, make groups of sixteen, for which rows stay faster longer.
+    """
+    if dtype == torch.bfloat16 and PROCESSOR.get("avx512_bf16"):
+        return False
+    if neurons >= 4096:
+        return tokens >= 192
+    return tokens >= (64 if PROCESSOR.get("avx512_f") else 80)
 
 
 SCHEMA = (
@@ -167,6 +175,21 @@ def membership(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[T
     return members
 
 
+# No shapes in its signature, as above: logits are [T, N], what it returns is [T, k].
+def largest(logits: Tensor, top_k: int) -> Tensor:
+    """The experts with the largest logits of each token, in any order.
+
+    PyTorch finds them where the kernel cannot: not float32 on a CPU, no compiler, logits that are equal at the border.
+    """
+    if not torch.compiler.is_compiling() and logits.device.type == "cpu" and logits.dtype == torch.float32:
+        find = finder()
+        logits = logits.contiguous()
+        ids = torch.empty(len(logits), top_k, dtype=torch.long)
+        if find and not find(logits.data_ptr(), *logits.shape, top_k, ids.data_ptr()):
+            return ids
+    return logits.topk(top_k, dim=-1, sorted=False).indices
+
+
 class Way(IntEnum):
     """How the kernel runs experts, as it numbers the ways itself."""
 
@@ -189,6 +212,18 @@ def kernel() -> Kernel | None:
         log.warning("the native kernel computes something else than PyTorch on this machine; it is not used")
         return None
     return run
+
+
+@cache
+def finder() -> Callable[..., int] | None:
+    """The compiled search for the largest logits, if the kernel could be compiled and computes what PyTorch computes."""
+    library = load(SOURCE) if kernel() else None
+    if library is None:
+        return None
+    compiled = library.tomoe_largest
+    compiled.restype = ctypes.c_int
+    compiled.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+    return cast(Callable[..., int], compiled)
 
 
 def _typed(library: ctypes.CDLL) -> Kernel:

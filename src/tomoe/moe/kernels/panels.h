@@ -172,11 +172,6 @@ inline void multiply(const CacheLine* rows, int count, const CacheLine* const* p
     }
 }
 
-inline Words rounded(Floats v) {  // to bfloat16, in the low half; to nearest, ties to even; NaN stays NaN
-    Words bits = (Words)v;
-    Words r = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return v != v ? Words{} + 0x7fc0 : r;
-}
 template <class W>
 inline Words word_of(Floats low, Floats high) {  // activations of one neuron, or of two
     if constexpr (sizeof(W) == 4) return (Words)low;

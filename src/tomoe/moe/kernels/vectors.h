@@ -79,6 +79,16 @@ inline void from_float(float v, bf16& out) {  // to nearest, ties to even; NaN s
     std::memcpy(&bits, &v, sizeof bits);
     out.bits = v != v ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+inline Words rounded(Floats v) {  // to bfloat16, in the low half; to nearest, ties to even; NaN stays NaN
+    Words bits = (Words)v;
+    Words r = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return v != v ? Words{} + 0x7fc0 : r;
+}
+inline void store(bf16* p, Floats v) {
+    const Halves h = __builtin_convertvector(rounded(v), Halves);
+    std::memcpy(p, &h, sizeof h);
+}
+constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 template <class V>
 inline V blend(V a, V b, V lanes) {  // lanes below the width are of a, the others of b
 #ifdef __clang__
@@ -90,19 +100,15 @@ inline V blend(V a, V b, V lanes) {  // lanes below the width are of a, the othe
     return __builtin_shuffle(a, b, lanes);
 #endif
 }
-// Pairs of S neighboring lanes added up: within each 2 S lanes first those of a, then those of b.
-template <int S>
-inline Floats pairwise_add(Floats a, Floats b) {
-    Words first, second;
-    for (int l = 0; l < LANES; l++) {
-        first[l] = l & S ? LANES + l - S : l;
-        second[l] = l & S ? LANES + l : l + S;
-    }
-    return (Floats)blend((Words)a, (Words)b, first) + (Floats)blend((Words)a, (Words)b, second);
-}
+// out[i] = sum of the lanes of v[i]. The shuffles are those that a processor does within 16 bytes.
 inline void sums_of_four(const Floats* v, float* out) {
     typedef float Four __attribute__((vector_size(16)));
-    const Floats all = pairwise_add<2>(pairwise_add<1>(v[0], v[1]), pairwise_add<1>(v[2], v[3]));
+    constexpr Words low = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
+    constexpr Words low_pairs = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+    const auto halved = [](Floats a, Floats b, Words lanes, uint32_t other) {
+        return (Floats)blend((Words)a, (Words)b, lanes) + (Floats)blend((Words)a, (Words)b, lanes + other);
+    };
+    const Floats all = halved(halved(v[0], v[1], low, 2), halved(v[2], v[3], low, 2), low_pairs, 2);
     Eight halves[2];
     std::memcpy(halves, &all, sizeof all);
     halves[0] += halves[1];
