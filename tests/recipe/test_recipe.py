@@ -240,6 +240,17 @@ def test_runs_from_before_values_were_rotated_stay_what_they_were(pruning: str, 
     assert not Recipe.load("paper").attention.rotate_values
 
 
+def test_dims_chosen_for_each_token_from_a_random_start_are_those_of_the_model_unless_told() -> None:
+    random = ["start=random", "train.steps=5", "attention.pruning=per_token"]
+    recipe = Recipe.load(None, random)
+    assert not recipe.attention.rotate_values
+    assert Recipe.load(None, [*random, "attention.rotate_values=true"]).attention.rotate_values
+    assert recipe.changed(["start=carved"]).attention.rotate_values
+    assert recipe.changed(["attention.pruning=static"]).attention.rotate_values
+    assert not Recipe.load(None, random[2:]).changed(random[:2]).attention.rotate_values
+    assert not Recipe(**recipe.model_dump(mode="json")).attention.rotate_values
+
+
 # (recipe, old key, value as JSON, key = value of today; without "=" the value stays)
 OLD_KEYS = [
     (Recipe, "track", '"wandb"', "report_to"),

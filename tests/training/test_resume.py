@@ -200,7 +200,8 @@ def test_a_resumed_run_keeps_the_basis_of_its_values(
     start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes from the checkpoint, and is found once: calibration text is run again only if there is no checkpoint."""
-    recipe = pico_recipe(tmp_path, "train.steps=4", "attention.pruning=per_token", f"start={start}")
+    rotated = ("attention.pruning=per_token", "attention.rotate_values=true")
+    recipe = pico_recipe(tmp_path, "train.steps=4", f"start={start}", *rotated)
     whole, run = tmp_path / "whole", tmp_path / "run"
     train(recipe, whole)
     rotations = load_file(whole / "masks" / "step-000004" / "masks.safetensors")["value_rotations"]

@@ -112,7 +112,7 @@ class ToMoEConfig(PreTrainedConfig):
             self._check_size(f"experts_per_token of layer {i}", self.experts_per_token[i], 1, experts)
             held = self.shared_sizes[i] + self.num_experts * self.expert_sizes[i]
             if held != self.union_sizes[i] if self.expert_form == "fine" else held < self.union_sizes[i]:
-                raise ValueError(f"the experts of layer {i} have {held} neurons, not {self.union_sizes[i]}")
+                raise ValueError(f"the config has {held} expert neurons in layer {i}, not {self.union_sizes[i]}")
             self._check_size(f"qk_dims of layer {i}", self.qk_dims[i], 1, head_dim)
             self._check_size(f"rotary_pairs of layer {i}", self.rotary_pairs[i], 0, self.qk_dims[i] // 2)
             self._check_size(f"value_dims of layer {i}", self.value_dims[i], 1, head_dim)

@@ -85,7 +85,8 @@ class AttentionSection(Section):
     """`global`: attention embeddings come from the hypernetwork; `local`: each layer has its own (ablation)."""
     rotate_values: bool = True
     """Cut V/O dims in a basis of their own, which calibration text gives for every head, instead of the model's: V and O
-    turned by it compute the same, and what is cut then weighs least (not in the paper)."""
+    turned by it compute the same, and what is cut then weighs least (not in the paper). Unless the key is given, a random
+    start that chooses dims for each token keeps the model's, from which it learns better."""
     share: float = Field(default=1 / 3, ge=0, le=1)
     """For a carved start: how much of the cut attention takes. Every layer's attention starts with
     1 - share x (1 - active) of its dims; 1: it shrinks as much as the model, 0: it starts whole."""
@@ -228,6 +229,16 @@ class Recipe(RunRecipe):
         experts.model_fields_set.discard("form")
         # a frozen model is changed in its dictionary
         self.__dict__["experts"] = experts
+        return self
+
+    @model_validator(mode="after")
+    def _dims_that_fit(self) -> Self:
+        """The model's V/O dims where choices for each token start at random, unless given; they still count as not given."""
+        chooses = self.start == "random" and self.attention.pruning == "per_token"
+        if chooses and "rotate_values" not in self.attention.model_fields_set:
+            attention = self.attention.model_copy(update={"rotate_values": False})
+            attention.model_fields_set.discard("rotate_values")
+            self.__dict__["attention"] = attention
         return self
 
     @model_validator(mode="after")
