@@ -219,26 +219,23 @@ class Recipe(RunRecipe):
         """Tokens of training and calibration text that the repair is fitted to, at most."""
         return 0 if self.repair.mode == "none" else self.repair.tokens
 
-    @model_validator(mode="after")
-    def _form_that_fits(self) -> Self:
-        """Overlapping experts where fine-grained ones have no place, unless the form was given; it still counts as not given."""
-        fits = self.start == "carved" and self.target not in OVERLAPPING_TARGETS
-        if fits or "form" in self.experts.model_fields_set:
-            return self
-        experts = ExpertsSection(form="overlapping", **self.experts.model_dump(exclude_unset=True))
-        experts.model_fields_set.discard("form")
+    def _imply(self, section: str, key: str, value: Any) -> None:
+        """Set a key that others imply, unless it was given; it still counts as not given."""
+        given: Section = getattr(self, section)
+        if key in given.model_fields_set:
+            return
+        implied = type(given)(**{key: value}, **given.model_dump(exclude_unset=True))
+        implied.model_fields_set.discard(key)
         # a frozen model is changed in its dictionary
-        self.__dict__["experts"] = experts
-        return self
+        self.__dict__[section] = implied
 
     @model_validator(mode="after")
-    def _dims_that_fit(self) -> Self:
-        """The model's V/O dims where choices for each token start at random, unless given; they still count as not given."""
-        chooses = self.start == "random" and self.attention.pruning == "per_token"
-        if chooses and "rotate_values" not in self.attention.model_fields_set:
-            attention = self.attention.model_copy(update={"rotate_values": False})
-            attention.model_fields_set.discard("rotate_values")
-            self.__dict__["attention"] = attention
+    def _keys_that_fit(self) -> Self:
+        """The forms and dims of a random start, and the form that a stock target holds."""
+        if self.start == "random" or self.target in OVERLAPPING_TARGETS:
+            self._imply("experts", "form", "overlapping")
+        if self.start == "random" and self.attention.pruning == "per_token":
+            self._imply("attention", "rotate_values", False)
         return self
 
     @model_validator(mode="after")

@@ -296,17 +296,13 @@ void run_rows(const Weights<W>& w, const W* x, const Meetings& groups, int64_t n
 
 #pragma omp parallel num_threads(threads)
     {
-        int thread = 0;
-#ifdef _OPENMP
-        thread = omp_get_thread_num();
-#endif
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_blocks; i++)
             activate_block(w, x, blocks[i], blocks[std::min(i + 1, num_blocks - 1)], groups.tokens[blocks[i].group], hidden.get());
 #pragma omp for schedule(dynamic)
         for (int64_t p = 0; p < pieces; p++)
             add_columns(w, blocks, groups, hidden.get(), p * piece, std::min(wide_size, (p + 1) * piece), num_tokens,
-                        all_sums.get() + piece_sums * thread, y);
+                        all_sums.get() + piece_sums * this_thread(), y);
     }
 }
 

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tomoe.moe.kernels.build import load
 from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked
+from tomoe.moe.modeling_tomoe import largest as largest_in_pytorch
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
@@ -187,7 +188,7 @@ def largest(logits: Tensor, top_k: int) -> Tensor:
         ids = torch.empty(len(logits), top_k, dtype=torch.long)
         if find and not find(logits.data_ptr(), *logits.shape, top_k, ids.data_ptr()):
             return ids
-    return logits.topk(top_k, dim=-1, sorted=False).indices
+    return largest_in_pytorch(logits, top_k)
 
 
 class Way(IntEnum):

@@ -480,11 +480,7 @@ void run_panels(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64
 
 #pragma omp parallel num_threads(threads)
     {
-        int thread = 0;
-#ifdef _OPENMP
-        thread = omp_get_thread_num();
-#endif
-        CacheLine* mine = scratch.get() + scratch_size * thread;
+        CacheLine* mine = scratch.get() + scratch_size * this_thread();
 #pragma omp for schedule(dynamic)
         for (int64_t p = 0; p < panels; p++) {
             const W* rows[LANES] = {};

@@ -144,6 +144,14 @@ inline Floats exponential(Floats x) {  // relative error below 3e-7
     return (Floats)((Words)p + ((Words)__builtin_convertvector(n, Ints) << 23));
 }
 
+inline int this_thread() {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
 enum Activation { SILU, RELU, GELU, GELU_TANH };
 inline Floats activate(int kind, Floats x) {
     if (kind == SILU) return x / (1.f + exponential(-x));
