@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
@@ -17,9 +18,10 @@ from pico_tokenizer import make_tokenizer
 from tomoe.errors import UserError
 from tomoe.exporting.targets import Options, choose, write_export
 from tomoe.model.loading import load_dense
+from tomoe.moe import modeling_tomoe
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import CACHE, ToMoEConfig, ToMoEForCausalLM, ToMoEModel
+from tomoe.moe.modeling_tomoe import CACHE, ToMoEConfig, ToMoEForCausalLM, ToMoEModel, attend_from_one_token
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -119,6 +121,48 @@ def test_the_cache_is_used_by_its_old_and_its_new_name(family: str, name: str) -
         assert rest[CACHE] is cache
         assert cache.get_seq_length() == 8
         torch.testing.assert_close(rest[0], expected[:, 5:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("static_cache", [False, True])
+@pytest.mark.parametrize("attention", ["off", "static", "per_token"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_token_after_another_is_all_at_once(
+    family: str, attention: str, static_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single tokens attend in a way of their own; rows that are padded on the left have a mask, and so have static caches."""
+    moe, ids = converted(family, attention), tokens(3, 9)
+    moe.set_attn_implementation("sdpa")
+    shapes = []
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        shapes.append(args[1].shape)
+        return attend_from_one_token(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_tomoe, "attend_from_one_token", attend)
+    for padding in ([0, 0, 0], [0, 2, 4]):
+        mask = torch.ones_like(ids)
+        for row, count in enumerate(padding):
+            mask[row, :count] = 0
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        expected = moe(ids, attention_mask=mask, position_ids=positions).logits
+        assert not shapes
+        cache = StaticCache(moe.config, 12) if static_cache else DynamicCache(config=moe.config)
+        moe(ids[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5], **{CACHE: cache})
+        steps = [
+            moe(
+                ids[:, i : i + 1],
+                attention_mask=mask[:, : i + 1],
+                position_ids=positions[:, i : i + 1],
+                **{CACHE: cache},
+            )
+            for i in range(5, 9)
+        ]
+        torch.testing.assert_close(torch.cat([step.logits for step in steps], 1), expected[:, 5:], atol=1e-5, rtol=1e-5)
+        grouped = moe.config.num_attention_heads > getattr(
+            moe.config, "num_key_value_heads", moe.config.num_attention_heads
+        )
+        assert len(shapes) == (4 * moe.config.num_hidden_layers if grouped else 0)
+        shapes.clear()
 
 
 @pytest.mark.slow

@@ -290,26 +290,3 @@ def test_inputs_need_not_be_contiguous() -> None:
     torch.testing.assert_close(
         EXPERT_BACKENDS["native"](mlp, strided, ids), EXPERT_BACKENDS["native"](mlp, x, expert_ids), rtol=0, atol=0
     )
-
-
-@compiled
-@pytest.mark.parametrize("shape", [(1, 128, 28), (300, 128, 74), (40, 256, 140), (5, 7, 7), (5, 7, 1), (0, 8, 3)])
-def test_the_largest_logits_are_those_that_pytorch_finds(shape: tuple[int, int, int]) -> None:
-    tokens, experts, top_k = shape
-    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0))
-    expected = logits.topk(top_k).indices.sort(1).values
-    assert native.finder() is not None
-    assert torch.equal(native.largest(logits, top_k).sort(1).values, expected)
-    assert torch.equal(native.largest(logits.double(), top_k).sort(1).values, expected)
-    wide = torch.cat([logits, logits + 9], 1)
-    assert torch.equal(native.largest(wide[:, :experts], top_k).sort(1).values, expected)  # not contiguous
-
-
-@compiled
-def test_equal_logits_at_the_border_are_left_to_pytorch() -> None:
-    """Experts that score alike must fall as they fell in training, where PyTorch chooses."""
-    logits = torch.zeros(3, 9)
-    logits[:, 4], logits[1] = 1.0, -0.0
-    logits[2, :3] = torch.tensor([-torch.inf, torch.inf, 2.0])
-    assert torch.equal(native.largest(logits, 4), logits.topk(4, sorted=False).indices)
-    assert native.largest(logits[2:], 3).tolist() == [[1, 2, 4]]  # no two are equal there

@@ -6,82 +6,27 @@
 // of the output are, so no sum is shared between threads and the result does not depend on their number. Sums are float32;
 // activations are rounded to the weights' type.
 
+#include "dots.h"
 #include "panels.h"
+#include "router.h"
 #include "vectors.h"
 
 namespace {
 
 constexpr int64_t SUMS = 1 << 16;  // floats of the second pass that stay in a core's cache
-constexpr int TILE = WIDE ? 6 : 3;      // tokens that meet four of its rows at once
 constexpr int HELD = WIDE ? ROWS : 8;  // rows of a block that registers hold, a part of their columns each
-// out[c][r0 + r] = rows[r] . tokens[c], for R rows, four or two (and zeros behind two). Where `next` is not null, its rows
-// come nearer meanwhile: the processor itself foresees long rows, but not where the next short one begins.
-template <class W, int C, int R>
-inline void dots(const W* const* rows, const W* const* next, const W* const* tokens, int64_t size, float (*out)[2 * ROWS], int r0) {
-    Part acc[R][C] = {};
-    int64_t d = 0;
-#ifdef HAS_BF16_DOT
-    if constexpr (sizeof(W) == 2) {
-        for (; d + 32 <= size; d += 32) {
-            __m512bh x[C];
-            for (int c = 0; c < C; c++) x[c] = (__m512bh)_mm512_loadu_si512(tokens[c] + d);
-            for (int r = 0; r < R; r++) {
-                __m512bh w = (__m512bh)_mm512_loadu_si512(rows[r] + d);
-                if (next) __builtin_prefetch(next[r] + d);
-                for (int c = 0; c < C; c++) acc[r][c] = (Part)_mm512_dpbf16_ps((__m512)acc[r][c], w, x[c]);
-            }
-        }
-    }
-#endif
-    for (; d + WIDTH <= size; d += WIDTH) {
-        Part x[C];
-        for (int c = 0; c < C; c++) x[c] = load_as<Part>(tokens[c] + d);
-        for (int r = 0; r < R; r++) {
-            const Part w = load_as<Part>(rows[r] + d);
-            if (next) __builtin_prefetch(next[r] + d);
-            for (int c = 0; c < C; c++) acc[r][c] += w * x[c];
-        }
-    }
-#pragma GCC unroll 8  // indices that the compiler knows keep the sums in registers
-    for (int c = 0; c < C; c++) {
-        Part column[4] = {};
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) column[r] = acc[r][c];
-        sums_of_four(column, out[c] + r0);
-    }
-    for (; d < size; d++)
-        for (int c = 0; c < C; c++)
-            for (int r = 0; r < R; r++) out[c][r0 + r] += to_float(rows[r][d]) * to_float(tokens[c][d]);
-}
-
-// `count` rows (those past the end are repeats) against up to TILE tokens.
-template <class W, int C>
-inline void project(const W* const* rows, const W* const* next, int count, const W* const* tokens, int64_t size, float (*out)[2 * ROWS]) {
-    for (int r = 0; r < count; r += 4)
-        (count - r > 2 ? dots<W, C, 4> : dots<W, C, 2>)(rows + r, next ? next + r : nullptr, tokens, size, out, r);
-}
-template <class W>
-inline void project(const W* const* rows, const W* const* next, int count, const W* const* tokens, int n, int64_t size, float (*out)[2 * ROWS]) {
-    switch (n) {
-        case 1: return project<W, 1>(rows, next, count, tokens, size, out);
-        case 2: return project<W, 2>(rows, next, count, tokens, size, out);
-        case 3: return project<W, 3>(rows, next, count, tokens, size, out);
-        case 4: return project<W, std::min(4, TILE)>(rows, next, count, tokens, size, out);
-        case 5: return project<W, std::min(5, TILE)>(rows, next, count, tokens, size, out);
-        default: return project<W, TILE>(rows, next, count, tokens, size, out);
-    }
-}
 
 struct Block {
     int32_t rows[ROWS];
     int32_t count;
     int32_t group;
-    int64_t place;  // of its first activations
+    int64_t place;   // of its first activations
+    int32_t stride;  // from those of one token to the next one's
 };
 
 // y[.., 32 columns] += activations of a block times its down rows. `y` and `h` hold the tokens of the block one after another.
 template <class W, int R>
-inline void accumulate(const W* const* rows, const W* const* next, int64_t d, const W* h, const int32_t* tokens, int n, float* y) {
+inline void accumulate(const W* const* rows, const W* const* next, int64_t d, const W* h, int stride, const int32_t* tokens, int n, float* y) {
 #ifdef HAS_BF16_DOT
     if constexpr (sizeof(W) == 2) {
         // Pairs of rows interleaved: within 32 columns the sums stand as 0-3, 8-11, 16-19, 24-27 and then the others.
@@ -96,7 +41,7 @@ inline void accumulate(const W* const* rows, const W* const* next, int64_t d, co
         for (int t = 0; t < n; t++) {
             float* out = y + 32 * (int64_t)tokens[t];
             __m512 s0 = _mm512_loadu_ps(out), s1 = _mm512_loadu_ps(out + 16);
-            const int32_t* pairs = (const int32_t*)(h + ROWS * t);
+            const int32_t* pairs = (const int32_t*)(h + stride * t);
             for (int r = 0; r < R / 2; r++) {
                 __m512bh p = (__m512bh)_mm512_set1_epi32(pairs[r]);
                 s0 = _mm512_dpbf16_ps(s0, (__m512bh)low[r], p);
@@ -116,7 +61,7 @@ inline void accumulate(const W* const* rows, const W* const* next, int64_t d, co
         }
         for (int t = 0; t < n; t++) {
             float* out = y + 32 * (int64_t)tokens[t] + c;
-            const W* made = h + ROWS * t;
+            const W* made = h + stride * t;
             Part s0 = load_as<Part>(out), s1 = {};
             for (int r = 0; r < R; r += 2) {
                 s0 += w[r] * to_float(made[r]);
@@ -130,9 +75,9 @@ inline void accumulate(const W* const* rows, const W* const* next, int64_t d, co
 // As many rows at once as registers hold; one more where their number is odd (past the end of a block the last row again,
 // with activations of zero).
 template <class W>
-inline void accumulate(const W* const* rows, const W* const* next, int count, int64_t d, const W* h, const int32_t* tokens, int n, float* y) {
-    for (int first = 0; first < count; first += HELD) {
-        const int left = count - first;
+inline void accumulate(const W* const* rows, const W* const* next, const Block& b, int64_t d, const W* h, const int32_t* tokens, int n, float* y) {
+    for (int first = 0; first < b.count; first += HELD) {
+        const int left = b.count - first;
         const auto some = left <= 2    ? accumulate<W, 2>
                           : left <= 4  ? accumulate<W, 4>
                           : left <= 6  ? accumulate<W, 6>
@@ -140,7 +85,7 @@ inline void accumulate(const W* const* rows, const W* const* next, int count, in
                           : left <= 10 ? accumulate<W, std::min(10, HELD)>
                           : left <= 12 ? accumulate<W, std::min(12, HELD)>
                                        : accumulate<W, HELD>;
-        some(rows + first, next + first, d, h + first, tokens, n, y);
+        some(rows + first, next + first, d, h + first, b.stride, tokens, n, y);
     }
 }
 
@@ -204,7 +149,8 @@ inline std::vector<Block> cut(const Meetings& groups, int64_t& activations) {
             for (int r = 0; r < ROWS; r++) b.rows[r] = rows[i + std::min(r, b.count - 1)];
             b.group = (int32_t)g;
             b.place = activations;
-            activations += ROWS * (int64_t)groups.tokens[g].size();
+            b.stride = b.count <= 4 ? 4 : b.count <= 8 ? 8 : ROWS;
+            activations += b.stride * (int64_t)groups.tokens[g].size() + ROWS;  // the last vector may be wider
             blocks.push_back(b);
         }
     }
@@ -218,9 +164,25 @@ struct Weights {
     int kind;
 };
 
+// Activations of a tile of tokens, from its gate rows' sums and then its up rows'; several tokens share a vector where they fit.
+template <int STRIDE, class W>
+inline void activate_tile(const Weights<W>& w, int count, const float (*sums)[2 * ROWS], int n, W* hidden) {
+    constexpr int SHARE = LANES / STRIDE;
+    for (int c = 0; c < n; c += SHARE) {
+        const auto joined = [&](int first) {
+            const float* quarters[4];
+            for (int q = 0; q < 4; q++) quarters[q] = sums[std::min(c + 4 * q / STRIDE, n - 1)] + first + 4 * q % STRIDE;
+            return join(quarters);
+        };
+        const Floats u = joined(w.gate ? count : 0), v = w.gate ? activate(w.kind, joined(0)) * u : activate(w.kind, u);
+        store(hidden + STRIDE * c, (LANE & (STRIDE - 1)) < count ? v : Floats{});
+    }
+}
+
 // First pass: the activations of a block. Its gate rows come first, then its up rows, so that few are left over.
 template <class W>
-void activate_block(const Weights<W>& w, const W* x, const Block& b, const Block& following, const std::vector<int32_t>& tokens, W* hidden) {
+void activate_block(const Weights<W>& w, const W* x, const Block& b, const Block& following, const Meetings& groups, W* hidden) {
+    const std::vector<int32_t>&tokens = groups.tokens[b.group], &later = groups.tokens[following.group];
     const int gates = w.gate ? b.count : 0, all = gates + b.count;
     const W *rows[2 * ROWS + 2], *next[2 * ROWS + 2];  // those past the end are repeats
     for (int r = 0; r < all + 2; r++) {
@@ -234,16 +196,20 @@ void activate_block(const Weights<W>& w, const W* x, const Block& b, const Block
         const W* xs[TILE];
         for (int c = 0; c < n; c++) xs[c] = x + tokens[t + c] * w.size;
         float sums[TILE][2 * ROWS] = {};
-        project(rows, t ? nullptr : next, all, xs, n, w.size, sums);
+        project(rows, next, all, xs, n, w.size, sums);
+        const auto& coming = t + 2 * TILE < tokens.size() ? tokens : later;
+        for (int r = 0; r < all + 2; r++) {
+            const size_t i = (&coming == &later ? 0 : t + 2 * TILE) + std::min(r, TILE - 1);
+            next[r] = x + coming[std::min(i, coming.size() - 1)] * w.size;
+        }
         for (int c = 0; c < n; c++) {
             if (w.gate_bias)
                 for (int r = 0; r < gates; r++) sums[c][r] += to_float(w.gate_bias[b.rows[r]]);
             if (w.up_bias)
                 for (int r = 0; r < b.count; r++) sums[c][gates + r] += to_float(w.up_bias[b.rows[r]]);
-            const Floats u = load(sums[c] + gates);
-            const Floats v = w.gate ? activate(w.kind, load(sums[c])) * u : activate(w.kind, u);
-            store(hidden + b.place + ROWS * (t + c), LANE < b.count ? v : Floats{});
         }
+        const auto join = b.stride == 4 ? activate_tile<4, W> : b.stride == 8 ? activate_tile<8, W> : activate_tile<ROWS, W>;
+        join(w, b.count, sums, n, hidden + b.place + b.stride * t);
     }
 }
 
@@ -266,7 +232,7 @@ void add_columns(const Weights<W>& w, const std::vector<Block>& blocks, const Me
             const int64_t d = 32 * k;
             float* column_sums = sums + (k - first) * 32 * num_tokens;
             if (d + 32 <= size) {
-                accumulate(rows, next, b.count, d, hidden + b.place, tokens.data(), (int)tokens.size(), column_sums);
+                accumulate(rows, next, b, d, hidden + b.place, tokens.data(), (int)tokens.size(), column_sums);
                 continue;
             }
             const W* edge[ROWS];  // the last columns, padded with zeros
@@ -274,7 +240,7 @@ void add_columns(const Weights<W>& w, const std::vector<Block>& blocks, const Me
                 std::memcpy(tail + 32 * r, rows[r] + d, (size - d) * sizeof(W));
                 edge[r] = tail + 32 * r;
             }
-            accumulate(edge, edge, b.count, 0, hidden + b.place, tokens.data(), (int)tokens.size(), column_sums);
+            accumulate(edge, edge, b, 0, hidden + b.place, tokens.data(), (int)tokens.size(), column_sums);
         }
     }
     for (int64_t t = 0; t < num_tokens; t++)
@@ -292,13 +258,13 @@ void run_rows(const Weights<W>& w, const W* x, const Meetings& groups, int64_t n
     const int64_t fitting = SUMS / (32 * num_tokens), even = wide_size / (2 * threads);
     const int64_t piece = std::max<int64_t>(4, std::min(fitting, even)), pieces = (wide_size + piece - 1) / piece;
     const int64_t piece_sums = piece * 32 * num_tokens;
-    const std::unique_ptr<float[]> all_sums(new float[piece_sums * threads]);
+    const Lines<float> all_sums(piece_sums * threads);
 
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_blocks; i++)
-            activate_block(w, x, blocks[i], blocks[std::min(i + 1, num_blocks - 1)], groups.tokens[blocks[i].group], hidden.get());
+            activate_block(w, x, blocks[i], blocks[std::min(i + 1, num_blocks - 1)], groups, hidden.get());
 #pragma omp for schedule(dynamic)
         for (int64_t p = 0; p < pieces; p++)
             add_columns(w, blocks, groups, hidden.get(), p * piece, std::min(wide_size, (p + 1) * piece), num_tokens,
@@ -323,35 +289,6 @@ void run(int way, const void* x, const int64_t* expert_ids, int64_t top_k, int64
 }
 
 }  // namespace
-
-// The numbers of the k largest of n logits of each token, ascending. 1: logits are equal at the border, so that their order
-// does not tell which ones to take; the caller asks somebody else.
-extern "C" int tomoe_largest(const float* logits, int64_t num_tokens, int32_t n, int32_t k, int64_t* ids) {
-    std::vector<int32_t> keys(n);
-    for (int64_t t = 0; t < num_tokens; t++, logits += n, ids += k) {
-        std::memcpy(keys.data(), logits, n * sizeof(float));
-        for (int32_t& key : keys) key ^= (key >> 31) & 0x7fffffff;  // integers in the order of the floats
-        const auto above = [&](int32_t border) {
-            int32_t count = 0;
-            for (int32_t i = 0; i < n; i++) count += keys[i] >= border;
-            return count;
-        };
-        // The largest border that k keys reach, bit by bit; the first one that exactly k keys reach will do.
-        uint32_t border = 1u << 31;
-        int32_t reached = n;
-        for (uint32_t bit = 1u << 31; bit && reached > k; bit >>= 1)
-            if (const int32_t count = above((int32_t)(border + bit)); count >= k) {
-                border += bit;
-                reached = count;
-            }
-        if (reached != k) return 1;
-        for (int32_t i = 0, found = 0; found < k; i++) {  // no branch on what cannot be foreseen
-            ids[found] = i;
-            found += keys[i] >= (int32_t)border;
-        }
-    }
-    return 0;
-}
 
 // 0: done; 1: not enough memory.
 extern "C" int tomoe_experts(int is_bf16, int way, const void* x, const int64_t* expert_ids, int64_t top_k,

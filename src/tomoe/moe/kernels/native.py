@@ -19,7 +19,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tomoe.moe.kernels.build import load
 from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked
-from tomoe.moe.modeling_tomoe import largest as largest_in_pytorch
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
@@ -105,17 +104,16 @@ def call(
             "the native kernel is missing (no C++ compiler, or TOMOE_NATIVE=0); run torch.compile on the model again"
         )
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
-    chunks = zip(x.split(CHUNK), expert_ids.split(CHUNK), strict=True)
 
-    def way(count: int) -> Way:
+    def piece(x: Tensor, expert_ids: Tensor) -> Tensor:
         # panels hold tokens of one expert each
-        if fine:
-            return Way.FINE_ROWS
-        panels = uses_panels(count, len(members), x.dtype)
-        return Way.OVERLAPPING_PANELS if panels else Way.OVERLAPPING_ROWS
+        panels = not fine and uses_panels(x.shape[0], members.shape[0], x.dtype)
+        way = Way.FINE_ROWS if fine else Way.OVERLAPPING_PANELS if panels else Way.OVERLAPPING_ROWS
+        return run(x, expert_ids, members, weights, kind, way)
 
-    pieces = [run(some, ids, members, weights, kind, way(len(some))) for some, ids in chunks]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if x.shape[0] <= CHUNK:
+        return piece(x, expert_ids)
+    return torch.cat([piece(*some) for some in zip(x.split(CHUNK), expert_ids.split(CHUNK), strict=True)])
 
 
 def uses_panels(tokens: int, neurons: int, dtype: torch.dtype) -> bool:
@@ -176,21 +174,6 @@ def membership(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[T
     return members
 
 
-# No shapes in its signature, as above: logits are [T, N], what it returns is [T, k].
-def largest(logits: Tensor, top_k: int) -> Tensor:
-    """The experts with the largest logits of each token, in any order.
-
-    PyTorch finds them where the kernel cannot: not float32 on a CPU, no compiler, logits that are equal at the border.
-    """
-    if not torch.compiler.is_compiling() and logits.device.type == "cpu" and logits.dtype == torch.float32:
-        find = finder()
-        logits = logits.contiguous()
-        ids = torch.empty(len(logits), top_k, dtype=torch.long)
-        if find and not find(logits.data_ptr(), *logits.shape, top_k, ids.data_ptr()):
-            return ids
-    return largest_in_pytorch(logits, top_k)
-
-
 class Way(IntEnum):
     """How the kernel runs experts, as it numbers the ways itself."""
 
@@ -213,18 +196,6 @@ def kernel() -> Kernel | None:
         log.warning("the native kernel computes something else than PyTorch on this machine; it is not used")
         return None
     return run
-
-
-@cache
-def finder() -> Callable[..., int] | None:
-    """The compiled search for the largest logits, if the kernel could be compiled and computes what PyTorch computes."""
-    library = load(SOURCE) if kernel() else None
-    if library is None:
-        return None
-    compiled = library.tomoe_largest
-    compiled.restype = ctypes.c_int
-    compiled.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
-    return cast(Callable[..., int], compiled)
 
 
 def _typed(library: ctypes.CDLL) -> Kernel:

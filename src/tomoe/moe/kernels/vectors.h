@@ -21,8 +21,10 @@
 #define WIDE_REGISTERS 0
 #endif
 #endif
-#if WIDE_REGISTERS && defined(__AVX512BF16__) && defined(__AVX512BW__)
+#ifdef __AVX512F__
 #include <immintrin.h>
+#endif
+#if WIDE_REGISTERS && defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define HAS_BF16_DOT 1
 #endif
 
@@ -100,6 +102,19 @@ inline V blend(V a, V b, V lanes) {  // lanes below the width are of a, the othe
     return __builtin_shuffle(a, b, lanes);
 #endif
 }
+// Four quarters of a vector. A processor that has just written them one by one would have to wait if it read them at once.
+inline Floats join(const float* const* quarters) {
+#if WIDE_REGISTERS && defined(__AVX512F__)
+    __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(quarters[0]));
+    v = _mm512_insertf32x4(v, _mm_loadu_ps(quarters[1]), 1);
+    v = _mm512_insertf32x4(v, _mm_loadu_ps(quarters[2]), 2);
+    return (Floats)_mm512_insertf32x4(v, _mm_loadu_ps(quarters[3]), 3);
+#else
+    float v[LANES];
+    for (int q = 0; q < 4; q++) std::memcpy(v + 4 * q, quarters[q], 4 * sizeof(float));
+    return load(v);
+#endif
+}
 // out[i] = sum of the lanes of v[i]. The shuffles are those that a processor does within 16 bytes.
 inline void sums_of_four(const Floats* v, float* out) {
     typedef float Four __attribute__((vector_size(16)));
@@ -143,6 +158,17 @@ inline Floats exponential(Floats x) {  // relative error below 3e-7
         1.f + r * (1.f + r * (0.5f + r * (0.16666667f + r * (0.041666664f + r * (0.0083333f + r * 0.0013888f)))));
     return (Floats)((Words)p + ((Words)__builtin_convertvector(n, Ints) << 23));
 }
+
+// Memory that begins with a cache line, so that no vector lies in two.
+template <class T>
+struct Lines {
+    std::unique_ptr<T[]> memory;
+    T* first;
+    explicit Lines(int64_t count) : memory(new T[count + 64 / sizeof(T)]) {
+        first = (T*)(((uintptr_t)memory.get() + 63) & ~(uintptr_t)63);
+    }
+    T* get() const { return first; }
+};
 
 inline int this_thread() {
 #ifdef _OPENMP

@@ -1,0 +1,107 @@
+"""Routers on the CPU: their logits, and the experts with the largest of them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tomoe.moe import modeling_tomoe
+from tomoe.moe.kernels.build import load
+from tomoe.moe.kernels.native import DTYPES, PROCESSOR, SOURCE, kernel
+from tomoe.moe.modeling_tomoe import Router
+
+logits_in_pytorch, largest_in_pytorch = modeling_tomoe.router_logits, modeling_tomoe.largest
+# Processors whose vectors make the kernel faster than PyTorch's product, as measured (docs/lab/performance.md).
+FAST = bool(PROCESSOR.get("avx512_f"))
+
+
+# What torch.compile traces has no shapes in its signature: x is [T, D], what it returns [T, N].
+def logits(router: Router, x: Tensor) -> Tensor:
+    """The router's logits, with sums in float32. PyTorch computes what the kernel cannot, or not faster.
+
+    Weights that are bfloat16 values, as all that tomoe writes are, meet tokens in bfloat16 as such: each product is exact.
+    """
+    multiply = None
+    if FAST and not torch.compiler.is_compiling() and _fits(router, x):
+        multiply = multiplier()
+    if multiply is None:
+        return logits_in_pytorch(router, x)
+    return multiply(x.contiguous(), router.weight.contiguous(), router.bias)
+
+
+def _fits(router: Router, x: Tensor) -> bool:
+    """Whether this is on a CPU, in dtypes that the kernel knows, without gradients."""
+    parameters = [p for p in (router.weight, router.bias) if p is not None]
+    if x.device.type != "cpu" or x.dtype not in DTYPES or x.dim() != 2:
+        return False
+    if any(p.device.type != "cpu" or p.dtype != torch.float32 for p in parameters):
+        return False
+    return not (torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters)))
+
+
+# No shapes here either: logits are [T, N], what it returns is [T, k].
+def largest(logits: Tensor, top_k: int) -> Tensor:
+    """The experts with the largest logits of each token, in any order.
+
+    PyTorch finds them where the kernel cannot: not float32 on a CPU, no compiler, logits that are equal at the border.
+    """
+    if not torch.compiler.is_compiling() and logits.device.type == "cpu" and logits.dtype == torch.float32:
+        find = finder()
+        logits = logits.contiguous()
+        ids = torch.empty(len(logits), top_k, dtype=torch.long)
+        if find and not find(logits.data_ptr(), *logits.shape, top_k, ids.data_ptr()):
+            return ids
+    return largest_in_pytorch(logits, top_k)
+
+
+@cache
+def finder() -> Callable[..., int] | None:
+    """The compiled search for the largest logits, if the kernel could be compiled and computes what PyTorch computes."""
+    library = load(SOURCE) if kernel() else None
+    if library is None:
+        return None
+    compiled = library.tomoe_largest
+    compiled.restype = ctypes.c_int
+    compiled.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+    return cast(Callable[..., int], compiled)
+
+
+Multiplier = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@cache
+def multiplier() -> Multiplier | None:
+    """The compiled product of x [T, D] and weight [N, D], plus bias [N]; None where `finder` is."""
+    library = load(SOURCE) if kernel() else None
+    if library is None:
+        return None
+    pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    compiled = library.tomoe_router
+    compiled.restype = int32
+    compiled.argtypes = [int32, pointer, int64, int64, pointer, pointer, int64, pointer, int32]
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = torch.empty(len(x), len(weight), dtype=torch.float32)
+        failed = compiled(
+            x.dtype == torch.bfloat16, x.data_ptr(), *x.shape, weight.data_ptr(),
+            None if bias is None else bias.data_ptr(), len(weight), out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise torch.OutOfMemoryError("no memory for the weights of a router")
+        return out
+
+    return multiply if all(_agrees_with_pytorch(multiply, dtype) for dtype in DTYPES) else None
+
+
+def _agrees_with_pytorch(multiply: Multiplier, dtype: torch.dtype) -> bool:
+    """Compare with PyTorch on nine tokens of 70 dims and 37 experts, the first 32 of which have bfloat16 values."""
+    x, weight = (torch.linspace(-1, 1, n * 70).mul(seed).sin().view(n, 70) for n, seed in ((9, 977), (37, 1009)))
+    x, bias = x.to(dtype), torch.linspace(-1, 1, 37)
+    weight[:32] = weight[:32].bfloat16().float()
+    return torch.allclose(multiply(x, weight, bias), F.linear(x.float(), weight, bias), atol=1e-4, rtol=0)

@@ -1,0 +1,136 @@
+"""Routers in the compiled kernel: their logits, and the experts with the largest of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tomoe.moe.kernels import build, native, router
+from tomoe.moe.modeling_tomoe import Router
+
+pytestmark = pytest.mark.slow
+compiled = pytest.mark.skipif(build.load(native.SOURCE) is None, reason="this machine has no C++ compiler with OpenMP")
+multiplied = pytest.mark.skipif(
+    not router.FAST or build.load(native.SOURCE) is None,
+    reason="PyTorch multiplies here: no AVX-512, or no C++ compiler",
+)
+
+
+@compiled
+def test_what_was_compiled_agrees_with_pytorch_and_is_used() -> None:
+    assert router.finder() is not None
+    assert router.multiplier() is not None
+
+
+@compiled
+@pytest.mark.parametrize("shape", [(1, 128, 28), (300, 128, 74), (40, 256, 140), (5, 7, 7), (5, 7, 1), (0, 8, 3)])
+def test_the_largest_logits_are_those_that_pytorch_finds(shape: tuple[int, int, int]) -> None:
+    tokens, experts, top_k = shape
+    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0))
+    expected = logits.topk(top_k).indices.sort(1).values
+    assert torch.equal(router.largest(logits, top_k).sort(1).values, expected)
+    assert torch.equal(router.largest(logits.double(), top_k).sort(1).values, expected)
+    wide = torch.cat([logits, logits + 9], 1)
+    assert torch.equal(router.largest(wide[:, :experts], top_k).sort(1).values, expected)  # not contiguous
+
+
+@compiled
+def test_equal_logits_at_the_border_are_left_to_pytorch() -> None:
+    """Experts that score alike must fall as they fell in training, where PyTorch chooses."""
+    logits = torch.zeros(3, 9)
+    logits[:, 4], logits[1] = 1.0, -0.0
+    logits[2, :3] = torch.tensor([-torch.inf, torch.inf, 2.0])
+    assert torch.equal(router.largest(logits, 4), logits.topk(4, sorted=False).indices)
+    assert router.largest(logits[2:], 3).tolist() == [[1, 2, 4]]  # no two are equal there
+
+
+def make(tokens: int, size: int, experts: int, dtype: torch.dtype, bias: bool = True) -> tuple[Router, Tensor]:
+    generator = torch.Generator().manual_seed(experts)
+    made = Router(size, experts, bias=bias).requires_grad_(False)
+    for p in made.parameters():
+        p.copy_(torch.randn(p.shape, generator=generator))
+    made.weight.copy_(made.weight.bfloat16())
+    return made, torch.randn(tokens, size, generator=generator).to(dtype)
+
+
+def exact(made: Router, x: Tensor) -> Tensor:
+    logits = x.double() @ made.weight.double().t()
+    return logits if made.bias is None else logits + made.bias.double()
+
+
+def error(made: Router, x: Tensor) -> float:
+    """Of the logits, relative to the longest sum of products."""
+    logits = router.logits(made, x)
+    assert logits.dtype == torch.float32
+    scale = (x.double().abs() @ made.weight.double().abs().t()).max()
+    return float((logits.double() - exact(made, x)).abs().max() / scale)
+
+
+SHAPES = [(1, 576, 256), (7, 64, 8), (13, 70, 37), (100, 33, 33), (300, 128, 64), (6, 15, 1)]
+
+
+@multiplied
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", native.DTYPES)
+def test_logits_are_sums_in_float32_of_exact_products(
+    dtype: torch.dtype, shape: tuple[int, int, int], bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, "logits_in_pytorch", None)
+    made, x = make(*shape, dtype, bias)
+    assert error(made, x) < 1e-6
+
+
+@multiplied
+@pytest.mark.parametrize("dtype", native.DTYPES)
+def test_weights_that_bfloat16_cannot_hold_are_not_rounded(dtype: torch.dtype) -> None:
+    made, x = make(50, 96, 70, dtype)
+    made.weight[40] += 2.0**-12  # in a later block of rows
+    made.weight[40, 5] += 1.0
+    assert error(made, x) < 1e-6
+
+
+@multiplied
+@pytest.mark.parametrize("dtype", native.DTYPES)
+def test_a_logit_does_not_depend_on_other_tokens_or_on_threads(dtype: torch.dtype) -> None:
+    made, x = make(77, 200, 50, dtype)
+    together = router.logits(made, x)
+    assert torch.equal(together, torch.cat([router.logits(made, x[i : i + 1]) for i in range(len(x))]))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        assert torch.equal(together, router.logits(made, x))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@multiplied
+def test_tokens_and_weights_need_not_be_contiguous() -> None:
+    made, x = make(9, 64, 40, torch.bfloat16)
+    expected = router.logits(made, x)
+    made.weight = torch.nn.Parameter(made.weight.t().contiguous().t(), requires_grad=False)
+    strided = torch.stack([x, x], -1)[..., 0]
+    assert not made.weight.is_contiguous()
+    assert not strided.is_contiguous()
+    assert torch.equal(router.logits(made, strided), expected)
+
+
+@multiplied
+def test_a_router_that_changes_is_not_remembered() -> None:
+    made, x = make(9, 64, 40, torch.bfloat16)
+    before = router.logits(made, x)
+    made.weight.data.mul_(2)
+    made.bias.data.mul_(2)
+    torch.testing.assert_close(router.logits(made, x), 2 * before)
+
+
+def test_routers_that_learn_and_other_dtypes_are_left_to_pytorch() -> None:
+    made, x = make(9, 64, 40, torch.float32)
+    made.requires_grad_(True)
+    router.logits(made, x).sum().backward()
+    assert made.weight.grad is not None
+    torch.testing.assert_close(made.weight.grad, x.sum(0).expand(40, 64))
+    made.requires_grad_(False)
+    assert router.logits(made.double(), x.double()).dtype == torch.float64
+    assert router.logits(made.bfloat16(), x.bfloat16()).dtype == torch.bfloat16
