@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -190,7 +191,8 @@ def test_a_stock_form_may_take_fewer_experts_to_hold_few_zeros(
 @pytest.mark.parametrize(
     ("shape", "changes", "number"),
     [
-        (SMOLLM2, [], 128),
+        (SMOLLM2, [], 256),
+        (replace(SMOLLM2, mlp_size=1408), [], 128),
         (LLAMA2_7B, [], 256),
         (SMOLLM2, ["experts.num_experts=96"], 96),
         # of 20 neurons 128 experts would be more than there are

@@ -23,10 +23,10 @@ STOCK_MULTIPLE = 64
 # Overlapping experts unless the recipe says otherwise.
 OVERLAPPING_EXPERTS = 8
 # Numbers of fine-grained experts unless it says otherwise: more are better (docs/lab/fine-grained.md), but a router costs a
-# token as much as a third of a gated neuron for each. With twelve neurons of a layer for each expert it costs at
-# most 1/36 of the dense MLP. Any model and any stock form takes the last number.
+# token as much as a third of a gated neuron for each. With six neurons of a layer for each expert it costs at
+# most 1/18 of the dense MLP. Any model and any stock form takes the last number.
 FINE_EXPERTS = (256, 128, 64)
-NEURONS_PER_EXPERT = 12
+NEURONS_PER_EXPERT = 6
 # Stock forms with a place for one form of experts alone: a token uses one of them, or several.
 OVERLAPPING_TARGETS, FINE_TARGETS = ("mixtral", "qwen2_moe", "qwen3_moe"), ("glm4_moe",)
 # Fine-grained experts in a stock form are filled up with zeros to a multiple of so many neurons: in 16 bits rows of 16 bytes,
@@ -49,7 +49,7 @@ class ExpertsSection(Section):
     a token uses one expert, and experts share neurons. Unless the key is given, it is `overlapping` for a random start and
     for the targets mixtral, qwen2_moe and qwen3_moe, which have no place for the other."""
     num_experts: int = Field(default_factory=_usual_number, ge=0, le=256)
-    """Experts per MLP (N): 8 overlapping ones unless this is given. 0 for fine-grained ones: 256, 128 or 64, whatever a twelfth
+    """Experts per MLP (N): 8 overlapping ones unless this is given. 0 for fine-grained ones: 256, 128 or 64, whatever a sixth
     of the neurons of a layer allows, and 64 for a stock target. For such a target there may be up to a quarter fewer, if the
     budget asks for it or the file would hold many zeros, and still fewer if a token would use more than 30; not if
     `expert_size` is given, too."""

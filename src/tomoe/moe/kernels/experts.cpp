@@ -100,11 +100,7 @@ inline void finish(const float* sums, int64_t columns, W* out) {
         second = (Floats)blend(low, high, Words{8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31});
     }
 #endif
-    W made[2 * LANES];
-    W* y = columns < 2 * LANES ? made : out;
-    store(y, first);
-    store(y + LANES, second);
-    if (y == made) std::memcpy(out, made, columns * sizeof(W));
+    store_columns(first, second, columns, out);
 }
 
 // Groups of neurons, and the tokens that meet each.
@@ -156,13 +152,6 @@ inline std::vector<Block> cut(const Meetings& groups, int64_t& activations) {
     }
     return blocks;
 }
-
-template <class W>
-struct Weights {
-    int64_t size;
-    const W *gate, *up, *down, *gate_bias, *up_bias;
-    int kind;
-};
 
 // Activations of a tile of tokens, from its gate rows' sums and then its up rows'; several tokens share a vector where they fit.
 template <int STRIDE, class W>
@@ -279,12 +268,11 @@ template <class W>
 void run(int way, const void* x, const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t size,
          int64_t neurons, const uint64_t* members, const void* gate, const void* up, const void* down,
          const void* gate_bias, const void* up_bias, int kind, void* y, int threads) {
+    const Weights<W> weights{size, (const W*)gate, (const W*)up, (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind};
     if (way == OVERLAPPING_PANELS)
-        return run_panels<W>((const W*)x, expert_ids, num_tokens, size, neurons, members, (const W*)gate, (const W*)up,
-                             (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind, (W*)y, threads);
+        return run_panels<W>(weights, (const W*)x, expert_ids, num_tokens, neurons, members, (W*)y, threads);
     const Meetings groups = way == FINE_ROWS ? meet_fine(expert_ids, top_k, num_tokens, neurons, members)
                                              : meet_overlapping(expert_ids, num_tokens, neurons, members);
-    const Weights<W> weights{size, (const W*)gate, (const W*)up, (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind};
     run_rows<W>(weights, (const W*)x, groups, num_tokens, (W*)y, threads);
 }
 

@@ -412,16 +412,16 @@ inline void come(const W* row, int64_t size) {
 
 // One tile against the panels that it meets: activations to `hidden`.
 template <class W>
-inline void run_tile(const Layout<W>& layout, size_t index, const CacheLine* x, int64_t depth, int64_t size, const W* gate,
-                     const W* up, const W* gate_bias, const W* up_bias, int kind, CacheLine* rows, CacheLine* hidden) {
+inline void run_tile(const Layout<W>& layout, size_t index, const CacheLine* x, int64_t depth, const Weights<W>& w,
+                     CacheLine* rows, CacheLine* hidden) {
     const Tile& tile = layout.tiles[index];
-    const int n = tile.count, r = gate ? 2 * n : n;
+    const int n = tile.count, r = w.gate ? 2 * n : n;
     const W* sources[LANES] = {};
     for (int i = 0; i < n; i++) {
-        if (gate) sources[i] = gate + tile.rows[i] * size;
-        sources[r - n + i] = up + tile.rows[i] * size;
+        if (w.gate) sources[i] = w.gate + tile.rows[i] * w.size;
+        sources[r - n + i] = w.up + tile.rows[i] * w.size;
     }
-    interleave(sources, size, rows);
+    interleave(sources, w.size, rows);
     const int64_t panels = (int64_t)layout.reach.size();
     const Tile* next = index + 1 < layout.tiles.size() ? &layout.tiles[index + 1] : nullptr;
     const int coming = next ? next->count : 0;
@@ -438,9 +438,9 @@ inline void run_tile(const Layout<W>& layout, size_t index, const CacheLine* x, 
         if (!count) break;
         // Rows of the next tile come nearer while this one is multiplied.
         for (int i = 0; i < 4 && ahead < 2 * coming; i++, ahead++) {
-            const W* weights = ahead < coming ? up : gate;
+            const W* weights = ahead < coming ? w.up : w.gate;
             if (!weights) break;
-            come(weights + next->rows[ahead % coming] * size, size);
+            come(weights + next->rows[ahead % coming] * w.size, w.size);
         }
         Floats sums[TILE_PANELS][2 * TILE_NEURONS];
         if (count == TILE_PANELS)
@@ -451,10 +451,10 @@ inline void run_tile(const Layout<W>& layout, size_t index, const CacheLine* x, 
             CacheLine* out = hidden + layout.starts[met[c]] + layout.places[layout.kind[met[c]]][index];
             Floats made[TILE_NEURONS + 1] = {};
             for (int i = 0; i < n; i++) {
-                Floats u = sums[c][r - n + i], g = gate ? sums[c][i] : u;
-                if (up_bias) u += to_float(up_bias[tile.rows[i]]);
-                if (gate_bias) g += to_float(gate_bias[tile.rows[i]]);
-                made[i] = gate ? activate(kind, g) * u : activate(kind, u);
+                Floats u = sums[c][r - n + i], g = w.gate ? sums[c][i] : u;
+                if (w.up_bias) u += to_float(w.up_bias[tile.rows[i]]);
+                if (w.gate_bias) g += to_float(w.gate_bias[tile.rows[i]]);
+                made[i] = w.gate ? activate(w.kind, g) * u : activate(w.kind, u);
                 if (layout.reach[met[c]] & ~tile.sets[i]) made[i] = layout.kept(made[i], met[c], tile.sets[i]);
             }
             for (int i = 0; i < n; i += elems_per_word<W>()) store(*out++, word_of<W>(made[i], made[i + 1]));
@@ -463,9 +463,9 @@ inline void run_tile(const Layout<W>& layout, size_t index, const CacheLine* x, 
 }
 
 template <class W>
-void run_panels(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t size, int64_t neurons,
-                const uint64_t* members, const W* gate, const W* up, const W* down, const W* gate_bias, const W* up_bias,
-                int kind, W* y, int threads) {
+void run_panels(const Weights<W>& w, const W* x, const int64_t* expert_ids, int64_t num_tokens, int64_t neurons,
+                const uint64_t* members, W* y, int threads) {
+    const int64_t size = w.size;
     const Layout<W> layout(expert_ids, num_tokens, neurons, members);
     const int64_t depth = in_words<W>(size), panels = (int64_t)layout.reach.size(), tiles = (int64_t)layout.tiles.size();
     const int64_t num_chunks = (int64_t)layout.chunks.size() - 1, strips = (size + 2 * LANES - 1) / (2 * LANES);
@@ -490,7 +490,7 @@ void run_panels(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64
         }
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < tiles; i++)
-            run_tile(layout, i, packed.get(), depth, size, gate, up, gate_bias, up_bias, kind, mine, hidden.get());
+            run_tile(layout, i, packed.get(), depth, w, mine, hidden.get());
 #pragma omp for schedule(dynamic)
         for (int64_t s = 0; s < strips; s++) {
             const int64_t d = 2 * LANES * s, columns = std::min<int64_t>(2 * LANES, size - d);
@@ -500,16 +500,13 @@ void run_panels(const W* x, const int64_t* expert_ids, int64_t num_tokens, int64
             for (int64_t c = 0; c < num_chunks; c++) {
                 const int64_t first = layout.tiles[layout.chunks[c]].slot;
                 const int64_t end = c + 1 < num_chunks ? layout.tiles[layout.chunks[c + 1]].slot : layout.slots;
-                interleave_down(layout.word_rows.data() + first * elems_per_word<W>(), end - first, down + d, size, columns, rows);
+                interleave_down(layout.word_rows.data() + first * elems_per_word<W>(), end - first, w.down + d, size, columns, rows);
                 for (const Some& tokens : layout.some)
                     gather<W>(rows, first, hidden.get() + layout.starts[tokens.panel], tokens.lane, tokens.count,
                               ranges[c * layout.pairs.size() + tokens.pair], sums + tokens.panel * PANEL + tokens.lane);
             }
-            for (int64_t t = 0; t < num_tokens; t++) {
-                const float* made = (const float*)sums[t];
-                W* out = y + layout.order[t] * size + d;
-                for (int64_t i = 0; i < columns; i++) from_float(made[i], out[i]);
-            }
+            for (int64_t t = 0; t < num_tokens; t++)
+                store_columns((Floats)load(sums[t][0]), (Floats)load(sums[t][1]), columns, y + layout.order[t] * size + d);
         }
     }
 }

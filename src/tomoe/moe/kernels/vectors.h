@@ -75,12 +75,6 @@ inline float to_float(bf16 v) {
     std::memcpy(&f, &bits, sizeof f);
     return f;
 }
-inline void from_float(float v, float& out) { out = v; }
-inline void from_float(float v, bf16& out) {  // to nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &v, sizeof bits);
-    out.bits = v != v ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 inline Words rounded(Floats v) {  // to bfloat16, in the low half; to nearest, ties to even; NaN stays NaN
     Words bits = (Words)v;
     Words r = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -89,6 +83,15 @@ inline Words rounded(Floats v) {  // to bfloat16, in the low half; to nearest, t
 inline void store(bf16* p, Floats v) {
     const Halves h = __builtin_convertvector(rounded(v), Halves);
     std::memcpy(p, &h, sizeof h);
+}
+// Up to 32 floats.
+template <class W>
+inline void store_columns(Floats first, Floats second, int64_t columns, W* out) {
+    W made[2 * LANES];
+    W* y = columns < 2 * LANES ? made : out;
+    store(y, first);
+    store(y + LANES, second);
+    if (y == made) std::memcpy(out, made, columns * sizeof(W));
 }
 constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 template <class V>
@@ -177,6 +180,14 @@ inline int this_thread() {
     return 0;
 #endif
 }
+
+// An MLP, with neurons as rows; those that it has not are null.
+template <class W>
+struct Weights {
+    int64_t size;
+    const W *gate, *up, *down, *gate_bias, *up_bias;
+    int kind;
+};
 
 enum Activation { SILU, RELU, GELU, GELU_TANH };
 inline Floats activate(int kind, Floats x) {
