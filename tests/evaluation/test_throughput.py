@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine, small
@@ -18,7 +19,7 @@ from tomoe.evaluation.throughput import Pair
 from tomoe.evaluation.timings import Benchmark, Cell, Memory
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS
+from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, sdpa_attention
 
 D, F, LAYERS, HEADS, KV, VOCAB, N = 32, 48, 2, 4, 2, 64, 4  # the pico qwen2
 C = D // HEADS
@@ -219,3 +220,13 @@ def test_the_command(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
     assert "'1,x'" in refused.err
     assert "whole numbers" in refused.err
     assert tomoe("benchmark", model, model).code == 2
+
+
+def test_the_dense_model_is_timed_with_the_attention_of_the_moe(pair: Pair) -> None:
+    """It is faster than PyTorch's for one token, and no merit of the experts."""
+    seen = []
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    watched = replace(pair, describe=lambda *_: seen.append(ALL_ATTENTION_FUNCTIONS["sdpa"]) or "some way")
+    assert isinstance(watched.measure("decode", 1, 4), Cell)
+    assert seen == [sdpa_attention]
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before

@@ -21,10 +21,14 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tomoe.evaluation.timings import Cell
 from tomoe.evaluation.usage import ExpertCounter
 from tomoe.model.structure import CACHE
+from tomoe.moe import modeling_tomoe
+from tomoe.moe.kernels.router import logits_in_pytorch
+from tomoe.moe.modeling_tomoe import sdpa_attention
 from tomoe.progress import StageCallback, no_stage_progress
 
 STEPS = 4  # tokens that one timed run decodes
@@ -101,18 +105,29 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 @contextmanager
-def _expert_by_expert(model: Any) -> Iterator[None]:
-    """Run experts so that what is counted is what a token needs: not masked, and with products that PyTorch sees."""
-    config: Any = getattr(model, "config", None)
-    before = getattr(config, "expert_backend", None)
-    if before is None:
-        yield
-        return
-    config.expert_backend = "runs"
+def _same_attention() -> Iterator[None]:
+    """Let the dense model attend as the MoE does: the time that this saves a new token is no merit of the experts."""
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention
     try:
         yield
     finally:
-        config.expert_backend = before
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+
+
+@contextmanager
+def _expert_by_expert(model: Any) -> Iterator[None]:
+    """Run experts so that what is counted is what a token needs: not masked, and with products that PyTorch sees."""
+    config: Any = getattr(model, "config", None)
+    before, router_logits = getattr(config, "expert_backend", None), modeling_tomoe.router_logits
+    if before is None:
+        yield
+        return
+    config.expert_backend, modeling_tomoe.router_logits = "runs", logits_in_pytorch
+    try:
+        yield
+    finally:
+        config.expert_backend, modeling_tomoe.router_logits = before, router_logits
 
 
 @torch.no_grad()
@@ -166,6 +181,7 @@ class Pair:
         size = batch * length
         return self.ids.repeat(-(-size // len(self.ids)))[:size].view(batch, length).to(self.dense.device)
 
+    @_same_attention()
     def measure(self, phase: str, batch: int, prompt: int) -> Cell | str:
         """Time a cell; if it would take too long, return a line that says so."""
         ids = self.rows(batch, prompt + STEPS)

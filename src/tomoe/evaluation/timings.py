@@ -104,7 +104,8 @@ def footnote(benchmark: Benchmark) -> str:
         else f"{share:.1%} of the decoder parameters are active, so decoder layers alone can be at most {1 / share:.2f} "
         "times as fast",
         "A ratio is the median over pairs of neighboring runs, with the middle half of them; the bound is the ratio of "
-        "operations (prefill) or of bytes of weights (decode)",
+        "operations (prefill) or of bytes of weights (decode). The dense model is given what is faster in the MoE besides "
+        "experts: the output matrix meets the last token alone, and a new token attends by groups of heads",
         f"Text: {benchmark.text}",
         _left_out(benchmark.left_out),
         ", ".join(f"{name} {version}" for name, version in benchmark.versions.items()),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple
@@ -217,10 +218,10 @@ class ToMoEAttention(nn.Module):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Apply RoPE to dims in the order: first halves of the pairs, second halves, dims that RoPE leaves alone."""
-        turned, rest = x.split([cos.shape[-1], self.qk_size - cos.shape[-1]], -1)
+        turned = x[..., : cos.shape[-1]]
         first, second = turned.chunk(2, -1)
         turned = turned * cos + torch.cat([-second, first], -1) * sin
-        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+        return turned if turned.shape == x.shape else torch.cat([turned, x[..., cos.shape[-1] :]], -1)
 
     def forward(
         self,
@@ -251,10 +252,9 @@ class ToMoEAttention(nn.Module):
         if cache is not None:
             # a paged cache (continuous batching) writes into `kwargs` what its attention reads
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        grouped = q.shape[1] > k.shape[1] and (attention_mask is None or attention_mask.shape[1] == 1)
-        if implementation == "sdpa" and q.device.type == "cpu" and q.shape[2] == 1 and grouped:
-            attend = attend_from_one_token
+        attend = sdpa_attention
+        if implementation != "sdpa":
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
         kwargs |= dict(dropout=dropout, scaling=self.scaling, sliding_window=self.sliding_window)
         out, weights = attend(self, q, k, v, attention_mask, **kwargs)
@@ -276,15 +276,25 @@ def eager_attention(
     return (weights @ v).transpose(1, 2).contiguous(), weights
 
 
-def attend_from_one_token(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, dropout: float = 0.0, **_: Any
-) -> tuple[Tensor, None]:
-    """The attention of one new token a row, with the query heads of a key/value head as that head's queries.
+def sdpa_attention(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As in transformers; from one new token a row, the query heads of a key/value head attend on a CPU as its queries.
 
-    PyTorch's attention on CPUs repeats keys and values for each query head: in bfloat16 it takes five times as long.
+    PyTorch would repeat keys and values for each query head there: in bfloat16 that takes five times as long.
     """
-    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    grouped = q.shape[1] > k.shape[1] and (mask is None or mask.shape[1] == 1)
+    if q.device.type != "cpu" or q.shape[2] > 1 or not grouped:
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, dropout=dropout, **kwargs)
+    queries = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return out.reshape(len(q), 1, q.shape[1], -1), None
 
 
