@@ -24,43 +24,52 @@ struct Block {
     int32_t stride;  // from those of one token to the next one's
 };
 
-// y[.., 32 columns] += activations of a block times its down rows. `y` and `h` hold the tokens of the block one after another.
+constexpr int COLUMNS = 64;  // of the output, whose sums stand together
+
+// y[.., 64 columns] += activations of a block times its down rows. `y` and `h` hold the tokens of the block one after another.
 template <class W, int R>
 inline void accumulate(const W* const* rows, const W* const* next, int64_t d, const W* h, int stride, const int32_t* tokens, int n, float* y) {
 #ifdef HAS_BF16_DOT
     if constexpr (sizeof(W) == 2) {
         // Pairs of rows interleaved: within 32 columns the sums stand as 0-3, 8-11, 16-19, 24-27 and then the others.
-        __m512i low[R / 2], high[R / 2];
-        for (int r = 0; r < R / 2; r++) {
-            __builtin_prefetch(next[2 * r] + d);
-            __builtin_prefetch(next[2 * r + 1] + d);
-            __m512i a = _mm512_loadu_si512(rows[2 * r] + d), b = _mm512_loadu_si512(rows[2 * r + 1] + d);
-            low[r] = _mm512_unpacklo_epi16(a, b);
-            high[r] = _mm512_unpackhi_epi16(a, b);
-        }
-        for (int t = 0; t < n; t++) {
-            float* out = y + 32 * (int64_t)tokens[t];
-            __m512 s0 = _mm512_loadu_ps(out), s1 = _mm512_loadu_ps(out + 16);
-            const int32_t* pairs = (const int32_t*)(h + stride * t);
-            for (int r = 0; r < R / 2; r++) {
-                __m512bh p = (__m512bh)_mm512_set1_epi32(pairs[r]);
-                s0 = _mm512_dpbf16_ps(s0, (__m512bh)low[r], p);
-                s1 = _mm512_dpbf16_ps(s1, (__m512bh)high[r], p);
+        constexpr int LINES = R <= 8 ? 2 : 1;  // so many times 32 columns at once: few rows leave room for more of each
+        for (int c = 0; c < COLUMNS; c += 32 * LINES) {
+            __m512i low[LINES][R / 2], high[LINES][R / 2];
+            for (int l = 0; l < LINES; l++)
+                for (int r = 0; r < R / 2; r++) {
+                    const int64_t at = d + c + 32 * l;
+                    __builtin_prefetch(next[2 * r] + at);
+                    __builtin_prefetch(next[2 * r + 1] + at);
+                    __m512i a = _mm512_loadu_si512(rows[2 * r] + at), b = _mm512_loadu_si512(rows[2 * r + 1] + at);
+                    low[l][r] = _mm512_unpacklo_epi16(a, b);
+                    high[l][r] = _mm512_unpackhi_epi16(a, b);
+                }
+            for (int t = 0; t < n; t++) {
+                float* out = y + COLUMNS * (int64_t)tokens[t] + c;
+                __m512 s[2 * LINES];
+                for (int i = 0; i < 2 * LINES; i++) s[i] = _mm512_loadu_ps(out + 16 * i);
+                const int32_t* pairs = (const int32_t*)(h + stride * t);
+                for (int r = 0; r < R / 2; r++) {
+                    __m512bh p = (__m512bh)_mm512_set1_epi32(pairs[r]);
+                    for (int l = 0; l < LINES; l++) {
+                        s[2 * l] = _mm512_dpbf16_ps(s[2 * l], (__m512bh)low[l][r], p);
+                        s[2 * l + 1] = _mm512_dpbf16_ps(s[2 * l + 1], (__m512bh)high[l][r], p);
+                    }
+                }
+                for (int i = 0; i < 2 * LINES; i++) _mm512_storeu_ps(out + 16 * i, s[i]);
             }
-            _mm512_storeu_ps(out, s0);
-            _mm512_storeu_ps(out + 16, s1);
         }
         return;
     }
 #endif
-    for (int c = 0; c < 2 * LANES; c += WIDTH) {
+    for (int c = 0; c < COLUMNS; c += WIDTH) {
         Part w[R];
         for (int r = 0; r < R; r++) {
             w[r] = load_as<Part>(rows[r] + d + c);
             __builtin_prefetch(next[r] + d + c);
         }
         for (int t = 0; t < n; t++) {
-            float* out = y + 32 * (int64_t)tokens[t] + c;
+            float* out = y + COLUMNS * (int64_t)tokens[t] + c;
             const W* made = h + stride * t;
             Part s0 = load_as<Part>(out), s1 = {};
             for (int r = 0; r < R; r += 2) {
@@ -103,34 +112,65 @@ inline void finish(const float* sums, int64_t columns, W* out) {
     store_columns(first, second, columns, out);
 }
 
+struct List {
+    const int32_t* first;
+    size_t count;
+    size_t size() const { return count; }
+    const int32_t* data() const { return first; }
+    int32_t operator[](size_t i) const { return first[i]; }
+};
+
+// Numbers by group, one list after another in memory. `walk` calls what it is given with each group and number.
+struct Lists {
+    std::vector<int32_t> numbers;
+    std::vector<size_t> starts;
+    template <class Walk>
+    Lists(size_t groups, const Walk& walk) : starts(groups + 2, 0) {
+        walk([&](size_t group, int32_t) { starts[group + 2]++; });
+        for (size_t g = 2; g < starts.size(); g++) starts[g] += starts[g - 1];
+        numbers.resize(starts.back());
+        walk([&](size_t group, int32_t number) { numbers[starts[group + 1]++] = number; });
+    }
+    size_t size() const { return starts.size() - 2; }
+    List operator[](size_t group) const { return {numbers.data() + starts[group], starts[group + 1] - starts[group]}; }
+};
+
 // Groups of neurons, and the tokens that meet each.
 struct Meetings {
-    std::vector<std::vector<int32_t>> rows, tokens;
+    Lists tokens, rows;
 };
 
 // `members`: the experts of each neuron as bits. A token has one expert.
 inline Meetings meet_overlapping(const int64_t* expert_ids, int64_t num_tokens, int64_t neurons, const uint64_t* members) {
     uint64_t working = 0;
     for (int64_t t = 0; t < num_tokens; t++) working |= 1ull << expert_ids[t];
-    Groups groups(members, neurons, working);
-    Meetings found{std::move(groups.rows), std::vector<std::vector<int32_t>>(groups.sets.size())};
-    for (size_t g = 0; g < groups.sets.size(); g++)
-        for (int64_t t = 0; t < num_tokens; t++)
-            if (groups.sets[g] >> expert_ids[t] & 1) found.tokens[g].push_back((int32_t)t);
-    return found;
+    const Groups groups(members, neurons, working);
+    const size_t count = groups.sets.size();
+    return {Lists(count, [&](const auto& add) {
+                for (size_t g = 0; g < count; g++)
+                    for (int64_t t = 0; t < num_tokens; t++)
+                        if (groups.sets[g] >> expert_ids[t] & 1) add(g, (int32_t)t);
+            }),
+            Lists(count, [&](const auto& add) {
+                for (size_t g = 0; g < count; g++)
+                    for (int32_t row : groups.rows[g]) add(g, row);
+            })};
 }
 
 // `members`: 1 + the expert of each neuron, 0 for those that all tokens use.
 inline Meetings meet_fine(const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t neurons, const uint64_t* members) {
-    const uint64_t groups = 1 + *std::max_element(members, members + neurons);
-    Meetings found{std::vector<std::vector<int32_t>>(groups), std::vector<std::vector<int32_t>>(groups)};
-    for (int64_t t = 0; t < num_tokens; t++) {
-        found.tokens[0].push_back((int32_t)t);
-        for (int64_t k = 0; k < top_k; k++) found.tokens[1 + expert_ids[t * top_k + k]].push_back((int32_t)t);
-    }
-    for (int64_t u = 0; u < neurons; u++)
-        if (!found.tokens[members[u]].empty()) found.rows[members[u]].push_back((int32_t)u);
-    return found;
+    const size_t groups = 1 + *std::max_element(members, members + neurons);
+    Lists tokens(groups, [&](const auto& add) {
+        for (int64_t t = 0; t < num_tokens; t++) {
+            add(0, (int32_t)t);
+            for (int64_t k = 0; k < top_k; k++) add(1 + expert_ids[t * top_k + k], (int32_t)t);
+        }
+    });
+    Lists rows(groups, [&](const auto& add) {
+        for (int64_t u = 0; u < neurons; u++)
+            if (tokens[members[u]].size()) add(members[u], (int32_t)u);
+    });
+    return {std::move(tokens), std::move(rows)};
 }
 
 // Blocks of at most 16 neurons of one group, and how many activations all of them make.
@@ -138,7 +178,7 @@ inline std::vector<Block> cut(const Meetings& groups, int64_t& activations) {
     std::vector<Block> blocks;
     activations = 0;
     for (size_t g = 0; g < groups.rows.size(); g++) {
-        const auto& rows = groups.rows[g];
+        const List rows = groups.rows[g];
         for (size_t i = 0; i < rows.size(); i += ROWS) {
             Block b;
             b.count = (int32_t)std::min<size_t>(ROWS, rows.size() - i);
@@ -171,7 +211,7 @@ inline void activate_tile(const Weights<W>& w, int count, const float (*sums)[2 
 // First pass: the activations of a block. Its gate rows come first, then its up rows, so that few are left over.
 template <class W>
 void activate_block(const Weights<W>& w, const W* x, const Block& b, const Block& following, const Meetings& groups, W* hidden) {
-    const std::vector<int32_t>&tokens = groups.tokens[b.group], &later = groups.tokens[following.group];
+    const List tokens = groups.tokens[b.group], later = groups.tokens[following.group];
     const int gates = w.gate ? b.count : 0, all = gates + b.count;
     const W *rows[2 * ROWS + 2], *next[2 * ROWS + 2];  // those past the end are repeats
     for (int r = 0; r < all + 2; r++) {
@@ -186,11 +226,10 @@ void activate_block(const Weights<W>& w, const W* x, const Block& b, const Block
         for (int c = 0; c < n; c++) xs[c] = x + tokens[t + c] * w.size;
         float sums[TILE][2 * ROWS] = {};
         project(rows, next, all, xs, n, w.size, sums);
-        const auto& coming = t + 2 * TILE < tokens.size() ? tokens : later;
-        for (int r = 0; r < all + 2; r++) {
-            const size_t i = (&coming == &later ? 0 : t + 2 * TILE) + std::min(r, TILE - 1);
-            next[r] = x + coming[std::min(i, coming.size() - 1)] * w.size;
-        }
+        const bool ends = t + 2 * TILE >= tokens.size();
+        const List& coming = ends ? later : tokens;
+        for (int r = 0; r < all + 2; r++)
+            next[r] = x + coming[std::min((ends ? 0 : t + 2 * TILE) + std::min(r, TILE - 1), coming.size() - 1)] * w.size;
         for (int c = 0; c < n; c++) {
             if (w.gate_bias)
                 for (int r = 0; r < gates; r++) sums[c][r] += to_float(w.gate_bias[b.rows[r]]);
@@ -202,39 +241,41 @@ void activate_block(const Weights<W>& w, const W* x, const Block& b, const Block
     }
 }
 
-// Second pass: what all blocks add to the columns from 32 first to 32 last. `sums` holds them for one column after another.
+// Second pass: what all blocks add to the columns from 64 first to 64 last. `sums` holds them for one part after another.
 template <class W>
 void add_columns(const Weights<W>& w, const std::vector<Block>& blocks, const Meetings& groups, const W* hidden, int64_t first,
                  int64_t last, int64_t num_tokens, float* sums, W* y) {
     const int64_t size = w.size, num_blocks = (int64_t)blocks.size();
-    std::memset(sums, 0, (last - first) * 32 * num_tokens * sizeof(float));
-    W tail[32 * ROWS] = {};
+    std::memset(sums, 0, (last - first) * COLUMNS * num_tokens * sizeof(float));
+    W tail[COLUMNS * ROWS] = {};
     for (int64_t i = 0; i < num_blocks; i++) {
         const Block &b = blocks[i], &following = blocks[std::min(i + 2, num_blocks - 1)];
-        const auto& tokens = groups.tokens[b.group];
+        const List tokens = groups.tokens[b.group];
         const W *rows[ROWS], *next[ROWS];
         for (int r = 0; r < ROWS; r++) {
             rows[r] = w.down + b.rows[r] * size;
             next[r] = w.down + following.rows[r] * size;
         }
         for (int64_t k = first; k < last; k++) {
-            const int64_t d = 32 * k;
-            float* column_sums = sums + (k - first) * 32 * num_tokens;
-            if (d + 32 <= size) {
-                accumulate(rows, next, b, d, hidden + b.place, tokens.data(), (int)tokens.size(), column_sums);
+            const int64_t d = COLUMNS * k;
+            float* part = sums + (k - first) * COLUMNS * num_tokens;
+            if (d + COLUMNS <= size) {
+                accumulate(rows, next, b, d, hidden + b.place, tokens.data(), (int)tokens.size(), part);
                 continue;
             }
             const W* edge[ROWS];  // the last columns, padded with zeros
             for (int r = 0; r < ROWS; r++) {
-                std::memcpy(tail + 32 * r, rows[r] + d, (size - d) * sizeof(W));
-                edge[r] = tail + 32 * r;
+                std::memcpy(tail + COLUMNS * r, rows[r] + d, (size - d) * sizeof(W));
+                edge[r] = tail + COLUMNS * r;
             }
-            accumulate(edge, edge, b, 0, hidden + b.place, tokens.data(), (int)tokens.size(), column_sums);
+            accumulate(edge, edge, b, 0, hidden + b.place, tokens.data(), (int)tokens.size(), part);
         }
     }
     for (int64_t t = 0; t < num_tokens; t++)
-        for (int64_t k = first; k < last; k++)
-            finish(sums + ((k - first) * num_tokens + t) * 32, std::min<int64_t>(32, size - 32 * k), y + t * size + 32 * k);
+        for (int64_t d = COLUMNS * first; d < std::min(size, COLUMNS * last); d += 32) {
+            const int64_t k = d / COLUMNS - first;
+            finish(sums + (k * num_tokens + t) * COLUMNS + d % COLUMNS, std::min<int64_t>(32, size - d), y + t * size + d);
+        }
 }
 
 template <class W>
@@ -242,11 +283,11 @@ void run_rows(const Weights<W>& w, const W* x, const Meetings& groups, int64_t n
     int64_t activations;
     const std::vector<Block> blocks = cut(groups, activations);
     const std::unique_ptr<W[]> hidden(new W[activations]);
-    const int64_t wide_size = (w.size + 31) / 32, num_blocks = (int64_t)blocks.size();
-    // Columns are split in pieces of at least 128: several for each thread, and with sums that a cache holds.
-    const int64_t fitting = SUMS / (32 * num_tokens), even = wide_size / (2 * threads);
-    const int64_t piece = std::max<int64_t>(4, std::min(fitting, even)), pieces = (wide_size + piece - 1) / piece;
-    const int64_t piece_sums = piece * 32 * num_tokens;
+    const int64_t parts = (w.size + COLUMNS - 1) / COLUMNS, num_blocks = (int64_t)blocks.size();
+    // Several pieces for each thread, with sums that a cache holds.
+    const int64_t fitting = SUMS / (COLUMNS * num_tokens), even = parts / (2 * threads);
+    const int64_t piece = std::max<int64_t>(1, std::min(fitting, even)), pieces = (parts + piece - 1) / piece;
+    const int64_t piece_sums = piece * COLUMNS * num_tokens;
     const Lines<float> all_sums(piece_sums * threads);
 
 #pragma omp parallel num_threads(threads)
@@ -256,7 +297,7 @@ void run_rows(const Weights<W>& w, const W* x, const Meetings& groups, int64_t n
             activate_block(w, x, blocks[i], blocks[std::min(i + 1, num_blocks - 1)], groups, hidden.get());
 #pragma omp for schedule(dynamic)
         for (int64_t p = 0; p < pieces; p++)
-            add_columns(w, blocks, groups, hidden.get(), p * piece, std::min(wide_size, (p + 1) * piece), num_tokens,
+            add_columns(w, blocks, groups, hidden.get(), p * piece, std::min(parts, (p + 1) * piece), num_tokens,
                         all_sums.get() + piece_sums * this_thread(), y);
     }
 }

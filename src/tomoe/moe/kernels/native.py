@@ -30,7 +30,7 @@ PROCESSOR = torch.cpu.get_capabilities()
 # dense MLP in that time from this many tokens on; others never do.
 FINE_BFLOAT16_TOKENS = 12 if PROCESSOR.get("amx_bf16") else math.inf
 # Tokens whose activations are kept at once.
-CHUNK = 2048
+CHUNK = 1024
 # In the order of the kernel's own list.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, lambda x: F.gelu(x, approximate="tanh"))
 
