@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 compiled = pytest.mark.skipif(build.load(native.SOURCE) is None, reason="this machine has no C++ compiler with OpenMP")
 multiplied = pytest.mark.skipif(
     not router.FAST or build.load(native.SOURCE) is None,
-    reason="PyTorch multiplies here: no AVX-512, or no C++ compiler",
+    reason="PyTorch multiplies here: no avx512_bf16, or no C++ compiler",
 )
 
 
