@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
@@ -163,6 +165,20 @@ def test_one_token_after_another_is_all_at_once(
         torch.testing.assert_close(torch.cat([step.logits for step in steps], 1), expected[:, 5:], atol=1e-5, rtol=1e-5)
         alone = heads[moe.config.num_hidden_layers :]
         assert set(alone) == {getattr(moe.config, "num_key_value_heads", moe.config.num_attention_heads)}
+
+
+def test_what_is_registered_in_place_of_sdpa_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    moe, ids = converted("llama"), tokens(2, 1)
+    moe.set_attn_implementation("sdpa")
+    expected, seen = moe(ids).logits, []
+
+    def attend(module: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(module.layer_idx)
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", attend)
+    torch.testing.assert_close(moe(ids).logits, expected)
+    assert seen == list(range(moe.config.num_hidden_layers))
 
 
 @pytest.mark.slow

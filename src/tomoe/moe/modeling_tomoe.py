@@ -252,9 +252,9 @@ class ToMoEAttention(nn.Module):
         if cache is not None:
             # a paged cache (continuous batching) writes into `kwargs` what its attention reads
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
-        attend = sdpa_attention
-        if implementation != "sdpa":
-            attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        if attend is sdpa_attention_forward:  # and not what somebody registered in its place
+            attend = sdpa_attention
         dropout = self.attention_dropout if self.training else 0.0
         kwargs |= dict(dropout=dropout, scaling=self.scaling, sliding_window=self.sliding_window)
         out, weights = attend(self, q, k, v, attention_mask, **kwargs)
