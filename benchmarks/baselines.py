@@ -24,7 +24,7 @@ Attention stays whole, so the MLPs pay for all of the cut. Rows, each with the n
 no repair fits: the dense and the converted models, and inputs per token. --speed times the converted models beside the dense one.
 Lines go to OUT/baselines.jsonl, and those that are there are not made again; table and figure are drawn from all of them.
 
-    python benchmarks/baselines.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5] [--tokens 32768]
+    python benchmarks/baselines.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5] [--tokens 65536]
         [--only ROW,ROW] [--plan NAME=FOLDER ...] [--model NAME=FOLDER ...] [--tasks piqa,arc_easy --task-dir TASKS --limit 100]
         [--dtype bfloat16] [--set section.key=value ...] [--speed]
 """
@@ -447,7 +447,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--speed", action="store_true", help="time the models of --model beside the dense one")
     parser.add_argument("--active", default="0.7,0.5")
-    parser.add_argument("--tokens", type=int, default=32768, help="to refit to")
+    parser.add_argument("--tokens", type=int, default=65536, help="to refit to")
     parser.add_argument("--target", default="half", choices=["local", "half", "stream"])
     parser.add_argument(
         "--only", default="", metavar="ROW,ROW", help="rows to make, in this order; all if none is named"

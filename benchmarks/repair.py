@@ -33,7 +33,7 @@ from tomoe.pruning.repair import LayerRepair, RepairSettings, repair, repaired
 from tomoe.recipe.conversion import Recipe
 
 SEQ_LEN = 512
-HELD_OUT = CALIBRATION = 8192
+CALIBRATION, HELD_OUT = 32768, 8192
 
 
 class Bench:

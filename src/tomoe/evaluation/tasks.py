@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.evaluation.rows import TaskScore
+from tomoe.evaluation.shared_prompts import Score, batches, score_answers, shared_prompts
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, stage_callback
 
 SEED = 1234  # lm-eval's own, of the choice of few-shot examples
@@ -158,7 +159,7 @@ def _load(manager: Any, spec: TaskSpec) -> dict[str, Any]:
 def _wrapped(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, progress: StageCallback
 ) -> Any:
-    """lm-eval's own wrapper around a loaded model, with two counters."""
+    """lm-eval's own wrapper around a loaded model, with two counters; choices that share a prompt read it once."""
     wrapper: Any = import_module("lm_eval.models.huggingface").HFLM
 
     class Counting(wrapper):
@@ -175,7 +176,16 @@ def _wrapped(
             if longest > self.max_length:
                 raise UserError(f"an answer has {longest} tokens, but the model takes no more than {self.max_length}")
             self.truncated += sum(len(prompt) + len(answer) > self.max_length + 1 for _, prompt, answer in requests)
-            return super()._loglikelihood_tokens(requests, *args, **options)
+            found: dict[int, Score] = {}
+            for batch in batches(shared_prompts(requests, self.max_length), self.batch_size):
+                for n, score in score_answers(self.model, requests, batch, self.softmax_dtype):
+                    found[n] = score
+                    self.cache_hook.add_partial("loglikelihood", requests[n][0], found[n])
+            rest = [n for n in range(len(requests)) if n not in found]
+            if rest:
+                alone = super()._loglikelihood_tokens([requests[n] for n in rest], *args, **options)
+                found |= dict(zip(rest, alone, strict=True))
+            return [found[n] for n in range(len(requests))]
 
         def generate_until(self, requests: Any, *args: Any, **options: Any) -> Any:
             self.total += len(requests)

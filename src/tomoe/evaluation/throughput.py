@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tomoe.evaluation.timings import Cell
 from tomoe.evaluation.usage import ExpertCounter
+from tomoe.model.hooks import own_rows
 from tomoe.model.structure import CACHE
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.kernels.router import logits_in_pytorch
@@ -63,12 +64,9 @@ def cache_bytes_per_token(model: Any, ids: Int[Tensor, "1 S"]) -> int:
 
 @torch.no_grad()
 def prefill(model: Any, ids: Int[Tensor, "B S"]) -> Kept:
-    """Keys and values of every layer after the rows `ids`, with the logits of the last token made as in generation.
-
-    The row of the last token is copied: given a slice, PyTorch on a CPU would copy the whole output matrix.
-    """
-    cache, output = DynamicCache(), model.get_output_embeddings()
-    with output.register_forward_pre_hook(lambda _, x: (x[0].clone(memory_format=torch.contiguous_format), *x[1:])):
+    """Keys and values of every layer after the rows `ids`, with the logits of the last token made as in generation."""
+    cache = DynamicCache()
+    with own_rows(model):
         model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
     return [(layer.keys, layer.values) for layer in cast(Any, cache).layers]
 

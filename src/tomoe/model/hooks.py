@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -27,3 +28,16 @@ def input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """The hidden states that a layer, MLP or attention was called with: families pass them by position or by name."""
     x: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     return x
+
+
+def own_rows(model: Any) -> RemovableHandle:
+    """Until it is removed (`with own_rows(model):`), the rows that become logits are copied first.
+
+    A call with `logits_to_keep=1` multiplies a slice of the hidden states by the output matrix, and given a slice PyTorch
+    on a CPU copies the whole matrix, once for each sequence.
+    """
+    output: Any = model.get_output_embeddings()
+    handle: RemovableHandle = output.register_forward_pre_hook(
+        lambda _, args: (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
+    )
+    return handle
