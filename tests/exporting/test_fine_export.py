@@ -151,7 +151,8 @@ def test_a_conversion_takes_fewer_experts_where_that_saves_zeros(tomoe: CommandL
     """32 experts of 10 neurons would be stored as 32 of 16; 24 of 16 are asked for, learned, extracted and exported."""
     TOKENIZER.save_pretrained(write_pico(tmp_path / "dense", vocab_size=len(TOKENIZER), num_hidden_layers=3))
     write_text(tmp_path / "text.txt")
-    changes = ("experts.num_experts=32", "experts.width_multiple=8", "train.steps=2", "active=0.8077")
+    sizes = ("experts.num_experts=32", "experts.width_multiple=8", "experts.shared=0.4")
+    changes = (*sizes, "train.steps=2", "active=0.8077")
     plan = convert(pico_recipe(tmp_path, "experts.form=fine", "target=glm4_moe", *changes), tmp_path / "moe")
     assert plan.num_experts == 24
     assert {layer.expert_size for layer in plan.counts} == {16}

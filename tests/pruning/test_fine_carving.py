@@ -163,23 +163,30 @@ def test_layouts_in_numbers(
 @pytest.mark.parametrize(
     ("shape", "active", "experts", "expected"),
     [
+        # three quarters of a token's neurons are shared
+        (SMOLLM2, 0.5, {}, FineLayout(49, 24, 360, 5)),
+        (LLAMA2_7B, 0.5, {}, FineLayout(64, 144, 1792, 5)),
+        (LLAMA2_7B, 0.7, {}, FineLayout(64, 96, 4864, 11)),
+        # not 64 of 8, though they are rounder: a shared part of 1,024 would be two thirds of the layer
+        (SMOLLM2, 0.8, {}, FineLayout(48, 15, 816, 20)),
+        (LLAMA2_7B, 0.9, {}, FineLayout(48, 96, 6400, 30)),
         # 64 experts of 20 neurons would be stored as 64 of 24
-        (SMOLLM2, 0.5, {}, FineLayout(56, 24, 192, 12)),
+        (SMOLLM2, 0.5, {"shared": 0.4}, FineLayout(56, 24, 192, 12)),
         # 64 experts meet no such budget
         (SMOLLM2, 0.7, {}, FineLayout(48, 22, 480, 19)),
         # 64 experts would be 36, 51 and 39 for a token
-        (SMOLLM2, 0.8, {}, FineLayout(58, 15, 666, 30)),
-        (SMOLLM2, 0.9, {}, FineLayout(39, 24, 600, 30)),
-        (LLAMA2_7B, 0.8, {}, FineLayout(64, 95, 4928, 28)),
-        (LLAMA2_7B, 0.7, {}, FineLayout(64, 128, 2816, 24)),
+        (SMOLLM2, 0.8, {"shared": 0.4}, FineLayout(58, 15, 666, 30)),
+        (SMOLLM2, 0.9, {"shared": 0.4}, FineLayout(39, 24, 600, 30)),
+        (LLAMA2_7B, 0.8, {"shared": 0.4}, FineLayout(64, 95, 4928, 28)),
+        (LLAMA2_7B, 0.7, {"shared": 0.4}, FineLayout(64, 128, 2816, 24)),
         (SMOLLM2, 0.5, {"expert_size": 20}, FineLayout(64, 20, 256, 11)),
-        (SMOLLM2, 0.5, {"num_experts": 72}, FineLayout(56, 24, 192, 12)),
+        (SMOLLM2, 0.5, {"num_experts": 72, "shared": 0.4}, FineLayout(56, 24, 192, 12)),
         # K-quants
         (SMOLLM2, 0.75, {"num_experts": 4, "width_multiple": 256, "dense_layers": 0}, FineLayout(4, 256, 512, 2)),
     ],
 )  # fmt: skip
 def test_a_stock_form_may_take_fewer_experts_to_hold_few_zeros(
-    shape: ModelShape, active: float, experts: dict[str, int], expected: FineLayout
+    shape: ModelShape, active: float, experts: dict[str, float], expected: FineLayout
 ) -> None:
     recipe = Recipe(active=active, target="glm4_moe", experts={"form": "fine"} | experts)
     settled = settled_experts(shape, recipe)

@@ -211,6 +211,17 @@ def test_experts_overlap_where_fine_ones_have_no_place_unless_a_form_was_named(c
         Recipe.load(None, [learning, change, "experts.num_experts=0"])
 
 
+@pytest.mark.parametrize("target", ["glm4_moe", "gguf"])
+def test_fine_experts_of_a_stock_form_share_more_unless_a_share_was_named(target: str) -> None:
+    usual = Recipe()
+    stock = usual.changed([f"target={target}"])
+    assert (usual.experts.shared, stock.experts.shared) == (0.4, 0.75)
+    assert stock.changed(["target=hf"]) == usual  # what was implied does not stay when its reason goes
+    assert Recipe.load(None, [f"target={target}", "experts.shared=0.4"]).experts.shared == 0.4
+    # a run that recorded its keys before this was so
+    assert Recipe(**usual.model_dump(mode="json") | {"target": target}).experts.shared == 0.4
+
+
 def test_runs_from_before_there_were_forms_have_overlapping_experts() -> None:
     older = Recipe(experts={"form": "overlapping"}).model_dump(mode="json")
     del older["experts"]["form"]

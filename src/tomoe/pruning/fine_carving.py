@@ -112,7 +112,9 @@ def _layouts(
     given = experts.expert_size > 0
     for size in [experts.expert_size] if given else range(multiple, mlp_size // n + 1, multiple):
         shared = mlp_size - n * size
-        near = given or abs(shared - experts.shared * width) <= SHARED_SLACK * width
+        wanted = experts.shared * width
+        # more than is wanted only up to half of the layer: beyond, there is too little left to choose from
+        near = given or (abs(shared - wanted) <= SHARED_SLACK * width and shared <= max(wanted, mlp_size / 2))
         all_experts = min(round(layers * (width - shared) / size), layers * n)
         met = abs(shared + all_experts / layers * size - width) <= slack
         if shared >= 0 and shared + size <= width and near and met:

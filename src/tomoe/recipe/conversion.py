@@ -29,6 +29,9 @@ FINE_EXPERTS = (256, 128, 64)
 NEURONS_PER_EXPERT = 6
 # Stock forms with a place for one form of experts alone: a token uses one of them, or several.
 OVERLAPPING_TARGETS, FINE_TARGETS = ("mixtral", "qwen2_moe", "qwen3_moe"), ("glm4_moe",)
+# The shared part of fine-grained experts in a stock form, as a share of a token's neurons: a little worse than 0.4 and
+# much faster in engines (docs/lab/performance.md).
+STOCK_SHARED = 0.75
 # Fine-grained experts in a stock form are filled up with zeros to a multiple of so many neurons: in 16 bits rows of 16 bytes,
 # without which the grouped matrix product that transformers runs experts with refuses to.
 FINE_MULTIPLE = 8
@@ -56,7 +59,8 @@ class ExpertsSection(Section):
     expert_size: int = Field(default=0, ge=0)
     """Neurons of a fine-grained expert; 0: chosen so that the shared part takes about `shared` of a token's neurons."""
     shared: float = Field(default=0.4, ge=0, le=1)
-    """For fine-grained experts without a given size: the share of a token's neurons that all tokens use."""
+    """For fine-grained experts without a given size: the share of a token's neurons that all tokens use. Unless the key is
+    given, it is 0.75 for the targets glm4_moe and gguf, because engines run a shared part faster than experts."""
     allocation: Literal["equal", "by_error"] = "equal"
     """How many neurons of a token a carved start gives each layer: `by_error`, as many as lower its own error most; `equal`,
     equally many (up to one expert, or one `width_multiple`) to every layer that `by_error` would not leave whole."""
@@ -231,9 +235,11 @@ class Recipe(RunRecipe):
 
     @model_validator(mode="after")
     def _keys_that_fit(self) -> Self:
-        """The forms and dims of a random start, and the form that a stock target holds."""
+        """The forms and dims of a random start, and the form and the shared part that suit a stock target."""
         if self.start == "random" or self.target in OVERLAPPING_TARGETS:
             self._imply("experts", "form", "overlapping")
+        if self.target in (*FINE_TARGETS, "gguf"):
+            self._imply("experts", "shared", STOCK_SHARED)
         if self.start == "random" and self.attention.pruning == "per_token":
             self._imply("attention", "rotate_values", False)
         return self
