@@ -164,6 +164,19 @@ def test_a_loaded_plan_folds_to_the_same_model(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_routers_take_two_bytes_where_that_loses_nothing(tmp_path: Path) -> None:
+    plan = saved(tmp_path)
+    drawn = [torch.randn(4, 32, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    exact, other = drawn[0].bfloat16().float(), drawn[1]
+    layers = [dataclasses.replace(layer, router_weight=w) for layer, w in zip(plan.layers, (exact, other), strict=True)]
+    dataclasses.replace(plan, layers=tuple(layers)).save(tmp_path)
+    stored = load_file(tmp_path / "plan.safetensors")
+    assert [stored[f"layers.{i}.router_weight"].dtype for i in (0, 1)] == [torch.bfloat16, torch.float32]
+    for layer, weight in zip(Plan.load(tmp_path).layers, (exact, other), strict=True):
+        assert layer.router_weight.dtype == torch.float32
+        assert torch.equal(layer.router_weight, weight)
+
+
 def test_a_plan_holds_no_base_weight(tmp_path: Path) -> None:
     saved(tmp_path)
     names = {name.split(".", 2)[2] for name in load_file(tmp_path / "plan.safetensors")}

@@ -143,6 +143,7 @@ class Plan(Counted):
             parts = {name: getattr(layer, field) for field, name in names.items()}
             parts |= {f"{ROUTER}{k}": v for k, v in layer.value_router.items()}
             parts |= {f"{REFIT}{k}": v for k, v in layer.refit.items()}
+            parts["router_weight"] = _halved(layer.router_weight)
             tensors |= {f"layers.{i}.{name}": t.contiguous().cpu() for name, t in parts.items()}
         plan_format = ROTATED_FORMAT if self.rotated else FINE_FORMAT if self.form == "fine" else FORMAT
         data = save(tensors, metadata={"format": plan_format})
@@ -176,6 +177,12 @@ class Plan(Counted):
         with damage_in_a_sentence(folder):
             layers = _read_layers(head)
         return cls(head.shape, layers, **head.metadata)
+
+
+def _halved(t: Any) -> Any:
+    """The tensor in bfloat16 if it holds no other values, as routers of a conversion in bfloat16 do: half of the bytes."""
+    rounded = t.bfloat16()
+    return rounded if bool((rounded.float() == t).all()) else t
 
 
 def _read_layers(head: PlanHead) -> tuple[LayerPlan, ...]:
