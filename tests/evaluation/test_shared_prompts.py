@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from conftest import make_pico, make_plan
 from pico_tokenizer import make_tokenizer
 from tomoe.evaluation import tasks
-from tomoe.evaluation.shared_prompts import Request, Score, batches, score_answers, shared_prompts
+from tomoe.evaluation.shared_prompts import Request, Score, batches, shared_prompts, shared_scores
 from tomoe.moe.fold import fold
 
 
@@ -42,11 +42,6 @@ def one_by_one(model: PreTrainedModel, requests: list[Request]) -> list[Score]:
     return scores
 
 
-def shared(model: PreTrainedModel, requests: list[Request], rows: int) -> dict[int, Score]:
-    found = shared_prompts(requests, 100)
-    return {n: score for batch in batches(found, rows) for n, score in score_answers(model, requests, batch)}
-
-
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_scores_are_those_of_prompt_and_answer_together(dense: PreTrainedModel, rows: int) -> None:
     requests = random_requests(dense.config.vocab_size)
@@ -54,7 +49,7 @@ def test_scores_are_those_of_prompt_and_answer_together(dense: PreTrainedModel, 
         # one answer that the model would write itself
         requests[0] = request(requests[0][1], int(read(torch.tensor([requests[0][1]])).logits[0, -1].argmax()))
         expected = one_by_one(read, requests)
-        found = shared(read, requests, rows)
+        found = dict(shared_scores(read, requests, 100, rows))
         assert sorted(found) == list(range(len(requests)))
         for n, (value, greedy) in enumerate(expected):
             assert found[n][0] == pytest.approx(value, abs=1e-4)
@@ -66,7 +61,7 @@ def test_scores_are_those_of_prompt_and_answer_together(dense: PreTrainedModel, 
 def test_prompts_longer_than_a_sliding_window() -> None:
     model = make_pico("mistral", sliding_window=6)
     requests = random_requests(model.config.vocab_size)
-    found = shared(model, requests, 64)
+    found = dict(shared_scores(model, requests, 100, 64))
     assert [found[n][0] for n in range(len(requests))] == pytest.approx(
         [value for value, _ in one_by_one(model, requests)], abs=1e-4
     )
@@ -100,7 +95,20 @@ def test_lm_eval_gets_what_it_would_compute_itself(monkeypatch: pytest.MonkeyPat
     wrapped = tasks._wrapped(model, tokenizer, 4, lambda done, total: told.append((done, total)))
     ours = wrapped._loglikelihood_tokens(requests)
     assert told == [(n + 1, len(requests)) for n in range(len(requests))]
-    monkeypatch.setattr(tasks, "shared_prompts", lambda *_: [])
+    monkeypatch.setattr(tasks, "shared_scores", lambda *_: [])
     theirs = wrapped._loglikelihood_tokens(requests)
     assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], abs=1e-4)
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+
+
+def test_windows_of_a_text_are_not_counted_one_by_one() -> None:
+    """Texts of a single token share a prompt of one; lm-eval counts the texts when it has put their windows together."""
+    pytest.importorskip("lm_eval", reason="tasks are the extra `eval`")
+    tokenizer = make_tokenizer()
+    told: list[tuple[int, int]] = []
+    model = make_pico("llama", vocab_size=len(tokenizer))
+    wrapped = tasks._wrapped(model, tokenizer, 4, lambda done, total: told.append((done, total)))
+    windows = [(None, [5], [8]), (None, [5], [9])]
+    scores = wrapped._loglikelihood_tokens(windows)
+    assert [value for value, _ in scores] == pytest.approx([value for value, _ in one_by_one(model, windows)], abs=1e-4)
+    assert told == []

@@ -26,6 +26,17 @@ Prompt = tuple[list[int], list[int]]
 """Tokens of a prompt, and the positions of its answers among the requests."""
 
 
+def shared_scores(
+    model: Any, requests: Sequence[Request], longest: int, rows: int, dtype: torch.dtype | None = None
+) -> Iterator[tuple[int, Score]]:
+    """Position and score of every request whose prompt is read once for several, at most `rows` answers at a time.
+
+    `longest` is that of `shared_prompts`. `dtype` is that of the softmax; None: that of the logits, as in lm-eval.
+    """
+    for batch in batches(shared_prompts(requests, longest), rows):
+        yield from score_answers(model, requests, batch, dtype)
+
+
 def shared_prompts(requests: Sequence[Request], longest: int) -> list[Prompt]:
     """Prompts with more than one answer for which reading them once is less work, longest first.
 
@@ -71,9 +82,9 @@ def continued(
 
 
 def score_answers(
-    model: Any, requests: Sequence[Request], batch: Sequence[Prompt], dtype: torch.dtype | None = None
+    model: Any, requests: Sequence[Request], batch: Sequence[Prompt], dtype: torch.dtype | None
 ) -> Iterator[tuple[int, Score]]:
-    """Position and score of each request of `batch`. `dtype` is that of the softmax; None: that of the logits, as in lm-eval."""
+    """Position and score of each request of `batch`; `dtype` as in `shared_scores`."""
     order = [n for _, found in batch for n in found]
     rows = [row for row, (_, found) in enumerate(batch) for _ in found]
     answers = [torch.tensor(requests[n][2], device=model.device) for n in order]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.evaluation.rows import TaskScore
-from tomoe.evaluation.shared_prompts import Score, batches, score_answers, shared_prompts
+from tomoe.evaluation.shared_prompts import Score, shared_scores
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, stage_callback
 
 SEED = 1234  # lm-eval's own, of the choice of few-shot examples
@@ -177,10 +177,10 @@ def _wrapped(
                 raise UserError(f"an answer has {longest} tokens, but the model takes no more than {self.max_length}")
             self.truncated += sum(len(prompt) + len(answer) > self.max_length + 1 for _, prompt, answer in requests)
             found: dict[int, Score] = {}
-            for batch in batches(shared_prompts(requests, self.max_length), self.batch_size):
-                for n, score in score_answers(self.model, requests, batch, self.softmax_dtype):
-                    found[n] = score
-                    self.cache_hook.add_partial("loglikelihood", requests[n][0], found[n])
+            for n, score in shared_scores(self.model, requests, self.max_length, self.batch_size, self.softmax_dtype):
+                found[n] = score
+                if requests[n][0] is not None:  # a window of a text: lm-eval counts the text
+                    self.add_partial()
             rest = [n for n in range(len(requests)) if n not in found]
             if rest:
                 alone = super()._loglikelihood_tokens([requests[n] for n in rest], *args, **options)
