@@ -1,6 +1,7 @@
 """What closed-form repair wins back: a carved plan (or an existing one) with its projections refitted, against the same without.
 
-Same text, tokens and context as benchmarks/quality.py at 0 steps. The text to refit to is drawn from the same sources, and
+Same held-out and test text as benchmarks/quality.py, which carves from 8,192 tokens; here it is the default's number, unless
+`--set data.calibration_tokens=N` gives another. The text to refit to is drawn from the same sources, and
 the held-out sequences are never in it; the test text is of another kind. A line of OUT/repair.jsonl for each way.
 
     python benchmarks/repair.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5 | --plan FOLDER]
@@ -31,9 +32,11 @@ from tomoe.plan import Plan
 from tomoe.pruning.masking import LayerMasks, masked, planned_masks
 from tomoe.pruning.repair import LayerRepair, RepairSettings, repair, repaired
 from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.run import DataSection
 
 SEQ_LEN = 512
-CALIBRATION, HELD_OUT = 32768, 8192
+HELD_OUT = 8192
+CALIBRATION = DataSection().calibration_tokens
 
 
 class Bench:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tomoe.report.style import COLORS, CaptionedFigure, canvas, save, styled
+from tomoe.files import atomic_write
+from tomoe.report.style import COLORS, CaptionedFigure, canvas, styled, to_svg
 
 # layout: KL on WikiText-2 after repair; speed of llama.cpp over dense, reading 8 x 128 tokens and decoding 8 rows
 LAYOUTS = {
@@ -43,4 +44,4 @@ def figure() -> CaptionedFigure:
 
 
 if __name__ == "__main__":
-    save(figure(), Path(__file__).parent)
+    atomic_write(Path(__file__).with_suffix(".svg"), to_svg(figure()))

@@ -109,12 +109,12 @@ def _layouts(
     mlp_size: int, width: float, slack: float, experts: ExpertsSection, layers: int, multiple: int, n: int
 ) -> Iterator[FineLayout]:
     """Layouts with n experts of a multiple of neurons, or of the given size, that meet the width."""
-    given = experts.expert_size > 0
+    given, wanted = experts.expert_size > 0, experts.shared * width
+    # more than is wanted only up to half of the layer: beyond, there is too little left to choose from
+    most = max(wanted, mlp_size / 2)
     for size in [experts.expert_size] if given else range(multiple, mlp_size // n + 1, multiple):
         shared = mlp_size - n * size
-        wanted = experts.shared * width
-        # more than is wanted only up to half of the layer: beyond, there is too little left to choose from
-        near = given or (abs(shared - wanted) <= SHARED_SLACK * width and shared <= max(wanted, mlp_size / 2))
+        near = given or (abs(shared - wanted) <= SHARED_SLACK * width and shared <= most)
         all_experts = min(round(layers * (width - shared) / size), layers * n)
         met = abs(shared + all_experts / layers * size - width) <= slack
         if shared >= 0 and shared + size <= width and near and met:
