@@ -50,9 +50,10 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], 
     (folder / "plan.json").write_text(json.dumps(head))
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
-def test_round_trip(attention: str, tmp_path: Path) -> None:
-    plan = saved(tmp_path / "one", attention)
+def test_round_trip(attention: str, form: str, tmp_path: Path) -> None:
+    plan = saved(tmp_path / "one", attention, form)
     again = Plan.load(tmp_path / "one")
     for name in ("shape", "source", "dense_config", "recipe", "notes"):
         assert getattr(again, name) == getattr(plan, name)
@@ -60,7 +61,10 @@ def test_round_trip(attention: str, tmp_path: Path) -> None:
         for name in ("expert_masks", "router_weight", "qk_kept", "value_kept"):
             assert torch.equal(getattr(one, name), getattr(two, name))
             assert getattr(one, name).dtype == getattr(two, name).dtype
-        assert one.value_top_k == two.value_top_k
+        for name in ("shared_mask", "router_bias") if form == "fine" else ():
+            assert torch.equal(getattr(one, name), getattr(two, name))
+            assert getattr(one, name).dtype == getattr(two, name).dtype
+        assert (one.value_top_k, one.top_k) == (two.value_top_k, two.top_k)
         assert one.value_router.keys() == two.value_router.keys()
         assert all(torch.equal(one.value_router[name], two.value_router[name]) for name in one.value_router)
     again.save(tmp_path / "two")
@@ -72,13 +76,17 @@ def test_round_trip(attention: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("attention", ["static", "per_token"])
 def test_rotated_values_have_a_format_of_their_own(attention: str, form: str, tmp_path: Path) -> None:
-    """Versions that know nothing of them must not fold such a plan; layers without a cut need none."""
+    """Versions that know nothing of them must not fold such a plan; layers without a cut need none.
+
+    That of fine-grained experts says it of both.
+    """
     plan = make_plan(make_pico("qwen2"), attention, form=form, rotate=True)
     plan = dataclasses.replace(
         plan, layers=(dataclasses.replace(plan.layers[0], value_rotation=None), *plan.layers[1:])
     )
     plan.save(tmp_path / "one")
-    assert json.loads((tmp_path / "one" / "plan.json").read_text())["format"] == "tomoe-plan-3"
+    number = 4 if form == "fine" else 3
+    assert json.loads((tmp_path / "one" / "plan.json").read_text())["format"] == f"tomoe-plan-{number}"
     again = Plan.load(tmp_path / "one")
     assert again.layers[0].value_rotation is None
     assert torch.equal(again.layers[1].value_rotation, plan.layers[1].value_rotation)
@@ -155,6 +163,55 @@ def test_a_plan_of_format_1_loads(tmp_path: Path) -> None:
     assert Recipe(**loaded.recipe) == recipe
     assert loaded.notes == {"steps": 3, "seq_len": 128}
     assert loaded.widths() == plan.widths()
+
+
+ODD = 44
+"""Neurons of a layer that do not fill the last byte of a packed mask."""
+
+
+def fine_plan(neurons: int = ODD, attention: str = "static", rotate: bool = False) -> Plan:
+    return make_plan(make_pico("llama", intermediate_size=neurons), attention, form="fine", rotate=rotate)
+
+
+@pytest.mark.parametrize("neurons", [48, ODD])
+def test_neurons_of_fine_experts_take_a_bit(neurons: int, tmp_path: Path) -> None:
+    """The first neuron of a byte is its lowest bit, whoever reads it."""
+    plan = fine_plan(neurons)
+    plan.save(tmp_path)
+    stored = load_file(tmp_path / "plan.safetensors")
+    for i, layer in enumerate(plan.layers):
+        for name, mask in (("expert_neurons", layer.expert_masks), ("shared_neurons", layer.shared_mask)):
+            rows = stored[f"layers.{i}.{name}"]
+            assert rows.numel() == mask.numel() // neurons * 6
+            bits = "".join(f"{byte:08b}"[::-1] for byte in rows.flatten().tolist())
+            rows_of_bits = [bits[at : at + 48] for at in range(0, len(bits), 48)]
+            expected = mask.reshape(-1, neurons).int().tolist()
+            assert rows_of_bits == ["".join(map(str, row)).ljust(48, "0") for row in expected]
+    for own, other in zip(plan.layers, Plan.load(tmp_path).layers, strict=True):
+        assert torch.equal(own.expert_masks, other.expert_masks)
+        assert torch.equal(own.shared_mask, other.shared_mask)
+    assert PlanCounts.load(tmp_path).counts == plan.counts
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_plans_of_fine_experts_from_before_format_4_load(rotate: bool, tmp_path: Path) -> None:
+    """They took a byte for each neuron and expert."""
+    plan = fine_plan(rotate=rotate)
+    plan.save(tmp_path)
+
+    def older(head: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        head["format"] = "tomoe-plan-3" if rotate else "tomoe-plan-2"
+        for i, layer in enumerate(plan.layers):
+            masks = {"expert_neurons": layer.expert_masks, "shared_neurons": layer.shared_mask}
+            tensors.update({f"layers.{i}.{name}": mask for name, mask in masks.items()})
+
+    rewrite(tmp_path, older)
+    loaded = Plan.load(tmp_path)
+    assert loaded.counts == PlanCounts.load(tmp_path).counts == plan.counts
+    for own, other in zip(plan.layers, loaded.layers, strict=True):
+        assert torch.equal(own.expert_masks, other.expert_masks)
+        assert torch.equal(own.shared_mask, other.shared_mask)
+        assert (own.value_rotation is None) == (other.value_rotation is None) == (not rotate)
 
 
 def test_a_loaded_plan_folds_to_the_same_model(tmp_path: Path) -> None:
@@ -298,6 +355,36 @@ def test_plans_that_contradict_themselves(name: str, tmp_path: Path) -> None:
         with pytest.raises(UserError) as counted:
             PlanCounts.load(tmp_path)
         assert str(counted.value) == str(caught.value)
+
+
+def _flipped(name: str, bits: int) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
+    """Flip bits of the last byte of a neuron mask."""
+    return lambda head, tensors: tensors[f"layers.1.{name}"].view(-1)[-1:].bitwise_xor_(bits)
+
+
+PACKED_DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
+    "a neuron beyond the last, of an expert": (_flipped("expert_neurons", 0x10), "more neurons than the model"),
+    "a neuron beyond the last, of the shared part": (_flipped("shared_neurons", 0x80), "more neurons than the model"),
+    "a shared neuron in an expert, too": (_flipped("shared_neurons", 0x0F), "in no expert, or in several"),
+    "a byte short": (_set("expert_neurons", torch.zeros(8, 5).byte()), r"expert_neurons has shape \(8, 5\) of U8"),
+    "a byte for each neuron, of no bools": (_set("expert_neurons", torch.zeros(8, ODD).byte()), r"\(8, 44\) of U8"),
+    "bits of a whole number": (_set("shared_neurons", torch.zeros(6, dtype=torch.int32)), "of I32"),
+    "bits that are bools": (_set("shared_neurons", torch.zeros(6).bool()), r"shared_neurons has shape \(6,\) of BOOL"),
+    "other masks as bytes": (_set("qk_kept", torch.ones(4).byte()), "qk_kept has shape"),
+    "a shared part alone": (lambda head, tensors: tensors.pop("layers.1.expert_neurons"), "lacks .*expert_neurons"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("name", PACKED_DAMAGES)
+def test_packed_neurons_that_are_none(name: str, tmp_path: Path) -> None:
+    change, words = PACKED_DAMAGES[name]
+    fine_plan().save(tmp_path)
+    rewrite(tmp_path, change)
+    for reader in (Plan, PlanCounts):
+        with pytest.raises(UserError, match=words) as caught:
+            reader.load(tmp_path)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_choice_of_values_needs_a_router_and_the_other_way_round() -> None:

@@ -13,7 +13,7 @@ from tomoe.budget import active_params, decoder_params
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.plan.head import PlanHead, damage_in_a_sentence
-from tomoe.plan.layout import ROUTER, StoredTensor, always_used, checked_layers
+from tomoe.plan.layout import ROUTER, TOO_MANY_NEURONS, StoredTensor, always_used, checked_layers
 from tomoe.plan.raw import RawTensors
 
 
@@ -212,20 +212,29 @@ def _count(
     raw: RawTensors, i: int, parts: dict[str, StoredTensor], s: ModelShape, value_top_k: int, top_k: int
 ) -> LayerCounts:
     """Count what layer i keeps, whose tensors have the right shapes."""
-    experts, qk, value = (raw.mask(f"layers.{i}.{name}") for name in ("expert_neurons", "qk_kept", "value_kept"))
-    rows = [experts[at : at + s.mlp_size] for at in range(0, len(experts), s.mlp_size)]
+    qk, value = (raw.mask(f"layers.{i}.{name}") for name in ("qk_kept", "value_kept"))
     fine, pairs = "shared_neurons" in parts, s.rotary_size // 2
-    shared = raw.mask(f"layers.{i}.shared_neurons") if fine else b""
+    experts = _neuron_sets(raw, f"layers.{i}.expert_neurons", parts["expert_neurons"], s.mlp_size)
+    shared = _neuron_sets(raw, f"layers.{i}.shared_neurons", parts["shared_neurons"], s.mlp_size) if fine else []
     biases = raw.floats(f"layers.{i}.router_bias") if fine else []
-    widths = [row.count(1) for row in rows]
-    # a byte for each neuron, 0 or 1
-    union = reduce(or_, (int.from_bytes(row) for row in [*rows, shared]))
+    widths, shared_size = [neurons.bit_count() for neurons in experts], sum(neurons.bit_count() for neurons in shared)
+    union = reduce(or_, [*experts, *shared], 0)
     routers = [size for name, (size, _) in parts.items() if name.startswith((ROUTER, "router_"))]
     return LayerCounts(
-        num_experts=len(rows), expert_size=min(widths, default=0), widest=max(widths, default=0),
-        shared_size=shared.count(1), fine=fine, top_k=top_k, union=union.bit_count(), members=sum(widths) + shared.count(1),
+        num_experts=len(experts), expert_size=min(widths, default=0), widest=max(widths, default=0),
+        shared_size=shared_size, fine=fine, top_k=top_k, union=union.bit_count(), members=sum(widths) + shared_size,
         always_used=sum(bool(always_used(bias)) for bias in biases), rotary_pairs=qk[:pairs].count(1),
         unpaired_dims=qk[pairs:].count(1), value_dims=value.count(1), value_top_k=value_top_k,
         value_embedding=parts[f"{ROUTER}norm.bias"][0][0] if f"{ROUTER}norm.bias" in parts else 0,
         rotated="value_rotation" in parts, router_params=sum(math.prod(size) for size in routers),
     )  # fmt: skip
+
+
+def _neuron_sets(raw: RawTensors, name: str, stored: StoredTensor, mlp_size: int) -> list[int]:
+    """Each row of a neuron mask as a number in which every neuron of the row has one bit, set."""
+    (*_, row_bytes), dtype = stored
+    data = raw.mask(name) if dtype == "BOOL" else raw.data(name)
+    rows = [int.from_bytes(data[at : at + row_bytes], "little") for at in range(0, len(data), row_bytes)]
+    if dtype != "BOOL" and any(row >> mlp_size for row in rows):
+        raise ValueError(TOO_MANY_NEURONS)
+    return rows

@@ -15,10 +15,12 @@ from tomoe.files import read_json
 from tomoe.model.shape import ModelShape
 
 FORMAT = "tomoe-plan-1"
-FINE_FORMAT = "tomoe-plan-2"
-"""Plans of fine-grained experts: versions that know only the overlapping form must refuse them."""
 ROTATED_FORMAT = "tomoe-plan-3"
-"""Plans with rotated values, of any form: versions that do not rotate them must refuse them."""
+"""Plans with rotated values: versions that do not rotate them must refuse them."""
+FINE_FORMAT = "tomoe-plan-4"
+"""Plans of fine-grained experts, with or without rotated values. Before it they had format 2 or 3, and a byte for each
+expert and neuron."""
+FORMATS = (FORMAT, "tomoe-plan-2", ROTATED_FORMAT, FINE_FORMAT)
 REPAIRED = "repair"
 """The note of a plan whose projections were refitted: how, on what text, with what gain."""
 FINETUNED = "finetuned"
@@ -54,10 +56,10 @@ class PlanHead:
         if not path.is_file() or not (folder / "plan.safetensors").is_file():
             raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
         head = read_json(path)
-        if head.get("format") not in (FORMAT, FINE_FORMAT, ROTATED_FORMAT):
+        if head.get("format") not in FORMATS:
             raise UserError(
-                f"{path} has format {str(head.get('format'))[:40]!r}, this version reads {FORMAT!r}, {FINE_FORMAT!r} "
-                f"and {ROTATED_FORMAT!r}; make the plan again or update tomoe"
+                f"{path} has format {str(head.get('format'))[:40]!r}, this version reads {FORMATS[0]!r} to "
+                f"{FORMATS[-1]!r}; make the plan again or update tomoe"
             )
         with damage_in_a_sentence(folder):
             return cls(folder, *_parse(head))

@@ -23,7 +23,8 @@ TENSORS = {
 FINE = {"shared_mask": "shared_neurons", "router_bias": "router_bias"}
 ROTATION = {"value_rotation": "value_rotation"}
 FIELDS = {name: field for field, name in (TENSORS | FINE).items()}
-MASKS = ("expert_neurons", "shared_neurons", "qk_kept", "value_kept")
+NEURON_MASKS = ("expert_neurons", "shared_neurons")
+MASKS = (*NEURON_MASKS, "qk_kept", "value_kept")
 ROUTER = "value_router."
 REFIT = "refit."
 FLOATS = ("F32", "BF16", "F16")
@@ -35,6 +36,15 @@ ALWAYS = 1024.0
 def always_used(router_bias: Any) -> Any:
     """The experts [N] that every token uses, from the biases of a router: those near ALWAYS, which training may have moved."""
     return router_bias >= ALWAYS / 2
+
+
+TOO_MANY_NEURONS = "its experts have more neurons than the model"
+
+
+def packed_shape(mask: Shape) -> Shape:
+    """Shape of a neuron mask [..., F] that is stored as bytes of eight neurons, the first of them in the lowest bit."""
+    *rows, neurons = mask
+    return (*rows, -(-neurons // 8))
 
 
 def layer_shapes(s: ModelShape, n: int, fine: bool) -> dict[str, Shape]:
@@ -72,9 +82,10 @@ def checked_layers(stored: dict[str, StoredTensor], s: ModelShape) -> Iterator[d
         prefix, parts = f"layers.{i}.", {}
         for part, expected in _expected_shapes(unread, prefix, s).items():
             size, dtype = parts[part] = unread.pop(prefix + part)
-            dtypes = ("BOOL",) if part in MASKS else FLOATS
-            if size != expected or dtype not in dtypes:
-                raise ValueError(f"{part} has shape {size} of {dtype}, the model needs {expected} of {dtypes[0]}")
+            needed = [(expected, "BOOL")] if part in MASKS else [(expected, name) for name in FLOATS]
+            needed += [(packed_shape(expected), "U8")] if part in NEURON_MASKS else []
+            if (size, dtype) not in needed:
+                raise ValueError(f"{part} has shape {size} of {dtype}, the model needs {expected} of {needed[0][1]}")
         yield parts
     if unread:
         raise ValueError(f"it holds {min(unread)[:40]!r}, which no plan has")

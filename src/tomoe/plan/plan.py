@@ -21,10 +21,12 @@ from tomoe.plan.layout import (
     FIELDS,
     FINE,
     MASKS,
+    NEURON_MASKS,
     REFIT,
     ROTATION,
     ROUTER,
     TENSORS,
+    TOO_MANY_NEURONS,
     always_used,
     checked_layers,
     layer_shapes,
@@ -144,8 +146,10 @@ class Plan(Counted):
             parts |= {f"{ROUTER}{k}": v for k, v in layer.value_router.items()}
             parts |= {f"{REFIT}{k}": v for k, v in layer.refit.items()}
             parts["router_weight"] = _halved(layer.router_weight)
+            if layer.fine:
+                parts |= {name: _packed(parts[name]) for name in NEURON_MASKS}
             tensors |= {f"layers.{i}.{name}": t.contiguous().cpu() for name, t in parts.items()}
-        plan_format = ROTATED_FORMAT if self.rotated else FINE_FORMAT if self.form == "fine" else FORMAT
+        plan_format = FINE_FORMAT if self.form == "fine" else ROTATED_FORMAT if self.rotated else FORMAT
         data = save(tensors, metadata={"format": plan_format})
         head = {
             "format": plan_format,
@@ -185,6 +189,24 @@ def _halved(t: Any) -> Any:
     return rounded if bool((rounded.float() == t).all()) else t
 
 
+def _packed(mask: Any) -> Any:
+    """A mask [..., F] as bytes [..., F / 8, rounded up] of eight neurons, the first of them in the lowest bit."""
+    import torch
+
+    eights = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (eights << torch.arange(8)).sum(-1).to(torch.uint8)
+
+
+def _unpacked(packed: Any, neurons: int) -> Any:
+    """The mask [..., F] that was packed. Raises ValueError if bits are set for more neurons."""
+    import torch
+
+    mask = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten(-2)
+    if bool(mask[..., neurons:].any()):
+        raise ValueError(TOO_MANY_NEURONS)
+    return mask[..., :neurons]
+
+
 def _read_layers(head: PlanHead) -> tuple[LayerPlan, ...]:
     """Read the layers, with routers in float32 whatever they are stored in. Raises as `checked_layers` does."""
     layers = []
@@ -194,6 +216,8 @@ def _read_layers(head: PlanHead) -> tuple[LayerPlan, ...]:
         parts_of_layers = list(checked_layers(stored, head.shape))
         for i, (parts, (value_top_k, top_k)) in enumerate(zip(parts_of_layers, head.chosen, strict=True)):
             read = {part: file.get_tensor(f"layers.{i}.{part}") for part in parts}
+            packed = [name for name in NEURON_MASKS if parts.get(name, ((), ""))[1] == "U8"]
+            read |= {name: _unpacked(read[name], head.shape.mlp_size) for name in packed}
             tensors = {part: t if part in MASKS or part.startswith(REFIT) else t.float() for part, t in read.items()}
             router = {part.removeprefix(ROUTER): t for part, t in tensors.items() if part.startswith(ROUTER)}
             fields = {field: tensors[name] for field, name in (TENSORS | FINE | ROTATION).items() if name in tensors}
