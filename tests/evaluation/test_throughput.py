@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,6 +103,23 @@ def test_cache_bytes(pair: Pair) -> None:
     kept = sum(config.qk_dims) + sum(config.value_dims)
     assert kept < LAYERS * 2 * C
     assert throughput.cache_bytes_per_token(pair.moe, ids) == KV * kept * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the pages of a process")
+def test_resident_memory_is_without_pages_of_files(tmp_path: Path) -> None:
+    """Weights that were copied from a mapped file may leave it mapped."""
+    size, cpu = 2**26, torch.device("cpu")
+    (tmp_path / "weights").write_bytes(bytes(size))
+    before = throughput.resident_bytes(cpu)
+    mapped = torch.from_file(str(tmp_path / "weights"), size=size, dtype=torch.uint8)
+    assert not mapped.any()  # every page of it is read
+    between = throughput.resident_bytes(cpu)
+    copied = mapped.clone()
+    after = throughput.resident_bytes(cpu)
+    assert before is not None
+    assert between is not None
+    assert after is not None
+    assert between - before < size / 2 < after - between < 1.5 * len(copied)
 
 
 def test_decoding_goes_on_from_the_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

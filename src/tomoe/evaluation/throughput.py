@@ -40,15 +40,17 @@ Kept = Sequence[tuple[Tensor, Tensor]]  # keys and values of every layer
 
 
 def resident_bytes(device: torch.device) -> int | None:
-    """Bytes that this process, or on a GPU its tensors, takes now."""
+    """Bytes of memory that this process, or on a GPU its tensors, takes now; pages of files, which weights were copied from,
+    are not counted.
+    """
     gc.collect()
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
-        pages = int(Path("/proc/self/statm").read_text("utf-8").split()[1])
-    except (OSError, ValueError, IndexError):
+        _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text("utf-8").split())
+    except (OSError, ValueError):
         return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 
 def weight_bytes(model: nn.Module) -> int:
