@@ -65,6 +65,21 @@ def test_a_repaired_plan_survives_a_save(mode: str, form: str, tmp_path: Path) -
         assert torch.equal(fold(model, loaded)(ids).logits, fold(model, plan)(ids).logits)
 
 
+def test_the_ridge_is_that_of_the_real_tokens() -> None:
+    """Padding is no token; and the note says which ridge it was."""
+    model, ids = make_pico("llama"), tokens(8, 16, seed=3)
+    mask = torch.arange(16).expand(8, 16) < 12
+    plan = make_plan(model, "off")
+    by_tokens = repair_plan(plan, model, ids, mask, RepairSection())
+    meant = 0.4 * plan.shape.mlp_size / 96
+    given = repair_plan(plan, model, ids, mask, RepairSection(ridge=meant))
+    other = repair_plan(plan, model, ids, mask, RepairSection(ridge=0.01))
+    assert by_tokens.notes[REPAIRED]["ridge"] == given.notes[REPAIRED]["ridge"] == pytest.approx(meant)
+    for a, b, c in zip(by_tokens.layers, given.layers, other.layers, strict=True):
+        torch.testing.assert_close(a.refit["down.weight"], b.refit["down.weight"])
+        assert (a.refit["down.weight"] - c.refit["down.weight"]).abs().max() > 1e-3
+
+
 def test_repair_again_replaces_the_first() -> None:
     model, ids = make_pico("llama"), tokens(8, 16, seed=3)
     once = repaired(model, "off")

@@ -69,6 +69,16 @@ def test_what_repair_aims_at_depends_on_learning() -> None:
     assert [RepairSection(target="stream").target_after(steps) for steps in (0, 1)] == ["stream"] * 2
 
 
+def test_the_ridge_of_a_repair_depends_on_tokens_for_each_neuron() -> None:
+    section = RepairSection()
+    assert section.ridge_for(65_536, 1536) == section.ridge_for(10**7, 1536) == 0.01
+    assert section.ridge_for(1000, 500) == pytest.approx(0.2)
+    assert section.ridge_for(500, 500) == pytest.approx(0.4)
+    assert RepairSection(ridge=0.03).ridge_for(500, 500) == 0.03
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        RepairSection(ridge=-0.1)
+
+
 def test_a_recipe_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Recipe().train.steps = 3  # type: ignore[misc]

@@ -38,6 +38,8 @@ FINE_MULTIPLE = 8
 # Experts of a token in a stock form. llama.cpp (2026.10) makes nodes of its graph for each, has room for 8 nodes a tensor, and
 # ends the process when they are used up: a plain llama has room for 30. vLLM's fused routing is for 32.
 MOST_USED = 30
+# Ridge of a repair on one token for each neuron of a layer, and the least one.
+RIDGE_PER_NEURON, LEAST_RIDGE = 0.4, 1e-2
 
 
 def _usual_number(section: dict[str, Any]) -> int:
@@ -128,14 +130,19 @@ class RepairSection(Section):
     factors of the change, which keeps it small."""
     rank: int = Field(default=64, ge=1)
     """Rank of the change (low_rank)."""
-    ridge: float = Field(default=1e-2, gt=0)
-    """Ridge, relative to the mean of the diagonal of the Gram matrix; it holds a matrix near the dense one."""
+    ridge: float = Field(default=0.0, ge=0)
+    """Ridge, relative to the mean of the diagonal of the Gram matrix; it holds a matrix near the dense one. 0: 0.4 times the
+    neurons of a layer for each token, at least 0.01, as measured in docs/lab/repair.md."""
     target: Literal["auto", "local", "half", "stream"] = "auto"
     """What a layer is fitted to. `local`: the dense layer's output on the same input; `stream`: what brings the hidden
     states back to the dense model's, errors of earlier layers included; `half`: the mean of both; `auto`: `local` after
     learning, else `half`, as measured in docs/lab/repair.md."""
     tokens: int = Field(default=65_536, ge=1)
     """Tokens to fit to, at most: of the training text, then of the calibration text."""
+
+    def ridge_for(self, tokens: int, neurons: int) -> float:
+        """The ridge of a repair on so many tokens, for layers of so many neurons: the fewer tokens, the more they mislead."""
+        return self.ridge or max(LEAST_RIDGE, RIDGE_PER_NEURON * neurons / tokens)
 
     def target_after(self, steps: int) -> Literal["local", "half", "stream"]:
         """The target for masks that were learned in so many steps."""
