@@ -169,8 +169,8 @@ ODD = 44
 """Neurons of a layer that do not fill the last byte of a packed mask."""
 
 
-def fine_plan(neurons: int = ODD, attention: str = "static", rotate: bool = False) -> Plan:
-    return make_plan(make_pico("llama", intermediate_size=neurons), attention, form="fine", rotate=rotate)
+def fine_plan(neurons: int = ODD, rotate: bool = False) -> Plan:
+    return make_plan(make_pico("llama", intermediate_size=neurons), "static", form="fine", rotate=rotate)
 
 
 @pytest.mark.parametrize("neurons", [48, ODD])

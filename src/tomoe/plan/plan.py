@@ -191,17 +191,18 @@ def _halved(t: Any) -> Any:
 
 def _packed(mask: Any) -> Any:
     """A mask [..., F] as bytes [..., F / 8, rounded up] of eight neurons, the first of them in the lowest bit."""
+    import numpy as np
     import torch
 
-    eights = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    return (eights << torch.arange(8)).sum(-1).to(torch.uint8)
+    return torch.from_numpy(np.packbits(mask.cpu().numpy(), axis=-1, bitorder="little"))
 
 
 def _unpacked(packed: Any, neurons: int) -> Any:
     """The mask [..., F] that was packed. Raises ValueError if bits are set for more neurons."""
+    import numpy as np
     import torch
 
-    mask = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten(-2)
+    mask = torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, bitorder="little")).bool()
     if bool(mask[..., neurons:].any()):
         raise ValueError(TOO_MANY_NEURONS)
     return mask[..., :neurons]
@@ -216,8 +217,8 @@ def _read_layers(head: PlanHead) -> tuple[LayerPlan, ...]:
         parts_of_layers = list(checked_layers(stored, head.shape))
         for i, (parts, (value_top_k, top_k)) in enumerate(zip(parts_of_layers, head.chosen, strict=True)):
             read = {part: file.get_tensor(f"layers.{i}.{part}") for part in parts}
-            packed = [name for name in NEURON_MASKS if parts.get(name, ((), ""))[1] == "U8"]
-            read |= {name: _unpacked(read[name], head.shape.mlp_size) for name in packed}
+            packed = {part: t for part, t in read.items() if part in NEURON_MASKS and parts[part][1] == "U8"}
+            read |= {part: _unpacked(t, head.shape.mlp_size) for part, t in packed.items()}
             tensors = {part: t if part in MASKS or part.startswith(REFIT) else t.float() for part, t in read.items()}
             router = {part.removeprefix(ROUTER): t for part, t in tensors.items() if part.startswith(ROUTER)}
             fields = {field: tensors[name] for field, name in (TENSORS | FINE | ROTATION).items() if name in tensors}

@@ -49,8 +49,9 @@ def repair_plan(
     bare = replace(plan, layers=layers)
     prunes_values = any(layer.value_top_k < plan.shape.head_dim for layer in layers)
     target = section.target_after(plan.notes.get("steps", 0))
+    real_tokens = int(mask.sum())
     # text that is all padding is refused by the repair itself
-    ridge = section.ridge_for(max(1, int(mask.sum())), plan.shape.mlp_size)
+    ridge = section.ridge_for(max(1, real_tokens), plan.shape.mlp_size)
     settings = RepairSettings(target, ridge, section.rank if section.mode == "low_rank" else 0, prunes_values)
     repaired: list[LayerPlan] = []
     errors = torch.zeros(2, dtype=torch.float64)
@@ -76,7 +77,7 @@ def repair_plan(
         errors += torch.tensor([fit.down.error_before, fit.down.error_after], dtype=torch.float64)
     before, after = (errors / len(layers)).tolist()
     note = {
-        "mode": section.mode, "ridge": ridge, "target": target, "tokens": int(mask.sum()),
+        "mode": section.mode, "ridge": ridge, "target": target, "tokens": real_tokens,
         "error_before": before, "error_after": after, "output": prunes_values,
     } | ({"rank": section.rank} if section.mode == "low_rank" else {})  # fmt: skip
     return replace(bare, layers=tuple(repaired), notes=plan.notes | {REPAIRED: note})
