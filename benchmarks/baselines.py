@@ -21,7 +21,8 @@ Attention stays whole, so the MLPs pay for all of the cut. Rows, each with the n
   (as TEAL does, at one share for all); saves time for single sequences only
 
 `repaired` refits the down projections to those masks in closed form. Tasks are run for every row that is repaired or that
-no repair fits: the dense and the converted models, and inputs per token. --speed times the converted models beside the dense one.
+no repair fits: the dense and the converted models, and inputs per token. --speed times the converted models beside the dense
+one, and those of the carved rows, which it writes to OUT.
 Lines go to OUT/baselines.jsonl, and those that are there are not made again; table and figure are drawn from all of them.
 
     python benchmarks/baselines.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5] [--tokens 65536]
@@ -36,7 +37,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from tomoe.budget import attention_params, decoder_params, mlp_params
-from tomoe.conversion import finish_plan, make_network
+from tomoe.conversion import finish_plan, make_network, save_conversion
 from tomoe.data.corpus import Sequences
 from tomoe.evaluation.benchmark import benchmark
 from tomoe.evaluation.tasks import TaskSet, parse_tasks
@@ -63,6 +63,7 @@ from tomoe.plan import REPAIRED, Plan
 from tomoe.pruning.fine_carving import RidgeRegression, balanced_assignment
 from tomoe.pruning.masking import LayerMasks, planned_masks
 from tomoe.pruning.repair import RepairSettings, repair
+from tomoe.recipe.conversion import RepairSection
 from tomoe.report.style import COLORS, CaptionedFigure, canvas, save, styled
 
 Line = dict[str, Any]
@@ -233,7 +234,8 @@ class Baselines:
         self.model, self.corpus = self.bench.model, self.bench.corpus
         self.parts, self.shape = layer_parts(self.model), shape_of(self.model)
         self.tasks = TaskSet(parse_tasks(args.tasks), args.task_dir, limit=args.limit) if args.tasks else None
-        self.plans = [(name, Plan.load(Path(folder))) for name, _, folder in (p.partition("=") for p in args.plan)]
+        named = (text.partition("=") for text in args.plan)
+        self.plans = [(name, Plan.load(Path(folder)).without_repair()) for name, _, folder in named]
         self.rms = self.root_mean_squares()
 
     def root_mean_squares(self) -> list[Float[Tensor, " F"]]:
@@ -262,13 +264,13 @@ class Baselines:
             pairs = zip(self.parts, self.rms, strict=True)
             return [StaticMasks(largest(score(p, rms), width)) for p, rms in pairs]
 
-        def carved(setting: str) -> Sequence[LayerMasks]:
+        def carved(name: str, setting: str) -> Sequence[LayerMasks]:
             recipe = self.bench.recipe(active).changed([setting])
             net = make_network(recipe, self.model, self.corpus.calibration)
-            return planned_masks(finish_plan(net, self.model, recipe, self.corpus, 0, ""))
-
-        def planned(plan: Plan) -> Sequence[LayerMasks]:
-            return planned_masks(replace(plan, layers=tuple(replace(layer, refit={}) for layer in plan.layers)))
+            plan = finish_plan(net, self.model, recipe, self.corpus, 0, "")
+            if self.args.speed:
+                save_conversion(plan, self.model, self.bench.tokenizer, self.folder(name, active), force=True)
+            return planned_masks(plan)
 
         near = {name: plan for name, plan in self.plans if abs(plan.active_fraction() - active) < 0.005}
         return {
@@ -276,12 +278,16 @@ class Baselines:
             "activation x norm": lambda: static(lambda p, rms: rms * p.down.weight.float().norm(dim=0)),
             "random split": lambda: random_split(self.model, self.corpus.calibration, width),
             "clustered": lambda: clustered(self.model, self.corpus.calibration, width),
-            "one expert": partial(carved, "experts.num_experts=1"),
-            "overlapping": partial(carved, "experts.form=overlapping"),
-            "fine-grained": partial(carved, "experts.form=fine"),
-            **{name: partial(planned, plan) for name, plan in near.items()},
+            "one expert": partial(carved, "one expert", "experts.num_experts=1"),
+            "overlapping": partial(carved, "overlapping", "experts.form=overlapping"),
+            "fine-grained": partial(carved, "fine-grained", "experts.form=fine"),
+            **{name: partial(planned_masks, plan) for name, plan in near.items()},
             "best per token": lambda: [BestMasks(p, width) for p in self.parts],
         }
+
+    def folder(self, name: str, active: float) -> Path:
+        """Where the model of a carved row is written for timing, as it is before repair, which changes no speed."""
+        return self.args.out / f"{name} {active}"
 
     def lines(self) -> list[Line]:
         return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
@@ -300,12 +306,15 @@ class Baselines:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
 
-    def speed(self, folder: str) -> Line:
-        """Tokens/s of a converted model and of the dense one, decoding 1 and 8 sequences in turn, and bytes of weights."""
-        if not self.args.speed:
+    def speed(self, folder: Path) -> Line:
+        """Tokens/s of a converted model and of the dense one, decoding 1 and 8 sequences in turn, and bytes of weights.
+
+        Empty without --speed, or where there is no such model.
+        """
+        if not self.args.speed or not folder.exists():
             return {}
         timed = benchmark(
-            self.args.model, folder, SPEED_BATCHES, (128,), text=self.args.test, threads=1, dtype=self.args.dtype
+            self.args.model, str(folder), SPEED_BATCHES, (128,), text=self.args.test, threads=1, dtype=self.args.dtype
         )
         decoding = [cell for cell in timed.cells if cell.phase == "decode"]
         return {
@@ -322,7 +331,7 @@ class Baselines:
                 plan = Plan.load(Path(folder))
                 fitted = plan.notes.get(REPAIRED, {}).get("tokens", 0)
                 key = {"row": name, "active": round(plan.active_fraction(), 2), "repair_tokens": fitted}
-                self.row(key, model=load_model(folder, self.args.dtype), facts=self.speed(folder))
+                self.row(key, model=load_model(folder, self.args.dtype), facts=self.speed(Path(folder)))
 
     def run(self, active: float) -> None:
         """Make and measure the rows of one budget that are not there yet."""
@@ -332,6 +341,8 @@ class Baselines:
 
         done = [{name: line[name] for name in key("")} for line in self.lines()]
         text = self.bench.calibration(self.args.tokens)
+        ridge = self.args.ridge or RepairSection().ridge_for(text.tokens, self.shape.mlp_size)
+        settings = RepairSettings(self.args.target, ridge)
         ways = self.ways(active)
         only = self.args.only.split(",") if self.args.only else [*ways, SPARSE]
         for name, make in ((name, ways[name]) for name in only if name in ways):
@@ -344,8 +355,9 @@ class Baselines:
                 self.row(plain, masks, spent=time.process_time() - began)
             if fitted not in done:
                 began = time.process_time()
-                repairs = repair(self.model, masks, text.input_ids, text.mask, RepairSettings(self.args.target))
-                self.row(fitted, masks, repairs, time.process_time() - began)
+                repairs = repair(self.model, masks, text.input_ids, text.mask, settings)
+                spent = time.process_time() - began
+                self.row(fitted, masks, repairs, spent, facts=self.speed(self.folder(name, active)))
         if SPARSE in only and key(SPARSE) not in done:
             with sparse_inputs(self.model, active):
                 self.row(key(SPARSE))
@@ -449,6 +461,7 @@ def main() -> None:
     parser.add_argument("--active", default="0.7,0.5")
     parser.add_argument("--tokens", type=int, default=65536, help="to refit to")
     parser.add_argument("--target", default="half", choices=["local", "half", "stream"])
+    parser.add_argument("--ridge", type=float, default=0.0, help="of the repair; 0: as in a conversion")
     parser.add_argument(
         "--only", default="", metavar="ROW,ROW", help="rows to make, in this order; all if none is named"
     )

@@ -1,5 +1,7 @@
 """What closed-form repair wins back: a carved plan (or an existing one) with its projections refitted, against the same without.
 
+A repair that an existing plan has is left out.
+
 Same held-out and test text as benchmarks/quality.py, which carves from 8,192 tokens; here it is the default's number, unless
 `--set data.calibration_tokens=N` gives another. The text to refit to is drawn from the same sources, and
 the held-out sequences are never in it; the test text is of another kind. A line of OUT/repair.jsonl for each way.
@@ -150,7 +152,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(args)
     print(json.dumps(bench.dense_ppl), flush=True)
-    plans = {str(path): Plan.load(path) for path in args.plan} or {
+    plans = {str(path): Plan.load(path).without_repair() for path in args.plan} or {
         f"carved {active}": bench.carve(float(active)) for active in args.active.split(",")
     }
     ways = list(itertools.product(*(getattr(args, n).split(",") for n in ("tokens", "target", "ridge", "rank"))))

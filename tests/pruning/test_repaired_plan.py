@@ -88,6 +88,14 @@ def test_repair_again_replaces_the_first() -> None:
         assert torch.equal(a.refit["down.weight"], b.refit["down.weight"])
 
 
+def test_without_its_repair_a_plan_is_the_one_before_it(tmp_path: Path) -> None:
+    plan = make_plan(make_pico("llama"), "off")
+    plan.save(tmp_path / "before")
+    repaired(make_pico("llama"), "off").without_repair().save(tmp_path / "after")
+    for name in ("plan.json", "plan.safetensors"):
+        assert (tmp_path / "after" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
+
+
 def test_counting_a_repaired_plan_needs_no_torch(tmp_path: Path) -> None:
     """Refitted matrices are passed over."""
     plan = repaired(make_pico("llama"), "off")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,7 @@ from tomoe.errors import UserError
 from tomoe.files import atomic_write, sha256
 from tomoe.model.shape import ModelShape
 from tomoe.plan.counts import Counted, LayerCounts, broken_layer
-from tomoe.plan.head import FINE_FORMAT, FORMAT, ROTATED_FORMAT, PlanHead, damage_in_a_sentence
+from tomoe.plan.head import FINE_FORMAT, FORMAT, REPAIRED, ROTATED_FORMAT, PlanHead, damage_in_a_sentence
 from tomoe.plan.layout import (
     FIELDS,
     FINE,
@@ -134,6 +134,11 @@ class Plan(Counted):
                 raise broken_layer(i, error)
         object.__setattr__(self, "counts", tuple(layer.count(self.shape) for layer in self.layers))
         self.check_counts()
+
+    def without_repair(self) -> Plan:
+        """The plan as it was before its projections were refitted."""
+        notes = {name: note for name, note in self.notes.items() if name != REPAIRED}
+        return replace(self, layers=tuple(replace(layer, refit={}) for layer in self.layers), notes=notes)
 
     def save(self, folder: Path) -> None:
         """Write both files atomically; the same plan gives the same bytes. Raises UserError if they cannot be written."""

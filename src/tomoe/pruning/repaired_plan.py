@@ -45,9 +45,8 @@ def repair_plan(
     `folder`. Its subfolder `repair` keeps finished layers, with which a repair that was killed resumes; the caller deletes it
     (`forget_repair`) once the plan is written. Raises UserError if activations are not finite.
     """
-    layers = tuple(replace(layer, refit={}) for layer in plan.layers)
-    bare = replace(plan, layers=layers)
-    prunes_values = any(layer.value_top_k < plan.shape.head_dim for layer in layers)
+    bare = plan.without_repair()
+    prunes_values = any(layer.value_top_k < plan.shape.head_dim for layer in bare.layers)
     target = section.target_after(plan.notes.get("steps", 0))
     real_tokens = int(mask.sum())
     # text that is all padding is refused by the repair itself
@@ -66,7 +65,7 @@ def repair_plan(
         return store.read(i, model.device) if store is not None and i < count else None
 
     fits = repair_layers(model, planned_masks(bare, model.device), ids, mask, settings, report, folder, finished)
-    for i, (layer, fit) in enumerate(zip(layers, fits, strict=True)):
+    for i, (layer, fit) in enumerate(zip(bare.layers, fits, strict=True)):
         if store is not None and i >= count:
             try:
                 store.keep(i, fit)
@@ -75,12 +74,12 @@ def repair_plan(
                 store = None
         repaired.append(replace(layer, refit=_tensors(fit, stored or model.dtype)))
         errors += torch.tensor([fit.down.error_before, fit.down.error_after], dtype=torch.float64)
-    before, after = (errors / len(layers)).tolist()
+    before, after = (errors / len(bare.layers)).tolist()
     note = {
         "mode": section.mode, "ridge": ridge, "target": target, "tokens": real_tokens,
         "error_before": before, "error_after": after, "output": prunes_values,
     } | ({"rank": section.rank} if section.mode == "low_rank" else {})  # fmt: skip
-    return replace(bare, layers=tuple(repaired), notes=plan.notes | {REPAIRED: note})
+    return replace(bare, layers=tuple(repaired), notes=bare.notes | {REPAIRED: note})
 
 
 def forget_repair(folder: Path) -> None:
