@@ -71,7 +71,7 @@ def test_the_ridge_is_that_of_the_real_tokens() -> None:
     mask = torch.arange(16).expand(8, 16) < 12
     plan = make_plan(model, "off")
     by_tokens = repair_plan(plan, model, ids, mask, RepairSection())
-    meant = 2 * plan.shape.mlp_size / 96
+    meant = 4 * plan.shape.mlp_size / 96
     given = repair_plan(plan, model, ids, mask, RepairSection(ridge=meant))
     other = repair_plan(plan, model, ids, mask, RepairSection(ridge=0.01))
     assert by_tokens.notes[REPAIRED]["ridge"] == given.notes[REPAIRED]["ridge"] == pytest.approx(meant)

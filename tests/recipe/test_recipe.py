@@ -72,8 +72,8 @@ def test_what_repair_aims_at_depends_on_learning() -> None:
 def test_the_ridge_of_a_repair_depends_on_tokens_for_each_neuron() -> None:
     section = RepairSection()
     assert section.ridge_for(10**7, 1536) == 0.01
-    assert section.ridge_for(65_536, 1536) == pytest.approx(0.046875)
-    assert section.ridge_for(1000, 500) == pytest.approx(1.0)
+    assert section.ridge_for(65_536, 1536) == pytest.approx(0.09375)
+    assert section.ridge_for(1000, 500) == pytest.approx(2.0)
     assert RepairSection(ridge=0.03).ridge_for(500, 500) == 0.03
     with pytest.raises(ValueError, match="greater than or equal to 0"):
         RepairSection(ridge=-0.1)

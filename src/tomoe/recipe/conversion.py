@@ -39,7 +39,7 @@ FINE_MULTIPLE = 8
 # ends the process when they are used up: a plain llama has room for 30. vLLM's fused routing is for 32.
 MOST_USED = 30
 # Ridge of a repair on one token for each neuron of a layer, and the least one.
-RIDGE_PER_NEURON, LEAST_RIDGE = 2.0, 1e-2
+RIDGE_PER_NEURON, LEAST_RIDGE = 4.0, 1e-2
 
 
 def _usual_number(section: dict[str, Any]) -> int:
@@ -131,7 +131,7 @@ class RepairSection(Section):
     rank: int = Field(default=64, ge=1)
     """Rank of the change (low_rank)."""
     ridge: float = Field(default=0.0, ge=0)
-    """Ridge, relative to the mean of the diagonal of the Gram matrix; it holds a matrix near the dense one. 0: twice the
+    """Ridge, relative to the mean of the diagonal of the Gram matrix; it holds a matrix near the dense one. 0: four times the
     neurons of a layer for each token, at least 0.01, as measured in docs/lab/repair.md."""
     target: Literal["auto", "local", "half", "stream"] = "auto"
     """What a layer is fitted to. `local`: the dense layer's output on the same input; `stream`: what brings the hidden
