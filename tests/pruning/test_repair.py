@@ -306,8 +306,9 @@ def test_error_is_that_of_the_tokens() -> None:
     sums = NormalEquations(6, 4, torch.device("cpu"))
     sums.add(h[:20], gap[:20], residual[:20])
     sums.add(h[20:], gap[20:], residual[20:])
-    meant = ((h @ change.T - gap).square().sum(1) / residual.square().sum(1)).mean()
-    assert sums.error(change) == pytest.approx(float(meant), rel=1e-5)
+    for made, of in ((h @ change.T, change), (torch.zeros_like(gap), None)):
+        meant = ((made - gap).square().sum(1) / residual.square().sum(1)).mean()
+        assert sums.error(of) == pytest.approx(float(meant), rel=1e-5)
 
 
 def test_low_rank_is_the_singular_value_decomposition_in_the_metric() -> None:

@@ -65,11 +65,12 @@ class NormalEquations:
             self.upper[a + BLOCK :, a : a + BLOCK] = right.T
         return self.upper
 
-    def error(self, change: Matrix) -> float:
-        """Mean of |h Delta^T - g|^2 / |residual|^2 over all tokens."""
+    def error(self, change: Matrix | None = None) -> float:
+        """Mean of |h Delta^T - g|^2 / |residual|^2 over all tokens; None: of no change."""
         total, count = self.sums.tolist()
-        fitted = ((change @ self.gram - 2 * self.cross) * change).sum(dtype=torch.float64)
-        return (total + float(fitted)) / max(count, 1.0)
+        if change is not None:
+            total += float(((change @ self.gram - 2 * self.cross) * change).sum(dtype=torch.float64))
+        return total / max(count, 1.0)
 
 
 @contextmanager
@@ -151,5 +152,4 @@ def refit(
         metric.diagonal().add_(ridge * metric.diagonal().mean())
         factors = low_rank(change, metric, rank)
         change = factors[0] @ factors[1]
-    before, after = sums.error(torch.zeros_like(change)), sums.error(change)
-    return Refit(weight.float() + change, factors, before, after, ridge)
+    return Refit(weight.float() + change, factors, sums.error(), sums.error(change), ridge)
