@@ -81,7 +81,7 @@ def fine() -> Form:
         ("S", *(str(n) for n in range(EXPERTS))),
         (("The", (2, 4)), ("sea", (1, 5)), ("is", (3, 7)), ("wide", (6, 8))),
         [f for group in groups for f in group],
-        "21 MB",
+        "10 MB",
         "one expert after the other",
         ("A token uses the shared part S", f"and the best of {EXPERTS} small experts."),
         ("Every neuron is stored once;", "how many experts run is a setting."),
