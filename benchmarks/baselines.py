@@ -75,6 +75,10 @@ SPLIT = 12
 """Experts of a random split, which shares nothing."""
 CLUSTER_STEPS = 10
 SPEED_BATCHES = 1, 8
+CARVED = {
+    "one expert": "experts.num_experts=1", "overlapping": "experts.form=overlapping", "fine-grained": "experts.form=fine",
+}  # fmt: skip
+"""The rows of a carved start, with the key of the recipe that makes them."""
 SPARSE = "inputs per token"
 """The row that has no masks of neurons."""
 
@@ -278,9 +282,7 @@ class Baselines:
             "activation x norm": lambda: static(lambda p, rms: rms * p.down.weight.float().norm(dim=0)),
             "random split": lambda: random_split(self.model, self.corpus.calibration, width),
             "clustered": lambda: clustered(self.model, self.corpus.calibration, width),
-            "one expert": partial(carved, "one expert", "experts.num_experts=1"),
-            "overlapping": partial(carved, "overlapping", "experts.form=overlapping"),
-            "fine-grained": partial(carved, "fine-grained", "experts.form=fine"),
+            **{name: partial(carved, name, setting) for name, setting in CARVED.items()},
             **{name: partial(planned_masks, plan) for name, plan in near.items()},
             "best per token": lambda: [BestMasks(p, width) for p in self.parts],
         }

@@ -21,7 +21,7 @@ SECTION = "## Quality and speed of a layout"
 def read_layouts() -> dict[str, tuple[float, float, float]]:
     """KL on WikiText-2 after repair, and speed of llama.cpp over dense, reading and decoding, of the rows that have one."""
     lines = PAGE.read_text(encoding="utf-8").split(SECTION)[1].split("\n## ")[0].splitlines()
-    rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rows = [[cell.replace("*", "").strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     layouts: dict[str, tuple[float, float, float]] = {}
     for _, layout, shared, *_, test, speed in rows[2:]:
         if speed:
@@ -30,7 +30,7 @@ def read_layouts() -> dict[str, tuple[float, float, float]]:
             kl, (prompts, decoding) = test.split(",")[1], speed.split("/")
             first = f"{experts} experts of {size}, {used} of a token, {common} shared"
             name = f"{experts} of {size}, {used}, {common}" if layouts else first
-            layouts[name + default] = (float(kl.strip(" *")), float(prompts.strip(" *")), float(decoding.strip(" *")))
+            layouts[name + default] = (float(kl), float(prompts), float(decoding))
     return layouts
 
 
