@@ -21,7 +21,9 @@ SECTION = "## Quality and speed of a layout"
 def read_layouts() -> dict[str, tuple[float, float, float]]:
     """KL on WikiText-2 after repair, and speed of llama.cpp over dense, reading and decoding, of the rows that have one."""
     lines = PAGE.read_text(encoding="utf-8").split(SECTION)[1].split("\n## ")[0].splitlines()
-    rows = [[cell.replace("*", "").strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rows = [
+        [cell.replace("*", "").strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")
+    ]
     layouts: dict[str, tuple[float, float, float]] = {}
     for _, layout, shared, *_, test, speed in rows[2:]:
         if speed:
