@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -43,11 +43,16 @@ class PlannedLayerMasks:
     """The masks of a plan: no noise, the decisions of inference."""
 
     def __init__(self, layer: LayerPlan, shape: ModelShape, device: torch.device):
-        self.expert_masks = layer.expert_masks.float().to(device)
-        self.router = ExpertRouter(shape.hidden_size, layer.expert_masks.shape[0], bias=layer.fine)
+        num_experts = layer.expert_masks.shape[0]
+        self.router = ExpertRouter(shape.hidden_size, num_experts, bias=layer.fine)
         self.router.weight.data = layer.router_weight.to(device)
-        self.shared_mask = None if layer.shared_mask is None else layer.shared_mask.float().to(device)
         self.top_experts = layer.top_k if layer.fine else None
+        self.expert_masks = layer.expert_masks.float().to(device)
+        # the one expert of each neuron, num_experts for shared ones; None: experts overlap
+        self.expert_of_neuron: Int[Tensor, " F"] | None = None
+        if layer.shared_mask is not None:
+            expert = layer.expert_masks.int().argmax(0).masked_fill(layer.shared_mask, num_experts)
+            self.expert_of_neuron = expert.to(device)
         if self.router.bias is not None:
             self.router.bias.data = cast(Tensor, layer.router_bias).to(device)
         self.qk_mask = shape.expand_qk(layer.qk_kept.float()).to(device)
@@ -65,8 +70,10 @@ class PlannedLayerMasks:
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         self.routing = self.router.route(x, self.top_experts)
-        neurons = self.routing.assignment @ self.expert_masks
-        return neurons if self.shared_mask is None else neurons + self.shared_mask
+        if self.expert_of_neuron is None:
+            return self.routing.assignment @ self.expert_masks
+        # a product with hundreds of masks takes ten times as long
+        return F.pad(self.routing.assignment, (0, 1), value=1.0).index_select(1, self.expert_of_neuron)
 
     def qk(self) -> Float[Tensor, " C"]:
         return self.qk_mask
