@@ -47,10 +47,12 @@ class PlannedLayerMasks:
         self.router = ExpertRouter(shape.hidden_size, num_experts, bias=layer.fine)
         self.router.weight.data = layer.router_weight.to(device)
         self.top_experts = layer.top_k if layer.fine else None
-        self.expert_masks = layer.expert_masks.float().to(device)
-        # the one expert of each neuron, num_experts for shared ones; None: experts overlap
+        self.expert_masks: Float[Tensor, "N F"] | None = None
+        # of fine-grained experts instead: the one expert of each neuron, num_experts for shared ones
         self.expert_of_neuron: Int[Tensor, " F"] | None = None
-        if layer.shared_mask is not None:
+        if layer.shared_mask is None:
+            self.expert_masks = layer.expert_masks.float().to(device)
+        else:
             expert = layer.expert_masks.int().argmax(0).masked_fill(layer.shared_mask, num_experts)
             self.expert_of_neuron = expert.to(device)
         if self.router.bias is not None:
@@ -70,8 +72,9 @@ class PlannedLayerMasks:
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         self.routing = self.router.route(x, self.top_experts)
-        if self.expert_of_neuron is None:
+        if self.expert_masks is not None:
             return self.routing.assignment @ self.expert_masks
+        assert self.expert_of_neuron is not None
         # a product with hundreds of masks takes ten times as long
         return F.pad(self.routing.assignment, (0, 1), value=1.0).index_select(1, self.expert_of_neuron)
 
