@@ -482,8 +482,10 @@ def main() -> None:
     baselines.run_models()
     for active in args.active.split(","):
         baselines.run(float(active))
-    (args.out / "baselines.md").write_text(table(baselines.lines()))
-    save(figure(baselines.lines()), args.out)
+    lines = baselines.lines()
+    (args.out / "baselines.md").write_text(table(lines))
+    if any(line["active"] < 1 for line in lines):  # of the dense model alone there is nothing to draw
+        save(figure(lines), args.out)
 
 
 if __name__ == "__main__":
