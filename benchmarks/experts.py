@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--routing", default="text", choices=sorted(SHARES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--backends", default=",".join(b for b in EXPERT_BACKENDS if b != "triton"))
+    parser.add_argument("--backends", default=",".join(EXPERT_BACKENDS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     hidden, size = map(int, args.shape.split("x"))
