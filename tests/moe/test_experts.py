@@ -246,6 +246,9 @@ def test_auto_can_be_asked_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named == {1: "runs", 8: "masked", 64: "masked", 1024: "runs"}
     # a GPU would have to wait for the expert's number, so one token goes without it
     assert choose_backend(mlp.to("meta"), torch.empty(1, 32, device="meta")) == "masked"
+    # and hundreds of thin experts, one after another, are no work for it
+    fine = make_mlp(CASES["fine"]).to("meta")
+    assert [choose_backend(fine, torch.empty(n, 32, device="meta")) for n in (1, 8, 1024)] == ["masked"] * 3
     taken: list[int] = []
     monkeypatch.setitem(EXPERT_BACKENDS, "special", lambda mlp, x, ids: taken.append(len(x)) or x)
     monkeypatch.setattr(

@@ -135,6 +135,17 @@ def test_auto_takes_it_wherever_it_fits() -> None:
     assert choose_backend(make_mlp(CASES["an activation of its own"]), torch.zeros(8, 32)) == "masked"
 
 
+def test_another_device_does_not_ask_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same choice beside any processor, with matrix units or without."""
+    fine, x = (
+        make_mlp(CASES["fine"], torch.bfloat16).to("meta"),
+        torch.empty(8, 32, dtype=torch.bfloat16, device="meta"),
+    )
+    for border in (1, 1000):
+        monkeypatch.setattr(native, "FINE_BFLOAT16_TOKENS", border)
+        assert native.choose_native(fine, x) is None
+
+
 def in_panels(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     monkeypatch.setattr(native, "uses_panels", lambda count, *_: count >= tokens)
 

@@ -707,8 +707,9 @@ def choose_backend(mlp: ToMoEMLP, x: Tensor) -> str:
     for choose in BACKEND_CHOICES:
         if name := choose(mlp, x):
             return name
-    # Asking which experts got tokens breaks a graph, and asking for the expert's number makes a GPU wait.
-    if torch.compiler.is_compiling() or (len(x) == 1 and x.device.type != "cpu"):
+    # Asking which experts got tokens breaks a graph, and asking for the expert's number makes a GPU wait: once for a single
+    # token, and for thin experts at hundreds of small products besides.
+    if torch.compiler.is_compiling() or (x.device.type != "cpu" and (len(x) == 1 or mlp.fine)):
         return "masked"
     # Expert after expert, a few tokens read all rows more than once; many tokens are worth it.
     return "runs" if len(x) == 1 or len(x) * (mlp.top_k or 1) >= 64 * mlp.num_experts else "masked"

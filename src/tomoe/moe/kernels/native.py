@@ -38,6 +38,9 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, l
 # What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
 def choose_native(mlp: ToMoEMLP, x: Tensor) -> str | None:
     """Tell `auto` to take native wherever it can run and is not slower than the dense MLP."""
+    # A processor beside another device has no say in what that one runs.
+    if x.device.type != "cpu":
+        return None
     if mlp.fine and x.dtype == torch.bfloat16 and len(x) > FINE_BFLOAT16_TOKENS:
         return "masked"
     return "native" if len(x) and fits(mlp, x) else None
