@@ -1,7 +1,7 @@
 """Draw the method, dense MLP -> masks and router -> plan -> rows, for both forms of experts.
 
-docs/images/method.svg shows fine-grained experts, method-overlapping.svg those that share neurons; the report gets both.
-Deterministic, standard library only.
+method.svg shows fine-grained experts, method-overlapping.svg experts that share neurons. Both are written into the package,
+whose report shows them; the site takes them from there. Deterministic, standard library only.
 
     python docs/images/method.py
 
@@ -304,8 +304,6 @@ def drawings() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    # the report page carries them, too
     templates = Path(__file__).parents[2] / "src" / "tomoe" / "report" / "templates"
     for name, drawn in drawings().items():
-        for folder in (Path(__file__).parent, templates):
-            (folder / name).write_text(drawn, encoding="utf-8")
+        (templates / name).write_text(drawn, encoding="utf-8")

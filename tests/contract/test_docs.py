@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+TEMPLATES = ROOT / "src" / "tomoe" / "report" / "templates"
 PAGES = sorted([*DOCS.rglob("*.md"), *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING"))])
 
 
@@ -53,8 +54,7 @@ def test_keys_inherit_the_text_of_their_base_class(generator: dict[str, Any]) ->
 
 def test_the_drawings_of_the_method_are_current() -> None:
     for name, drawn in runpy.run_path(str(DOCS / "images" / "method.py"))["drawings"]().items():
-        for folder in (DOCS / "images", ROOT / "src" / "tomoe" / "report" / "templates"):
-            assert (folder / name).read_text("utf-8") == drawn, "run: python docs/images/method.py"
+        assert (TEMPLATES / name).read_text("utf-8") == drawn, "run: python docs/images/method.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -89,3 +89,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "reference" / "recipe.html").is_file()
+    assert 'src="images/method.svg"' in (tmp_path / "site" / "index.html").read_text("utf-8")
+    assert (tmp_path / "site" / "images" / "method.svg").is_file()
