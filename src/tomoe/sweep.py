@@ -27,7 +27,6 @@ from tomoe.files import atomic_write, read_json
 from tomoe.model.arithmetic import measuring_dtype
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
-from tomoe.recipe.renamed import upgrade_key
 from tomoe.report.build import write_reports
 from tomoe.report.figures import accuracy_figure
 from tomoe.report.style import save
@@ -92,16 +91,10 @@ def grid(base: Recipe, axes: Sequence[str]) -> list[Cell]:
 
 
 def changed(base: Recipe, values: dict[str, Any]) -> Cell:
-    """Return the cell of the base recipe with some keys at other values; keys of format 1 become today's."""
+    """Return the cell of the base recipe with some keys at other values."""
     recipe = base.changed([f"{key}={json.dumps(value)}" for key, value in values.items()])
     flat = recipe.flatten()
-    return Cell({key: flat[key] for key in _upgraded(values)}, recipe)
-
-
-def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace keys and values of recipe format 1."""
-    renamed = Recipe.RENAMED
-    return dict(upgrade_key(k, v, renamed)[:2] if k in renamed else (k, v) for k, v in values.items())
+    return Cell({key: flat[key] for key in values}, recipe)
 
 
 @distributed.locks_out("sweep")
@@ -268,7 +261,7 @@ def _read(path: Path) -> Line:
     try:
         line: Line = read_json(path)
         if {"cell", "values", "measured", "text"} <= line.keys():
-            return line | {"values": _upgraded(line["values"])}
+            return line
     except (OSError, ValueError, AttributeError):
         pass
     raise UserError(f"{path} is not the line of a cell; delete it to measure the cell again")

@@ -108,30 +108,6 @@ def test_percentages(tomoe: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "neither a fraction" in " ".join(wrong.err.split())
 
 
-def test_keys_of_format_1_are_noted_in_one_line_each(
-    tomoe: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    carving = importlib.import_module("tomoe.cli.carve")
-    monkeypatch.setattr(carving, "run_conversion", lambda *_: None)
-    (tmp_path / "old.toml").write_text('track = "none"\n[data]\nblock_size = 64\n')
-    done = tomoe("carve", "pico", "-o", "out", "--recipe", tmp_path / "old.toml", "--set", "train.max_bad_steps=3")
-    assert done.code == 0, done.err
-    lines = done.err.splitlines()
-    assert len(lines) == 3, lines
-    for line, (old, new) in zip(
-        sorted(lines),
-        [
-            ("data.block_size", "data.seq_len"),
-            ("track", "report_to"),
-            ("train.max_bad_steps", "train.max_nonfinite_steps"),
-        ],
-        strict=True,
-    ):
-        assert line.startswith("tomoe: note: ")
-        assert old in line
-        assert new in line
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [small(), fine(), fine(attention_pruning="per_token")])
 def test_the_stages_make_what_convert_makes(

@@ -16,13 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conftest import ATTENTION_MODES, FORMS, make_pico, make_plan
-from format_1 import format_1
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold, neuron_order
 from tomoe.plan import LayerPlan, Plan, PlanCounts
-from tomoe.recipe.conversion import Recipe
 
 FILES = ("plan.json", "plan.safetensors")
 
@@ -147,22 +145,6 @@ def test_bytes_are_counted_as_tensors_are(attention: str, form: str, tmp_path: P
         tmp_path, lambda _, tensors: tensors.update({"layers.0.router_weight": plan.layers[0].router_weight.bfloat16()})
     )
     assert PlanCounts.load(tmp_path).totals() == plan.totals()
-
-
-def test_a_plan_of_format_1_loads(tmp_path: Path) -> None:
-    """Its recipe and notes have older keys."""
-    changes = ["active=0.6", "attention.pruning=per_token", "attention.share=0.25", "train.quantization=nf4"]
-    recipe = Recipe.load(None, [*changes, "attention.rotate_values=false", "repair.mode=none"])
-    plan = saved(tmp_path)
-
-    def older(head: dict[str, Any], _: dict[str, Tensor]) -> None:
-        head.update(recipe=format_1(recipe.model_dump(mode="json")), notes={"steps": 3, "block_size": 128})
-
-    rewrite(tmp_path, older)
-    loaded = Plan.load(tmp_path)
-    assert Recipe(**loaded.recipe) == recipe
-    assert loaded.notes == {"steps": 3, "seq_len": 128}
-    assert loaded.widths() == plan.widths()
 
 
 ODD = 44

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -19,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from format_1 import format_1
 from pico_files import CommandLine, contents, pico_recipe, small, steps_of
 from tomoe import conversion
 from tomoe.conversion import convert, plan, train
@@ -29,7 +27,6 @@ from tomoe.model.loading import load_dense
 from tomoe.pruning import objective
 from tomoe.pruning.repair import RepairSettings
 from tomoe.pruning.rotation import value_rotations
-from tomoe.recipe.base import RenamedKey
 from tomoe.training import run_folder
 
 pytestmark = pytest.mark.slow
@@ -169,29 +166,6 @@ def test_a_conversion_stopped_inside_the_repair_ends_in_the_same_bytes(
     convert(recipe, tmp_path / "whole")
     times = ("cost.json", "metrics.jsonl")
     assert contents(tmp_path / "moe", times) == contents(tmp_path / "whole", times)
-
-
-@pytest.mark.usefixtures("model", "text")
-def test_a_run_of_format_1_resumes_in_the_same_bytes(tmp_path: Path) -> None:
-    """Its recipe and metrics have older keys; a warning names today's."""
-    never = ("repair.mode=none", "attention.rotate_values=false")
-    recipe = pico_recipe(tmp_path, "train.steps=6", "attention.pruning=per_token", *never)
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    train(recipe, whole)
-    shutil.copytree(whole, run)
-    shutil.rmtree(run / "masks" / "step-000006")
-    (run / "recipe.json").write_text(json.dumps(format_1(json.loads((run / "recipe.json").read_text()))))
-    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace('"distill"', '"fidelity"'))
-    with pytest.warns(RenamedKey) as renamed:
-        train(recipe, run, resume=True)
-    assert any("experts.attention is now called attention.pruning" in str(w.message) for w in renamed)
-    assert contents(run / "masks") == contents(whole / "masks")
-    assert steps_of(run) == steps_of(whole)
-    assert {"distill", "budget"} < steps_of(run)[0].keys()
-    with pytest.warns(RenamedKey):
-        plan(run, tmp_path / "plan-run")
-    plan(whole, tmp_path / "plan-whole")
-    assert contents(tmp_path / "plan-run") == contents(tmp_path / "plan-whole")
 
 
 @pytest.mark.usefixtures("model", "text")

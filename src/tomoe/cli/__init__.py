@@ -33,7 +33,7 @@ from tomoe.cli.route import route
 from tomoe.cli.stopping import Stopped, stoppable
 from tomoe.cli.sweep import sweep
 from tomoe.cli.train import train
-from tomoe.cli.words import one_line, only_notes
+from tomoe.cli.words import no_warnings, one_line
 from tomoe.errors import UserError
 
 
@@ -85,7 +85,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 2 an error that the user can fix (one line on stderr), 130 or 143 stopped."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        with only_notes(), stoppable(), _process_group():
+        with no_warnings(), stoppable(), _process_group():
             app(list(sys.argv[1:] if args is None else args), prog_name="tomoe")
     except UserError as error:
         _fail(2, str(error))

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from tomoe.errors import shortened
 
@@ -44,23 +43,9 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def only_notes() -> Iterator[None]:
-    """Inside the block, no Python warning is shown; keys of recipe format 1 are reported as one line each."""
-    if sys.warnoptions:
-        yield
-        return
-    noted: set[str] = set()
-
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        from tomoe.recipe.base import RenamedKey
-
-        note = one_line(str(message))
-        if issubclass(category, RenamedKey) and note not in noted:
-            noted.add(note)
-            print("tomoe: note:", note, file=sys.stderr)
-
+def no_warnings() -> Iterator[None]:
+    """Inside the block, no Python warning is shown, unless the user asked for some (`python -W`)."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", FutureWarning)
-        warnings.showwarning = show
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")
         yield

@@ -74,10 +74,6 @@ class ToMoEConfig(PreTrainedConfig):
         # transformers writes only the class that was saved, and serving engines ask for AutoModel.
         classes = {"AutoConfig": "ToMoEConfig", "AutoModel": "ToMoEModel", "AutoModelForCausalLM": "ToMoEForCausalLM"}
         self.auto_map = {auto: f"modeling_tomoe.{name}" for auto, name in classes.items()}
-        layers = len(self.expert_sizes) if isinstance(self.expert_sizes, list) else 0
-        # Configs of version 0.1 have neither.
-        self.experts_per_token = self.experts_per_token or [1] * layers
-        self.shared_sizes = self.shared_sizes or [0] * layers
         # Serving engines read it; with overlapping experts the routing is top-1, whatever a file says.
         if self.expert_form == "overlapping":
             self.num_experts_per_tok = 1

@@ -102,10 +102,6 @@ def _parse(head: dict[str, Any]) -> tuple[ModelShape, list[tuple[int, int]], Any
     for name in (FINETUNED, REPAIRED):
         if not isinstance(notes.get(name, {}), dict):
             raise TypeError(f"its note {name} is a {type(notes[name]).__name__}")
-    # plans of format 1 call it block_size
-    if "block_size" in notes:
-        seq_len = {"seq_len": notes["block_size"]}
-        metadata["notes"] = notes = {name: note for name, note in notes.items() if name != "block_size"} | seq_len
     if any(type(notes.get(name, 0)) is not int for name in ("steps", "seq_len")):
         raise TypeError("steps or seq_len in its notes is not an integer")
     return shape, list(zip(value_top_k, top_k, strict=True)), head.get("tensors_sha256"), metadata

@@ -121,7 +121,7 @@ class Plan(Counted):
     dense_config: dict[str, Any] = field(default_factory=dict)
     """Config of the dense model, as transformers writes it."""
     recipe: dict[str, Any] = field(default_factory=dict)
-    """The recipe of the conversion; a plan of format 1 may have older keys, which `Recipe` understands."""
+    """The recipe of the conversion."""
     notes: dict[str, Any] = field(default_factory=dict)
     """How the plan was made: steps, sequence length, versions."""
 

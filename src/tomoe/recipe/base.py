@@ -5,21 +5,15 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tomoe.errors import UserError, shortened
 from tomoe.files import atomic_write
 from tomoe.recipe.files import read_recipe
-from tomoe.recipe.renamed import Renamed, upgrade, upgrade_key
-
-
-class RenamedKey(FutureWarning):
-    """A recipe file or option uses the name that a key had in format 1."""
 
 
 class Section(BaseModel):
@@ -41,8 +35,6 @@ class BaseRecipe(Section):
 
     NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset()
     """Keys that do not change what is learned; the digest and `differences` leave them out."""
-    RENAMED: ClassVar[Mapping[str, Renamed]] = {}
-    """Keys of format 1 that were renamed or removed."""
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -50,35 +42,18 @@ class BaseRecipe(Section):
         except ValidationError as error:
             raise UserError(_sentence(error, type(self))) from None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _upgrade(cls, values: Any) -> Any:
-        return cls.upgraded(values)[0] if isinstance(values, dict) else values
-
-    @classmethod
-    def upgraded(cls, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The values under today's keys, and one sentence for each key of format 1.
-
-        Raises UserError for a value that is gone.
-        """
-        return upgrade(values, cls.RENAMED)
-
     @classmethod
     def load(cls, path_or_preset: str | Path | None, overrides: Sequence[str] = ()) -> Self:
         """Read a .toml or .json file or a preset (None: all defaults), then apply `section.key=value` overrides.
 
-        The value of an override is JSON if it parses as such, else a string. A key of format 1 still works, with a
-        warning (`RenamedKey`) that names the new one.
+        The value of an override is JSON if it parses as such, else a string.
         Raises UserError: no such file or preset, not a recipe, a key or value that is not allowed.
         """
         values, origin = ({}, "") if path_or_preset is None else read_recipe(path_or_preset)
         try:
-            values, notes = cls.upgraded(values)
             recipe = cls(**values)
         except UserError as error:
             raise UserError(f"{origin}: {error}") from None
-        for note in notes:
-            warnings.warn(f"{origin}: {note}", RenamedKey, stacklevel=2)
         return recipe.changed(overrides) if overrides else recipe
 
     def changed(self, overrides: Sequence[str]) -> Self:
@@ -130,11 +105,6 @@ def _apply(values: dict[str, Any], override: str, recipe: type[BaseRecipe]) -> N
         value = json.loads(text)
     except json.JSONDecodeError:
         value = text.strip()
-    if key in recipe.RENAMED:
-        key, value, note = upgrade_key(key, value, recipe.RENAMED)
-        warnings.warn(note, RenamedKey, stacklevel=4)
-        if not key:
-            return
     if key not in _known(recipe):
         raise UserError(_unknown(key, recipe))
     section, _, leaf = key.rpartition(".")
@@ -153,23 +123,22 @@ def _unknown(key: str, recipe: type[BaseRecipe]) -> str:
     if key in sections:
         return f"{key} is a section of the recipe; set one of its keys, for example {_keys_of(key, recipe)[0]}"
     place = f"section {section} of the recipe" if section in sections else "the recipe"
-    near = _nearest(key, known, recipe)
+    near = _nearest(key, known)
     hint = f"did you mean {near}?" if near else f"it has {', '.join(_keys_of(section, recipe))}"
     return f"{place} has no key {leaf if section in sections else key!r}; {hint}"
 
 
-def _nearest(key: str, known: Sequence[str], recipe: type[BaseRecipe]) -> str | None:
-    """The nearest key; close to a name of format 1, that is the name it has now."""
-    names = {name: name for name in known} | {old: entry.key for old, entry in recipe.RENAMED.items() if entry.key}
+def _nearest(key: str, known: Sequence[str]) -> str | None:
+    """The key of the same name in another section, else the one spelled most alike; None if none is near."""
     section, _, leaf = key.rpartition(".")
-    for name, today in names.items():
-        if name.rpartition(".")[2] == leaf:
-            return today
-    if near := difflib.get_close_matches(key, list(names), n=1, cutoff=0.75):
-        return names[near[0]]
-    same_section = {n: t for n, t in names.items() if section and n.startswith(f"{section}.")} or names
-    leaves = {name.rpartition(".")[2]: today for name, today in reversed(same_section.items())}
-    return next((leaves[near] for near in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.6)), None)
+    if same_name := [name for name in known if name.rpartition(".")[2] == leaf]:
+        return same_name[0]
+    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.75):
+        return near[0]
+    candidates = [name for name in known if section and name.startswith(f"{section}.")] or known
+    leaves = {name.rpartition(".")[2]: name for name in reversed(candidates)}
+    near = difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.6)
+    return leaves[near[0]] if near else None
 
 
 def _keys_of(section: str, recipe: type[BaseRecipe]) -> list[str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from tomoe.errors import UserError
 from tomoe.recipe.base import Section
-from tomoe.recipe.renamed import CONVERSION, Renamed
 from tomoe.recipe.run import DataSection, LoopSection, RunRecipe
 
 # Where to compute and how often to write do not change what is learned.
@@ -194,7 +192,6 @@ class Recipe(RunRecipe):
     """
 
     NOT_IN_DIGEST: ClassVar[frozenset[str]] = _NOT_IN_DIGEST
-    RENAMED: ClassVar[Mapping[str, Renamed]] = CONVERSION
     model: str = ""
     """Hub id, local folder, .gguf file, or a known name (smollm2-135m)."""
     active: float = Field(default=0.7, gt=0, le=1)
@@ -214,17 +211,6 @@ class Recipe(RunRecipe):
     loss: LossSection = LossSection()
     train: TrainSection = TrainSection()
     data: DataSection = DataSection()
-
-    @classmethod
-    def upgraded(cls, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Today's keys. Runs and plans hold every key: in older ones the missing keys mean what was done then.
-
-        Those of format 1 were never repaired, and `_LATER` has the keys that came after them.
-        """
-        values, notes = super().upgraded(values)
-        if notes and {"experts", "attention", "sampling", "loss", "train", "data"} <= set(values):
-            values = {"repair": {"mode": "none"}} | values
-        return _as_recorded(values), notes
 
     def fitted_tokens(self) -> int:
         """Tokens of training and calibration text that the repair is fitted to, at most."""
@@ -317,33 +303,3 @@ class Recipe(RunRecipe):
     def common_multiple(self) -> int:
         """Divisor of the expert width that all layers share if the budget allows; 0 if layers may differ in width."""
         return 0 if self.target == "hf" else max(STOCK_MULTIPLE, self.experts.width_multiple)
-
-
-_LATER: dict[str, tuple[str, Any]] = {
-    "rotate_values": ("attention", False), "compute_dtype": ("train", "stored"), "allocation": ("experts", "by_error"),
-    "form": ("experts", "overlapping"),
-}  # fmt: skip
-"""Keys that older versions did not record, with their section and what they would have said."""
-
-
-def _as_recorded(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a run or plan with what a version without the `_LATER` keys did; any other values as they are.
-
-    A run or plan is recognized by its sections, which hold every key that the version knew.
-    """
-    sections: dict[str, type[Section]] = {
-        "sampling": SamplingSection, "loss": LossSection, "attention": AttentionSection,
-    }  # fmt: skip
-    for name, section in sections.items():
-        given = values.get(name)
-        if not isinstance(given, Mapping) or not section.model_fields.keys() - _LATER.keys() <= given.keys():
-            return values
-    for key, (name, meaning) in _LATER.items():
-        given = values.get(name)
-        if not isinstance(given, Mapping) or key in given:
-            continue
-        # whole attention has no values to rotate, and a random start gives layers nothing
-        whole, random = given.get("pruning") == "off", values.get("start") == "random"
-        if not (key == "rotate_values" and whole) and not (key == "allocation" and random):
-            values = values | {name: dict(given) | {key: meaning}}
-    return values

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from tomoe.recipe.base import Section
-from tomoe.recipe.renamed import FINETUNING, Renamed
 from tomoe.recipe.run import MAX_LEARNING_RATE, DataSection, LoopSection, RunRecipe
 
 
@@ -63,7 +61,6 @@ class FinetuneRecipe(RunRecipe):
     NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset(
         {"device", "report_to", "train.log_every", "train.save_every", "train.teacher_cache"}
     )
-    RENAMED: ClassVar[Mapping[str, Renamed]] = FINETUNING
     model: str = ""
     """A converted folder."""
     dense: str = ""

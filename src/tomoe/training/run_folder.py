@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 KEEP = 2
 """Checkpoints that are kept: the last and the one before it."""
-_RENAMED_METRICS = {"fidelity": "distill"}
-"""Keys of metrics.jsonl in runs of format 1."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ class RunFolder:
         self.on_row(finite)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Read the logged steps, with today's keys; skips a last line that a kill cut short.
+        """Read the logged steps; skips a last line that a kill cut short.
 
         Raises UserError if the file is no text, and for any other line that is not one of a step.
         """
@@ -236,7 +234,7 @@ class RunFolder:
                 if number == len(lines):
                     continue
                 raise UserError(f"line {number} of {self.metrics} is damaged ({shortened(error)}); delete it") from None
-            rows.append({str(_RENAMED_METRICS.get(key, key)): value for key, value in row.items()})
+            rows.append(row)
         return rows
 
     def forget_metrics_after(self, step: int) -> None:
