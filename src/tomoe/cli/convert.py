@@ -88,7 +88,7 @@ def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
         (f"tomoe inspect {folder}", "see what every layer keeps"),
         (f"tomoe evaluate {model} {folder} --text FILE", "measure both on your own text"),
     ]
-    # at equal steps this gained more than longer training of the masks (docs/lab/fine-grained.md)
+    # at equal steps this gained more than longer training of the masks (docs/lab/log.md)
     tuned = f"tomoe finetune {folder} --data FILE.txt -o TUNED"
     commands.append((tuned, "train the weights, too: slower, better quality"))
     if "self" in recipe.data.sources:

@@ -1,7 +1,7 @@
 """The basis of the values in which a cut of the last dims hurts least, from calibration text.
 
 All heads of a layer share one mask of V/O dims, so every head has its most important direction at index 0.
-docs/lab/rotation.md compares the ways to choose the directions.
+docs/lab/log.md compares the ways to choose the directions.
 
 Shapes: G key/value heads, R query heads of each, H in all, C dims of a head, D hidden size, t tokens. A rotation is
 [G, C, C]; its columns are the new directions.

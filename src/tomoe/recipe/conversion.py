@@ -20,7 +20,7 @@ STOCK_MULTIPLE = 64
 
 # Overlapping experts unless the recipe says otherwise.
 OVERLAPPING_EXPERTS = 8
-# Numbers of fine-grained experts unless it says otherwise: more are better (docs/lab/fine-grained.md), but a router costs a
+# Numbers of fine-grained experts unless it says otherwise: more are better (docs/lab/log.md), but a router costs a
 # token as much as a third of a gated neuron for each. With six neurons of a layer for each expert it costs at
 # most 1/18 of the dense MLP. Any model and any stock form takes the last number.
 FINE_EXPERTS = (256, 128, 64)
@@ -28,7 +28,7 @@ NEURONS_PER_EXPERT = 6
 # Stock forms with a place for one form of experts alone: a token uses one of them, or several.
 OVERLAPPING_TARGETS, FINE_TARGETS = ("mixtral", "qwen2_moe", "qwen3_moe"), ("glm4_moe",)
 # The shared part of fine-grained experts in a stock form, as a share of a token's neurons: a little worse than 0.4 and
-# much faster in engines (docs/lab/performance.md).
+# much faster in engines (docs/lab/log.md).
 STOCK_SHARED = 0.75
 # Fine-grained experts in a stock form are filled up with zeros to a multiple of so many neurons: in 16 bits rows of 16 bytes,
 # without which the grouped matrix product that transformers runs experts with refuses to.
@@ -69,7 +69,7 @@ class ExpertsSection(Section):
     suffer most, stay whole."""
     learn_partition: bool = False
     """For fine-grained experts: learn which neurons form an expert, too, from the carve's answer on, and not the routers
-    alone: better without repair, worse with it where both were measured (docs/lab/fine-grained.md)."""
+    alone: better without repair, worse with it where both were measured (docs/lab/log.md)."""
     random_top_k: bool = False
     """For fine-grained experts: let each step of learning use a number of experts drawn between half and twice the planned
     one, for models that run with other numbers than the plan's."""
@@ -130,11 +130,11 @@ class RepairSection(Section):
     """Rank of the change (low_rank)."""
     ridge: float = Field(default=0.0, ge=0)
     """Ridge, relative to the mean of the diagonal of the Gram matrix; it holds a matrix near the dense one. 0: four times the
-    neurons of a layer for each token, at least 0.01, as measured in docs/lab/repair.md."""
+    neurons of a layer for each token, at least 0.01, as measured in docs/lab/log.md."""
     target: Literal["auto", "local", "half", "stream"] = "auto"
     """What a layer is fitted to. `local`: the dense layer's output on the same input; `stream`: what brings the hidden
     states back to the dense model's, errors of earlier layers included; `half`: the mean of both; `auto`: `local` after
-    learning, else `half`, as measured in docs/lab/repair.md."""
+    learning, else `half`, as measured in docs/lab/log.md."""
     tokens: int = Field(default=65_536, ge=1)
     """Tokens to fit to, at most: of the training text, then of the calibration text."""
 

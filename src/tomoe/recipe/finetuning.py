@@ -34,7 +34,7 @@ class TunedTrainSection(LoopSection):
     steps: int = Field(default=200, ge=0)
     """Optimizer steps; 0 learns nothing."""
     learning_rate: float = Field(default=1e-4, gt=0, le=MAX_LEARNING_RATE)
-    """Peak learning rate of AdamW. The less there is to recover, the smaller it should be (docs/lab/fine-grained.md)."""
+    """Peak learning rate of AdamW. The less there is to recover, the smaller it should be (docs/lab/log.md)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of AdamW."""
     dtype: Literal["auto", "stored", "float32", "bfloat16"] = "auto"

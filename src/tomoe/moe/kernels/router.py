@@ -17,7 +17,7 @@ from tomoe.moe.kernels.native import DTYPES, PROCESSOR, SOURCE, kernel
 from tomoe.moe.modeling_tomoe import Router
 
 logits_in_pytorch, largest_in_pytorch = modeling_tomoe.router_logits, modeling_tomoe.largest
-# The kernel was faster than PyTorch's product on such a processor, and was not with AVX2 alone (docs/lab/performance.md).
+# The kernel was faster than PyTorch's product on such a processor, and was not with AVX2 alone (docs/lab/log.md).
 FAST = bool(PROCESSOR.get("avx512_bf16"))
 
 
