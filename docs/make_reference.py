@@ -133,11 +133,14 @@ def make_page() -> str:
     from tomoe.recipe.conversion import Recipe
     from tomoe.recipe.finetuning import FinetuneRecipe
 
-    pages = (
-        ("Conversion", "`convert`, `carve`, `train`, `doctor` and `sweep` read it; in Python `tomoe.Recipe`.", Recipe),
-        ("Fine-tuning", "`finetune` reads it; in Python `tomoe.recipe.finetuning.FinetuneRecipe`.", FinetuneRecipe),
-    )
-    return "\n".join([HEAD, *("\n".join([*describe(*page), ""]) for page in pages)])
+    about = "`convert`, `carve`, `train`, `doctor` and `sweep` read it; in Python `tomoe.Recipe`."
+    conversion = describe("Conversion", about, Recipe)
+    about = "`finetune` reads it; in Python `tomoe.recipe.finetuning.FinetuneRecipe`."
+    finetuning = describe("Fine-tuning", about, FinetuneRecipe)
+    # A row that was there already would say everything twice.
+    known = {line for line in conversion if line.startswith("| `")}
+    finetuning = [f"{line.split(' |')[0]} | as above | | |" if line in known else line for line in finetuning]
+    return "\n".join([HEAD, *conversion, "", *finetuning, ""])
 
 
 def main(args: list[str]) -> int:

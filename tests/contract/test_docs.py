@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
+from tomoe.cli import VERBS
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TEMPLATES = ROOT / "src" / "tomoe" / "report" / "templates"
@@ -50,6 +52,21 @@ def test_keys_inherit_the_text_of_their_base_class(generator: dict[str, Any]) ->
     assert "| `steps` | int | `7` | How many. |" in page
     assert "| `kind` | str or none | none | What kind \\| of run. |" in page
     assert "| `inner.steps` | int, >= 1 | `5` | How many. |" in page
+
+
+def test_keys_of_both_recipes_are_described_once(generator: dict[str, Any]) -> None:
+    page = generator["make_page"]()
+    assert page.count("| `train.batch_size` |") == 2
+    assert page.count("| `train.batch_size` | as above | | |") == 1
+    assert page.count("| `train.learning_rate` | float") == 2
+
+
+def test_the_page_of_commands_has_every_verb() -> None:
+    page = (DOCS / "reference" / "commands.md").read_text("utf-8")
+    table = page.split("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+) ", table, re.MULTILINE)) == sorted(
+        verb.__name__ for verbs in VERBS.values() for verb in verbs
+    )
 
 
 def test_the_drawings_of_the_method_are_current() -> None:
