@@ -50,14 +50,6 @@ def test_no_command_imports_torch_before_its_arguments_are_right(args: list[str]
     assert done.stderr.splitlines()[-1] == "imported []"
 
 
-@pytest.mark.parametrize("folder", ["moe", "moe/run"])
-def test_inspect_imports_nothing_heavy(converted: Path, folder: str) -> None:
-    """The masks of a plan are counted as bytes."""
-    done = fresh(COMMAND, "inspect", converted / folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1] == "imported []"
-
-
 @pytest.mark.parametrize(
     ("command", "words"),
     [

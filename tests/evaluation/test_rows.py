@@ -1,11 +1,9 @@
-"""Rows as plain data: they read back, need no torch, and a file that anyone wrote ends in rows or in a sentence."""
+"""Rows as plain data: they read back, and a file that anyone wrote ends in rows or in a sentence."""
 
 from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from conftest import SOURCE
 from tomoe.errors import UserError
 from tomoe.evaluation.rows import ExpertUsage, Measurement, Row, TaskScore, from_json, read_rows, to_json
 from tomoe.evaluation.tables import escape_markdown, footnote, table, task_footnote, task_table, to_markdown
@@ -128,35 +125,6 @@ def test_markdown_takes_no_markup_from_names() -> None:
     written = to_markdown([Row(Measurement(2.0, None, 0.7, 1, 1, 8, model=evil, data=evil), FACTS), rows[1]])
     assert "<img" not in written
     assert "\n#" not in written
-
-
-LIGHT = """
-import sys, types
-package = types.ModuleType("tomoe")
-package.__path__, package.__version__ = [sys.argv[1]], "0"
-sys.modules["tomoe"] = package
-from pathlib import Path
-import tomoe.evaluation.rows, tomoe.evaluation.tables, tomoe.evaluation.timings
-import tomoe.report.summary, tomoe.report.warnings, tomoe.report.html
-from tomoe.plan import PlanCounts
-plan = PlanCounts.load(Path(sys.argv[2]))
-tomoe.report.summary.conversion_summary(plan), tomoe.report.summary.layer_table(plan)
-print(len(tomoe.report.warnings.find_warnings(plan, tomoe.evaluation.rows.read_rows(Path(sys.argv[2])))))
-print([name for name in ("torch", "numpy", "transformers", "matplotlib") if name in sys.modules])
-"""
-
-
-def test_what_inspect_needs_imports_no_torch(tmp_path: Path) -> None:
-    """In a fresh process; `tomoe` itself is left out, whose own imports are the command line's concern."""
-    from conftest import make_pico, make_plan
-
-    make_plan(make_pico("llama"), "per_token").save(tmp_path)
-    (tmp_path / "evaluation.json").write_text(to_json(some_rows()))
-    done = subprocess.run([sys.executable, "-c", LIGHT, SOURCE, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    findings, heavy = done.stdout.splitlines()
-    assert int(findings) >= 1
-    assert heavy == "[]"
 
 
 def test_shares_of_the_tokens_are_those_of_the_choices_times_their_number() -> None:

@@ -20,7 +20,7 @@ from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold, neuron_order
-from tomoe.plan import LayerPlan, Plan, PlanCounts
+from tomoe.plan import LayerPlan, Plan
 
 FILES = ("plan.json", "plan.safetensors")
 
@@ -92,7 +92,7 @@ def test_rotated_values_have_a_format_of_their_own(attention: str, form: str, tm
     again.save(tmp_path / "two")
     for name in FILES:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    assert PlanCounts.load(tmp_path / "one").counts == plan.counts
+    assert again.counts == plan.counts
 
 
 def _turned(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
@@ -128,31 +128,12 @@ def test_a_rotation_that_is_none(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
-def test_bytes_are_counted_as_tensors_are(attention: str, form: str, tmp_path: Path) -> None:
-    """As plain numbers, which JSON can hold."""
-    plan = saved(tmp_path, attention, form)
-    counted = PlanCounts.load(tmp_path)
-    assert counted.counts == plan.counts
-    for name in ("shape", "source", "dense_config", "recipe", "notes"):
-        assert getattr(counted, name) == getattr(plan, name)
-    assert (counted.widths(), counted.totals()) == (plan.widths(), plan.totals())
-    assert counted.describe() == plan.describe()
-    assert json.loads(json.dumps([counted.totals(), counted.describe()])) == [plan.totals(), plan.describe()]
-    # routers are bfloat16 values, and may be stored as such
-    rewrite(
-        tmp_path, lambda _, tensors: tensors.update({"layers.0.router_weight": plan.layers[0].router_weight.bfloat16()})
-    )
-    assert PlanCounts.load(tmp_path).totals() == plan.totals()
-
-
 ODD = 44
 """Neurons of a layer that do not fill the last byte of a packed mask."""
 
 
-def fine_plan(neurons: int = ODD, rotate: bool = False) -> Plan:
-    return make_plan(make_pico("llama", intermediate_size=neurons), "static", form="fine", rotate=rotate)
+def fine_plan(neurons: int = ODD) -> Plan:
+    return make_plan(make_pico("llama", intermediate_size=neurons), "static", form="fine")
 
 
 @pytest.mark.parametrize("neurons", [48, ODD])
@@ -172,28 +153,7 @@ def test_neurons_of_fine_experts_take_a_bit(neurons: int, tmp_path: Path) -> Non
     for own, other in zip(plan.layers, Plan.load(tmp_path).layers, strict=True):
         assert torch.equal(own.expert_masks, other.expert_masks)
         assert torch.equal(own.shared_mask, other.shared_mask)
-    assert PlanCounts.load(tmp_path).counts == plan.counts
-
-
-@pytest.mark.parametrize("rotate", [False, True])
-def test_plans_of_fine_experts_from_before_format_4_load(rotate: bool, tmp_path: Path) -> None:
-    """They took a byte for each neuron and expert."""
-    plan = fine_plan(rotate=rotate)
-    plan.save(tmp_path)
-
-    def older(head: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        head["format"] = "tomoe-plan-3" if rotate else "tomoe-plan-2"
-        for i, layer in enumerate(plan.layers):
-            masks = {"expert_neurons": layer.expert_masks, "shared_neurons": layer.shared_mask}
-            tensors.update({f"layers.{i}.{name}": mask for name, mask in masks.items()})
-
-    rewrite(tmp_path, older)
-    loaded = Plan.load(tmp_path)
-    assert loaded.counts == PlanCounts.load(tmp_path).counts == plan.counts
-    for own, other in zip(plan.layers, loaded.layers, strict=True):
-        assert torch.equal(own.expert_masks, other.expert_masks)
-        assert torch.equal(own.shared_mask, other.shared_mask)
-        assert (own.value_rotation is None) == (other.value_rotation is None) == (not rotate)
+    assert Plan.load(tmp_path).counts == plan.counts
 
 
 def test_a_loaded_plan_folds_to_the_same_model(tmp_path: Path) -> None:
@@ -332,11 +292,6 @@ def test_plans_that_contradict_themselves(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words) as caught:
         Plan.load(tmp_path)
     assert "\n" not in str(caught.value)
-    # who counts reads masks and shapes, but no routers
-    if words != "not finite":
-        with pytest.raises(UserError) as counted:
-            PlanCounts.load(tmp_path)
-        assert str(counted.value) == str(caught.value)
 
 
 def _flipped(name: str, bits: int) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
@@ -349,7 +304,8 @@ PACKED_DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], An
     "a neuron beyond the last, of the shared part": (_flipped("shared_neurons", 0x80), "more neurons than the model"),
     "a shared neuron in an expert, too": (_flipped("shared_neurons", 0x0F), "in no expert, or in several"),
     "a byte short": (_set("expert_neurons", torch.zeros(8, 5).byte()), r"expert_neurons has shape \(8, 5\) of U8"),
-    "a byte for each neuron, of no bools": (_set("expert_neurons", torch.zeros(8, ODD).byte()), r"\(8, 44\) of U8"),
+    "a byte for each neuron": (_set("expert_neurons", torch.zeros(8, ODD).byte()), r"\(8, 44\) of U8"),
+    "a bool for each neuron": (_set("expert_neurons", torch.zeros(8, ODD).bool()), r"\(8, 44\) of BOOL, .* \(8, 6\) of U8"),
     "bits of a whole number": (_set("shared_neurons", torch.zeros(6, dtype=torch.int32)), "of I32"),
     "bits that are bools": (_set("shared_neurons", torch.zeros(6).bool()), r"shared_neurons has shape \(6,\) of BOOL"),
     "other masks as bytes": (_set("qk_kept", torch.ones(4).byte()), "qk_kept has shape"),
@@ -363,10 +319,9 @@ def test_packed_neurons_that_are_none(name: str, tmp_path: Path) -> None:
     change, words = PACKED_DAMAGES[name]
     fine_plan().save(tmp_path)
     rewrite(tmp_path, change)
-    for reader in (Plan, PlanCounts):
-        with pytest.raises(UserError, match=words) as caught:
-            reader.load(tmp_path)
-        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=words) as caught:
+        Plan.load(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_choice_of_values_needs_a_router_and_the_other_way_round() -> None:
@@ -399,6 +354,8 @@ def test_describe_counts_what_widths_say(dense: PreTrainedModel) -> None:
     assert [(row["width"], row["qk_dims"], row["value_dims"]) for row in rows] == plan.widths()
     assert sum(row["active"] for row in rows) / len(rows) == pytest.approx(plan.active_fraction())
     assert all(0 < row["width_share"] <= row["union_share"] <= 1 for row in rows)
+    # plain numbers, which JSON can hold
+    assert json.loads(json.dumps([plan.totals(), rows])) == [plan.totals(), rows]
 
 
 def test_experts_are_few_runs_of_rows() -> None:

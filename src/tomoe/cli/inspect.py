@@ -13,7 +13,7 @@ from tomoe.cli import options
 from tomoe.errors import UserError
 
 if TYPE_CHECKING:
-    from tomoe.plan import Counted
+    from tomoe.plan import Plan
     from tomoe.report.warnings import Finding
 
 # the folder of a run's checkpoints: masks of a conversion, weights of a fine-tuning
@@ -32,10 +32,10 @@ def inspect(
         _verify(folder)
     elif (folder / "plan.json").exists():
         from tomoe.evaluation.rows import read_rows
-        from tomoe.plan import PlanCounts
+        from tomoe.plan import Plan
         from tomoe.report.warnings import find_warnings
 
-        plan = PlanCounts.load(folder)
+        plan = Plan.load(folder)
         _show_plan(plan, find_warnings(plan, read_rows(folder)), as_json)
     elif (run := _run_of(folder)) is not None:
         _show_run(*run, as_json)
@@ -79,7 +79,7 @@ def _verify(folder: Path) -> None:
     results().say(f"All {total} files in {folder} are as they were written (sha256), and all weights are finite.")
 
 
-def _show_plan(plan: Counted, warnings: list[Finding], as_json: bool) -> None:
+def _show_plan(plan: Plan, warnings: list[Finding], as_json: bool) -> None:
     totals = plan.totals()
     if as_json:
         holds = {"layers": plan.describe(), "totals": totals, "warnings": [asdict(warning) for warning in warnings]}

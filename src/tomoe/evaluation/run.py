@@ -21,7 +21,7 @@ from tomoe.files import atomic_write, basename
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
 from tomoe.moe.dial import Dial, Point, use_experts_
-from tomoe.plan import PlanCounts
+from tomoe.plan.head import PlanHead
 from tomoe.progress import ProgressCallback, no_progress
 
 
@@ -135,7 +135,7 @@ def _loaded(
 def _dense_of(folder: str) -> str:
     """The dense model that a converted folder was made from. Raises UserError if it is not known or not found."""
     plan = Path(folder) / "plan.json"
-    name = str(PlanCounts.load(plan.parent).recipe.get("model", "")) if plan.is_file() else ""
+    name = str(PlanHead.read(plan.parent).metadata["recipe"].get("model", "")) if plan.is_file() else ""
     try:
         if name:
             resolve(name)

@@ -1,24 +1,14 @@
 """The plan: everything ToMoE learned, as data. (dense weights, plan) -> MoE is a pure function of these.
 
 A plan is a folder with `plan.json` (sizes, recipe, source, checksum) and `plan.safetensors` (neuron sets, routers, kept
-dims). It holds no dense weight, so it can be shared by itself. Nothing here needs torch unless tensors are asked for.
+dims). It holds no dense weight, so it can be shared by itself.
 """
 
 from __future__ import annotations
 
-from tomoe.plan.counts import Counted, LayerCounts, PlanCounts
 from tomoe.plan.head import FINETUNED, REPAIRED
+from tomoe.plan.layer import LayerCounts, LayerPlan
 from tomoe.plan.layout import ALWAYS, always_used
-from tomoe.plan.plan import LayerPlan, Plan
+from tomoe.plan.plan import Plan
 
-__all__ = [
-    "ALWAYS",
-    "FINETUNED",
-    "REPAIRED",
-    "Counted",
-    "LayerCounts",
-    "LayerPlan",
-    "Plan",
-    "PlanCounts",
-    "always_used",
-]
+__all__ = ["ALWAYS", "FINETUNED", "REPAIRED", "LayerCounts", "LayerPlan", "Plan", "always_used"]

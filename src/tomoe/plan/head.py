@@ -18,9 +18,8 @@ FORMAT = "tomoe-plan-1"
 ROTATED_FORMAT = "tomoe-plan-3"
 """Plans with rotated values: versions that do not rotate them must refuse them."""
 FINE_FORMAT = "tomoe-plan-4"
-"""Plans of fine-grained experts, with or without rotated values. Before it they had format 2 or 3, and a byte for each
-expert and neuron."""
-FORMATS = (FORMAT, "tomoe-plan-2", ROTATED_FORMAT, FINE_FORMAT)
+"""Plans of fine-grained experts, with or without rotated values."""
+FORMATS = (FORMAT, ROTATED_FORMAT, FINE_FORMAT)
 REPAIRED = "repair"
 """The note of a plan whose projections were refitted: how, on what text, with what gain."""
 FINETUNED = "finetuned"

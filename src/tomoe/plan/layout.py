@@ -27,7 +27,7 @@ NEURON_MASKS = ("expert_neurons", "shared_neurons")
 MASKS = (*NEURON_MASKS, "qk_kept", "value_kept")
 ROUTER = "value_router."
 REFIT = "refit."
-FLOATS = ("F32", "BF16", "F16")
+FLOATS: tuple[str, ...] = ("F32", "BF16", "F16")
 
 ALWAYS = 1024.0
 """Router bias of a fine-grained expert that every token uses: so the shared part can be larger in some layers."""
@@ -36,9 +36,6 @@ ALWAYS = 1024.0
 def always_used(router_bias: Any) -> Any:
     """The experts [N] that every token uses, from the biases of a router: those near ALWAYS, which training may have moved."""
     return router_bias >= ALWAYS / 2
-
-
-TOO_MANY_NEURONS = "its experts have more neurons than the model"
 
 
 def packed_shape(mask: Shape) -> Shape:
@@ -72,33 +69,36 @@ def refit_shapes(s: ModelShape, stored: dict[str, Shape]) -> dict[str, Shape]:
     return expected
 
 
-def checked_layers(stored: dict[str, StoredTensor], s: ModelShape) -> Iterator[dict[str, StoredTensor]]:
-    """What each layer holds, by the names within the layer.
+def checked_layers(stored: dict[str, StoredTensor], s: ModelShape) -> Iterator[list[str]]:
+    """The names of each layer's tensors, within the layer.
 
     Raises ValueError or KeyError for a wrong tensor before any is read: it may be of any size.
     """
     unread = dict(stored)
     for i in range(s.num_layers):
-        prefix, parts = f"layers.{i}.", {}
-        for part, expected in _expected_shapes(unread, prefix, s).items():
-            size, dtype = parts[part] = unread.pop(prefix + part)
-            needed = [(expected, "BOOL")] if part in MASKS else [(expected, name) for name in FLOATS]
-            needed += [(packed_shape(expected), "U8")] if part in NEURON_MASKS else []
-            if (size, dtype) not in needed:
-                raise ValueError(f"{part} has shape {size} of {dtype}, the model needs {expected} of {needed[0][1]}")
-        yield parts
+        prefix = f"layers.{i}."
+        expected = _expected(unread, prefix, s)
+        for part, (needed, dtypes) in expected.items():
+            size, dtype = unread.pop(prefix + part)
+            if size != needed or dtype not in dtypes:
+                raise ValueError(f"{part} has shape {size} of {dtype}, the model needs {needed} of {dtypes[0]}")
+        yield list(expected)
     if unread:
         raise ValueError(f"it holds {min(unread)[:40]!r}, which no plan has")
 
 
-def _expected_shapes(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> dict[str, Shape]:
-    """Return the shapes of a layer's tensors, by its number of experts and the embedding size of its value router."""
+def _expected(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> dict[str, tuple[Shape, tuple[str, ...]]]:
+    """Shape and possible dtypes of a layer's tensors, by its number of experts and the embedding size of its value router."""
     (experts, *_), _ = stored[f"{prefix}router_weight"]
-    parts = layer_shapes(s, experts, any(f"{prefix}{name}" in stored for name in FINE.values()))
+    fine = any(f"{prefix}{name}" in stored for name in FINE.values())
+    shapes = layer_shapes(s, experts, fine)
     if any(name.startswith(prefix + ROUTER) for name in stored):
         (embedding, *_), _ = stored[f"{prefix}{ROUTER}norm.bias"]
-        parts |= {ROUTER + name: size for name, size in router_shapes(s, embedding).items()}
-    parts |= {name: s.rotation_shape for name in ROTATION.values() if prefix + name in stored}
+        shapes |= {ROUTER + name: size for name, size in router_shapes(s, embedding).items()}
+    shapes |= {name: s.rotation_shape for name in ROTATION.values() if prefix + name in stored}
     refit = prefix + REFIT
     stored_refit = {name.removeprefix(refit): size for name, (size, _) in stored.items() if name.startswith(refit)}
-    return parts | {REFIT + name: size for name, size in refit_shapes(s, stored_refit).items()}
+    shapes |= {REFIT + name: size for name, size in refit_shapes(s, stored_refit).items()}
+    packed = NEURON_MASKS if fine else ()
+    dtypes = dict.fromkeys(shapes, FLOATS) | dict.fromkeys(MASKS, ("BOOL",)) | dict.fromkeys(packed, ("U8",))
+    return {name: (packed_shape(size) if name in packed else size, dtypes[name]) for name, size in shapes.items()}

@@ -1,4 +1,4 @@
-"""What was converted and how: the sentences that card and page share, read from the plan alone. Needs no torch."""
+"""What was converted and how: the sentences that card and page share, read from the plan alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tomoe.files import basename
-from tomoe.plan import FINETUNED, REPAIRED, Counted
+from tomoe.plan import FINETUNED, REPAIRED, Plan
 from tomoe.recipe.conversion import Recipe
 
 ATTENTION = {
@@ -16,7 +16,7 @@ ATTENTION = {
 }
 
 
-def recipe_of(plan: Counted) -> Recipe | None:
+def recipe_of(plan: Plan) -> Recipe | None:
     """The recipe that a plan carries; None if it was made by hand. Raises UserError if it is damaged."""
     return Recipe(**plan.recipe) if plan.recipe else None
 
@@ -42,7 +42,7 @@ def self_sampled(data: str) -> bool:
     return "self" in re.findall(r"[\w.-]+", data)
 
 
-def conversion_summary(plan: Counted) -> list[tuple[str, str]]:
+def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
     """How the model was made, as (what, how) lines."""
     recipe = recipe_of(plan)
     lines = [
@@ -74,7 +74,7 @@ def conversion_summary(plan: Counted) -> list[tuple[str, str]]:
     ]
 
 
-def layer_table(plan: Counted) -> tuple[list[str], list[list[str]]]:
+def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """Titles and cells, one line for each layer."""
     rows, common = plan.describe(), ["Q/K dims", "V/O dims", "active params"]
     if plan.form == "fine":
@@ -93,14 +93,14 @@ def layer_table(plan: Counted) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def routing(plan: Counted) -> str:
+def routing(plan: Plan) -> str:
     """The experts of a layer and how many of them a token uses, as a phrase."""
     if plan.form == "overlapping":
         return f"{plan.num_experts} experts, one for each token"
     return f"a shared part and {plan.num_experts} experts, {_span([layer.top_k for layer in plan.counts])} of them for each token"
 
 
-def _experts(plan: Counted) -> str:
+def _experts(plan: Plan) -> str:
     widths, size = [layer.width for layer in plan.counts], plan.shape.mlp_size
     if plan.form == "overlapping":
         unions = [layer.union for layer in plan.counts]
@@ -118,7 +118,7 @@ def _experts(plan: Counted) -> str:
     )
 
 
-def _repair(plan: Counted) -> list[tuple[str, str]]:
+def _repair(plan: Plan) -> list[tuple[str, str]]:
     """One line if projections were refitted to the masks: which, on how much text, with what gain."""
     note = plan.notes.get(REPAIRED)
     if not note:
@@ -133,7 +133,7 @@ def _repair(plan: Counted) -> list[tuple[str, str]]:
     return [("Repair", f"{which} refitted in closed form{tokens}{rank}{gain}")]
 
 
-def _finetuning(plan: Counted) -> list[tuple[str, str]]:
+def _finetuning(plan: Plan) -> list[tuple[str, str]]:
     """One line if the weights were fine-tuned after the conversion."""
     note = plan.notes.get(FINETUNED)
     if not note:
@@ -154,7 +154,7 @@ def _span(numbers: list[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _attention(plan: Counted) -> str:
+def _attention(plan: Plan) -> str:
     whole = plan.shape.head_dim
     if all(qk == whole and v == whole for _, qk, v in plan.widths()):
         return ATTENTION["off"]

@@ -1,4 +1,4 @@
-"""Warnings in plain sentences, found in the plan, in the routing and in what was measured. Needs no torch."""
+"""Warnings in plain sentences, found in the plan, in the routing and in what was measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tomoe.evaluation.rows import ExpertUsage, Row
-from tomoe.plan import Counted
+from tomoe.plan import Plan
 from tomoe.report.summary import recipe_of
 
 Kind = Literal[
@@ -44,7 +44,7 @@ class Finding:
     text: str
 
 
-def find_warnings(plan: Counted | None = None, rows: Sequence[Row] = ()) -> list[Finding]:
+def find_warnings(plan: Plan | None = None, rows: Sequence[Row] = ()) -> list[Finding]:
     """Find everything worth a warning in a conversion: in its plan, and in the rows that `compare` measured, if any.
 
     The same plan and rows give the same findings, in the same order, and no model runs. Raises UserError if the recipe of
@@ -56,7 +56,7 @@ def find_warnings(plan: Counted | None = None, rows: Sequence[Row] = ()) -> list
     return list(dict.fromkeys(findings))  # what is wrong with the text is wrong for every row
 
 
-def _budget(plan: Counted) -> list[Finding]:
+def _budget(plan: Plan) -> list[Finding]:
     recipe, active = recipe_of(plan), plan.active_fraction()
     if recipe is None or abs(active - recipe.active) <= BUDGET:
         return []
@@ -64,7 +64,7 @@ def _budget(plan: Counted) -> list[Finding]:
     return [Finding("budget missed", text)]
 
 
-def _attention(plan: Counted) -> list[Finding]:
+def _attention(plan: Plan) -> list[Finding]:
     findings, dims = [], plan.shape.head_dim
     for name, column in (("Q/K", 1), ("V/O", 2)):
         kept = {i: widths[column] for i, widths in enumerate(plan.widths()) if widths[column] <= NARROW * dims}
@@ -78,7 +78,7 @@ def _attention(plan: Counted) -> list[Finding]:
     return findings
 
 
-def _union(plan: Counted) -> list[Finding]:
+def _union(plan: Plan) -> list[Finding]:
     shares = {i: layer.union / plan.shape.mlp_size for i, layer in enumerate(plan.counts)}
     low = {i: share for i, share in shares.items() if share < UNION}
     if not low:
@@ -91,7 +91,7 @@ def _union(plan: Counted) -> list[Finding]:
     return [Finding("unused neurons", text)]
 
 
-def _fitted_context(plan: Counted) -> list[Finding]:
+def _fitted_context(plan: Plan) -> list[Finding]:
     recipe, highest = recipe_of(plan), plan.dense_config.get("max_position_embeddings")
     if recipe is None or not isinstance(highest, int) or recipe.data.seq_len <= highest:
         return []
@@ -99,7 +99,7 @@ def _fitted_context(plan: Counted) -> list[Finding]:
     return [Finding("context", text)]
 
 
-def _routing(usage: ExpertUsage | None, plan: Counted | None) -> list[Finding]:
+def _routing(usage: ExpertUsage | None, plan: Plan | None) -> list[Finding]:
     if usage is None:
         return []
     if usage.per_token:
@@ -119,7 +119,7 @@ def _routing(usage: ExpertUsage | None, plan: Counted | None) -> list[Finding]:
     return findings
 
 
-def _fine_routing(usage: ExpertUsage, plan: Counted | None) -> list[Finding]:
+def _fine_routing(usage: ExpertUsage, plan: Plan | None) -> list[Finding]:
     """Of fine-grained experts: those that no token chooses, and layers whose tokens all choose the same ones."""
     findings: list[Finding] = []
     for layer, (top_k, row) in enumerate(zip(usage.per_token, usage.shares, strict=True)):
