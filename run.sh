@@ -20,7 +20,8 @@ the same:
 TOMOE_PYTHON     Python that creates it, 3.11 or newer (default: python3); vLLM was run on 3.11
 TOMOE_TORCH      requirement for PyTorch (default: torch==2.13.0); "skip" uses the PyTorch installed in that Python
 TOMOE_PIP_ARGS   extra arguments for the pip call that installs PyTorch, for example its index of CPU builds, if the
-                 default index has only CUDA builds (several GB): TOMOE_PIP_ARGS="--index-url ADDRESS"
+                 default index has only CUDA builds (several GB):
+                 TOMOE_PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 
 tomoe itself reads two more:
 
