@@ -108,7 +108,7 @@ def open_vllm(folder: Path, dtype: str, longest: int, prompts: Prompts, clock: C
 def open_llama_cpp(
     file: Path, vocab_size: int, longest: int, rows: int, prompts: Prompts, clock: Callable[[], float]
 ) -> Run:
-    from tomoe.exporting.engines import LlamaCpp
+    from tomoe.exporting.llama_cpp import LlamaCpp
 
     engine = LlamaCpp(file, vocab_size, rows * longest, letter=100, rows=rows)
 

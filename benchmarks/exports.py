@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from tomoe.conversion import convert
-from tomoe.exporting.engines import LlamaCpp
-from tomoe.exporting.gguf import Precision
+from tomoe.exporting.llama_cpp import LlamaCpp
 from tomoe.exporting.run import export
-from tomoe.exporting.targets import TARGETS, Options
+from tomoe.exporting.target import Options, Precision
+from tomoe.exporting.targets import TARGETS
 from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.moe.checkpoint import load_moe
 from tomoe.recipe.conversion import Recipe
@@ -120,7 +120,7 @@ def pico(args: argparse.Namespace) -> None:
         convert(Recipe.load(None, overrides), place / "moe")
         for name, precision in FORMS:
             out = place / f"{name}-{precision}"
-            if TARGETS[name].incompatibility(load_moe(place / "moe", None, "cpu")) is None:
+            if TARGETS[name].supports(load_moe(place / "moe", None, "cpu")) is None:
                 export(place / "moe", name, out, device="cpu", options=Options(precision=precision))
                 measure(args, family, str(dense), out, torch.float32)
 

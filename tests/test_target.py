@@ -13,7 +13,7 @@ from conftest import LLAMA3_ROPE, make_network, make_pico, tokens
 from pico_files import CommandLine, small, write_pico, write_text
 from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params
 from tomoe.errors import UserError
-from tomoe.exporting.stock import dense_incompatibility
+from tomoe.exporting.targets import TARGETS
 from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.carving import carve_
@@ -104,9 +104,9 @@ def test_a_target_and_its_opposite_are_refused() -> None:
     assert Recipe.load(None, ["target=gguf", "experts.width_multiple=256"]).common_multiple == 256
     assert Recipe.load(None).common_multiple == 0
     biases = "its Q, K and V projections have biases"
-    assert dense_incompatibility(make_pico("qwen2"), "mixtral", "overlapping") == biases
-    assert dense_incompatibility(make_pico("phi"), "gguf", "fine") == "its MLP has no gate projection"
-    assert dense_incompatibility(make_pico("llama"), "qwen3_moe", "overlapping") == "it does not normalize Q and K"
+    assert TARGETS["mixtral"].supports_dense(make_pico("qwen2"), "overlapping") == biases
+    assert TARGETS["gguf"].supports_dense(make_pico("phi"), "fine") == "its MLP has no gate projection"
+    assert TARGETS["qwen3_moe"].supports_dense(make_pico("llama"), "overlapping") == "it does not normalize Q and K"
     for family, target, form in (
         ("llama", "mixtral", "overlapping"),
         ("qwen2", "qwen2_moe", "overlapping"),
@@ -116,20 +116,20 @@ def test_a_target_and_its_opposite_are_refused() -> None:
         ("llama3", "gguf", "overlapping"),
         ("llama3", "glm4_moe", "fine"),
     ):
-        assert dense_incompatibility(make_pico(family), target, form) is None
+        assert TARGETS[target].supports_dense(make_pico(family), form) is None
 
 
 def test_what_llama_cpp_does_not_compute_is_known_before_the_conversion() -> None:
     """Scaled frequencies have a place in its `llama`, not in the architectures of fine-grained experts and of Qwen3."""
-    problem = dense_incompatibility(make_pico("llama3"), "gguf", "fine")
+    problem = TARGETS["gguf"].supports_dense(make_pico("llama3"), "fine")
     assert problem is not None
     assert problem.endswith("these are scaled (llama3); experts.form = overlapping has a place for them")
     scaled = make_pico("qwen3", rope_parameters=LLAMA3_ROPE)
     for form in ("fine", "overlapping"):
-        problem = dense_incompatibility(scaled, "gguf", form)
+        problem = TARGETS["gguf"].supports_dense(scaled, form)
         assert problem is not None
         assert problem.endswith("these are scaled (llama3)")
-    assert "is gelu" in str(dense_incompatibility(make_pico("llama", hidden_act="gelu"), "gguf", "overlapping"))
+    assert "is gelu" in str(TARGETS["gguf"].supports_dense(make_pico("llama", hidden_act="gelu"), "overlapping"))
 
 
 def test_convert_makes_a_plan_that_fits_and_exports_it(tomoe: CommandLine, tmp_path: Path) -> None:

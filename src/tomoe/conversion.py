@@ -15,7 +15,7 @@ from tomoe import __version__, distributed
 from tomoe.data.corpus import Corpus, Sequences, prepare
 from tomoe.data.sources import SELF
 from tomoe.errors import UserError
-from tomoe.exporting.stock import dense_incompatibility
+from tomoe.exporting.targets import TARGETS
 from tomoe.files import atomic_folder, basename, refuse_overwriting
 from tomoe.model import catalog
 from tomoe.model.base_weights import BaseWeights
@@ -50,7 +50,7 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreT
     model = base.for_training()
     check_output(model)
     check_budget(shape_of(model), recipe)
-    if recipe.target != "hf" and (reason := dense_incompatibility(model, recipe.target, recipe.experts.form)):
+    if reason := TARGETS[recipe.target].supports_dense(model, recipe.experts.form):
         raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")
     return model, load_tokenizer(recipe.model)
 

@@ -26,7 +26,7 @@ from tomoe.cli import VERBS, evaluate, export
 from tomoe.cli.convert import next_commands
 from tomoe.cli.options import with_fractions
 from tomoe.evaluation.tasks import BATCH
-from tomoe.exporting import gguf, targets
+from tomoe.exporting import target, targets
 from tomoe.exporting.run import PROOF_TOKENS
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import DataSection, Recipe
@@ -59,7 +59,7 @@ def test_defaults_that_the_command_line_repeats() -> None:
         targets.Options.precision,
     )
     exporting = importlib.import_module("tomoe.cli.export")
-    assert get_args(exporting.Precision) == get_args(gguf.Precision)
+    assert get_args(exporting.Precision) == get_args(target.Precision)
     assert set(get_args(exporting.Format)) == {"auto", *targets.TARGETS}
     assert inspect.signature(evaluate).parameters["batch_size"].default == BATCH
 

@@ -17,8 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
 from tomoe.errors import UserError
-from tomoe.exporting.stock import STOCK_ARCHS, common_neurons, make_layout
-from tomoe.exporting.targets import TARGETS, Options, choose, write_export
+from tomoe.exporting.overlapping import common_neurons
+from tomoe.exporting.qwen2_moe import Qwen2Moe
+from tomoe.exporting.stock import Stock
+from tomoe.exporting.target import Options
+from tomoe.exporting.targets import TARGETS, choose, write_export
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
@@ -96,7 +99,7 @@ def test_the_own_form_holds_every_plan(form: str, tmp_path: Path) -> None:
 def test_what_all_experts_have_is_stored_once_where_there_is_a_shared_expert(tmp_path: Path) -> None:
     case = make_case("qwen2", "static", "qwen2_moe", tmp_path / "out")
     mlps = [layer.mlp for layer in case.folded.model.layers]
-    layout = make_layout(case.folded, STOCK_ARCHS["qwen2_moe"], 8)
+    layout = Qwen2Moe().layout(case.folded, 8)
     shared = [min(len(common_neurons(mlp)), layout.shared) for mlp in mlps]
     assert max(shared) > 0
     stored = load_file(case.folder / "model.safetensors")
@@ -166,19 +169,19 @@ def test_sliding_windows_of_some_or_all_layers_are_kept(layers: int, family: str
 def test_a_model_that_does_more_than_its_parts_say_is_refused() -> None:
     """Some families differ in ways that no config key or tensor name tells; a few tokens run through it do."""
     moe = fold(make_pico("llama"), make_plan(make_pico("llama"), "off"))
-    assert TARGETS["mixtral"].incompatibility(moe) is None
+    assert TARGETS["mixtral"].supports(moe) is None
     norm = moe.model.layers[0].input_layernorm
     with torch.no_grad():
         handle = norm.register_forward_hook(lambda module, args, out: out + args[0])
-        assert "RMS norms" in str(TARGETS["mixtral"].incompatibility(moe))
+        assert "RMS norms" in str(TARGETS["mixtral"].supports(moe))
         handle.remove()
         handle = moe.model.layers[0].register_forward_hook(lambda module, args, out: 2 * out)
-        assert "not simply added" in str(TARGETS["mixtral"].incompatibility(moe))
+        assert "not simply added" in str(TARGETS["mixtral"].supports(moe))
         handle.remove()
         handle = moe.model.layers[0].register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:]))
-        assert "embeddings are scaled" in str(TARGETS["mixtral"].incompatibility(moe))
+        assert "embeddings are scaled" in str(TARGETS["mixtral"].supports(moe))
         handle.remove()
-    assert TARGETS["mixtral"].incompatibility(moe) is None
+    assert TARGETS["mixtral"].supports(moe) is None
 
 
 def test_auto_takes_a_stock_architecture_where_one_fits_and_says_why() -> None:
@@ -191,7 +194,7 @@ def test_auto_takes_a_stock_architecture_where_one_fits_and_says_why() -> None:
                 assert "exactly" in choice.reason
             else:
                 assert choice.target.name == "hf"
-                assert all(carrier in choice.reason for carrier in STOCK_ARCHS)
+                assert all(carrier in choice.reason for carrier, target in TARGETS.items() if isinstance(target, Stock))
 
 
 @pytest.mark.parametrize(("family", "target"), [(f, c) for f in HOLDS for c in HOLDS[f]])
@@ -280,7 +283,7 @@ def test_a_process_without_tomoe_loads_generates_and_saves_again(tmp_path: Path)
 
 
 def test_large_exports_come_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tomoe.exporting.targets.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("tomoe.exporting.writing.SHARD_BYTES", 20_000)
     case = make_case("llama", "off", "mixtral", tmp_path / "out")
     shards = sorted(case.folder.glob("*.safetensors"))
     assert len(shards) > 2

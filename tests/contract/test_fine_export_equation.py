@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_pico, make_plan, tokens
 from tomoe.errors import UserError
-from tomoe.exporting.glm4_moe import make_layout
-from tomoe.exporting.targets import TARGETS, Options, choose, padding_notice, write_export
+from tomoe.exporting.fine_grained import fine_layout
+from tomoe.exporting.target import Options
+from tomoe.exporting.targets import TARGETS, choose, padding_notice, write_export
 from tomoe.model.hooks import hooked
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, route
@@ -90,7 +91,7 @@ def compare(case: Case, exported: Any, converted: ToMoEForCausalLM, ids: Tensor)
 
 def all_experts(case: Case) -> tuple[Any, ToMoEForCausalLM]:
     """The export and the converted model, with all experts for each token."""
-    layout = make_layout(case.folded)
+    layout = fine_layout(case.folded)
     exported = AutoModelForCausalLM.from_pretrained(case.folder, num_experts_per_tok=layout.experts)
     everything = tuple(replace(layer, top_k=len(layer.router_weight)) for layer in case.plan.layers)
     return exported, fold(case.dense, replace(case.plan, layers=everything))
@@ -184,7 +185,7 @@ def test_first_layers_that_use_all_experts_are_written_whole(family: str, tmp_pa
     first, *others = plan.layers
     plan = replace(plan, layers=(replace(first, top_k=8), *others))
     moe = fold(dense, plan)
-    layout = make_layout(moe)
+    layout = fine_layout(moe)
     assert (layout.whole, layout.top_k, layout.experts) == (1, 2, 8)
     write_export(choose(moe, "glm4_moe"), moe, None, tmp_path / "out", Options())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -286,7 +287,7 @@ def test_what_it_cannot_hold_is_refused_in_one_sentence() -> None:
     assert "output has a bias" in problem("llama", attention_bias=True)
     moe = fold(make_pico("llama"), fine_plan(make_pico("llama"), "off"))
     for overlapping in ("mixtral", "qwen2_moe", "qwen3_moe"):
-        assert "fine-grained" in str(TARGETS[overlapping].incompatibility(moe))
+        assert "fine-grained" in str(TARGETS[overlapping].supports(moe))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tomoe.moe.fold as fold_module
 from conftest import FAMILIES, FORMS, make_network, make_pico, make_plan, tokens
-from tomoe.exporting.targets import Options, choose, write_export
+from tomoe.exporting.target import Options
+from tomoe.exporting.targets import choose, write_export
 from tomoe.model.heads import rotate_heads, rotate_weights
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold

@@ -21,7 +21,8 @@ from vllm_runs import (
 
 from conftest import make_pico, make_plan, tokens
 from pico_tokenizer import make_tokenizer
-from tomoe.exporting.targets import Options, choose, write_export
+from tomoe.exporting.target import Options
+from tomoe.exporting.targets import choose, write_export
 from tomoe.moe.fold import fold
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_vllm]

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import tomoe.exporting.stock as stock
-import tomoe.exporting.targets as targets
+import tomoe.exporting.overlapping as overlapping
+import tomoe.exporting.writing as writing
 from conftest import make_pico, tokens
 from pico_files import CommandLine, contents, pico_recipe, write_pico, write_text
 from tomoe.conversion import convert
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import measure
-from tomoe.exporting.proof import BOUNDS, judge
-from tomoe.exporting.verify import Agreement, agree, record, summarize
+from tomoe.exporting.verification import BOUNDS, Agreement, agree, judge, record, summarize
 from tomoe.files import format_bytes
 
 pytestmark = pytest.mark.slow
@@ -102,13 +101,13 @@ def test_text_of_ones_own_and_a_coarser_dtype(tomoe: CommandLine, made: Path, tm
 def test_a_failed_proof_says_so_and_deletes_nothing(
     tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = stock.expert_tensors
+    right = overlapping.expert_tensors
 
     def wrong(*args: object) -> dict[str, Tensor]:
         tensors = right(*args)
         return tensors | {"experts.0.w2.weight": 1.05 * tensors["experts.0.w2.weight"]}
 
-    monkeypatch.setattr(stock, "expert_tensors", wrong)
+    monkeypatch.setattr(overlapping, "expert_tensors", wrong)
     done = tomoe("export", made, "-o", tmp_path / "out")
     assert done.code == 2
     assert "is not the same model: its predictions differ by" in done.err
@@ -169,7 +168,7 @@ def test_a_disk_that_fills_up_leaves_what_was_there(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(targets, "save_file", full)
+    monkeypatch.setattr(writing, "save_file", full)
     done = tomoe("export", made, "-o", out, "--force")
     assert done.code == 2
     assert "No space left on device" in done.err

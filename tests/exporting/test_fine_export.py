@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from test_gguf import TOKENIZER
 from torch import Tensor
 
+import tomoe.exporting.fine_grained as fine_grained
 import tomoe.exporting.glm4_moe as glm4_moe
 from pico_files import CommandLine, Outcome, pico_recipe, refused, write_pico, write_text
 from tomoe.conversion import convert
-from tomoe.exporting.glm4_moe import RouterAgreement
-from tomoe.exporting.proof import BOUNDS, FineProof, StoredRun
+from tomoe.exporting.proof_by_parts import PartsAgreement, RouterAgreement
+from tomoe.exporting.verification import BOUNDS, StoredRun
 from tomoe.files import format_bytes
 from tomoe.recipe.conversion import Recipe
 
@@ -166,14 +167,14 @@ def test_a_conversion_takes_fewer_experts_where_that_saves_zeros(tomoe: CommandL
 def test_every_part_of_the_proof_can_fail() -> None:
     good = RouterAgreement(choices=1000, same=0.99, furthest_logits=0.003, furthest=0.5, weight_error=1e-3)
     bounds = BOUNDS["float32"]
-    assert FineProof(None, good).problem(bounds) is None
+    assert PartsAgreement(None, good).problem(bounds) is None
     for changes, words in (
         ({"same": 0.8}, "20.0% of the cases"),
         ({"furthest": 3.0}, "0.003 lower"),
         ({"weight_error": 0.01}, "off 1 by up to 0.01"),
         ({"weight_error": float("nan")}, "off 1"),
     ):
-        assert words in str(FineProof(None, replace(good, **changes)).problem(bounds))
+        assert words in str(PartsAgreement(None, replace(good, **changes)).problem(bounds))
 
 
 def test_targets_and_forms_that_do_not_fit_are_refused_before_anything_is_read(tomoe: CommandLine) -> None:
@@ -203,7 +204,7 @@ def test_a_wrong_gguf_file_is_caught(
     tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed (pip install xllamacpp)")
-    right = glm4_moe.expert_matrices
-    monkeypatch.setattr(glm4_moe, "expert_matrices", lambda *args: tuple(1.3 * t for t in right(*args)))
+    right = fine_grained.expert_matrices
+    monkeypatch.setattr(fine_grained, "expert_matrices", lambda *args: tuple(1.3 * t for t in right(*args)))
     done = tomoe("export", made, "--format", "gguf", "-o", tmp_path / "out", "--weights", "f32", "--tokens", "64")
     caught(done, "with all experts")

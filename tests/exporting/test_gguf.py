@@ -21,12 +21,14 @@ from pico_files import CommandLine, pico_recipe, write_pico, write_text
 from pico_tokenizer import make_tokenizer
 from tomoe.conversion import convert
 from tomoe.errors import UserError
-from tomoe.exporting import engines as llama_cpp
-from tomoe.exporting.engines import LlamaCpp
-from tomoe.exporting.gguf import Precision, entries, gguf_bytes, gguf_incompatibility, larger_rows, write_gguf
+from tomoe.exporting import llama_cpp
+from tomoe.exporting.gguf import Gguf, entries, write_gguf
 from tomoe.exporting.gguf_experts import merge_experts
+from tomoe.exporting.gguf_file import larger_rows
 from tomoe.exporting.gguf_tokenizer import SPLITS, splitting_rule
-from tomoe.exporting.targets import Options, choose, write_export
+from tomoe.exporting.llama_cpp import LlamaCpp
+from tomoe.exporting.target import Options, Precision
+from tomoe.exporting.targets import choose, write_export
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
@@ -127,10 +129,10 @@ def test_more_experts_of_a_token_than_llama_cpp_takes() -> None:
     dense = make_pico("llama", vocab_size=len(TOKENIZER), intermediate_size=192)
     plan = make_plan(dense, "off", form="fine", num_experts=40)
     *others, last = (replace(layer, top_k=31) for layer in plan.layers)
-    problem = gguf_incompatibility(fold(dense, replace(plan, layers=(*others, replace(last, top_k=30)))))
+    problem = Gguf().supports(fold(dense, replace(plan, layers=(*others, replace(last, top_k=30)))))
     assert problem == "a token would use 31 experts of a layer, and llama.cpp takes 30; convert with target = gguf"
     fits = replace(plan, layers=tuple(replace(layer, top_k=30) for layer in plan.layers))
-    assert gguf_incompatibility(fold(dense, fits)) is None
+    assert Gguf().supports(fold(dense, fits)) is None
 
 
 @pytest.mark.usefixtures("needs_llama_cpp")
@@ -163,11 +165,11 @@ def test_rows_that_are_too_short_for_a_type_take_a_larger_one(tmp_path: Path) ->
     assert types["blk.0.ffn_down_exps.weight"] == "F16"
     assert re.fullmatch(
         r" \(\d+% of the numbers q8_0 and \d+% of the numbers f16: rows that are no multiple of 256\)",
-        larger_rows(moe, "q4_k", 1),
+        larger_rows(entries(moe, "q4_k", 1), "q4_k"),
     )
-    assert larger_rows(moe, "f16", 1) == ""
+    assert larger_rows(entries(moe, "f16", 1), "f16") == ""
     wide, _ = make_fine("qwen2", hidden_size=256)
-    assert larger_rows(wide, "q4_k", 256) == ""
+    assert larger_rows(entries(wide, "q4_k", 256), "q4_k") == ""
 
 
 @pytest.mark.usefixtures("needs_llama_cpp")
@@ -214,17 +216,17 @@ def test_sentencepiece_vocabularies_too(tmp_path: Path) -> None:
 
 
 def test_what_llama_cpp_cannot_do_is_refused() -> None:
-    assert gguf_incompatibility(make_moe("llama")) is None
-    assert "V/O dims" in str(gguf_incompatibility(make_moe("llama", "per_token")))
-    assert "no gate" in str(gguf_incompatibility(fold(make_pico("phi"), make_plan(make_pico("phi"), "off"))))
-    assert "silu" in str(gguf_incompatibility(make_moe("llama", hidden_act="gelu")))
+    assert Gguf().supports(make_moe("llama")) is None
+    assert "V/O dims" in str(Gguf().supports(make_moe("llama", "per_token")))
+    assert "no gate" in str(Gguf().supports(fold(make_pico("phi"), make_plan(make_pico("phi"), "off"))))
+    assert "silu" in str(Gguf().supports(make_moe("llama", hidden_act="gelu")))
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
-    assert "(yarn)" in str(gguf_incompatibility(make_moe("llama", rope_parameters=yarn)))
+    assert "(yarn)" in str(Gguf().supports(make_moe("llama", rope_parameters=yarn)))
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    assert gguf_incompatibility(make_moe("llama", rope_parameters=linear)) is None
-    assert "plain rotary" in str(gguf_incompatibility(make_moe("qwen3", rope_parameters=linear)))
-    assert "glm4moe takes plain rotary" in str(gguf_incompatibility(make_fine("llama3")[0]))
-    assert "sliding window" in str(gguf_incompatibility(make_fine("mistral")[0]))
+    assert Gguf().supports(make_moe("llama", rope_parameters=linear)) is None
+    assert "plain rotary" in str(Gguf().supports(make_moe("qwen3", rope_parameters=linear)))
+    assert "glm4moe takes plain rotary" in str(Gguf().supports(make_fine("llama3")[0]))
+    assert "sliding window" in str(Gguf().supports(make_fine("mistral")[0]))
 
 
 @pytest.mark.parametrize("precision", ["f16", "q8_0"])
@@ -238,7 +240,7 @@ def test_tensors_are_made_when_they_are_written_and_counted_before(tmp_path: Pat
     planned = list(entries(moe, precision, 32))
     assert tensors() == before
     size = sum(entry.nbytes for entry in planned)
-    assert size == gguf_bytes(moe, precision, 32)
+    assert size == Gguf().sizes(moe, Options(32, precision)).bytes
     seen: list[tuple[int, int]] = []
     write_gguf(moe, TOKENIZER, tmp_path / "model.gguf", precision, 32, lambda *at: seen.append(at))
     assert len(seen) == len(planned)

@@ -15,7 +15,8 @@ from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from conftest import make_pico, make_plan
-from tomoe.exporting.glm4_moe import FineLayout, make_layout, router_scale, router_scales, router_tensors
+from tomoe.exporting.fine_grained import FineLayout, fine_layout
+from tomoe.exporting.glm4_moe import router_scale, router_scales, router_tensors
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.plan import ALWAYS
@@ -112,7 +113,7 @@ def test_layers_that_choose_fewer_experts_get_experts_of_zeros() -> None:
     moe = pico()
     chosen = [layer.mlp.top_k for layer in moe.model.layers]
     assert chosen == [3, 2]
-    layout = make_layout(moe)
+    layout = fine_layout(moe)
     assert (layout.experts, layout.top_k, layout.zeros) == (9, 3, 1)
     x = inputs(0)
     with torch.no_grad():

@@ -20,7 +20,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
 from pico_tokenizer import make_tokenizer
 from tomoe.errors import UserError
-from tomoe.exporting.targets import Options, choose, write_export
+from tomoe.exporting.target import Options
+from tomoe.exporting.targets import choose, write_export
 from tomoe.model.loading import load_dense
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold

@@ -45,7 +45,7 @@ def export(
     """Write a stock MoE (Mixtral, Qwen, Glm4) or GGUF, and verify it on text."""
     from tomoe.cli.screen import Screen
     from tomoe.exporting.run import export as run_export
-    from tomoe.exporting.targets import Options
+    from tomoe.exporting.target import Options
 
     with Screen() as screen:
         exported = run_export(
@@ -68,14 +68,5 @@ def _show(exported: Exported) -> None:
         console.say(f"The same model: {proof.result}.")
         for name, text in (proof.written or {}).items():
             console.say(f"{name}: {text!r}")
-    console.say(f"{exported.folder} is ready: {how_to_load(exported)}")
-
-
-def how_to_load(exported: Exported) -> str:
-    """One line of code or shell."""
-    from tomoe.exporting.targets import gguf_file
-
-    if exported.choice.target.name == "gguf":
-        return f"llama-cli -m {options.quoted(gguf_file(exported.folder, exported.options))}"
-    flag = ", trust_remote_code=True" if exported.choice.target.name == "hf" else ""
-    return f'AutoModelForCausalLM.from_pretrained("{exported.folder}"{flag})'
+    how_to_load = exported.choice.target.how_to_load(exported.folder, exported.options)
+    console.say(f"{exported.folder} is ready: {how_to_load}")

@@ -14,7 +14,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor, quants
 from jaxtyping import Shaped
 
-from tomoe.exporting.glm4_moe import StockRouter
+from tomoe.exporting.proof_by_parts import StockRouter
 
 _ARCH = "glm4moe"
 _ROUTERS = ("ffn_gate_inp", "exp_probs_b")

@@ -20,8 +20,10 @@ from tomoe.data.evaluation_text import EvaluationText, held_out_text, read_text
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.rows import read_rows
-from tomoe.exporting.proof import Proof, verify, verify_gguf
-from tomoe.exporting.targets import Choice, Options, Sizes, check_place, choose, gguf_file, padding_notice, write_export
+from tomoe.exporting.target import Options, Sizes
+from tomoe.exporting.targets import Choice, choose, padding_notice, write_export
+from tomoe.exporting.verification import Check, Proof
+from tomoe.exporting.writing import check_place
 from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.model.loading import load_tokenizer
 from tomoe.moe.checkpoint import load_moe
@@ -77,13 +79,9 @@ def export(
     if notice := padding_notice(moe, sizes):
         say(notice)
     write_export(choice, moe, tokenizer, out, options, _in_megabytes(on_progress))
-    stored_dtype = moe.dtype
+    check = Check(proof_text, dtype, moe.dtype, device, on_progress)
     del moe
-    if choice.target.name == "gguf":
-        file = gguf_file(out, options)
-        proof = verify_gguf(folder, file, proof_text, options.precision, device, tokenizer, on_progress)
-    else:
-        proof = verify(folder, out, proof_text, dtype, stored_dtype, device, on_progress)
+    proof = choice.target.verify(folder, out, options, check)
     exported = Exported(out, choice, sizes, proof, options)
     _write_metadata(exported, folder, proof_text)
     if proof is not None and proof.problem:

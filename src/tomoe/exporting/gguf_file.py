@@ -1,0 +1,104 @@
+"""A GGUF file: its tensors, which an entry makes when it is written, in types that its rows are long enough for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
+from torch import Tensor
+
+from tomoe.exporting.llama_cpp import quantize
+from tomoe.exporting.target import PRECISIONS, Precision
+from tomoe.progress import StageCallback
+
+TYPES = {name: GGMLQuantizationType[name.upper()] for name in PRECISIONS}
+FILE_TYPES = {
+    "f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "bf16": LlamaFileType.MOSTLY_BF16,
+    "q8_0": LlamaFileType.MOSTLY_Q8_0, "q6_k": LlamaFileType.MOSTLY_Q6_K, "q4_k": LlamaFileType.MOSTLY_Q4_K_S,
+}  # fmt: skip
+# What takes the place of a type if a row is no multiple of the numbers that it quantizes together.
+COARSER_ROWS = {
+    GGMLQuantizationType.Q4_K: GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q6_K: GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q8_0: GGMLQuantizationType.F16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+    make: Callable[[], Tensor]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape with rows counted in bytes."""
+        return tuple(quants.quant_shape_to_byte_shape(self.shape, self.type))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.stored_shape)
+
+
+def wanted_type(name: str, shape: tuple[int, ...], precision: Precision) -> GGMLQuantizationType:
+    """Routers, norms and biases are small and stay float32; embeddings and output matrix are not made coarser than Q6_K."""
+    if len(shape) == 1 or "ffn_gate_inp" in name:
+        return GGMLQuantizationType.F32
+    return TYPES["q6_k" if precision == "q4_k" and name in ("token_embd.weight", "output.weight") else precision]
+
+
+def type_of(name: str, shape: tuple[int, ...], precision: Precision) -> GGMLQuantizationType:
+    """The wanted type, or the next that its rows are long enough for."""
+    kind = wanted_type(name, shape, precision)
+    while shape[-1] % GGML_QUANT_SIZES[kind][0]:
+        kind = COARSER_ROWS[kind]
+    return kind
+
+
+def make_entry(
+    name: str, precision: Precision, make: Callable[[], Tensor], shape: tuple[int, ...] | None = None
+) -> Entry:
+    """A tensor of the file, in the type that suits its name and its rows."""
+    shape = tuple(make().shape) if shape is None else shape
+    return Entry(name, shape, type_of(name, shape, precision), make)
+
+
+def larger_rows(entries: Iterable[Entry], precision: Precision) -> str:
+    """How many of the numbers need a larger type, in words; empty if none do."""
+    numbers: Counter[str] = Counter()
+    total, wanted = 0, TYPES[precision]
+    for entry in entries:
+        total += math.prod(entry.shape)
+        if entry.type != wanted_type(entry.name, entry.shape, precision):
+            numbers[entry.type.name.lower()] += math.prod(entry.shape)
+    if not numbers:
+        return ""
+    shares = " and ".join(f"{count / total:.0%} of the numbers {kind}" for kind, count in numbers.most_common())
+    return f" ({shares}: rows that are no multiple of {GGML_QUANT_SIZES[wanted][0]})"
+
+
+def write_tensors(writer: GGUFWriter, path: Path, entries: Sequence[Entry], on_progress: StageCallback) -> None:
+    """Write the file, tensor by tensor, and close the writer."""
+    for entry in entries:
+        # the writer takes the shape in bytes of types that numpy does not have
+        plain = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}.get(entry.type)
+        kind = np.dtype(plain or "uint8")
+        shape = entry.shape if plain else entry.stored_shape
+        writer.add_tensor_info(entry.name, shape, kind, entry.nbytes, raw_dtype=entry.type)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    total, written = sum(entry.nbytes for entry in entries), 0
+    for entry in entries:
+        data = quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
+        writer.write_tensor_data(data)
+        written += data.nbytes
+        on_progress(written, total)
+    writer.close()

@@ -1,0 +1,109 @@
+"""The proof of a GGUF file: llama.cpp predicts what the converted model predicts in float32, and reads text as its tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tomoe.exporting.gguf_experts import merge_experts, read_routers
+from tomoe.exporting.llama_cpp import LlamaCpp, agree_on_next_tokens, binding
+from tomoe.exporting.proof_by_parts import PartsAgreement, ProofByParts, RouterCheck, use_all_experts_
+from tomoe.exporting.target import Precision
+from tomoe.exporting.verification import BOUNDS, Agreement, Check, Proof, judge, record
+from tomoe.model.generation import PROMPT, generate
+from tomoe.model.hooks import hooked
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.progress import stage_callback
+
+# Positions of a sequence at which llama.cpp predicts the next token.
+NEXT_TOKENS = 8
+# Tokens that both models write from one prompt.
+WRITTEN = 24
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A file beside the converted model, which is in float32; context_length: tokens that llama.cpp may see."""
+
+    file: Path
+    precision: Precision
+    moe: ToMoEForCausalLM
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    check: Check
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        return f"log-probs, {self.precision} in llama.cpp (xllamacpp {binding().__version__})"
+
+    @property
+    def text(self) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
+        """The sequences, as far as a context reaches, and which of their tokens are real."""
+        sequences = self.check.text.sequences
+        context = min(sequences.input_ids.shape[1], self.context_length - 1)
+        return sequences.input_ids[:, :context], sequences.mask[:, :context]
+
+    def open(self, file: Path) -> LlamaCpp:
+        """Load a file into llama.cpp."""
+        letter = self.tokenizer("a", add_special_tokens=False).input_ids[-1]
+        return LlamaCpp(file, self.moe.config.vocab_size, self.text[0].shape[1] + WRITTEN, letter)
+
+    def agree(self, llama: LlamaCpp, routers: RouterCheck | None = None) -> Agreement:
+        """Compare next tokens, and with `routers` the choices of experts."""
+        ids, mask = self.text
+        with nullcontext() if routers is None else hooked(routers.hooks(self.moe)):
+            on_converted = stage_callback(self.check.on_progress, "running the converted")
+            reference = record(self.moe, ids, mask, on_converted)
+        on_sequence = stage_callback(self.check.on_progress, "running llama.cpp")
+        return agree_on_next_tokens(reference, llama.log_probs, ids, mask, NEXT_TOKENS, on_sequence)
+
+    def text_problem(self, llama: LlamaCpp) -> str | None:
+        """A passage must predict the same as text and as tokens, else llama.cpp splits text otherwise than the tokenizer."""
+        ids = self.text[0]
+        passage = str(self.tokenizer.decode(ids[0], skip_special_tokens=True))[: max(1, ids.shape[1] - 2)]
+        prompts = passage, self.tokenizer(passage).input_ids
+        as_text, as_tokens = (llama.log_probs(prompt, fresh=True) for prompt in prompts)
+        if torch.allclose(as_text, as_tokens, atol=1e-4):
+            return None
+        return "llama.cpp reads text as other tokens than the tokenizer does"
+
+    def written(self, llama: LlamaCpp) -> dict[str, str] | None:
+        """What both write after one prompt; None if the context is too short."""
+        if len(self.tokenizer(PROMPT).input_ids) + WRITTEN >= self.context_length:
+            return None
+        converted = generate(self.moe, self.tokenizer, PROMPT, WRITTEN)
+        return {"prompt": PROMPT, "converted": converted, "llama.cpp": llama.write(PROMPT, WRITTEN)}
+
+
+def verify_file_exactly(comparison: Comparison) -> Proof:
+    """The file predicts what the converted model predicts."""
+    llama = comparison.open(comparison.file)
+    agreement = comparison.agree(llama)
+    problem = judge(agreement, BOUNDS[comparison.precision]) or comparison.text_problem(llama)
+    return Proof(agreement, problem, comparison.how, comparison.written(llama))
+
+
+def verify_file_by_parts(comparison: Comparison) -> ProofByParts:
+    """The routers choose as the converted model's, and with all experts both predict the same."""
+    file, routers = comparison.file, RouterCheck(*read_routers(comparison.file))
+    llama = comparison.open(file)
+    agreement = comparison.agree(llama, routers)
+    problem, written = comparison.text_problem(llama), comparison.written(llama)
+    del llama
+    use_all_experts_(comparison.moe)
+    whole = None
+    if shutil.disk_usage(file.parent).free > 1.1 * file.stat().st_size:
+        with TemporaryDirectory(dir=file.parent) as place:
+            whole = comparison.agree(comparison.open(merge_experts(file, Path(place) / file.name)))
+    parts = PartsAgreement(whole, routers.result())
+    problem = problem or parts.problem(BOUNDS[comparison.precision])
+    return ProofByParts(agreement, problem, comparison.how, written, fine=parts)

@@ -1,0 +1,80 @@
+"""What every target of an export has: which models it can hold, what it will take, how it is written and verified."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tomoe.exporting.verification import Check, Proof
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.progress import StageCallback
+
+Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user may choose about the files."""
+
+    # Expert widths are multiples of this; None: what the target finds best.
+    width_multiple: int | None = None
+    # The type of the weights in a GGUF file.
+    precision: Precision = "f16"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an export will be, before it is written.
+
+    bytes: of the weights; words: their layout, "8 experts of 896 neurons in each of 30 layers"; copies: whether neurons that
+    experts share are stored more than once, or experts are padded; zeros: experts of zeros in the layer with most of them.
+    """
+
+    bytes: int
+    words: str
+    copies: bool = False
+    zeros: int = 0
+
+
+class Target(ABC):
+    """One form that a converted model can take; name: as `--format` knows it, about: as a user may know it."""
+
+    name: str
+    about: str
+
+    @abstractmethod
+    def supports(self, moe: ToMoEForCausalLM) -> str | None:
+        """Why this form cannot compute what the MoE computes, as half a sentence; None if it can."""
+
+    @abstractmethod
+    def supports_dense(self, dense: PreTrainedModel, form: str) -> str | None:
+        """Why no MoE with experts of this form (experts.form), made from this dense model, could take this form, judging by
+        the model's parts; None if it might."""
+
+    @abstractmethod
+    def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
+        """What the export of this model will take."""
+
+    @abstractmethod
+    def write(
+        self,
+        moe: ToMoEForCausalLM,
+        tokenizer: PreTrainedTokenizerBase | None,
+        folder: Path,
+        options: Options,
+        on_progress: StageCallback,
+    ) -> None:
+        """Write the files into a folder that exists."""
+
+    @abstractmethod
+    def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof | None:
+        """Compare what was written to `out` with the converted model in `folder`; None if nothing can run it here."""
+
+    def how_to_load(self, folder: Path, options: Options) -> str:
+        """One line of code or shell."""
+        return f'AutoModelForCausalLM.from_pretrained("{folder}")'

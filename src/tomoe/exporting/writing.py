@@ -1,0 +1,86 @@
+"""The files of an export: where they may go, weights in shards, the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tomoe.errors import UserError
+from tomoe.files import format_bytes
+from tomoe.locks import LOCK_FILE
+from tomoe.moe.checkpoint import save_tokenizer
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.progress import StageCallback
+
+# Of which one is in memory beside the model.
+SHARD_BYTES = 10**9
+# Disk space beside the weights: tokenizer, headers, card.
+OVERHEAD = 1.02
+
+
+def check_place(out: Path, source: Path, needed: int, force: bool) -> None:
+    """Raises UserError if `out` is taken, is (or holds) the exported model, or if its disk has less than `needed` bytes."""
+    place = out.resolve()
+    if place == source.resolve() or place in source.resolve().parents:
+        raise UserError(f"{out} holds the converted model itself; choose another folder for the export")
+    if out.exists() and (not out.is_dir() or any(path.name != LOCK_FILE for path in out.iterdir())):
+        if not (out / "export.json").is_file():
+            raise UserError(f"{out} is not empty and holds no export; choose another folder")
+        if not force:
+            raise UserError(f"{out} already holds an export; choose another folder or add --force")
+    existing = next(p for p in (place, *place.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if needed * OVERHEAD > free:
+        raise UserError(
+            f"the export takes {format_bytes(needed)}, but the disk of {out} has only {format_bytes(free)} left; free some, or "
+            "convert with `target` set in the recipe, which makes all layers equally wide"
+        )
+
+
+def write_checkpoint(
+    tensors: Iterator[tuple[str, Tensor]], folder: Path, total: int, on_progress: StageCallback
+) -> None:
+    """Write safetensors files of at most SHARD_BYTES each, with an index if there are several; one is in memory at a time."""
+    shard: dict[str, Tensor] = {}
+    shards: list[list[str]] = []
+    held = written = 0
+
+    def flush() -> None:
+        save_file(shard, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and held + tensor.nbytes > SHARD_BYTES:
+            flush()
+            held = 0
+        shard[name] = tensor.detach().cpu().contiguous()
+        held, written = held + tensor.nbytes, written + tensor.nbytes
+        on_progress(written, max(total, written))
+    flush()
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    else:
+        names = [f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))]
+        places = {name: file for file, held_names in zip(names, shards, strict=True) for name in held_names}
+        index = {"metadata": {"total_size": written}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    mode = (folder / "config.json").stat().st_mode
+    for n, file in enumerate(names):
+        (folder / f"shard-{n}").rename(folder / file)
+        # else only the owner could read it
+        (folder / file).chmod(mode)
+
+
+def write_tokenizer(moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """Write the generation config and the tokenizer, chat template included."""
+    if moe.generation_config is not None:
+        moe.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)
