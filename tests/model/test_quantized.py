@@ -19,8 +19,7 @@ from tomoe import conversion
 from tomoe.data.corpus import Corpus, Sequences
 from tomoe.errors import UserError
 from tomoe.evaluation.run import evaluate
-from tomoe.memory import doctor, estimate
-from tomoe.memory.probe import StageCost, Trial
+from tomoe.memory import estimate
 from tomoe.model import quantized
 from tomoe.model.loading import fingerprint, load_config, load_dense
 from tomoe.model.structure import check_output, layer_parts, shape_of
@@ -217,25 +216,6 @@ def test_what_cannot_be_packed(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r"\.gguf file, which is quantized already"):
         load_dense(str(tmp_path / "model.gguf"), torch.float32, quantization="nf4")
-
-
-def test_the_doctor_knows_packed_bases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As remedies if training does not fit and the library is installed; carving then reads layer by layer."""
-    dense = write_pico(tmp_path / "dense", **SIZES | {"num_hidden_layers": 20})
-    recipe = Recipe.load(None, [f"model={dense}", "train.steps=10"])
-
-    def cost(trial: Trial) -> StageCost:
-        layers = int(Path(trial.folder).name)
-        packed = trial.stage == "train" and trial.recipe["train"]["quantization"] == "nf4"
-        return StageCost((100 + (5 if packed else 30) * layers) * 10**6, 0, 1.0)
-
-    monkeypatch.setattr(doctor, "_try", cost)
-    monkeypatch.setattr(doctor, "available_memory", lambda device: estimate.AvailableMemory(300 * 10**6, 0))
-    for installed, remedies in ((True, ["train.quantization=nf4"]), (False, [])):
-        monkeypatch.setattr(quantized, "available", lambda installed=installed: installed)
-        assert list(doctor.examine(recipe, trials=True).remedies) == remedies
-    packed = doctor.examine(recipe.changed(["train.quantization=nf4"]), trials=True)
-    assert {e.stage: e.memory for e in packed.estimates}["carve"] == 310 * 10**6
 
 
 @needs_library

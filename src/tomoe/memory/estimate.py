@@ -1,7 +1,6 @@
 """Will it fit? Lower bounds of the memory that a conversion needs, by arithmetic on the config, and what is free here.
 
-Nothing that could be freed, paged out or made smaller is counted, so a run is refused only if it cannot work. What it
-really takes, the trials of `doctor.py` find out.
+Nothing that could be freed, paged out or made smaller is counted, so a run is refused only if it cannot work.
 """
 
 from __future__ import annotations
