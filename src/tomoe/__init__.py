@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tomoe.exporting.run import export
     from tomoe.finetuning.run import finetune
     from tomoe.model.generation import generate
-    from tomoe.moe.dial import load
+    from tomoe.moe.active_experts import load
     from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
     from tomoe.plan import Plan
     from tomoe.recipe.conversion import Recipe
@@ -49,7 +49,7 @@ _MODULES = {
     "export": "tomoe.exporting.run",
     "finetune": "tomoe.finetuning.run",
     "generate": "tomoe.model.generation",
-    "load": "tomoe.moe.dial",
+    "load": "tomoe.moe.active_experts",
 }
 
 

@@ -24,10 +24,10 @@ def generate(
     options.check_model(model)
 
     from tomoe.model.generation import generate as continue_prompt
-    from tomoe.moe.dial import Dial, load
+    from tomoe.moe.active_experts import ActiveExperts, load
 
     quiet_libraries()
     if active is not None:
-        typer.echo(Dial.of(model).nearest(active), err=True)
+        typer.echo(ActiveExperts.of(model).nearest(active), err=True)
     loaded, tokenizer = load(model, active=active)
     typer.echo(printable(prompt + continue_prompt(loaded, tokenizer, prompt, max_new_tokens, temperature, seed)))

@@ -43,7 +43,7 @@ def route(
     from tomoe.cli.screen import results
     from tomoe.evaluation.routing_trace import trace_text
     from tomoe.files import basename
-    from tomoe.moe.dial import load
+    from tomoe.moe.active_experts import load
     from tomoe.report.html import write_route_page
 
     quiet_libraries()

@@ -14,7 +14,7 @@ from tomoe.evaluation.perplexity import Predictions, measure, new_tokens
 from tomoe.evaluation.rows import Row, TaskScore
 from tomoe.evaluation.usage import ExpertCounter
 from tomoe.files import basename
-from tomoe.moe.dial import is_fine
+from tomoe.moe.active_experts import is_fine
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tomoe.budget import active_params, decoder_params
 from tomoe.evaluation.rows import ModelFacts
-from tomoe.moe.dial import active_widths, dense_shape
+from tomoe.moe.active_experts import active_widths, dense_shape
 
 _NUMBERED = re.compile(r"\.\d+\.")  # inside one of the repeated layers
 _ROUTERS = re.compile(r"(\.router|\.mlp\.gate)\.")

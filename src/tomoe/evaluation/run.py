@@ -20,7 +20,7 @@ from tomoe.evaluation.tasks import TaskSet
 from tomoe.files import atomic_write, basename
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
-from tomoe.moe.dial import Dial, Point, use_experts_
+from tomoe.moe.active_experts import ActiveExperts, ExpertSetting, use_experts_
 from tomoe.plan.head import PlanHead
 from tomoe.progress import ProgressCallback, no_progress
 
@@ -77,7 +77,7 @@ def evaluate(
     return compare_on(_loaded(settings, dtype, device, offload), evaluation, on_progress, tasks)
 
 
-def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, Point | None]]:
+def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, ExpertSetting | None]]:
     """Return the models to measure, in order, each as often as there are numbers of experts nearest to `active`.
 
     A model without fine-grained experts can only be the first, the reference. If the only model has them, the dense model
@@ -88,16 +88,16 @@ def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[
     first, *others = models
     if not others:
         # refused if it has no such experts
-        Dial.of(first)
+        ActiveExperts.of(first)
         first, others = _dense_of(first), [first]
-    settings: list[tuple[str, Point | None]] = [(first, None)]
+    settings: list[tuple[str, ExpertSetting | None]] = [(first, None)]
     for name in others:
-        dial = Dial.of(name)
+        dial = ActiveExperts.of(name)
         settings += [(name, point) for point in dict.fromkeys(dial.nearest(fraction) for fraction in active)]
     return settings
 
 
-def save_dials(settings: Sequence[tuple[str, Point | None]], rows: Sequence[Row]) -> list[Path]:
+def save_dials(settings: Sequence[tuple[str, ExpertSetting | None]], rows: Sequence[Row]) -> list[Path]:
     """Keep rows of several numbers of experts in the folders that they were measured of (dial.json), for the report.
 
     `settings` are those of `dial_settings`, a row for each. Nothing is kept of a folder with a single point, or if the
@@ -117,7 +117,7 @@ def save_dials(settings: Sequence[tuple[str, Point | None]], rows: Sequence[Row]
 
 
 def _loaded(
-    settings: Sequence[tuple[str, Point | None]], dtype: str, device: str, offload: bool
+    settings: Sequence[tuple[str, ExpertSetting | None]], dtype: str, device: str, offload: bool
 ) -> Iterator[tuple[str, PreTrainedModel]]:
     """Load each model when it is asked for, once for all of its points."""
     before, model = "", None

@@ -1,4 +1,4 @@
-"""The dial: how many fine-grained experts a token uses is chosen when a model runs, as a fraction of active parameters."""
+"""How many fine-grained experts a token uses, chosen when a model runs, as a fraction of active parameters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tomoe.moe.modeling_tomoe import ToMoEConfig
 
 
 @dataclass(frozen=True)
-class Point:
-    """One position of the dial."""
+class ExpertSetting:
+    """So many experts for each token, and what that makes active."""
 
     experts_per_token: int
     """The largest number of experts of a token in any layer, `num_experts_per_tok` of the config."""
@@ -36,15 +36,15 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Dial:
-    """All positions that a model with fine-grained experts can run at."""
+class ActiveExperts:
+    """All settings that a model with fine-grained experts can run at."""
 
     config: ToMoEConfig
     shape: ModelShape
     """Sizes of the dense model."""
 
     @classmethod
-    def of(cls, name: str) -> Dial:
+    def of(cls, name: str) -> ActiveExperts:
         """Read it from a model's config. Raises UserError if the model has no fine-grained experts."""
         config = load_config(name)
         if not is_fine(config):
@@ -52,20 +52,20 @@ class Dial:
         assert isinstance(config, ToMoEConfig)
         return cls(config, dense_shape(config))
 
-    def point(self, experts_per_token: int) -> Point:
+    def setting(self, experts_per_token: int) -> ExpertSetting:
         """Return what so many experts a token (1 to all) make active."""
         config = copy(self.config)
         config.num_experts_per_tok = experts_per_token
         active = active_params(self.shape, active_widths(config)) / decoder_params(self.shape)
         top_ks = {config.layer_top_k(i) for i in range(self.shape.num_layers)}
-        return Point(experts_per_token, config.num_experts, active, len(top_ks) == 1)
+        return ExpertSetting(experts_per_token, config.num_experts, active, len(top_ks) == 1)
 
-    def nearest(self, active: float) -> Point:
-        """Return the position whose active fraction is nearest to `active`. Raises UserError unless that is in (0, 1]."""
+    def nearest(self, active: float) -> ExpertSetting:
+        """Return the setting whose active fraction is nearest to `active`. Raises UserError unless that is in (0, 1]."""
         if not 0 < active <= 1:
             raise UserError(f"active is {active}, but it should be above 0 and at most 1")
-        points = [self.point(k) for k in range(1, self.config.num_experts + 1)]
-        return min(points, key=lambda point: abs(point.active_fraction - active))
+        settings = [self.setting(k) for k in range(1, self.config.num_experts + 1)]
+        return min(settings, key=lambda setting: abs(setting.active_fraction - active))
 
 
 def is_fine(config: Any) -> bool:
@@ -121,8 +121,8 @@ def load(
     `active`: let tokens use as many fine-grained experts as make this fraction of the decoder parameters active, or the
     nearest number of them. Raises UserError if there is no such model, or none whose experts are fine-grained.
     """
-    point = None if active is None else Dial.of(str(name)).nearest(active)
+    setting = None if active is None else ActiveExperts.of(str(name)).nearest(active)
     model = load_model(str(name), dtype, device)
-    if point is not None:
-        use_experts_(model, point.experts_per_token)
+    if setting is not None:
+        use_experts_(model, setting.experts_per_token)
     return model, load_tokenizer(str(name))

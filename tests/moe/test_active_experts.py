@@ -1,4 +1,4 @@
-"""The dial: an active fraction becomes a number of fine-grained experts a token, and every count follows it."""
+"""Active experts: an active fraction becomes a number of fine-grained experts a token, and every count follows it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pico_files import CommandLine, refused
 from tomoe.cli.words import printable
 from tomoe.errors import UserError
 from tomoe.evaluation.param_counts import model_facts
+from tomoe.moe.active_experts import ActiveExperts, use_experts_
 from tomoe.moe.checkpoint import save_moe
-from tomoe.moe.dial import Dial, use_experts_
 from tomoe.moe.fold import fold
 
 
@@ -36,20 +36,20 @@ def share(experts: int) -> float:
     return (2 * (attention + 16 * neuron) + experts * 4 * neuron) / (2 * (attention + 48 * neuron))
 
 
-def test_positions_in_numbers(fine: Path) -> None:
+def test_settings_in_numbers(fine: Path) -> None:
     """With more experts than planned, the layers use more in proportion to what they leave out."""
-    dial = Dial.of(str(fine))
+    settings = ActiveExperts.of(str(fine))
     by_hand = {1: 1 + 1, 2: 2 + 1, 3: 3 + 2, 5: 5 + 4, 8: 8 + 8}
     for k, experts in by_hand.items():
-        assert dial.point(k).active_fraction == pytest.approx(share(experts)), k
-    assert str(dial.point(1)) == f"1 of 8 experts: {share(2):.3f} active"
-    assert str(dial.point(3)) == f"up to 3 of 8 experts: {share(5):.3f} active"
-    assert dial.nearest(1.0) == dial.point(8)
-    assert dial.nearest(1e-9) == dial.point(1)
-    assert dial.nearest(share(5) + 1e-3) == dial.nearest(share(5) - 1e-3) == dial.point(3)
+        assert settings.setting(k).active_fraction == pytest.approx(share(experts)), k
+    assert str(settings.setting(1)) == f"1 of 8 experts: {share(2):.3f} active"
+    assert str(settings.setting(3)) == f"up to 3 of 8 experts: {share(5):.3f} active"
+    assert settings.nearest(1.0) == settings.setting(8)
+    assert settings.nearest(1e-9) == settings.setting(1)
+    assert settings.nearest(share(5) + 1e-3) == settings.nearest(share(5) - 1e-3) == settings.setting(3)
     for wrong in (0.0, -1.0, 1.1, float("nan")):
         with pytest.raises(UserError, match="above 0 and at most 1"):
-            dial.nearest(wrong)
+            settings.nearest(wrong)
 
 
 @pytest.mark.parametrize("k", [1, 3, 4, 8])
@@ -59,7 +59,7 @@ def test_counts_follow_the_dial(fine: Path, k: int) -> None:
     planned = model_facts(moe)
     use_experts_(moe, k)
     facts = model_facts(moe)
-    assert facts["active_share"] == pytest.approx(Dial.of(str(fine)).point(k).active_fraction)
+    assert facts["active_share"] == pytest.approx(ActiveExperts.of(str(fine)).setting(k).active_fraction)
     assert facts["active_params"] - facts["active_block_params"] == (
         planned["active_params"] - planned["active_block_params"]
     )
@@ -95,19 +95,19 @@ def test_what_cannot_be_dialed_says_why(fine: Path, tmp_path: Path) -> None:
         "stock": "a model of the type mixtral; the converted folder that it was exported from",
     }.items():
         with pytest.raises(UserError, match=words):
-            Dial.of(str(tmp_path / name))
+            ActiveExperts.of(str(tmp_path / name))
 
 
 @pytest.mark.slow
 def test_generating_with_another_number_of_experts(tomoe: CommandLine, converted_fine: Path) -> None:
     folder = converted_fine / "moe"
-    point = Dial.of(str(folder)).nearest(0.4)
+    setting = ActiveExperts.of(str(folder)).nearest(0.4)
     done = tomoe("generate", folder, "the sea", "--active", "40%", "--max-new-tokens", "8")
     assert done.code == 0, done.err
-    assert done.err == f"{point}\n"
-    assert abs(point.active_fraction - 0.4) < 0.01
+    assert done.err == f"{setting}\n"
+    assert abs(setting.active_fraction - 0.4) < 0.01
     model, tokenizer = package.load(folder, active=0.4)
-    assert model.config.num_experts_per_tok == point.experts_per_token
+    assert model.config.num_experts_per_tok == setting.experts_per_token
     assert done.out == printable("the sea" + package.generate(model, tokenizer, "the sea", 8)) + "\n"
     refused(tomoe("generate", converted_fine / "dense", "the sea", "--active", "0.4"), "is a dense model")
     refused(tomoe("generate", folder, "the sea", "--active", "1.5"), "at most 1")
