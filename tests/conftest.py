@@ -143,9 +143,6 @@ def partition_(net: MaskNetwork, generator: torch.Generator) -> None:
         net.expert_of_neuron[i], net.experts_per_token[i] = expert, 3 - i % 2
         net.routers[i].bias.data.normal_(0, 0.5, generator=generator)
         net.routers[i].bias.data[i] = ALWAYS
-    if net.experts.learn_partition:
-        for learned in net.assignments:
-            learned.data.normal_(generator=generator)
 
 
 def fine_fraction(net: MaskNetwork) -> float:

@@ -98,24 +98,6 @@ def test_few_and_many_tokens_take_other_ways_through_the_experts(case: Case, mon
 
 
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
-def test_a_learned_partition_is_folded_as_a_carved_one(dense: PreTrainedModel, attention: str, tmp_path: Path) -> None:
-    plan = make_plan(dense, attention, form="fine", learn_partition=True)
-    carved = make_plan(dense, attention, form="fine")
-    for learned, other in zip(plan.layers, carved.layers, strict=True):
-        assert torch.equal(learned.shared_mask, other.shared_mask)
-        assert not torch.equal(learned.expert_masks, other.expert_masks)
-    ids = tokens(2, 24, seed=5)
-    with masked(dense, planned_masks(plan)):
-        meant = dense(ids).logits
-    folded = fold(dense, plan)
-    save_moe(folded, plan, None, tmp_path / "moe")
-    for moe in (folded, AutoModelForCausalLM.from_pretrained(tmp_path / "moe")):
-        for backend in EXPERT_BACKENDS:
-            with running(moe, backend):
-                assert_same(moe(ids).logits, meant)
-
-
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
 def test_full_masks_are_the_dense_model(dense: PreTrainedModel, attention: str) -> None:
     plan = make_plan(dense, attention, active=1.0)
     shape = shape_of(dense)

@@ -53,9 +53,9 @@ def fine_plan(dense: PreTrainedModel, attention: str, **experts: object) -> Plan
     return make_plan(dense, attention, active=0.7, form="fine", **experts)
 
 
-def make_case(family: str, attention: str, folder: Path, learn_partition: bool = False, **changes: object) -> Case:
+def make_case(family: str, attention: str, folder: Path, **changes: object) -> Case:
     dense = make_pico(family, **FAMILIES[family] | changes)
-    plan = fine_plan(dense, attention, learn_partition=learn_partition)
+    plan = fine_plan(dense, attention)
     moe = fold(dense, plan)
     write_export(choose(moe, "glm4_moe"), moe, None, folder, Options())
     return Case(dense, plan, moe, folder)
@@ -115,17 +115,6 @@ def test_the_export_computes_what_the_masks_mean(case: Case, implementation: str
     assert type(exported).__module__.startswith("transformers.models.glm4_moe")
     assert exported.dtype == torch.float32
     assert right(case, exported, case.folded)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_learned_partition_is_exported_as_a_carved_one(family: str, tmp_path: Path) -> None:
-    case = make_case(family, "off", tmp_path / "out", learn_partition=True)
-    carved = fine_plan(case.dense, "off")
-    assert not torch.equal(case.plan.layers[0].expert_masks, carved.layers[0].expert_masks)
-    ids = tokens(4, 16, seed=5)
-    with masked(case.dense, planned_masks(case.plan)):
-        assert_same(case.folded(ids).logits, case.dense(ids).logits)
-    assert right(case, AutoModelForCausalLM.from_pretrained(case.folder), case.folded)
 
 
 def test_with_all_experts_no_router_decides(case: Case) -> None:

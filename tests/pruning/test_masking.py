@@ -63,6 +63,18 @@ def test_outside_the_block_the_dense_model_is_untouched(dense: PreTrainedModel, 
     assert all(torch.equal(value, weights[name]) for name, value in dense.state_dict().items())
 
 
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_fine_grained_masks_of_a_step_are_those_of_the_plan(attention: str) -> None:
+    """There is no noise in the choice of fine-grained experts."""
+    dense = make_pico("llama")
+    net = make_network(dense, attention, form="fine")
+    x = torch.randn(24, net.shape.hidden_size, generator=torch.Generator().manual_seed(0))
+    plan = make_plan(dense, attention, form="fine")
+    for sampled, meant in zip(net(seed=0), planned_masks(plan), strict=True):
+        net.routers[sampled.index].weight.data.copy_(meant.router.weight)
+        assert torch.equal(sampled.neurons(x), meant.neurons(x))
+
+
 def test_hooks_are_gone_where_there_are_too_few_masks() -> None:
     dense = make_pico("llama")
     with pytest.raises(ValueError, match="shorter"), masked(dense, planned_masks(make_plan(dense, "off"))[:1]):

@@ -24,6 +24,8 @@ from tomoe.model.shape import ModelShape
 from tomoe.pruning.routing import bfloat16_values
 from tomoe.recipe.conversion import FINE_MULTIPLE, MOST_USED, ExpertsSection
 
+SHARED = -1
+"""Number of the expert of neurons that every token uses."""
 CLUSTER_STEPS, REASSIGNMENTS = 8, 2
 CLUSTER_TOKENS, ERROR_TOKENS = 4096, 2048
 """Tokens that neurons are compared on, and that the error of a choice is measured on."""
@@ -180,7 +182,7 @@ class FineStart:
     router_weight: Float[Tensor, "N D"]
     router_bias: Float[Tensor, " N"]
     expert_of_neuron: Int[Tensor, " F"]
-    """The expert of each neuron, -1 for shared ones."""
+    """The expert of each neuron, or SHARED."""
     loss: Float[Tensor, " N1"]
     """Relative squared error of the MLP's output, summed over tokens, with 0, 1, .. N experts per token (float64), convex."""
 
@@ -214,7 +216,7 @@ def carve_fine(
         if step < REASSIGNMENTS:
             chosen = torch.zeros_like(logits).scatter_(1, logits.topk(layout.top_k, dim=1).indices, 1.0)
             assigned = balanced_assignment(routed_energy.T @ chosen, layout.expert_size)
-    expert = torch.full((h.shape[1],), -1, device=x.device)
+    expert = torch.full((h.shape[1],), SHARED, device=x.device)
     expert[routed] = assigned
     tokens = some[:ERROR_TOKENS]
     loss = error_curve(logits[tokens], h[tokens].float() * weight[tokens, None].sqrt(), down, expert, layout)

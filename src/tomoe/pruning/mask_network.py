@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from tomoe.model.shape import ModelShape
+from tomoe.pruning.fine_carving import SHARED
 from tomoe.pruning.gumbel import gumbel_sigmoid
 from tomoe.pruning.hypernetwork import HyperNetwork
-from tomoe.pruning.partition import SHARED, partition
 from tomoe.pruning.routing import ExpertRouter, Routing, ValueRouter
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, SamplingSection
 from tomoe.seeds import derive_seed
@@ -42,10 +42,6 @@ def _per_layer(num_layers: int, make: Callable[[], nn.Module]) -> Any:
     return nn.ModuleList(make() for _ in range(num_layers))
 
 
-def _parameters(values: Iterable[Tensor]) -> Any:
-    return nn.ParameterList(values)
-
-
 class MaskNetwork(nn.Module):
     """Routers, projections and hypernetwork of all layers, in float32."""
 
@@ -58,8 +54,6 @@ class MaskNetwork(nn.Module):
     # of fine-grained experts: [L, F], the expert that each neuron is in, or SHARED; and k of each layer [L]
     expert_of_neuron: Tensor
     experts_per_token: Tensor
-    # if the recipe learns the partition too: [F, N] of each layer, added to the logits of the carve's partition
-    assignments: Sequence[Tensor]
     # [L, G, C, C], if the recipe rotates values; the model's own basis until the start sets another
     value_rotations: Tensor
 
@@ -79,7 +73,7 @@ class MaskNetwork(nn.Module):
             torch.manual_seed(derive_seed(seed, "mask network"))
             self.hypernetwork = HyperNetwork(2 * num_layers, n, size, seed)
             self.routers = _per_layer(num_layers, lambda: ExpertRouter(shape.hidden_size, n, bias=self.fine))
-            # of fine-grained experts only the routers are learned, and perhaps the partition
+            # of fine-grained experts only the routers are learned
             learned = 0 if self.fine else num_layers
             self.neurons = _per_layer(learned, lambda: Projection(size, torch.zeros(n, shape.mlp_size)))
             self.token_embeddings = _per_layer(num_layers, lambda: nn.Linear(shape.hidden_size, size, bias=False))
@@ -89,8 +83,6 @@ class MaskNetwork(nn.Module):
         if self.fine:
             self.register_buffer("expert_of_neuron", torch.full((num_layers, shape.mlp_size), SHARED))
             self.register_buffer("experts_per_token", torch.ones(num_layers, dtype=torch.long))
-        if experts.learn_partition:
-            self.assignments = _parameters(torch.zeros(shape.mlp_size, n) for _ in range(num_layers))
         self.rotates_values = attention.rotate_values and attention.pruning != "off"
         if self.rotates_values:
             identity = torch.eye(shape.head_dim).repeat(num_layers, shape.num_kv_heads, 1, 1)
@@ -143,20 +135,9 @@ class MaskNetwork(nn.Module):
 
     def expert_masks(self, i: int) -> tuple[Bool[Tensor, "N F"], Bool[Tensor, " F"]]:
         """Return the neurons of the fine-grained experts of layer i, and those that every token uses."""
-        return self._assignment(i)[:2]
-
-    def soft_expert_masks(self, i: int) -> tuple[Float[Tensor, "N F"], Float[Tensor, " F"]]:
-        """Return `expert_masks` as numbers, with a straight-through gradient to the partition if the recipe learns it."""
-        masks, shared, soft = self._assignment(i)
-        hard = masks.float()
-        return hard if soft is None else hard + (soft - soft.detach()), shared.float()
-
-    def _assignment(self, i: int) -> tuple[Bool[Tensor, "N F"], Bool[Tensor, " F"], Float[Tensor, "N F"] | None]:
-        expert, soft = self.expert_of_neuron[i], None
-        if self.experts.learn_partition:
-            expert, soft = partition(expert, self.assignments[i])
+        expert = self.expert_of_neuron[i]
         numbers = torch.arange(self.experts.num_experts, device=expert.device)
-        return numbers[:, None] == expert, expert == SHARED, soft
+        return numbers[:, None] == expert, expert == SHARED
 
     def fine_width(self, i: int) -> int:
         """Return how many neurons of layer i a token uses, if its experts are fine-grained."""
@@ -202,7 +183,7 @@ class SampledLayerMasks:
         self.shared_mask: Float[Tensor, " F"] | None = None
         if net.fine:
             self.neuron_masks: Float[Tensor, "N F"]
-            self.neuron_masks, self.shared_mask = net.soft_expert_masks(index)
+            self.neuron_masks, self.shared_mask = (mask.float() for mask in net.expert_masks(index))
             # of this step; the budget counts the layer's own
             self.top_k = int(net.experts_per_token[index])
         else:

@@ -67,9 +67,6 @@ class ExpertsSection(Section):
     dense_layers: int = Field(default=1, ge=0)
     """For fine-grained experts of a stock target, where all other layers use equally many: so many of the first layers, which
     suffer most, stay whole."""
-    learn_partition: bool = False
-    """For fine-grained experts: learn which neurons form an expert, too, from the carve's answer on, and not the routers
-    alone: better without repair, worse with it where both were measured (docs/lab/log.md)."""
     random_top_k: bool = False
     """For fine-grained experts: let each step of learning use a number of experts drawn between half and twice the planned
     one, for models that run with other numbers than the plan's."""
@@ -273,12 +270,11 @@ class Recipe(RunRecipe):
                 "experts.num_experts is 0, which chooses a number for fine-grained experts, but experts.form is "
                 f"{self.experts.form}; set experts.num_experts to 1 or more, or experts.form to fine"
             )
-        for key in ("learn_partition", "random_top_k"):
-            if getattr(self.experts, key) and self.experts.form != "fine":
-                raise UserError(
-                    f"experts.{key} is for fine-grained experts, but experts.form is {self.experts.form}; set experts.form "
-                    f"to fine, or experts.{key} to false"
-                )
+        if self.experts.random_top_k and self.experts.form != "fine":
+            raise UserError(
+                f"experts.random_top_k is for fine-grained experts, but experts.form is {self.experts.form}; set "
+                "experts.form to fine, or experts.random_top_k to false"
+            )
         return self
 
     @model_validator(mode="after")
