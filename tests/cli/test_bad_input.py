@@ -76,13 +76,6 @@ def test_fine_grained_experts_from_a_random_start(tomoe: CommandLine, tmp_path: 
     refused(tomoe("convert", "pico", "--recipe", "paper", *options), "experts.form = fine needs start = carved")
 
 
-def test_what_only_fine_grained_experts_can_learn(tomoe: CommandLine, tmp_path: Path) -> None:
-    """Neither model nor text is looked at."""
-    options = ["--set", "experts.form=overlapping", "--set", "experts.random_top_k=true"]
-    outcome = tomoe("convert", "pico", "-o", tmp_path / "out", *options)
-    refused(outcome, "experts.random_top_k", "experts.form is overlapping", "to fine")
-
-
 @pytest.mark.slow
 def test_fine_grained_experts_are_divided_for_one_budget(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path

@@ -194,7 +194,7 @@ def test_a_resumed_run_keeps_the_basis_of_its_values(
 
 @pytest.mark.usefixtures("model", "text")
 def test_a_resumed_run_of_fine_grained_experts_keeps_its_partition(tmp_path: Path) -> None:
-    keys = ("experts.form=fine", "experts.num_experts=64", "experts.random_top_k=true")
+    keys = ("experts.form=fine", "experts.num_experts=64")
     recipe = pico_recipe(tmp_path, "active=0.6", *keys)
     whole, run = tmp_path / "whole", tmp_path / "run"
     train(recipe, whole)

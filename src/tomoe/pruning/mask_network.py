@@ -152,25 +152,12 @@ class MaskNetwork(nn.Module):
         embeddings = self.hypernetwork()
         attention = self.attention_embeddings(embeddings)
         token_seed = seed if token_seed is None else token_seed
-        masks = [
+        return [
             SampledLayerMasks(
                 self, i, attention[i], embeddings[2 * i + 1], derive_seed(seed, i), derive_seed(token_seed, i)
             )
             for i in range(self.shape.num_layers)
         ]
-        if self.experts.random_top_k:
-            for layer, top_k in zip(masks, self._draw_top_ks(derive_seed(seed, "top k")), strict=True):
-                layer.top_k = top_k
-        return masks
-
-    def _draw_top_ks(self, seed: int) -> list[int]:
-        """Draw how many experts a token uses: between half and twice its own number, the same ratio in all layers.
-
-        Layers that leave no expert out stay whole.
-        """
-        n, own = self.experts.num_experts, self.experts_per_token.tolist()
-        ratio = 2 ** (2 * float(torch.rand((), generator=torch.Generator().manual_seed(seed))) - 1)
-        return [k if k == n else min(max(1, round(k * ratio)), n) for k in own]
 
 
 class SampledLayerMasks:
@@ -184,7 +171,6 @@ class SampledLayerMasks:
         if net.fine:
             self.neuron_masks: Float[Tensor, "N F"]
             self.neuron_masks, self.shared_mask = (mask.float() for mask in net.expert_masks(index))
-            # of this step; the budget counts the layer's own
             self.top_k = int(net.experts_per_token[index])
         else:
             self.neuron_masks = self._sample(net.neurons[index](expert_embeddings), "neurons")

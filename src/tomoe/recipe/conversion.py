@@ -67,9 +67,6 @@ class ExpertsSection(Section):
     dense_layers: int = Field(default=1, ge=0)
     """For fine-grained experts of a stock target, where all other layers use equally many: so many of the first layers, which
     suffer most, stay whole."""
-    random_top_k: bool = False
-    """For fine-grained experts: let each step of learning use a number of experts drawn between half and twice the planned
-    one, for models that run with other numbers than the plan's."""
     embedding_size: int = Field(default=128, ge=2, multiple_of=2)
     """Size of an expert embedding (E); even, because both directions of the hypernetwork share it."""
     width_multiple: int = Field(default=32, ge=1)
@@ -264,16 +261,11 @@ class Recipe(RunRecipe):
         return self
 
     @model_validator(mode="after")
-    def _check_fine_keys(self) -> Self:
+    def _check_number(self) -> Self:
         if self.experts.form != "fine" and not self.experts.num_experts:
             raise UserError(
                 "experts.num_experts is 0, which chooses a number for fine-grained experts, but experts.form is "
                 f"{self.experts.form}; set experts.num_experts to 1 or more, or experts.form to fine"
-            )
-        if self.experts.random_top_k and self.experts.form != "fine":
-            raise UserError(
-                f"experts.random_top_k is for fine-grained experts, but experts.form is {self.experts.form}; set "
-                "experts.form to fine, or experts.random_top_k to false"
             )
         return self
 
