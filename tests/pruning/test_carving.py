@@ -120,12 +120,11 @@ def test_the_router_is_as_sure_as_asked() -> None:
     assert torch.equal(scaled.argmax(-1), logits.argmax(-1))
 
 
-@pytest.mark.parametrize("noise", ["gumbel", "logistic"])
 @pytest.mark.parametrize("width", [1, 20, 63, 64])
-def test_start_logits_keep_the_width_on_average_and_the_order(width: int, noise: str) -> None:
+def test_start_logits_keep_the_width_on_average_and_the_order(width: int) -> None:
     ranks = torch.stack([torch.randperm(64), torch.randperm(64)])
-    logits = start_logits(ranks, width, 3.0, noise)
-    kept = keep_probability(logits, 3.0, noise).sum(-1)
+    logits = start_logits(ranks, width, 3.0)
+    kept = keep_probability(logits, 3.0).sum(-1)
     torch.testing.assert_close(kept, torch.full((2,), float(width)), rtol=2e-3, atol=2e-3)
     if width < 64:
         assert torch.equal(logits.argsort(-1, descending=True), ranks.argsort(-1))
@@ -176,15 +175,11 @@ def test_sampling_keeps_the_widths_of_the_plan_on_average(dense: PreTrainedModel
     s, c = net.shape, net.shape.head_dim
     chosen, excess = [], 0.0
     for i, (width, qk, values) in enumerate(extract_plan(net, dense, 0.7, (ids, mask), tolerance=0.02).widths()):
-        kept = keep_probability(net.neurons[i].start, 3.0, "gumbel")
+        kept = keep_probability(net.neurons[i].start, 3.0)
         means, variance = kept.sum(-1), float((kept * (1 - kept)).sum(-1).max())
         torch.testing.assert_close(means, means[0].round().expand_as(means), rtol=2e-3, atol=0)
         assert abs(width - float(means[0])) < 1.01
-        dims = (
-            keep_probability(net.dims[i].start, 3.0, "gumbel")
-            if attention != "off"
-            else torch.ones(c + s.num_qk_choices)
-        )
+        dims = keep_probability(net.dims[i].start, 3.0) if attention != "off" else torch.ones(c + s.num_qk_choices)
         chosen.append((means[0], s.expand_qk(dims[c:]).sum(), dims[:c].sum()))
         assert abs(qk - float(chosen[i][1])) < 2.01  # a rotary pair
         assert abs(values - float(chosen[i][2])) < 1.01

@@ -7,57 +7,51 @@ import itertools
 import pytest
 import torch
 
-from tomoe.pruning.gumbel import gumbel_noise, gumbel_sigmoid, gumbel_softmax, keep_logit, keep_probability, mask_noise
+from tomoe.pruning.gumbel import gumbel_noise, gumbel_sigmoid, gumbel_softmax, keep_logit, keep_probability
 from tomoe.seeds import derive_seed
 
-NOISES = ("gumbel", "logistic")
 DRAWS = 200_000
 
 
-@pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("keep_bias", [0.0, 3.0])
-def test_keep_probability_is_how_often_a_dim_is_kept(noise: str, keep_bias: float) -> None:
+def test_keep_probability_is_how_often_a_dim_is_kept(keep_bias: float) -> None:
     logits = torch.tensor([-6.0, -3.0, -1.0, 0.0, 0.5])
-    kept = gumbel_sigmoid(logits.expand(DRAWS, -1), 0.4, keep_bias, seed=0, noise=noise).mean(0)
-    expected = keep_probability(logits, keep_bias, noise)
+    kept = gumbel_sigmoid(logits.expand(DRAWS, -1), 0.4, keep_bias, seed=0).mean(0)
+    expected = keep_probability(logits, keep_bias)
     deviation = (expected * (1 - expected) / DRAWS).sqrt()
     assert ((kept - expected).abs() <= 5 * deviation + 1e-6).all()
 
 
-@pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("keep_bias", [0.0, 3.0])
-def test_keep_logit_is_the_inverse(noise: str, keep_bias: float) -> None:
+def test_keep_logit_is_the_inverse(keep_bias: float) -> None:
     probability = torch.tensor([1e-6, 0.01, 0.3, 0.5, 0.9, 1 - 1e-6], dtype=torch.float64)
-    logits = keep_logit(probability, keep_bias, noise)
-    torch.testing.assert_close(keep_probability(logits, keep_bias, noise), probability, rtol=1e-9, atol=0)
+    logits = keep_logit(probability, keep_bias)
+    torch.testing.assert_close(keep_probability(logits, keep_bias), probability, rtol=1e-9, atol=0)
     assert (logits.diff() > 0).all()
 
 
-def test_noises_have_their_own_means() -> None:
-    draw = {noise: mask_noise((DRAWS,), 0, torch.device("cpu"), noise) for noise in NOISES}
-    assert draw["gumbel"].mean() == pytest.approx(0.5772, abs=0.02)  # Euler's constant
-    assert draw["gumbel"].var() == pytest.approx(torch.pi**2 / 6, rel=0.02)
-    assert draw["logistic"].mean() == pytest.approx(0.0, abs=0.02)
-    assert draw["logistic"].var() == pytest.approx(torch.pi**2 / 3, rel=0.02)
+def test_the_noise_is_gumbels() -> None:
+    draw = gumbel_noise((DRAWS,), 0, torch.device("cpu"))
+    # Euler's constant
+    assert draw.mean() == pytest.approx(0.5772, abs=0.02)
+    assert draw.var() == pytest.approx(torch.pi**2 / 6, rel=0.02)
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_noise_is_finite(noise: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """At both ends of what `rand` may return as well."""
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([0.0, 1e-30, 0.5, 1 - 2**-24]))
-    assert mask_noise((4,), 0, torch.device("cpu"), noise).isfinite().all()
+    assert gumbel_noise((4,), 0, torch.device("cpu")).isfinite().all()
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_mask_is_hard_and_its_gradient_soft(noise: str) -> None:
+def test_mask_is_hard_and_its_gradient_soft() -> None:
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)).requires_grad_()
     weight = torch.randn(5, 7, generator=torch.Generator().manual_seed(2))
-    mask = gumbel_sigmoid(logits, 0.4, 1.0, seed=3, noise=noise)
+    mask = gumbel_sigmoid(logits, 0.4, 1.0, seed=3)
     assert set(mask.unique().tolist()) == {0.0, 1.0}
     (actual,) = torch.autograd.grad((mask * weight).sum(), logits)
 
     x = logits.detach().clone().requires_grad_()
-    drawn = mask_noise((5, 7), 3, torch.device("cpu"), noise)
+    drawn = gumbel_noise((5, 7), 3, torch.device("cpu"))
     soft = torch.sigmoid((x + drawn + 1.0) / 0.4)
     assert torch.equal(mask, (x + drawn + 1.0 > 0).float())
     (expected,) = torch.autograd.grad((soft * weight).sum(), x)
@@ -93,7 +87,6 @@ def test_a_seed_is_a_draw() -> None:
     logits = torch.zeros(50, 8)
     draws = {
         "sigmoid": lambda seed: gumbel_sigmoid(logits, 0.4, 0.0, seed),
-        "logistic": lambda seed: gumbel_sigmoid(logits, 0.4, 0.0, seed, "logistic"),
         "softmax": lambda seed: gumbel_softmax(logits, 0.4, seed)[0],
     }
     for name, draw in draws.items():

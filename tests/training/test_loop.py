@@ -138,7 +138,7 @@ def test_accumulation_that_does_not_divide_is_refused_before_the_model_is_opened
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["loss.objective=lm", "sampling.noise=logistic", "attention.embedding=local",
+@pytest.mark.parametrize("change", ["loss.objective=lm", "attention.embedding=local",
                                     "experts.num_experts=1", "train.gradient_checkpointing=true", "loss.coverage_weight=0.0",
                                     "train.dtype=bfloat16"])  # fmt: skip
 def test_every_ablation_trains(change: str, tmp_path: Path) -> None:

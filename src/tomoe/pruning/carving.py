@@ -164,16 +164,16 @@ def evened(units: Sequence[int], most: int) -> list[int]:
     return [even.get(i, n) for i, n in enumerate(units)]
 
 
-def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float, noise: Any) -> Float[Tensor, "*n size"]:
+def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float) -> Float[Tensor, "*n size"]:
     """Return mask logits: LOGIT_SCALE x normal score of the rank, shifted so that sampling keeps `width` dims on average."""
     size = ranks.shape[-1]
     quantile = 1 - (torch.arange(size, dtype=torch.float64) + 0.5) / size
     scores = LOGIT_SCALE * torch.special.ndtri(quantile)
-    whole = keep_logit(torch.tensor(1 - 1e-6, dtype=torch.float64), keep_bias, noise)
+    whole = keep_logit(torch.tensor(1 - 1e-6, dtype=torch.float64), keep_bias)
     low, high = -200.0, 200.0
     for _ in range(80):
         middle = (low + high) / 2
-        kept = float(keep_probability(scores + middle, keep_bias, noise).sum())
+        kept = float(keep_probability(scores + middle, keep_bias).sum())
         low, high = (middle, high) if kept < width else (low, middle)
     if width >= size:
         return torch.full(ranks.shape, float(whole))
@@ -325,7 +325,7 @@ def carve_(
         chosen = torch.zeros(len(qk), dtype=torch.bool).scatter_(0, order[:choices].cpu(), True)
         spent += int(attention_params(s, len(s.qk_dims(chosen)), dims))
         if pruned:
-            starts = [start_logits(_ranks(t), n, *_noise(net)) for t, n in ((values, dims), (qk, choices))]
+            starts = [start_logits(_ranks(t), n, net.sampling.keep_bias) for t, n in ((values, dims), (qk, choices))]
             _set_start_(net.dims[i], torch.cat(starts))
     left = active * decoder_params(s) - spent
     units = [] if uniform_width else allocate(carving.mlps, left)
@@ -341,7 +341,7 @@ def carve_(
     for i, (router, mlp) in enumerate(zip(carving.routers, carving.mlps, strict=True)):
         width = min(widths[i], s.mlp_size)
         net.routers[i].weight.copy_(router)
-        _set_start_(net.neurons[i], start_logits(mlp.ranks, width, *_noise(net)))
+        _set_start_(net.neurons[i], start_logits(mlp.ranks, width, net.sampling.keep_bias))
 
 
 def attention_units(s: ModelShape, attention: AttentionSection, active: float) -> tuple[int, int]:
@@ -425,10 +425,6 @@ def _set_fine_start_(net: MaskNetwork, carving: _Carving, top_ks: Sequence[int])
 
 def _ranks(importance: Float[Tensor, " size"]) -> Int[Tensor, " size"]:
     return importance.argsort(descending=True, stable=True).argsort()
-
-
-def _noise(net: MaskNetwork) -> tuple[float, Any]:
-    return net.sampling.keep_bias, net.sampling.noise
 
 
 def _set_start_(projection: Projection, start: Float[Tensor, "*n size"]) -> None:

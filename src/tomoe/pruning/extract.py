@@ -101,8 +101,7 @@ class Extraction:
 
     def _expected_dims(self, logits: Float[Tensor, "*n size"], offset: float) -> float:
         """Return how many dims sampling keeps with `offset` added to every logit, the mean over experts or tokens."""
-        s = self.net.sampling
-        return float(keep_probability(logits + offset, s.keep_bias, s.noise).sum(-1).mean())
+        return float(keep_probability(logits + offset, self.net.sampling.keep_bias).sum(-1).mean())
 
     def _mlp_params(self, units: int) -> int:
         width = min(units * self.net.experts.width_multiple, self.shape.mlp_size)
@@ -180,8 +179,7 @@ class Extraction:
 
     def _expert_widths(self, i: int, offset: float) -> list[int]:
         """Return how many neurons sampling keeps in each expert of a layer; extraction gives them all one width."""
-        s = self.net.sampling
-        kept = keep_probability(self.neuron_logits[i] + offset, s.keep_bias, s.noise).sum(-1)
+        kept = keep_probability(self.neuron_logits[i] + offset, self.net.sampling.keep_bias).sum(-1)
         return [int(n) for n in kept.round().tolist()]
 
     def _common_width(

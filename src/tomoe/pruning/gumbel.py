@@ -6,14 +6,10 @@ checkpointing) or made elsewhere (another rank) is the same.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
-
-Noise = Literal["gumbel", "logistic"]
 
 
 def gumbel_noise(shape: tuple[int, ...], seed: int, device: torch.device) -> Float[Tensor, ...]:
@@ -23,25 +19,16 @@ def gumbel_noise(shape: tuple[int, ...], seed: int, device: torch.device) -> Flo
     return -torch.log(-torch.log(uniform.clamp_(1e-20, 1 - 6e-8)))
 
 
-def mask_noise(shape: tuple[int, ...], seed: int, device: torch.device, noise: Noise) -> Float[Tensor, ...]:
-    """Draw the noise of a mask: `gumbel` is the paper's; `logistic`, the difference of two Gumbels, has zero mean."""
-    if noise == "gumbel":
-        return gumbel_noise(shape, seed, device)
-    generator = torch.Generator(device).manual_seed(seed)
-    uniform = torch.rand(shape, generator=generator, device=device).clamp_(1e-20, 1 - 6e-8)
-    return uniform.log() - torch.log1p(-uniform)
-
-
 def _straight_through(hard: Tensor, soft: Tensor) -> Tensor:
     # in this order the values are exactly 0 and 1
     return hard + (soft - soft.detach())
 
 
 def gumbel_sigmoid(
-    logits: Float[Tensor, "*shape"], temperature: float, keep_bias: float, seed: int, noise: Noise = "gumbel"
+    logits: Float[Tensor, "*shape"], temperature: float, keep_bias: float, seed: int
 ) -> Float[Tensor, "*shape"]:
     """Sample 0/1 masks, [x + g + b > 0] (Eq. 15). `keep_bias` is b: above 0, a random start is nearly the whole model."""
-    x = logits + mask_noise(tuple(logits.shape), seed, logits.device, noise) + keep_bias
+    x = logits + gumbel_noise(tuple(logits.shape), seed, logits.device) + keep_bias
     soft = torch.sigmoid(x / temperature)
     return _straight_through((x > 0).to(soft.dtype), soft)
 
@@ -54,15 +41,11 @@ def gumbel_softmax(
     return _straight_through(F.one_hot(soft.argmax(-1), soft.shape[-1]).to(soft.dtype), soft), soft
 
 
-def keep_probability(logits: Float[Tensor, "*shape"], keep_bias: float, noise: Noise) -> Float[Tensor, "*shape"]:
+def keep_probability(logits: Float[Tensor, "*shape"], keep_bias: float) -> Float[Tensor, "*shape"]:
     """Return P[x + g + b > 0]: how often `gumbel_sigmoid` keeps a dim."""
-    if noise == "gumbel":
-        return -torch.expm1(-torch.exp(logits + keep_bias))
-    return torch.sigmoid(logits + keep_bias)
+    return -torch.expm1(-torch.exp(logits + keep_bias))
 
 
-def keep_logit(probability: Float[Tensor, "*shape"], keep_bias: float, noise: Noise) -> Float[Tensor, "*shape"]:
+def keep_logit(probability: Float[Tensor, "*shape"], keep_bias: float) -> Float[Tensor, "*shape"]:
     """Invert `keep_probability`."""
-    if noise == "gumbel":
-        return torch.log(-torch.log1p(-probability)) - keep_bias
-    return torch.logit(probability) - keep_bias
+    return torch.log(-torch.log1p(-probability)) - keep_bias

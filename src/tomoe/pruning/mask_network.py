@@ -190,7 +190,7 @@ class SampledLayerMasks:
 
     def _sample(self, logits: Float[Tensor, "*n"], name: str) -> Float[Tensor, "*n"]:
         s = self.net.sampling
-        return gumbel_sigmoid(logits, s.temperature, s.keep_bias, derive_seed(self.seed, name), s.noise)
+        return gumbel_sigmoid(logits, s.temperature, s.keep_bias, derive_seed(self.seed, name))
 
     @property
     def width(self) -> Float[Tensor, ""]:
@@ -217,6 +217,6 @@ class SampledLayerMasks:
             return self.static_values
         logits = self.net.value_logits(self.index, x, self.embedding)
         s = self.net.sampling
-        masks = ValueRouter.sample(logits, s.temperature, s.keep_bias, derive_seed(self.token_seed, "values"), s.noise)
+        masks = ValueRouter.sample(logits, s.temperature, s.keep_bias, derive_seed(self.token_seed, "values"))
         self.value_masks = masks if self.valid is None else masks[self.valid]
         return masks

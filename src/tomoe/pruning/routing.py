@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from tomoe.pruning.gumbel import Noise, gumbel_sigmoid, gumbel_softmax
+from tomoe.pruning.gumbel import gumbel_sigmoid, gumbel_softmax
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,8 @@ class ValueRouter(nn.Module):
         return self.project_out(F.gelu(self.norm(self.project_in(x.float()))))
 
     @staticmethod
-    def sample(
-        logits: Float[Tensor, "T C"], temperature: float, keep_bias: float, seed: int, noise: Noise
-    ) -> Float[Tensor, "T C"]:
-        return gumbel_sigmoid(logits, temperature, keep_bias, seed, noise)
+    def sample(logits: Float[Tensor, "T C"], temperature: float, keep_bias: float, seed: int) -> Float[Tensor, "T C"]:
+        return gumbel_sigmoid(logits, temperature, keep_bias, seed)
 
     @staticmethod
     def decide(logits: Float[Tensor, "T C"], top_k: int) -> Float[Tensor, "T C"]:

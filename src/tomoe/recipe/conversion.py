@@ -93,8 +93,6 @@ class AttentionSection(Section):
 class SamplingSection(Section):
     """The noise of the masks during training; there is none afterwards (Appendix A.3)."""
 
-    noise: Literal["gumbel", "logistic"] = "gumbel"
-    """`gumbel` is the paper's; `logistic` (the difference of two Gumbels) has zero mean."""
     temperature: float = Field(default=0.4, gt=0)
     """Temperature of the relaxed masks (tau, Eqs. 14, 15)."""
     keep_bias: float = 3.0
