@@ -462,7 +462,7 @@ def main() -> None:
     parser.add_argument("--speed", action="store_true", help="time the models of --model beside the dense one")
     parser.add_argument("--active", default="0.7,0.5")
     parser.add_argument("--tokens", type=int, default=65536, help="to refit to")
-    parser.add_argument("--target", default="half", choices=["local", "half", "stream"])
+    parser.add_argument("--target", default="half", choices=["local", "half"])
     parser.add_argument("--ridge", type=float, default=0.0, help="of the repair; 0: as in a conversion")
     parser.add_argument(
         "--only", default="", metavar="ROW,ROW", help="rows to make, in this order; all if none is named"

@@ -64,7 +64,7 @@ def test_what_repair_aims_at_depends_on_learning() -> None:
     recipe = Recipe()
     assert (recipe.repair.mode, Recipe.load("paper").repair.mode) == ("full", "none")
     assert [recipe.repair.target_after(steps) for steps in (0, 1)] == ["half", "local"]
-    assert [RepairSection(target="stream").target_after(steps) for steps in (0, 1)] == ["stream"] * 2
+    assert [RepairSection(target="half").target_after(steps) for steps in (0, 1)] == ["half"] * 2
 
 
 def test_the_ridge_of_a_repair_depends_on_tokens_for_each_neuron() -> None:

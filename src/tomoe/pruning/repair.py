@@ -34,7 +34,7 @@ from tomoe.pruning.masking import LayerMasks, masked, with_weight
 from tomoe.pruning.refit import NormalEquations, Refit, refit
 
 CHUNK_TOKENS = 4096  # that run through a layer at once
-STREAM_SHARE = {"local": 0.0, "half": 0.5, "stream": 1.0}
+STREAM_SHARE = {"local": 0.0, "half": 0.5}
 
 OnProgress = Callable[[int, int, dict[str, Any]], None]
 """Called as (layers done, layers in all, what is known of the last one); `note` in it is a sentence for the user."""
@@ -44,9 +44,9 @@ OnProgress = Callable[[int, int, dict[str, Any]], None]
 class RepairSettings:
     """How matrices are refitted."""
 
-    target: Literal["local", "half", "stream"] = "half"
-    """`local`: each part gives what the dense one gives on the same input; `stream`: what brings the stream back to the
-    dense model's, errors of earlier layers included; `half`: the mean of both."""
+    target: Literal["local", "half"] = "half"
+    """`local`: each part gives what the dense one gives on the same input; `half`: the mean of that and of what brings the
+    stream back to the dense model's, errors of earlier layers included."""
     ridge: float = 1e-2
     """Relative to the mean of diag G; holds the matrix to the dense one."""
     rank: int = 0
@@ -210,10 +210,8 @@ class _Repairing:
         x = self.converted[chunk].to(self.device)[real].float()
         ours = self.run(i, chunk, self.converted, True)
         given = ours["attention"][real].float()
-        gap = torch.zeros_like(given)
-        if self.share < 1:
-            same_input = self.run(i, chunk, self.converted, False)["attention"][real].float()
-            gap += (1 - self.share) * (same_input - given)
+        same_input = self.run(i, chunk, self.converted, False)["attention"][real].float()
+        gap = (1 - self.share) * (same_input - given)
         if self.share:
             theirs = self.run(i, chunk, self.dense, False)["attention"][real].float()
             gap += self.share * (self.dense[chunk].to(self.device)[real].float() + theirs - x - given)
@@ -229,10 +227,8 @@ class _Repairing:
         theirs = self.run(i, chunk, self.dense, False)["out"] if self.share else None
         if sums is not None:
             out = ours["out"][real].float()
-            gap = torch.zeros_like(out)
-            if self.share < 1:
-                lost = F.linear(ours["whole h"] - ours["h"], down.weight)
-                gap += (1 - self.share) * lost[real].float()
+            lost = F.linear(ours["whole h"] - ours["h"], down.weight)
+            gap = (1 - self.share) * lost[real].float()
             if theirs is not None:
                 gap += self.share * (theirs[real].float() - out)
             sums.add(ours["h"][real], gap, out - ours["mlp"][real].float())

@@ -123,10 +123,10 @@ class RepairSection(Section):
     ridge: float = Field(default=0.0, ge=0)
     """Ridge, relative to the mean of the diagonal of the Gram matrix; it holds a matrix near the dense one. 0: four times the
     neurons of a layer for each token, at least 0.01, as measured in docs/lab/log.md."""
-    target: Literal["auto", "local", "half", "stream"] = "auto"
-    """What a layer is fitted to. `local`: the dense layer's output on the same input; `stream`: what brings the hidden
-    states back to the dense model's, errors of earlier layers included; `half`: the mean of both; `auto`: `local` after
-    learning, else `half`, as measured in docs/lab/log.md."""
+    target: Literal["auto", "local", "half"] = "auto"
+    """What a layer is fitted to. `local`: the dense layer's output on the same input; `half`: the mean of that and of what
+    brings the hidden states back to the dense model's, errors of earlier layers included; `auto`: `local` after learning,
+    else `half`, as measured in docs/lab/log.md."""
     tokens: int = Field(default=65_536, ge=1)
     """Tokens to fit to, at most: of the training text, then of the calibration text."""
 
@@ -134,7 +134,7 @@ class RepairSection(Section):
         """The ridge of a repair on so many tokens, for layers of so many neurons: the fewer tokens, the more they mislead."""
         return self.ridge or max(LEAST_RIDGE, RIDGE_PER_NEURON * neurons / tokens)
 
-    def target_after(self, steps: int) -> Literal["local", "half", "stream"]:
+    def target_after(self, steps: int) -> Literal["local", "half"]:
         """The target for masks that were learned in so many steps."""
         if self.target != "auto":
             return self.target
