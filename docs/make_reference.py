@@ -31,10 +31,7 @@ HEAD = """\
 
 A recipe decides everything about a run. Give it as a file (`--recipe FILE`, TOML or JSON), as a preset (`default`,
 `demo`, `paper`), or key by key (`--set section.key=value`, repeatable; the value is JSON if it parses as JSON, else a
-string). From Python: `Recipe.load("demo", ["model=smollm2-135m", "train.steps=50"])`. An unknown key is an error that
-names the nearest known one. Some options of the command line stand for a key, for example `--steps` for `train.steps`.
-
-This page is generated from the recipe classes, so it lists exactly the keys that the code accepts.
+string). From Python: `Recipe.load("demo", ["model=smollm2-135m", "train.steps=50"])`.
 """
 
 
