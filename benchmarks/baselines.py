@@ -62,7 +62,7 @@ from tomoe.model.structure import LayerParts, layer_parts, run_model, shape_of
 from tomoe.plan import REPAIRED, Plan
 from tomoe.pruning.fine_carving import RidgeRegression, balanced_assignment
 from tomoe.pruning.masking import LayerMasks, planned_masks
-from tomoe.pruning.repair import RepairSettings, repair
+from tomoe.pruning.repair.layers import RepairSettings, repair
 from tomoe.recipe.conversion import RepairSection
 from tomoe.report.style import COLORS, CaptionedFigure, canvas, save, styled
 

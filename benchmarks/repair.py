@@ -32,7 +32,7 @@ from tomoe.evaluation.perplexity import Predictions, measure
 from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.plan import Plan
 from tomoe.pruning.masking import LayerMasks, masked, planned_masks
-from tomoe.pruning.repair import LayerRepair, RepairSettings, repair, repaired
+from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair, repaired
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.run import DataSection
 

@@ -31,7 +31,7 @@ from tomoe.pruning.carving import carve_, settled_experts
 from tomoe.pruning.extract import check_budget, extract_plan
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import mask_step
-from tomoe.pruning.repaired_plan import forget_repair, repair_plan
+from tomoe.pruning.repair.plan import forget_repair, repair_plan
 from tomoe.pruning.rotation import value_rotations
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.run import RunRecipe

@@ -26,7 +26,7 @@ from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.repaired_plan import repair_plan
+from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import RepairSection
 
 pytestmark = pytest.mark.slow

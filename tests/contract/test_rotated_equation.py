@@ -22,7 +22,7 @@ from tomoe.moe.fold import fold
 from tomoe.plan import Plan
 from tomoe.pruning import masking
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.repaired_plan import repair_plan
+from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import RepairSection
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]

@@ -17,7 +17,7 @@ from tomoe.memory import estimate
 from tomoe.model.structure import shape_of
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import micro_step
-from tomoe.pruning.repaired_plan import repair_plan
+from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.loop import activation_checkpointing, make_optimizer
 

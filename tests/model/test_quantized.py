@@ -26,7 +26,7 @@ from tomoe.model.structure import check_output, layer_parts, shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import REPAIRED
 from tomoe.pruning.objective import micro_step
-from tomoe.pruning.repaired_plan import repair_plan
+from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.teacher import TeacherCache, hidden_states
 

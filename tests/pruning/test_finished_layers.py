@@ -18,8 +18,8 @@ from conftest import FORMS, make_pico, make_plan
 from pico_files import CommandLine, pico_recipe, write_pico, write_text
 from tomoe.conversion import convert
 from tomoe.plan import Plan
-from tomoe.pruning import repair as repairing
-from tomoe.pruning.repaired_plan import KEPT, forget_repair, repair_plan
+from tomoe.pruning.repair import layers as repairing
+from tomoe.pruning.repair.plan import KEPT, forget_repair, repair_plan
 from tomoe.recipe.conversion import RepairSection
 
 Text = tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]
@@ -125,7 +125,7 @@ def test_a_full_disk_costs_the_way_to_resume_and_nothing_else(tmp_path: Path, mo
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("tomoe.pruning.finished_layers.save_file", full)
+    monkeypatch.setattr("tomoe.pruning.repair.checkpoint.save_file", full)
     assert saved(repaired("fine", "off", HALF, run), tmp_path / "again") == expected
     assert not list(run.iterdir())
 

@@ -21,10 +21,10 @@ from pico_files import write_pico
 from tomoe.errors import UserError
 from tomoe.model.loading import load_dense
 from tomoe.model.structure import decoder_layers, layer_parts
-from tomoe.pruning import repair as repairing
 from tomoe.pruning.masking import LayerMasks, masked, planned_masks
-from tomoe.pruning.refit import MOST_RAISES, NormalEquations, low_rank, refit, solve
-from tomoe.pruning.repair import LayerRepair, RepairSettings, layer_inputs, repair, repaired
+from tomoe.pruning.repair import layers as repairing
+from tomoe.pruning.repair.equations import MOST_RAISES, NormalEquations, low_rank, refit, solve
+from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, layer_inputs, repair, repaired
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 RED = 1e-2  # what a planted fault must exceed; a right solution stays below a hundredth of it
@@ -287,7 +287,7 @@ def random_sums(inputs: int = 12, outputs: int = 7, count: int = 60) -> NormalEq
 
 @pytest.mark.parametrize("block", [1, 5, 12, 512])
 def test_gram_matrices_are_summed_in_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr("tomoe.pruning.refit.BLOCK", block)
+    monkeypatch.setattr("tomoe.pruning.repair.equations.BLOCK", block)
     generator = torch.Generator().manual_seed(1)
     sums = NormalEquations(12, 4, torch.device("cpu"))
     parts = [[torch.randn(30, n, generator=generator) for n in (12, 4, 4)] for _ in range(2)]

@@ -14,7 +14,7 @@ from tomoe.errors import UserError
 from tomoe.moe.fold import fold
 from tomoe.plan import REPAIRED, Plan
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.repaired_plan import repair_bytes, repair_plan
+from tomoe.pruning.repair.plan import repair_bytes, repair_plan
 from tomoe.recipe.conversion import RepairSection
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from tomoe.data.corpus import Corpus
 from tomoe.locks import LOCK_FILE
 from tomoe.model.loading import load_dense
 from tomoe.pruning import objective
-from tomoe.pruning.repair import RepairSettings
+from tomoe.pruning.repair.layers import RepairSettings
 from tomoe.pruning.rotation import value_rotations
 from tomoe.training import run_folder
 

@@ -16,7 +16,7 @@ from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_tokenizer
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
-from tomoe.pruning.repaired_plan import forget_repair, repair_plan
+from tomoe.pruning.repair.plan import forget_repair, repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report.card import write_card

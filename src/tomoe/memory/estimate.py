@@ -29,8 +29,8 @@ from tomoe.pruning.carving import numbered_experts
 from tomoe.pruning.extract import least_active, least_width
 from tomoe.pruning.losses import CHUNK
 from tomoe.pruning.mask_network import MaskNetwork
-from tomoe.pruning.repair import RepairSettings
-from tomoe.pruning.repaired_plan import repair_bytes
+from tomoe.pruning.repair.layers import RepairSettings
+from tomoe.pruning.repair.plan import repair_bytes
 from tomoe.recipe.conversion import Recipe
 
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -17,10 +17,10 @@ from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.plan import REPAIRED, LayerPlan, Plan
 from tomoe.progress import ProgressCallback, no_progress
-from tomoe.pruning.finished_layers import FinishedLayers
 from tomoe.pruning.masking import planned_masks
-from tomoe.pruning.refit import Refit
-from tomoe.pruning.repair import LayerRepair, RepairSettings, repair_layers
+from tomoe.pruning.repair.checkpoint import FinishedLayers
+from tomoe.pruning.repair.equations import Refit
+from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair_layers
 from tomoe.recipe.conversion import RepairSection
 
 KEPT = "repair"

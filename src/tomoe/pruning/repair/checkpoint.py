@@ -14,8 +14,8 @@ from torch import Tensor
 from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.files import atomic_file, parse_json
-from tomoe.pruning.refit import Refit
-from tomoe.pruning.repair import LayerRepair
+from tomoe.pruning.repair.equations import Refit
+from tomoe.pruning.repair.layers import LayerRepair
 
 _METADATA = "tomoe_repair"
 

@@ -31,7 +31,7 @@ from tomoe.errors import UserError
 from tomoe.model.offload import materialized
 from tomoe.model.structure import Linear, decoder_layers, layer_parts, shape_of
 from tomoe.pruning.masking import LayerMasks, masked, with_weight
-from tomoe.pruning.refit import NormalEquations, Refit, refit
+from tomoe.pruning.repair.equations import NormalEquations, Refit, refit
 
 CHUNK_TOKENS = 4096  # that run through a layer at once
 STREAM_SHARE = {"local": 0.0, "half": 0.5}
