@@ -10,6 +10,10 @@ class UserError(ValueError):
     """
 
 
+class Note(UserWarning):
+    """A warning for the user of the command line, too: what was done otherwise than the input asks for."""
+
+
 def shortened(text: object) -> str:
     """What a file or another library says, as a sentence can hold it: a damaged file may hold values of any length."""
     shown = str(text)

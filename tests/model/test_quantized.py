@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from conftest import make_network, tokens
+from conftest import make_network, make_pico, tokens
 from pico_files import CommandLine, pico_recipe, small, write_pico, write_text
+from stored_models import write_gguf
 from tomoe import conversion
 from tomoe.data.corpus import Corpus, Sequences
 from tomoe.errors import UserError
@@ -213,8 +214,8 @@ def test_a_library_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_what_cannot_be_packed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.shard and train\.quantization = int8 cannot be combined"):
         Recipe.load(None, ["train.quantization=int8", "train.shard=true"])
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match=r"\.gguf file, which is quantized already"):
+    write_gguf(make_pico("llama"), tmp_path / "model.gguf")
+    with pytest.raises(UserError, match=r"stored quantized already \(GGUF\)"):
         load_dense(str(tmp_path / "model.gguf"), torch.float32, quantization="nf4")
 
 

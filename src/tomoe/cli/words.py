@@ -8,8 +8,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from tomoe.errors import shortened
+from tomoe.errors import Note, shortened
 
 # control characters but newline and tab, changes of the writing direction, and halves of surrogate pairs
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -44,8 +45,18 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
-    """Inside the block, no Python warning is shown, unless the user asked for some (`python -W`)."""
+    """Inside the block, no Python warning is shown, unless the user asked for some (`python -W`); notes are, once each."""
+    noted: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        note = one_line(str(message))
+        if note not in noted:
+            noted.add(note)
+            print("tomoe: note:", note, file=sys.stderr)
+
     with warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
+            warnings.simplefilter("always", Note)
+            warnings.showwarning = show
         yield

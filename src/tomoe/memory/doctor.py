@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tomoe.memory.estimate import AvailableMemory, MemoryEstimate, Sizes, available_memory, least_memory, sizes_of
 from tomoe.model import quantized
-from tomoe.model.loading import load_config, pick_device
+from tomoe.model.loading import check_loading, load_config, pick_device
 from tomoe.pruning.extract import check_budget
 from tomoe.recipe.conversion import Recipe
 
@@ -26,10 +26,11 @@ class Diagnosis:
 
 
 def examine(recipe: Recipe) -> Diagnosis:
-    """Count what converting `recipe.model` needs; its config.json is enough for that.
+    """Count what converting `recipe.model` needs; its config.json is enough for that. No weight is read.
 
-    Raises UserError if the model or the budget does not fit ToMoE.
+    Raises UserError if the model or the budget does not fit ToMoE, or if the model would not load.
     """
+    check_loading(recipe.model)
     sizes = sizes_of(load_config(recipe.model), recipe)
     check_budget(sizes.shape, recipe)
     available = available_memory(pick_device(recipe.device))

@@ -7,12 +7,14 @@ untrusted source may ask for a billion layers.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from tomoe.errors import UserError
 from tomoe.files import is_plain_filename, read_json, weight_files
@@ -27,9 +29,41 @@ _SLICE = 2**24
 _ELEMENTS_PER_BYTE = 8
 
 
-def check_model_folder(folder: Path) -> None:
-    """Raises UserError, in one sentence, if the config claims more than the weights can fill, or names other folders."""
-    config, tensors = read_json(folder / "config.json"), _stored_tensors(folder)
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of a tensor before its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def stored_tensors(folder: Path) -> dict[str, Header]:
+    """The tensors by name, from the headers of the files that transformers would read. Raises UserError if one is missing."""
+    tensors: dict[str, Header] = {}
+    for path in weight_files(folder):
+        if not path.is_file():
+            raise UserError(f"{folder} holds no {path.name}{_other_weights(folder)}")
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                header = file.get_slice(name)
+                tensors[name] = Header(header.get_dtype(), tuple(header.get_shape()))
+    return tensors
+
+
+def _other_weights(folder: Path) -> str:
+    """What is there in place of the weights, and what to do with it."""
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        return f"; {pickled[0]} may run code when it is read: convert it to safetensors"
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    if others and not (folder / "model.safetensors.index.json").exists():
+        return f", but {others[0]}; if its tensors have the names that transformers gives them, rename it"
+    return ""
+
+
+def check_claims(folder: Path, tensors: Mapping[str, Header]) -> None:
+    """Raises UserError if config.json, before anything is made of it, has more layers than tensors, or names other folders."""
+    config = read_json(folder / "config.json")
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name in _LAYERS:
             layers = section.get(name)
@@ -40,33 +74,16 @@ def check_model_folder(folder: Path) -> None:
     weights = config.get("transformers_weights")
     if weights is not None and not is_plain_filename(weights):
         raise UserError(f"the config of {folder} takes its weights from {weights!r}, which is no file of that folder")
-    claimed = _param_count_from_config(folder)
-    stored = sum(math.prod(shape) * element for shape, element in tensors)
+
+
+def check_size(folder: Path, config: PreTrainedConfig, tensors: Mapping[str, Header]) -> None:
+    """Raises UserError if the model of the config, counted on the meta device, is larger than the weights can fill."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    claimed = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    stored = sum(math.prod(header.shape) * _element_size(header.dtype) for header in tensors.values())
     if claimed > _ELEMENTS_PER_BYTE * stored + _FREE_ELEMENTS:
         raise UserError(f"{folder} has {claimed:,} parameters by its config, but only {stored:,} bytes of weights")
-
-
-def _param_count_from_config(folder: Path) -> int:
-    """Parameters and buffers of the model that the config describes, counted on the meta device."""
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return sum(t.numel() for t in (*model.parameters(), *model.buffers()))
-
-
-def _stored_tensors(folder: Path) -> list[tuple[list[int], int]]:
-    """Shape and bytes per element of every tensor, from the headers of the files that transformers would read."""
-    tensors = []
-    for path in weight_files(folder):
-        if not path.is_file():
-            unsafe = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
-            hint = f"; {unsafe[0]} may run code when it is read: convert it to safetensors" if unsafe else ""
-            raise UserError(f"{folder} holds no {path.name}{hint}")
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                header = file.get_slice(name)
-                tensors.append((header.get_shape(), _element_size(header.get_dtype())))
-    return tensors
 
 
 def nonfinite_tensors(folder: Path) -> list[str]:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of httpx or, later, of httpx2
     BadRequestError,
+    EntryNotFoundError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
@@ -18,8 +19,11 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 )
 
 from tomoe.errors import UserError
-from tomoe.model.names import HUB_ID
+from tomoe.files import weight_files
+from tomoe.model.names import ADAPTER, HUB_ID, check_no_adapter
 
+# the adapter first: a repository of one has no config of a model
+CONFIG_FILES = (ADAPTER, "config.json", "generation_config.json", "model.safetensors.index.json")
 PLAN_FILES = ("plan.json", "plan.safetensors")
 # The run (text, masks, optimizer) is private, exports are uploaded by themselves, hidden and half-written files never.
 UPLOAD_IGNORE = ("run/*", "export-*/*", "*.tmp", ".*", "*/.*", "__pycache__/*", "*.log")
@@ -32,6 +36,28 @@ def broken_connection(error: BaseException | None) -> str | None:
             return f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}".strip()
         error = error.__cause__ or error.__context__
     return None
+
+
+def download_model(repo: str) -> Path:
+    """The folder of a model on the hub, in the cache: its configs and the safetensors files that transformers would read.
+
+    Raises UserError if the repository holds an adapter, and whatever huggingface_hub raises.
+    """
+    folder: Path | None = None
+    for name in CONFIG_FILES:
+        # all files of one state of the repository, whose name the folder bears
+        try:
+            file = hf_hub_download(repo, name, revision=folder.name if folder else None)
+        except EntryNotFoundError:
+            if name == "config.json" and folder is None:
+                raise
+            continue
+        folder = Path(file).parent
+        check_no_adapter(folder)
+    assert folder is not None
+    for weights in weight_files(folder):
+        hf_hub_download(repo, weights.name, revision=folder.name)
+    return folder
 
 
 def find_plan(name: str) -> Path:
@@ -77,10 +103,13 @@ def _one_sentence(aim: str) -> Iterator[None]:
     try:
         yield
     except (OSError, HTTPError, HFValidationError, RuntimeError) as error:
-        raise UserError(f"cannot {aim}: {_reason(error)}") from None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        cause = hub_reason(error) or (lines[0].rstrip(".") if lines else type(error).__name__)
+        raise UserError(f"cannot {aim}: {cause}") from None
 
 
-def _reason(error: Exception) -> str:
+def hub_reason(error: BaseException) -> str | None:
+    """What the hub means by an error, or why it was not reached; None if the error is not of the hub."""
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it if there is a network"
     if isinstance(error, LocalTokenNotFoundError):
@@ -91,7 +120,5 @@ def _reason(error: Exception) -> str:
             return f"the hub refused ({status}); run `hf auth login` with a token that has the right to do this"
         if isinstance(error, RepositoryNotFoundError):
             return "the hub has no such repository, or it is private (`hf auth login`)"
-    if broken := broken_connection(error):
-        return f"the hub is out of reach ({broken})"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    broken = broken_connection(error)
+    return f"the hub is out of reach ({broken})" if broken else None

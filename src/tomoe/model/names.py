@@ -6,9 +6,11 @@ import difflib
 import re
 from pathlib import Path
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
+from tomoe.files import read_json
 from tomoe.model import catalog
 
+ADAPTER = "adapter_config.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -16,6 +18,20 @@ def check_finished(folder: Path) -> None:
     """Raises UserError if the folder holds a run, but not yet the model that becomes of it."""
     if (folder / "run" / "recipe.json").is_file() and not (folder / "config.json").exists():
         raise UserError(f"the conversion in {folder} is not finished; run its command again with --resume")
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raises UserError if the folder holds an adapter of peft: alone it is no model, and beside one it would be lost."""
+    if not (folder / ADAPTER).is_file():
+        return
+    advice = "merge it (peft: merge_and_unload), save the merged model and name that"
+    if (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds an adapter ({ADAPTER}) beside the model; {advice}, or move the adapter away")
+    try:
+        base = str(read_json(folder / ADAPTER).get("base_model_name_or_path") or "another model")
+    except UserError:
+        base = "another model"
+    raise UserError(f"{folder} holds an adapter of {shortened(base)}, not a model; {advice}")
 
 
 def resolve(model: str) -> Path | str:
@@ -30,6 +46,7 @@ def resolve(model: str) -> Path | str:
         if (path / "config.json").is_file():
             return path
         check_finished(path)
+        check_no_adapter(path)
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; did you mean {path / ggufs[0]}?" if ggufs else ""
         raise UserError(f"the folder {model} holds no config.json, so it is not a Hugging Face model{hint}")

@@ -7,23 +7,22 @@ code that runs the model, or hooks into its parts, need not know.
 from __future__ import annotations
 
 import ctypes
+import shutil
 import sys
+import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import init_empty_weights
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from accelerate.utils import PrefixedDataset, align_module_device
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import PreTrainedModel
 
 from tomoe.errors import UserError
-from tomoe.files import weight_files
+from tomoe.model.stored import StoredModel
 from tomoe.model.structure import decoder_layers
 
 LAYERS = "model.layers."
@@ -52,60 +51,50 @@ class CannotOffload(UserError):
     """The model cannot be read layer by layer, but perhaps loaded whole."""
 
 
-class StoredWeights(Mapping[str, Tensor]):
-    """The tensors in a folder's safetensors files by name, each read on access."""
+def load_offloaded(stored: StoredModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model with weights of `dtype`; its layers stay on disk and run on `device`.
 
-    def __init__(self, folder: Path):
-        self.files: dict[str, Path] = {}
-        for path in weight_files(folder):
-            with safe_open(path, "pt") as file:
-                self.files |= dict.fromkeys(file.keys(), path)
-
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self.files[name], "pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        with safe_open(self.files[name], "pt") as file:
-            return tuple(file.get_slice(name).get_shape())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.files)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-
-def load_offloaded(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model in `folder`, with weights of `dtype`; its layers run on `device`.
-
-    Raises CannotOffload if the files name their tensors otherwise than the model does, or lack some.
+    transformers prepares the layers: what is stored as the model needs it stays where it is; what it has to dequantize or
+    join is written to a temporary folder, which is deleted with the model. Raises CannotOffload if it can do neither, and
+    UserError as `StoredModel.load`.
     """
-    with init_empty_weights(include_buffers=False), no_init_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    cast_(model, dtype)
-    stored, tied = StoredWeights(folder), set(getattr(model, "all_tied_weights_keys", None) or ())
-    missing = [name for name in model.state_dict() if name not in stored and name not in tied]
-    if missing:
+    if not stored.read_by_layer:
         raise CannotOffload(
-            f"the weights of {folder} cannot be read layer by layer: {len(missing)} tensors of the model are missing under "
-            f"their names, for example {missing[0]}; save the model again with transformers, or load it whole"
+            f"{stored.place} cannot be read layer by layer: {stored.packing.method} is unpacked as a whole; load it whole, "
+            "without offload"
         )
-    buffers = {name for name, _ in model.named_buffers()}
-    for name, tensor in model.state_dict().items():
-        if name in stored and stored.shape(name) != tensor.shape:
-            raise ValueError(f"{name} has shape {stored.shape(name)}, its config says {tuple(tensor.shape)}")
-        if name in stored and (name in buffers or not name.startswith(LAYERS)):
-            _set_tensor_(model, name, stored[name].to(device, tensor.dtype))
-    for name in buffers - set(model.state_dict()):
-        _set_tensor_(model, name, model.get_buffer(name).to(device))
-    # as in from_pretrained
-    model.tie_weights(missing_keys=set(model.state_dict()) - set(stored), recompute_mapping=False)
-    offload_layers_(model, stored, device)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model.eval().requires_grad_(False)
+    bare = stored.without_weights(dtype)
+    scratch = tempfile.mkdtemp(prefix="tomoe-layers-")
+    try:
+        model = stored.load(dtype, device_map=_device_map(bare, device), offload_folder=scratch)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    hooks: list[Any] = [module._hf_hook for module in decoder_layers(model).modules() if hasattr(module, "_hf_hook")]
+    weights = next(hook.weights_map.dataset for hook in hooks if getattr(hook, "weights_map", None) is not None)
+    weakref.finalize(weights, shutil.rmtree, scratch, ignore_errors=True)
+    # transformers would cast every tensor to one dtype, those that a family keeps in float32 too
+    for name, tensor in bare.named_parameters():
+        if name in weights.index:
+            weights.index[name]["dtype"] = str(tensor.dtype).removeprefix("torch.")
+            model.get_parameter(name).data = tensor.data
+    remove_hook_from_module(model, recurse=True)
+    offload_layers_(model, weights, device)
+    return model
+
+
+def _device_map(model: PreTrainedModel, device: torch.device) -> dict[str, str]:
+    """`disk` for the decoder layers, the device for every other part."""
+    layers = decoder_layers(model)
+    path = next(name for name, module in model.named_modules() if module is layers)
+    places, parent = {path: "disk"}, ""
+    for step in path.split("."):
+        module = model.get_submodule(parent)
+        parts = [n for n, _ in (*module.named_children(), *module.named_parameters(recurse=False))]
+        parts += [n for n, _ in module.named_buffers(recurse=False)]
+        places |= {f"{parent}.{name}".lstrip("."): str(device) for name in parts if name != step}
+        parent = f"{parent}.{step}".lstrip(".")
+    return places
 
 
 def cast_(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -113,12 +102,6 @@ def cast_(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         keeps_fp32 = set(name.split(".")) & set(model._keep_in_fp32_modules_strict or ())
         parameter.data = parameter.data.to(torch.float32 if keeps_fp32 else dtype)
-
-
-def _set_tensor_(model: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
 
 
 def offload_layers_(

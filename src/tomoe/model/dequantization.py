@@ -1,0 +1,97 @@
+"""Weights that are stored quantized are loaded as plain ones, by transformers, or refused with what to do.
+
+Whether transformers can turn a method back is asked of its own classes, not of a list: some methods dequantize while the
+tensors are read (fp8, compressed-tensors), others a model that was loaded packed (bitsandbytes), most not at all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
+from transformers.quantizers.base import HfQuantizer
+
+from tomoe.errors import UserError
+
+# The scales of activations and of the cache: how others round while the model runs. Plain weights need none of them.
+RUNTIME_SCALES = re.compile(r"\.(input|activation|output|[qkv])(_global)?_(scale|zero_point)$")
+# Per-tensor, per-row and per-block scales of float8 weights beside them, as ModelOpt and others name them.
+_SCALES = ("_scale_inv", "_scale")
+_RENAMED_SCALES = {r"\.weight_scale$": ".weight_scale_inv"}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the weights of a model are stored."""
+
+    method: str = ""
+    """The method as transformers names it; empty for plain weights."""
+    renames: Mapping[str, str] = field(default_factory=dict)
+    """Patterns of tensor names, and what transformers calls them."""
+    unpacked_whole: bool = False
+    """Whether the model is loaded packed and dequantized then."""
+
+
+def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Packing:
+    """Make transformers dequantize what is stored quantized; `dtypes` are those of the stored tensors, as in their files.
+
+    An entry of the config that names no method of transformers is taken out. Raises UserError for a method that transformers
+    cannot turn back, and whatever transformers raises if a package is missing.
+    """
+    entry = _entry(config)
+    method = f"bitsandbytes_{4 if entry.get('load_in_4bit') else 8}bit" if _is_bitsandbytes(entry) else _method(entry)
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        drop_entry_(config)
+        if not _scaled_float8(dtypes):
+            return Packing()
+        config.quantization_config = {"quant_method": "fp8", "dequantize": True}
+        return Packing("fp8", _RENAMED_SCALES)
+    settings, quantizer = AUTO_QUANTIZATION_CONFIG_MAPPING[method], AUTO_QUANTIZER_MAPPING[method]
+    while_read = "dequantize" in inspect.signature(settings).parameters
+    whole = getattr(quantizer, "_dequantize", None) is not HfQuantizer._dequantize
+    if not while_read and not whole:
+        raise UserError(
+            f"its weights are stored quantized by {method}, and transformers cannot turn them back into plain ones; "
+            "name the model that was quantized"
+        )
+    config.quantization_config = entry | ({"dequantize": True} if while_read else {})
+    # whether the packages are there
+    AutoHfQuantizer.from_config(dict(config.quantization_config), pre_quantized=True).validate_environment(
+        device_map=None, weights_only=True
+    )
+    return Packing(method, unpacked_whole=not while_read)
+
+
+def drop_entry_(config: PreTrainedConfig) -> None:
+    """Take the quantization out of a config: its weights are plain."""
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+
+
+def _entry(config: PreTrainedConfig) -> dict[str, Any]:
+    """The config's own entry, or the one of its text model; empty if there is none."""
+    for part in (config, config.get_text_config()):
+        entry = getattr(part, "quantization_config", None)
+        if isinstance(entry, dict):
+            return entry
+    return {}
+
+
+def _method(entry: dict[str, Any]) -> str:
+    return str(entry.get("quant_method", ""))
+
+
+def _is_bitsandbytes(entry: dict[str, Any]) -> bool:
+    return bool(entry.get("load_in_4bit") or entry.get("load_in_8bit"))
+
+
+def _scaled_float8(dtypes: Mapping[str, str]) -> bool:
+    """Whether float8 weights have scales beside them."""
+    weights = [name for name, dtype in dtypes.items() if dtype.startswith("F8_") and name.endswith(".weight")]
+    return any(name + scale in dtypes for name in weights for scale in _SCALES)

@@ -1,0 +1,117 @@
+"""A model as it lies in a folder or a .gguf file, and how transformers loads it.
+
+transformers reports what it found while it loads; each entry of the report is settled here or refused in one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeGuard
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
+
+from tomoe.errors import UserError
+from tomoe.model.checks import check_claims, check_size, stored_tensors
+from tomoe.model.dequantization import RUNTIME_SCALES, Packing, settle_packing_
+from tomoe.model.names import check_no_adapter
+from tomoe.model.trouble import usable_config
+
+
+def is_gguf(place: Path | str) -> TypeGuard[Path]:
+    """Whether a model is one .gguf file."""
+    return isinstance(place, Path) and place.suffix == ".gguf"
+
+
+def read_config(place: Path | str, **changes: Any) -> PreTrainedConfig:
+    """The config of a folder, file or hub id, with these changes; attention runs by what is installed here."""
+    where = {"pretrained_model_name_or_path": str(place)}
+    if is_gguf(place):
+        where = {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
+    config: PreTrainedConfig = AutoConfig.from_pretrained(trust_remote_code=False, **where, **changes)
+    config._attn_implementation = None
+    return config
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A folder or a .gguf file, with its config as it is loaded."""
+
+    place: Path
+    config: PreTrainedConfig
+    packing: Packing
+
+    @classmethod
+    def open(cls, place: Path, **changes: Any) -> Self:
+        """Read the config and the headers of the weights; `changes` are of the config.
+
+        Raises UserError if an adapter lies beside the model, if the config claims more than the weights can fill, or for
+        weights that are quantized for good.
+        """
+        if is_gguf(place):
+            return cls(place, read_config(place, **changes), Packing("GGUF"))
+        check_no_adapter(place)
+        tensors = stored_tensors(place)
+        check_claims(place, tensors)
+        with usable_config(place):
+            config = read_config(place, **changes)
+            check_size(place, config, tensors)
+        packing = settle_packing_(config, {name: header.dtype for name, header in tensors.items()})
+        return cls(place, config, packing)
+
+    @property
+    def read_by_layer(self) -> bool:
+        """Whether transformers can leave layers on disk."""
+        return not is_gguf(self.place) and not self.packing.unpacked_whole
+
+    def load(self, dtype: torch.dtype, **arguments: Any) -> PreTrainedModel:
+        """The model with weights of `dtype`, plain unless the arguments quantize it. Raises UserError by the report."""
+        settings: dict[str, Any] = {"pretrained_model_name_or_path": str(self.place), "use_safetensors": True}
+        if is_gguf(self.place):
+            settings = {"pretrained_model_name_or_path": str(self.place.parent), "gguf_file": self.place.name}
+            settings["quantization_config"] = GgufConfig(dequantize=True)
+        if self.packing.renames:
+            settings["key_mapping"] = dict(self.packing.renames)
+        loaded: PreTrainedModel
+        report: dict[str, Any]
+        settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True} | arguments
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            config=self.config, dtype=dtype, trust_remote_code=False, **settings
+        )  # type: ignore[misc]  # a pair, because of output_loading_info
+        self._check(report)
+        return loaded
+
+    def without_weights(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The model without memory for its tensors, checked as `load` does: only the headers of its files are read."""
+        return self.load(dtype, device_map="meta")
+
+    def _check(self, report: Mapping[str, Any]) -> None:
+        """Raises UserError unless the model's tensors and those of the files are the same, of the same shapes."""
+        if missing := sorted(report["missing_keys"]):
+            raise UserError(
+                f"the weights of {self.place} lack {len(missing)} tensors of its config, for example {missing[0]}"
+            )
+        if mismatched := sorted(report["mismatched_keys"]):
+            name, stored, expected = mismatched[0]
+            raise UserError(
+                f"{len(mismatched)} tensors of {self.place} do not have the shapes of its config: {name} is "
+                f"{tuple(stored)}, its config says {tuple(expected)}"
+            )
+        left = sorted(report["unexpected_keys"])
+        if self.packing.method:
+            left = [name for name in left if not RUNTIME_SCALES.search(name)]
+        if left:
+            raise UserError(
+                f"the weights of {self.place} hold {len(left)} tensors that its config has no place for, for example "
+                f"{left[0]}; the model would compute something else without them: get the config.json that belongs to them"
+            )
+
+
+def untie_(model: PreTrainedModel) -> None:
+    """Let the config say so if the files hold two matrices where it ties them: transformers keeps both, for this once."""
+    for config in (model.config, model.config.get_text_config()):
+        outputs = model.get_output_embeddings()
+        if getattr(config, "tie_word_embeddings", False) and outputs is not None:
+            config.tie_word_embeddings = outputs.weight is model.get_input_embeddings().weight

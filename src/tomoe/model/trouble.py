@@ -1,0 +1,128 @@
+"""Whatever fails while a library reads or writes a model is one sentence; what it only warns of is passed on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
+
+from tomoe.errors import Note, UserError, shortened
+from tomoe.model import catalog
+from tomoe.model.hub import hub_reason
+
+# Warnings of transformers and accelerate that say what the loader has read from their report, or has settled itself.
+HANDLED = (
+    "LOAD REPORT",
+    "specifies to tie",
+    "Unknown quantization type",
+    "we will default to dequantizing",
+    "The modules are dequantized in",
+    "parameters are on the meta device",
+    "is not sharded",
+)
+
+ADVICE = {
+    "model": "if its files are damaged, get them again",
+    "tokenizer": "copy tokenizer.json and tokenizer_config.json from where the model came from",
+}
+
+
+@contextmanager
+def one_sentence(model: str, place: Path | str, part: str = "model") -> Iterator[None]:
+    """Raise UserError, in one sentence, for whatever the libraries raise within; nothing of theirs is printed."""
+    where = " from the hub" if isinstance(place, str) else ""
+    with (
+        _raising(f"cannot load the {part} {model}{where}", bool(where), ADVICE.get(part, "")),
+        _listening(place, model),
+    ):
+        yield
+
+
+@contextmanager
+def usable_config(place: Path) -> Iterator[None]:
+    """Raise UserError, in one sentence, for whatever a config makes the libraries raise."""
+    with _raising(f"the config of {place} cannot be used", False, ""):
+        yield
+
+
+@contextmanager
+def _raising(aim: str, on_hub: bool, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        # a panic of Rust is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        cause = hub_reason(error) if on_hub else None
+        if cause or (on_hub and isinstance(error, OSError)):
+            advice = f"{', '.join(catalog.names())} needs no hub"
+        # it says what to install
+        elif isinstance(error, ImportError):
+            advice = ""
+        raise UserError("; ".join(filter(None, (f"{aim}: {cause or reason(error)}", advice)))) from None
+
+
+def reason(error: BaseException) -> str:
+    """What a library means: two cases in our words, else its own, in one line."""
+    message = " ".join(str(error).split())
+    if "trust_remote_code" in message:
+        return "it comes with its own code (trust_remote_code), which is not run here"
+    if isinstance(error, SafetensorError):
+        return f"its weights are damaged ({shortened(message)})"
+    # the message of these is a key or a number
+    bare = not message or isinstance(error, LookupError | ArithmeticError | AssertionError)
+    return shortened(": ".join(filter(None, (type(error).__name__ if bare else "", message.rstrip(".:")))))
+
+
+class _Warnings(logging.Handler):
+    """Keeps the warnings that a library logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def _listening(place: Path | str, model: str) -> Iterator[None]:
+    """Take the messages and bars of transformers, unless its verbosity is info; downloads keep their bars.
+
+    What it warns of and nobody has handled becomes a `Note`.
+    """
+    bars = transformers_logging.is_progress_bar_enabled()
+    if transformers_logging.get_verbosity() <= logging.INFO:
+        yield
+        return
+    loggers = [logging.getLogger(name) for name in ("transformers", "accelerate")]
+    before = [(logger.level, logger.handlers, logger.propagate) for logger in loggers]
+    heard = _Warnings()
+    for logger in loggers:
+        logger.handlers, logger.propagate = [heard], False
+        logger.setLevel(logging.WARNING)
+    if isinstance(place, Path):
+        transformers_logging.disable_progress_bar()
+    # the bar of GGUF conversion obeys no setting
+    silent = isinstance(place, Path) and place.suffix == ".gguf"
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) if silent else contextlib.nullcontext():
+            yield
+    finally:
+        for logger, (level, handlers, propagate) in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+            logger.handlers, logger.propagate = handlers, propagate
+        if bars:
+            transformers_logging.enable_progress_bar()
+    for message in dict.fromkeys(heard.messages):
+        if not any(words in message for words in HANDLED):
+            warnings.warn(f"{model}: {shortened(' '.join(message.split()))}", Note, stacklevel=4)

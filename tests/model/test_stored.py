@@ -1,0 +1,226 @@
+"""Kinds of checkpoints: whole and offloaded they are the numbers that were stored, or one sentence says why not."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conftest import make_pico, tokens
+from pico_files import CommandLine, fine, refused, write_pico, write_text
+from stored_models import KINDS, edit_config, edit_tensors, write_stored
+from tomoe.errors import UserError
+from tomoe.model.loading import fingerprint, load_dense
+from tomoe.model.offload import CannotOffload
+
+PACKAGES = {"bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors"}
+
+
+def kinds(*words: str) -> list[object]:
+    """The kinds, skipped where a package is missing; bitsandbytes takes seconds to import."""
+    found: list[object] = []
+    for kind in KINDS:
+        package = PACKAGES.get(kind.split()[0])
+        marks = [pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")] if package else []
+        marks += [pytest.mark.slow] if kind.startswith("bitsandbytes") else []
+        found.append(pytest.param(kind, marks=marks))
+    return found
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(tokens(length=40)).logits
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_a_checkpoint_is_the_numbers_that_are_stored(kind: str, tmp_path: Path) -> None:
+    meant = write_stored(tmp_path / "dense", kind)
+    whole = load_dense(str(tmp_path / "dense"), torch.float32)
+    torch.testing.assert_close(logits(whole), logits(meant))
+    assert {p.dtype for p in whole.parameters()} == {torch.float32}
+    assert not hasattr(whole.config, "quantization_config")
+    if kind.startswith("bitsandbytes"):
+        with pytest.raises(CannotOffload, match=r"bitsandbytes.* is unpacked as a whole"):
+            load_dense(str(tmp_path / "dense"), torch.float32, offload=True)
+    offload = None if kind.startswith("bitsandbytes") else True
+    offloaded = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
+    assert torch.equal(logits(offloaded), logits(whole))
+    assert fingerprint(offloaded) == fingerprint(whole)
+    half = [load_dense(str(tmp_path / "dense"), torch.bfloat16, offload=o) for o in (False, offload)]
+    assert fingerprint(half[0]) == fingerprint(half[1])
+
+
+@pytest.mark.parametrize("form", ["whole", "--offload"])
+def test_a_quantized_checkpoint_becomes_a_plain_model(tomoe: CommandLine, tmp_path: Path, form: str) -> None:
+    """`apply` reads it by layers, and must find the weights that the plan was made for."""
+    meant = write_stored(tmp_path / "dense", "fp8 in blocks")
+    text = write_text(tmp_path / "text.txt")
+    options = [*fine(), "--active", "0.6", "--repair", "none", *([form] if form != "whole" else [])]
+    done = tomoe("carve", tmp_path / "dense", "-o", tmp_path / "moe", "--data", text, *options)
+    assert done.code == 0, done.err
+    assert "quantization_config" not in json.loads((tmp_path / "moe" / "config.json").read_text())
+    moe = load_dense(str(tmp_path / "moe"), torch.float32, num_experts_per_tok=64)
+    torch.testing.assert_close(logits(moe), logits(meant), atol=1e-3, rtol=1e-3)
+    done = tomoe("apply", tmp_path / "moe", tmp_path / "dense", "-o", tmp_path / "again")
+    assert done.code == 0, done.err
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("moe", "again"))
+    assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
+
+
+ENTRIES = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "name the model that was quantized"),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, "name the model that was quantized"),
+    "torchao": (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
+        "name the model that was quantized",
+    ),
+    "hqq": ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}, "name the model that"),
+    "quark": ({"quant_method": "quark"}, "name the model that was quantized"),
+    "compressed-tensors": ({"quant_method": "compressed-tensors", "config_groups": {}}, "pip install compressed"),
+}
+
+
+@pytest.mark.parametrize("method", ENTRIES)
+def test_what_cannot_be_dequantized_here_is_one_sentence(tomoe: CommandLine, tmp_path: Path, method: str) -> None:
+    entry, words = ENTRIES[method]
+    if method in PACKAGES and find_spec(PACKAGES[method]) is not None:
+        pytest.skip("the package is there")
+    write_pico(tmp_path / "dense")
+    edit_config(tmp_path / "dense", quantization_config=entry)
+    for offload in (False, True):
+        with pytest.raises(UserError, match=words):
+            load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
+    refused(tomoe("doctor", tmp_path / "dense"), words)
+
+
+def test_a_method_that_nobody_knows_over_plain_weights(tmp_path: Path) -> None:
+    """exl3 and others leave an entry in configs of plain weights; it is not of the model that was loaded."""
+    write_pico(tmp_path / "dense")
+    plain = load_dense(str(tmp_path / "dense"), torch.float32)
+    edit_config(tmp_path / "dense", quantization_config={"quant_method": "exl3", "bits": 4})
+    for offload in (False, True):
+        model = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
+        assert fingerprint(model) == fingerprint(plain)
+        assert not hasattr(model.config, "quantization_config")
+
+
+def test_what_is_stored_quantized_is_not_quantized_again(tmp_path: Path) -> None:
+    write_stored(tmp_path / "dense", "fp8 in blocks")
+    with pytest.raises(UserError, match=r"stored quantized already \(fp8\); use train.quantization = none"):
+        load_dense(str(tmp_path / "dense"), torch.float32, quantization="nf4")
+
+
+# ---- tensors and the config
+
+
+def add_bias(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "words"),
+    [
+        (add_bias, {}, "1 tensors that its config has no place for, for example model.layers.0.self_attn.q_proj.bias"),
+        (lambda t: t | {"v_head.weight": torch.ones(1, 32)}, {}, "for example v_head.weight"),
+        (lambda t: t, {"num_hidden_layers": 1}, "9 tensors that its config has no place for"),
+        (lambda t: {n: x for n, x in t.items() if "up_proj" not in n}, {}, "lack 2 tensors"),
+        (lambda t: t | {"model.norm.weight": torch.ones(7)}, {}, "model.norm.weight is (7,), its config says (32,)"),
+        # ModelOpt's NVFP4: two numbers in a byte
+        (
+            lambda t: t | {"model.layers.0.mlp.up_proj.weight": torch.zeros(512, 16, dtype=torch.uint8)},
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+            "is (512, 16), its config says (512, 32)",
+        ),
+    ],
+)
+def test_tensors_that_differ_from_the_config_are_refused(
+    tomoe: CommandLine, tmp_path: Path, change: object, config: dict[str, object], words: str
+) -> None:
+    write_pico(tmp_path / "dense")
+    assert callable(change)
+    edit_tensors(tmp_path / "dense", change)
+    edit_config(tmp_path / "dense", **config)
+    for offload in (False, True):
+        with pytest.raises(UserError) as said:
+            load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
+        assert words in str(said.value)
+    refused(tomoe("doctor", tmp_path / "dense"), words)
+
+
+def test_float8_numbers_whose_scales_have_another_name_are_refused(tmp_path: Path) -> None:
+    write_stored(tmp_path / "dense", "fp8 without a method")
+    edit_tensors(tmp_path / "dense", lambda t: {n.replace("weight_scale", "scaling"): x for n, x in t.items()})
+    with pytest.raises(UserError, match=r"no place for, for example .*scal"):
+        load_dense(str(tmp_path / "dense"), torch.float32)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_two_matrices_that_the_config_ties_stay_two(tmp_path: Path, offload: bool) -> None:
+    write_pico(tmp_path / "dense")
+    two = load_dense(str(tmp_path / "dense"), torch.float32)
+    edit_config(tmp_path / "dense", tie_word_embeddings=True)
+    model = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
+    assert torch.equal(logits(model), logits(two))
+    assert model.config.tie_word_embeddings is False
+
+
+def test_two_matrices_that_the_config_ties_stay_two_in_the_moe(tomoe: CommandLine, tmp_path: Path) -> None:
+    write_pico(tmp_path / "dense")
+    edit_config(tmp_path / "dense", tie_word_embeddings=True)
+    dense, text = load_dense(str(tmp_path / "dense"), torch.float32), write_text(tmp_path / "text.txt")
+    options = [*fine(), "--active", "0.6", "--repair", "none"]
+    done = tomoe("carve", tmp_path / "dense", "-o", tmp_path / "moe", "--data", text, *options)
+    assert done.code == 0, done.err
+    moe = load_dense(str(tmp_path / "moe"), torch.float32, num_experts_per_tok=64)
+    torch.testing.assert_close(logits(moe), logits(dense), atol=1e-3, rtol=1e-3)
+
+
+def test_attention_runs_by_what_is_installed(tmp_path: Path) -> None:
+    write_pico(tmp_path / "dense")
+    plain = load_dense(str(tmp_path / "dense"), torch.float32)
+    for asked in ("flash_attention_2", "someone/kernels-of-their-own"):
+        edit_config(tmp_path / "dense", _attn_implementation=asked)
+        for offload in (False, True):
+            model = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
+            assert model.config._attn_implementation == "sdpa"
+            assert torch.equal(logits(model), logits(plain))
+
+
+# ---- files that are no model
+
+
+def test_an_adapter_beside_the_model_is_refused(tomoe: CommandLine, tmp_path: Path) -> None:
+    write_pico(tmp_path / "dense")
+    (tmp_path / "dense" / "adapter_config.json").write_text('{"base_model_name_or_path": "ada/base"}')
+    for offload in (False, True):
+        with pytest.raises(UserError, match=r"holds an adapter \(adapter_config\.json\) beside the model; merge it"):
+            load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
+    refused(tomoe("doctor", tmp_path / "dense"), "beside the model")
+    (tmp_path / "dense" / "config.json").unlink()
+    refused(tomoe("doctor", tmp_path / "dense"), "holds an adapter of ada/base, not a model; merge it")
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "model.fp16.safetensors"])
+def test_weights_under_another_name_are_named(tomoe: CommandLine, tmp_path: Path, name: str) -> None:
+    write_pico(tmp_path / "dense")
+    (tmp_path / "dense" / "model.safetensors").rename(tmp_path / "dense" / name)
+    with pytest.raises(UserError, match=f"holds no model.safetensors, but {name}; if its tensors"):
+        load_dense(str(tmp_path / "dense"), torch.float32)
+    refused(tomoe("doctor", tmp_path / "dense"), name)
+
+
+def test_the_doctor_needs_no_weights(tomoe: CommandLine, tmp_path: Path) -> None:
+    write_pico(tmp_path / "dense")
+    (tmp_path / "dense" / "model.safetensors").unlink()
+    assert tomoe("doctor", tmp_path / "dense", "--set", "device=cpu").code == 0
+
+
+def test_a_pico_model_is_what_it_was(tmp_path: Path) -> None:
+    make_pico("llama3").save_pretrained(tmp_path / "dense")
+    model = load_dense(str(tmp_path / "dense"), torch.float32)
+    assert model.config.tie_word_embeddings is True
