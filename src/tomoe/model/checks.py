@@ -52,9 +52,9 @@ def stored_tensors(folder: Path) -> dict[str, Header]:
 
 def _other_weights(folder: Path) -> str:
     """What is there in place of the weights, and what to do with it."""
-    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
-    if pickled:
-        return f"; {pickled[0]} may run code when it is read: convert it to safetensors"
+    unsafe = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if unsafe:
+        return f"; {unsafe[0]} may run code when it is read: convert it to safetensors"
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     if others and not (folder / "model.safetensors.index.json").exists():
         return f", but {others[0]}; if its tensors have the names that transformers gives them, rename it"
