@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_equation import assert_same, decisions
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Exaone4ForCausalLM, OlmoForCausalLM, PreTrainedModel
 
-from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
+from conftest import FAMILIES, FORMS, PICO, make_pico, make_plan, randomise, tokens
 from tomoe.errors import UserError
 from tomoe.exporting.overlapping import common_neurons
 from tomoe.exporting.qwen2_moe import Qwen2Moe
@@ -129,6 +131,25 @@ def test_biases_that_an_engine_expects_are_written_as_zeros(tmp_path: Path) -> N
             assert not bias.any()
 
 
+@pytest.mark.parametrize(("family", "target"), [("llama3", "mixtral"), ("llama3", "qwen2_moe"), ("qwen3", "qwen3_moe")])
+def test_a_reader_of_the_keys_of_transformers_4_computes_the_same(family: str, target: str, tmp_path: Path) -> None:
+    changes = {} if family == "llama3" else {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    case = make_case(family, "off", target, tmp_path / "out", **changes)
+    only_older_keys(case.folder)
+    ids = tokens(2, 48, seed=5)
+    with torch.no_grad():
+        assert_same(AutoModelForCausalLM.from_pretrained(case.folder)(ids).logits, case.folded(ids).logits)
+
+
+def only_older_keys(folder: Path) -> None:
+    """Take from config.json what transformers 5 alone knows."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("rope_parameters")
+    if "num_experts" in config:
+        config.pop("num_local_experts", None)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def test_what_cannot_be_held_is_refused_in_one_sentence(tmp_path: Path) -> None:
     def refusal(family: str, attention: str, target: str, **changes: object) -> str:
         with pytest.raises(UserError) as refused:
@@ -151,6 +172,29 @@ def test_what_cannot_be_held_is_refused_in_one_sentence(tmp_path: Path) -> None:
     windows = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
     assert "sliding windows" in refusal("qwen3", "off", "qwen3_moe", **windows)
     assert "no export target 'mixtrel'" in refusal("llama", "off", "mixtrel")
+
+
+@pytest.mark.parametrize(
+    ("model_class", "changes", "words"),
+    [
+        (OlmoForCausalLM, {}, "its norms have no weights"),
+        (
+            Exaone4ForCausalLM,
+            {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2},
+            "its layers have no `input_layernorm`",
+        ),
+    ],
+)
+def test_norms_that_stand_elsewhere_are_refused_and_auto_takes_the_own_form(
+    model_class: Any, changes: dict[str, Any], words: str
+) -> None:
+    dense = randomise(model_class(model_class.config_class(**PICO | changes)))
+    for form, target in (("overlapping", "mixtral"), ("fine", "glm4_moe"), ("fine", "gguf")):
+        moe = fold(dense, make_plan(dense, "off", form=form))
+        with pytest.raises(UserError, match=words):
+            choose(moe, target)
+        assert words in str(TARGETS[target].supports_dense(dense, form))
+        assert choose(moe, "auto").target.name == "hf"
 
 
 @pytest.mark.parametrize(("layers", "family"), [(1, "qwen2"), (0, "qwen2"), (0, "qwen3")])

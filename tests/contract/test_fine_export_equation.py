@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_equation import assert_same
+from test_export_equation import only_older_keys
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -204,6 +205,13 @@ def test_it_runs_in_bfloat16_whatever_the_width(tmp_path: Path) -> None:
     ids = tokens(1, 16, seed=5)
     meant = moe(ids).logits
     assert float((exported(ids).logits - meant).abs().mean()) < 0.05 * float(meant.abs().max())
+
+
+def test_a_reader_of_the_keys_of_transformers_4_computes_the_same(tmp_path: Path) -> None:
+    """Without `partial_rotary_factor` a Glm4Moe turns half of each head."""
+    case = make_case("llama", "off", tmp_path / "out", rope_parameters={"rope_type": "default", "rope_theta": 1e5})
+    only_older_keys(case.folder)
+    assert right(case, AutoModelForCausalLM.from_pretrained(case.folder), case.folded)
 
 
 def test_other_numbers_of_experts_can_be_asked_for_at_load_time(tmp_path: Path) -> None:

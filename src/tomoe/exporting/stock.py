@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tomoe.errors import UserError
 from tomoe.exporting.target import Options, Sizes, Target
-from tomoe.exporting.writing import write_checkpoint, write_tokenizer
+from tomoe.exporting.writing import write_checkpoint, write_config, write_tokenizer
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.structure import layer_parts
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM
@@ -48,14 +48,32 @@ class Places:
 
 def dense_problem(dense: PreTrainedModel, places: Places) -> str | None:
     """Why no MoE made from this dense model could become a class with these places, judging by its parts."""
+    if missing := _missing_part(dense):
+        return missing
     parts = layer_parts(dense)[0]
     normed = getattr(parts.attention, "q_norm", None) is not None
     biases = any(p is not None and p.bias is not None for p in (parts.gate, parts.up, parts.down))
     return _unsupported_part(places, parts.gate is not None, biases, parts.q, parts.o, normed)
 
 
+def _missing_part(model: Any) -> str | None:
+    """Which part of the stock classes the model has no place or another name for, as half a sentence; None if none."""
+    for name in ("embed_tokens", "layers", "norm", "rotary_emb"):
+        if not hasattr(getattr(model, "model", None), name):
+            return f"it has no `model.{name}`"
+    for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
+        if any(not hasattr(layer, name) for layer in model.model.layers):
+            return f"its layers have no `{name}`, so norms or attention have other places in them"
+    first = model.model.layers[0]
+    if any(getattr(norm, "weight", None) is None for norm in (first.input_layernorm, model.model.norm)):
+        return "its norms have no weights"
+    return None
+
+
 def stock_problem(moe: ToMoEForCausalLM, places: Places) -> str | None:
     """Why a class with these places cannot compute what this MoE computes, as half a sentence; None if it can."""
+    if missing := _missing_part(moe):
+        return missing
     attentions: list[Any] = [layer.self_attn for layer in moe.model.layers]
     mlp: Any = moe.model.layers[0].mlp
     first = attentions[0]
@@ -293,6 +311,6 @@ class Stock(Target, Generic[LayoutT]):
         on_progress: StageCallback,
     ) -> None:  # fmt: skip
         layout = self.layout(moe, options.width_multiple)
-        self.config(moe, layout).save_pretrained(folder)
+        write_config(self.config(moe, layout), folder)
         write_tokenizer(moe, tokenizer, folder)
         write_checkpoint(self.tensors(moe, layout), folder, self.bytes(moe, layout), on_progress)

@@ -6,10 +6,11 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.files import format_bytes
@@ -76,6 +77,33 @@ def write_checkpoint(
         (folder / f"shard-{n}").rename(folder / file)
         # else only the owner could read it
         (folder / file).chmod(mode)
+
+
+def write_config(config: PreTrainedConfig, folder: Path) -> None:
+    """Write config.json with the keys of transformers 4, too, which it and other programs read instead of today's.
+
+    Where they are missing, such a reader takes its own defaults without a word.
+    """
+    config.save_pretrained(folder)
+    file = folder / "config.json"
+    values = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps(older_keys(config) | values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def older_keys(config: PreTrainedConfig) -> dict[str, Any]:
+    """What transformers 4 calls the rotary embedding, and in Qwen3Moe the number of experts."""
+    older: dict[str, Any] = {}
+    rope = getattr(config, "rope_parameters", None) or {}
+    # some families have one rotary embedding for each kind of layer, and had other keys for each
+    if "rope_theta" in rope:
+        scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        older["rope_theta"] = rope["rope_theta"]
+        older["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+    if "partial_rotary_factor" in rope:
+        older["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if config.attribute_map.get("num_experts") == "num_local_experts":
+        older["num_experts"] = config.num_local_experts
+    return older
 
 
 def write_tokenizer(moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
