@@ -48,32 +48,14 @@ class Places:
 
 def dense_problem(dense: PreTrainedModel, places: Places) -> str | None:
     """Why no MoE made from this dense model could become a class with these places, judging by its parts."""
-    if missing := _missing_part(dense):
-        return missing
     parts = layer_parts(dense)[0]
     normed = getattr(parts.attention, "q_norm", None) is not None
     biases = any(p is not None and p.bias is not None for p in (parts.gate, parts.up, parts.down))
-    return _unsupported_part(places, parts.gate is not None, biases, parts.q, parts.o, normed)
-
-
-def _missing_part(model: Any) -> str | None:
-    """Which part of the stock classes the model has no place or another name for, as half a sentence; None if none."""
-    for name in ("embed_tokens", "layers", "norm", "rotary_emb"):
-        if not hasattr(getattr(model, "model", None), name):
-            return f"it has no `model.{name}`"
-    for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
-        if any(not hasattr(layer, name) for layer in model.model.layers):
-            return f"its layers have no `{name}`, so norms or attention have other places in them"
-    first = model.model.layers[0]
-    if any(getattr(norm, "weight", None) is None for norm in (first.input_layernorm, model.model.norm)):
-        return "its norms have no weights"
-    return None
+    return _unsupported_part(places, parts.gate is not None, biases, parts.q, parts.o, normed) or _missing_part(dense)
 
 
 def stock_problem(moe: ToMoEForCausalLM, places: Places) -> str | None:
     """Why a class with these places cannot compute what this MoE computes, as half a sentence; None if it can."""
-    if missing := _missing_part(moe):
-        return missing
     attentions: list[Any] = [layer.self_attn for layer in moe.model.layers]
     mlp: Any = moe.model.layers[0].mlp
     first = attentions[0]
@@ -92,7 +74,21 @@ def stock_problem(moe: ToMoEForCausalLM, places: Places) -> str | None:
         return "its attention has a softmax scale of its own"
     if places.silu_only and moe.config.hidden_act not in ("silu", "swish"):
         return f"its activation is {moe.config.hidden_act}, and engines know this architecture with silu only"
-    return _unsupported_windows(moe, places) or _nonstandard_residual(moe)
+    return _unsupported_windows(moe, places) or _missing_part(moe) or _nonstandard_residual(moe)
+
+
+def _missing_part(model: Any) -> str | None:
+    """Which part of the stock classes the model has no place or another name for, as half a sentence; None if none."""
+    for name in ("embed_tokens", "layers", "norm", "rotary_emb"):
+        if not hasattr(getattr(model, "model", None), name):
+            return f"it has no `model.{name}`"
+    for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
+        if any(not hasattr(layer, name) for layer in model.model.layers):
+            return f"its layers have no `{name}`, so norms or attention have other places in them"
+    first = model.model.layers[0]
+    if any(getattr(norm, "weight", None) is None for norm in (first.input_layernorm, model.model.norm)):
+        return "its norms have no weights"
+    return None
 
 
 def _unsupported_part(
