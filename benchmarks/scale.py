@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from tomoe.memory.estimate import Sizes, activation_bytes, least_memory, sizes_of, trainable_bytes, weight_bytes
+from tomoe.pruning.layouts import Layout, settle_layout
 from tomoe.recipe.conversion import Recipe
 
 # as in the config.json of each; hidden size, MLP size, layers, heads, key/value heads, vocabulary
@@ -54,6 +55,7 @@ class Paper:
     sizes: Sizes
     recipe: Recipe
     checkpointed: Recipe
+    layout: Layout
 
     def quantized(self, quantization: str) -> int:
         """Bytes of the weights with the projections of the decoder layers in int8 or nf4."""
@@ -61,7 +63,7 @@ class Paper:
 
     def beside_weights(self) -> int:
         """All terms of training but the base, with activation checkpointing."""
-        training, *_ = least_memory(self.sizes, self.checkpointed)
+        training, *_ = least_memory(self.sizes, self.checkpointed, self.layout)
         return training.total - weight_bytes(self.sizes, self.recipe)
 
 
@@ -74,7 +76,8 @@ def on_paper(name: str, tokens: int, attention: str) -> Paper:
         ],
     )  # fmt: skip
     sizes = sizes_of(MODELS[name], recipe)
-    return Paper(name, sizes, recipe, recipe.changed(["train.gradient_checkpointing=true"]))
+    checkpointed = recipe.changed(["train.gradient_checkpointing=true"])
+    return Paper(name, sizes, recipe, checkpointed, settle_layout(recipe, sizes.shape))
 
 
 def gb(size: float) -> str:
@@ -82,20 +85,20 @@ def gb(size: float) -> str:
 
 
 def terms(p: Paper, tokens: int) -> list[str]:
-    training, *_ = least_memory(p.sizes, p.recipe)
+    training, *_ = least_memory(p.sizes, p.recipe, p.layout)
     return [
         p.name, f"{p.sizes.total / 1e9:.3f} B", f"{p.sizes.decoder_params / p.sizes.total:.0%}",
-        gb(weight_bytes(p.sizes, p.recipe)), gb(trainable_bytes(p.sizes, p.recipe)),
+        gb(weight_bytes(p.sizes, p.recipe)), gb(trainable_bytes(p.sizes, p.recipe, p.layout)),
         f"{activation_bytes(p.sizes, p.recipe) / tokens / 1e6:.2f}",
         f"{activation_bytes(p.sizes, p.checkpointed) / tokens / 1e6:.2f}", gb(training.parts["logits"]),
     ]  # fmt: skip
 
 
 def totals(p: Paper) -> list[str]:
-    plain, *_ = least_memory(p.sizes, p.recipe)
+    plain, *_ = least_memory(p.sizes, p.recipe, p.layout)
     rest = p.beside_weights()
     sharded = [gb(weight_bytes(p.sizes, p.recipe, n) + rest) for n in (4, 8)]
-    *_, folding = least_memory(p.sizes, p.recipe.changed(["train.quantization=nf4"]))
+    *_, folding = least_memory(p.sizes, p.recipe.changed(["train.quantization=nf4"]), p.layout)
     return [
         p.name, gb(plain.total), gb(weight_bytes(p.sizes, p.recipe) + rest), gb(p.quantized("int8") + rest),
         gb(p.quantized("nf4") + rest),

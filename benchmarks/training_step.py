@@ -22,6 +22,7 @@ import torch
 
 from tomoe.model.loading import load_dense
 from tomoe.model.structure import shape_of
+from tomoe.pruning.layouts import settle_layout
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import micro_step
 from tomoe.recipe.conversion import Recipe
@@ -49,7 +50,8 @@ def main() -> None:
     args = parser.parse_args()
     model = load_dense(args.model, getattr(torch, args.dtype), args.device)
     recipe = Recipe.load(None, ["experts.form=overlapping", f"attention.pruning={args.attention}"])
-    net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, 0).to(args.device)
+    layout, size = settle_layout(recipe, shape_of(model)), recipe.experts.embedding_size
+    net = MaskNetwork(shape_of(model), layout, size, recipe.attention, recipe.sampling, 0).to(args.device)
     optimizer = make_optimizer(net, recipe.train)
     ids = torch.randint(0, model.config.vocab_size, (1, args.tokens), device=args.device)
     sequences = SimpleNamespace(input_ids=ids, mask=torch.ones_like(ids, dtype=torch.bool))

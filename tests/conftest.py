@@ -48,8 +48,9 @@ from tomoe.budget import active_params, decoder_params
 from tomoe.model.structure import shape_of
 from tomoe.plan import ALWAYS, Plan
 from tomoe.pruning.extract import extract_plan
+from tomoe.pruning.layouts import FineLayout, OverlappingLayout
 from tomoe.pruning.mask_network import MaskNetwork
-from tomoe.recipe.conversion import AttentionSection, ExpertsSection, SamplingSection
+from tomoe.recipe.conversion import AttentionSection, SamplingSection
 
 if TYPE_CHECKING:  # they import this file
     from launcher import Launcher
@@ -74,6 +75,7 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=16)),
     "phi": (PhiConfig, PhiForCausalLM, dict(num_key_value_heads=4, partial_rotary_factor=0.5, hidden_act="gelu_new")),
 }
+EMBEDDING_SIZE = 16
 ATTENTION_MODES = ("off", "static", "per_token")
 FORMS = ("overlapping", "fine")
 # grouped heads and biases: the family that `./run.sh check` runs
@@ -113,23 +115,26 @@ def tokens(rows: int = 2, length: int = 12, seed: int = 0) -> Int[Tensor, "rows 
 
 
 def make_network(
-    model: PreTrainedModel, attention: str, spread: float = 1.0, rotate: bool = False, **experts: object
-) -> MaskNetwork:
+    model: PreTrainedModel, attention: str, spread: float = 1.0, rotate: bool = False, form: str = "overlapping",
+    **sizes: int,
+) -> MaskNetwork:  # fmt: skip
     """A mask network whose logits differ from dim to dim, so that a share of the dims is really dropped.
 
     With `rotate`, values are rotated at random, which every part of a conversion must carry as well as the best rotation.
+    `sizes` are those of an OverlappingLayout; fine-grained experts are 8 of four neurons.
     """
-    form = experts.get("form", "overlapping")
-    sizes = dict(form=form, num_experts=8 if form == "fine" else 4, embedding_size=16, width_multiple=1) | experts
+    shape = shape_of(model)
+    overlapping = OverlappingLayout(**{"num_experts": 4, "width_multiple": 1} | sizes)
+    layout = FineLayout(8, 4, shape.mlp_size - 8 * 4, 3) if form == "fine" else overlapping
     pruned = AttentionSection(pruning=attention, rotate_values=rotate)
-    net = MaskNetwork(shape_of(model), ExpertsSection(**sizes), pruned, SamplingSection(), seed=0)
+    net = MaskNetwork(shape, layout, EMBEDDING_SIZE, pruned, SamplingSection(), seed=0)
     if rotate:
         drawn = torch.randn(net.value_rotations.shape, generator=torch.Generator().manual_seed(2))
         net.value_rotations.copy_(torch.linalg.qr(drawn)[0])
     generator = torch.Generator().manual_seed(1)
     for projection in (*net.neurons, *net.dims):
         projection.start.normal_(-3, spread, generator=generator)
-    if net.fine:
+    if form == "fine":
         partition_(net, generator)
     return net
 
@@ -138,7 +143,7 @@ def partition_(net: MaskNetwork, generator: torch.Generator) -> None:
     """Random fine-grained experts of four neurons; the layers differ in k, and one expert is always chosen."""
     for i in range(net.shape.num_layers):
         expert = torch.full((net.shape.mlp_size,), -1)
-        order = torch.randperm(len(expert), generator=generator)[: 4 * net.experts.num_experts]
+        order = torch.randperm(len(expert), generator=generator)[: 4 * net.layout.num_experts]
         expert[order] = torch.arange(len(order)) // 4
         net.expert_of_neuron[i], net.experts_per_token[i] = expert, 3 - i % 2
         net.routers[i].bias.data.normal_(0, 0.5, generator=generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
+from tomoe.pruning.layouts import settle_layout
 from tomoe.pruning.losses import budget_penalty, layer_fractions, layer_widths, log_ratio
 from tomoe.recipe.conversion import Recipe
 
@@ -34,10 +36,10 @@ def wide(family: str = "llama") -> PreTrainedModel:
 
 def planned(attention: str, active: float, common_multiple: int) -> Plan:
     model = wide()
-    net = make_network(model, attention, width_multiple=1)
+    net = make_network(model, attention, common_multiple=common_multiple)
     with torch.no_grad():
         net.neurons[0].start += 1.5  # so that layers left alone would differ
-    return extract_plan(net, model, active, CALIBRATION, common_multiple=common_multiple)
+    return extract_plan(net, model, active, CALIBRATION)
 
 
 @pytest.mark.parametrize("active", [0.5, 0.65, 0.8])
@@ -56,25 +58,26 @@ def test_all_layers_get_one_width_and_the_budget_is_met(attention: str, active: 
 def test_a_coarse_width_stays_where_attention_can_take_up_the_rest() -> None:
     """Attention of a pico model is small beside 512 neurons; here it is as large as in a real model."""
     model = make_pico("llama", intermediate_size=128, hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
-    net = make_network(model, "static", width_multiple=8)
+    net = make_network(model, "static", width_multiple=8, common_multiple=32)
     for active in (0.55, 0.6, 0.7):
-        plan = extract_plan(net, model, active, CALIBRATION, tolerance=0.01, common_multiple=32)
+        plan = extract_plan(net, model, active, CALIBRATION, tolerance=0.01)
         assert {w % 32 for w, _, _ in plan.widths()} == {0}
         assert plan.active_fraction() == pytest.approx(active, abs=0.01)
 
 
 def test_a_budget_that_no_width_meets_is_refused() -> None:
     model = make_pico("llama")
-    net = make_network(model, "off", width_multiple=8)
+    net = make_network(model, "off", width_multiple=8, common_multiple=64)
     with pytest.raises(UserError, match="the nearest plan has"):
-        extract_plan(net, model, 0.7, CALIBRATION, tolerance=1e-6, common_multiple=64)
+        extract_plan(net, model, 0.7, CALIBRATION, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("attention", ["off", "static"])
 def test_a_carved_start_is_equally_wide_everywhere(attention: str) -> None:
     model = wide()
-    net = make_network(model, attention, width_multiple=1)
-    carve_(net, model, *CALIBRATION, active=0.7, seed=0, uniform_width=True)
+    net = make_network(model, attention, common_multiple=64)
+    carve_(net, model, *CALIBRATION, active=0.7, seed=0)
+    net.layout = replace(net.layout, common_multiple=0)
     plan = extract_plan(net, model, 0.7, CALIBRATION)  # free to choose, and yet
     widths = [w for w, _, _ in plan.widths()]
     assert max(widths) - min(widths) <= 2
@@ -100,9 +103,9 @@ def test_training_holds_every_layer_to_the_budget() -> None:
 def test_a_target_and_its_opposite_are_refused() -> None:
     with pytest.raises(UserError, match="target mixtral cannot choose V/O dims"):
         Recipe.load(None, ["target=mixtral", "attention.pruning=per_token"])
-    assert Recipe.load(None, ["target=gguf"]).common_multiple == 64
-    assert Recipe.load(None, ["target=gguf", "experts.width_multiple=256"]).common_multiple == 256
-    assert Recipe.load(None).common_multiple == 0
+    for target, multiple, common in (("gguf", 8, 64), ("gguf", 256, 256), ("hf", 8, 0)):
+        keys = [f"target={target}", f"experts.width_multiple={multiple}", "experts.form=overlapping", "active=1"]
+        assert settle_layout(Recipe.load(None, keys), shape_of(wide())).common_multiple == common
     biases = "its Q, K and V projections have biases"
     assert TARGETS["mixtral"].supports_dense(make_pico("qwen2"), "overlapping") == biases
     assert TARGETS["gguf"].supports_dense(make_pico("phi"), "fine") == "its MLP has no gate projection"

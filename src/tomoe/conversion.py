@@ -27,8 +27,9 @@ from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
-from tomoe.pruning.carving import carve_, settled_experts
-from tomoe.pruning.extract import check_budget, extract_plan
+from tomoe.pruning.carving import carve_
+from tomoe.pruning.extract import extract_plan
+from tomoe.pruning.layouts import Layout, settle_layout
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import mask_step
 from tomoe.pruning.repair.plan import forget_repair, repair_plan
@@ -43,16 +44,19 @@ from tomoe.training.loop import Training, check_accumulation
 from tomoe.training.run_folder import RunFolder
 
 
-def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the dense model to learn from and its tokenizer. Raises UserError if the model does not fit the recipe."""
+def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Layout]:
+    """Load the dense model to learn from and its tokenizer, and settle how its experts divide a layer.
+
+    Raises UserError if the model does not fit the recipe.
+    """
     if not recipe.model:
         raise UserError("the recipe names no model; give a hub id, a folder, a .gguf file or a known name")
     model = base.for_training()
     check_output(model)
-    check_budget(shape_of(model), recipe)
+    layout = settle_layout(recipe, shape_of(model))
     if reason := TARGETS[recipe.target].supports_dense(model, recipe.experts.form):
         raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")
-    return model, load_tokenizer(recipe.model)
+    return model, load_tokenizer(recipe.model), layout
 
 
 def begin(
@@ -62,7 +66,7 @@ def begin(
     resumes: bool,
     on_progress: ProgressCallback,
     same_text: Path | None = None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Corpus]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Layout, Corpus]:
     """Open model and text, then start the run or resume it.
 
     `same_text` is the corpus of another run with the same model and text settings. Nothing is written, and nothing of an
@@ -71,7 +75,7 @@ def begin(
     """
     tracking.check(recipe.report_to)
     check_accumulation(recipe)
-    model, tokenizer = open_dense(recipe, base)
+    model, tokenizer, layout = open_dense(recipe, base)
 
     def text() -> Corpus | None:
         if resumes and run.corpus.exists():
@@ -93,13 +97,13 @@ def begin(
             corpus.save(run.corpus)
 
     distributed.on_rank_zero(begin_run)
-    return model, tokenizer, Corpus.load(run.corpus)
+    return model, tokenizer, layout, Corpus.load(run.corpus)
 
 
-def empty_network(recipe: Recipe, model: PreTrainedModel) -> MaskNetwork:
-    """Make the mask network that a checkpoint, or `start_`, fills. Raises UserError if no experts meet the budget."""
-    shape = shape_of(model)
-    net = MaskNetwork(shape, settled_experts(shape, recipe), recipe.attention, recipe.sampling, recipe.seed)
+def empty_network(recipe: Recipe, model: PreTrainedModel, layout: Layout) -> MaskNetwork:
+    """Make the mask network that a checkpoint, or `start_`, fills."""
+    size, sampling = recipe.experts.embedding_size, recipe.sampling
+    net = MaskNetwork(shape_of(model), layout, size, recipe.attention, sampling, recipe.seed)
     return net.to(model.device)
 
 
@@ -110,7 +114,7 @@ def start_(
     ids, mask = calibration.input_ids.to(model.device), calibration.mask.to(model.device)
     if recipe.start == "carved":
         progress = stage_callback(on_progress, "carve")
-        carve_(net, model, ids, mask, recipe.active, recipe.seed, progress, uniform_width=recipe.common_multiple > 0)
+        carve_(net, model, ids, mask, recipe.active, recipe.seed, progress, recipe.experts.allocation)
     elif net.rotates_values:
         rotations = value_rotations(model, ids, mask, stage_callback(on_progress, "rotate"))
         net.value_rotations.copy_(torch.stack(rotations))
@@ -120,7 +124,7 @@ def make_network(
     recipe: Recipe, model: PreTrainedModel, calibration: Sequences, on_progress: ProgressCallback = no_progress
 ) -> MaskNetwork:
     """Make the mask network at its start: random, or carved from calibration statistics."""
-    net = empty_network(recipe, model)
+    net = empty_network(recipe, model, settle_layout(recipe, shape_of(model)))
     start_(net, recipe, model, calibration, on_progress)
     return net
 
@@ -132,8 +136,8 @@ def train(
     """Learn masks and routers in the run folder `out` and return it. Raises UserError for whatever the user can mend."""
     run, base = RunFolder(out), BaseWeights.of(recipe)
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
-    model, _, corpus = begin(recipe, base, run, resumes, on_progress)
-    _train(recipe, base, model, corpus, run, Stopwatch(), on_progress)
+    model, _, layout, corpus = begin(recipe, base, run, resumes, on_progress)
+    _train(recipe, base, model, layout, corpus, run, Stopwatch(), on_progress)
     return out
 
 
@@ -141,12 +145,13 @@ def _train(
     recipe: Recipe,
     base: BaseWeights,
     model: PreTrainedModel,
+    layout: Layout,
     corpus: Corpus,
     run: RunFolder,
     watch: Stopwatch,
     on_progress: ProgressCallback,
 ) -> MaskNetwork:
-    net = empty_network(recipe, model)
+    net = empty_network(recipe, model, layout)
     # a checkpoint holds the start too, so a resumed run need not carve again
     if not any(run.checkpoints.glob("step-*")):
         reads_weights = recipe.start == "carved" or net.rotates_values
@@ -202,7 +207,7 @@ def plan(
     weights = fingerprint(model)
     run.check_origin(weights, recipe.model)
     corpus = Corpus.load(run.corpus)
-    net = empty_network(recipe, model)
+    net = empty_network(recipe, model, settle_layout(recipe, shape_of(model)))
     run.restore(checkpoint, net, None)
     extracted = finish_plan(net, model, target, corpus, checkpoint.step, weights, on_progress, run_path, base.dtype)
     with atomic_folder(out, "plan.json", ()) as part:
@@ -221,7 +226,7 @@ def finish_plan(
     file in `folder`, and needs every rank.
     """
     calibration = corpus.calibration.input_ids.to(model.device), corpus.calibration.mask.to(model.device)
-    bare = extract_plan(net, model, recipe.active, calibration, common_multiple=recipe.common_multiple)
+    bare = extract_plan(net, model, recipe.active, calibration)
     notes = bare.notes | {
         "steps": steps,
         "seq_len": recipe.data.seq_len,
@@ -308,9 +313,9 @@ def convert_dense(
     refuse_overwriting(out, force, recipe.model, resume)
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
     watch = Stopwatch()
-    model, tokenizer, corpus = begin(recipe, base, run, resumes, on_progress, same_text)
+    model, tokenizer, layout, corpus = begin(recipe, base, run, resumes, on_progress, same_text)
     watch.ended("text")
-    net = _train(recipe, base, model, corpus, run, watch, on_progress)
+    net = _train(recipe, base, model, layout, corpus, run, watch, on_progress)
 
     def extract() -> tuple[Plan, PreTrainedModel]:
         original, weights = model if base.is_original else base.original(), run.origin_fingerprint()

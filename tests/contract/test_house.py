@@ -12,7 +12,7 @@ from conftest import SOURCE
 
 # Imports go to a lower layer, or to a room further left in the same one. Rooms joined by "|" never import each other.
 LAYERS = {
-    "ground": ("errors", "locks", "files | progress | seeds", "distributed"),
+    "ground": ("errors | target_rules", "locks", "files | progress | seeds", "distributed"),
     "recipe": ("recipe",),
     "inputs": ("model", "data"),
     "plan": ("budget", "plan"),

@@ -46,7 +46,7 @@ def test_a_trace_is_what_each_router_chooses(family: str) -> None:
 def test_a_trace_of_fine_grained_experts_holds_all_that_a_token_chooses() -> None:
     """Those that all tokens use by their bias are not chosen, and where all are used, nothing is."""
     dense = make_pico("llama")
-    plan = make_plan(dense, "off", form="fine", num_experts=8)
+    plan = make_plan(dense, "off", form="fine")
     bias = torch.where(torch.arange(8) < 3, ALWAYS, 0.0)
     changed = [replace(plan.layers[0], top_k=5, router_bias=bias), replace(plan.layers[1], top_k=8)]
     moe = fold(dense, replace(plan, layers=(*changed, *plan.layers[2:])))

@@ -15,11 +15,14 @@ from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.memory import estimate
 from tomoe.model.structure import shape_of
+from tomoe.pruning.layouts import OverlappingLayout
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import micro_step
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.loop import activation_checkpointing, make_optimizer
+
+LAYOUT = OverlappingLayout(num_experts=4, width_multiple=32)
 
 
 def a_recipe(*changes: str) -> Recipe:
@@ -34,7 +37,7 @@ class _Kept(Exception):
 def kept_for_backward(family: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes of all tensors that autograd holds when a forward pass is over, weights not counted."""
     model = make_pico(family, num_hidden_layers=4, intermediate_size=256)
-    net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, 0)
+    net = MaskNetwork(shape_of(model), LAYOUT, recipe.experts.embedding_size, recipe.attention, recipe.sampling, 0)
     weights = {t.untyped_storage().data_ptr() for m in (model, net) for t in (*m.parameters(), *m.buffers())}
     held: dict[int, torch.Tensor] = {}
 
@@ -83,7 +86,7 @@ def test_checkpointing_keeps_the_inputs_of_layers(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("attention", ["off", "static", "per_token"])
 def test_what_is_learned(attention: str) -> None:
     recipe, model = a_recipe(f"attention.pruning={attention}"), make_pico("qwen2")
-    net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, 0)
+    net = MaskNetwork(shape_of(model), LAYOUT, recipe.experts.embedding_size, recipe.attention, recipe.sampling, 0)
     optimizer = make_optimizer(net, recipe.train)
     for p in net.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
@@ -92,9 +95,9 @@ def test_what_is_learned(attention: str) -> None:
     held += [p.grad for p in net.parameters() if p.grad is not None]
     held += [t for slots in optimizer.state.values() for key, t in slots.items() if key != "step"]
     sizes = estimate.sizes_of(model.config, recipe)
-    assert estimate.trainable_bytes(sizes, recipe) == sum(t.nbytes for t in held)
+    assert estimate.trainable_bytes(sizes, recipe, LAYOUT) == sum(t.nbytes for t in held)
     carved = recipe.changed(["train.steps=0"])
-    assert estimate.trainable_bytes(sizes, carved) == sum(
+    assert estimate.trainable_bytes(sizes, carved, LAYOUT) == sum(
         t.nbytes for m in (net.parameters(), net.buffers()) for t in m
     )
 
@@ -119,7 +122,7 @@ def test_a_run_that_cannot_fit_does_not_begin(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe.load(None, [f"model={model}", *small()[1::2]])
-    training, *_, folding = estimate.least_memory(estimate.sizes_of(make_config(model), recipe), recipe)
+    training, *_, folding = estimate.least_memory(estimate.sizes_of(make_config(model), recipe), recipe, LAYOUT)
     assert training.total > folding.total
     command = [model, "--data", text, *small(), "-o", tmp_path / "out"]
     monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(training.total - 1, 0))
@@ -162,7 +165,7 @@ def test_repair_counts_equations_streams_and_the_plan(mode: str, monkeypatch: py
     ids = tokens(4, 16)
     plan = repair_plan(make_plan(model, "off"), model, ids, torch.ones_like(ids, dtype=torch.bool), recipe.repair)
     sizes = estimate.sizes_of(model.config, recipe)
-    carving, repair, folding = estimate.least_memory(sizes, recipe.changed(["train.steps=0"]))
+    carving, repair, folding = estimate.least_memory(sizes, recipe.changed(["train.steps=0"]), LAYOUT)
     assert (carving.stage, repair.stage, folding.stage) == ("carving", "repair", "folding")
     gram = 4 * 256 * 256
     assert repair.parts["normal equations"] == gram + max(solved)
@@ -170,7 +173,7 @@ def test_repair_counts_equations_streams_and_the_plan(mode: str, monkeypatch: py
     refits = sum(t.nbytes for layer in plan.layers for t in layer.refit.values())
     assert repair.parts["refitted projections"] == folding.parts["refitted projections"] == refits
     assert refits < 4 * 2 * 32 * 256 or mode == "full"
-    bare = estimate.least_memory(sizes, recipe.changed(["train.steps=0", "repair.mode=none"]))
+    bare = estimate.least_memory(sizes, recipe.changed(["train.steps=0", "repair.mode=none"]), LAYOUT)
     assert [need.stage for need in bare] == ["carving", "folding"]
     assert folding.total - bare[1].total == refits
 
@@ -188,7 +191,7 @@ def test_hidden_states_in_a_file_take_no_memory() -> None:
 
 def test_a_repair_that_cannot_fit_does_not_begin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe.load(None, [f"model={model}", *small(train_steps="0", repair_mode="full")[1::2]])
-    carving, repair, folding = estimate.least_memory(estimate.sizes_of(make_config(model), recipe), recipe)
+    carving, repair, folding = estimate.least_memory(estimate.sizes_of(make_config(model), recipe), recipe, LAYOUT)
     assert repair.total > max(carving.total, folding.total)
     monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(repair.total - 1, 0))
     # `tomoe train` learns only
@@ -206,9 +209,9 @@ def make_config(folder: Path) -> object:
 def test_folding_holds_dense_model_and_a_file_of_experts_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = ("train.steps=0", "experts.embedding_size=4", "repair.mode=none")
+    changes = ("train.steps=0", "experts.embedding_size=4", "experts.width_multiple=1", "repair.mode=none")
     recipe = a_recipe(f"model={write_pico(tmp_path / 'dense')}", *changes)
-    carving, folding = estimate.least_memory(estimate.sizes_of(make_config(tmp_path / "dense"), recipe), recipe)
+    carving, folding = estimate.least_memory(estimate.sizes_of(make_config(tmp_path / "dense"), recipe), recipe, LAYOUT)
     assert carving.stage == "carving"
     assert folding.total > carving.total
     monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(folding.total - 1, 0))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, make_network, make_pico, tokens
+from conftest import ATTENTION_MODES, EMBEDDING_SIZE, make_network, make_pico, tokens
 from tomoe.budget import BUDGET_TOLERANCE
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
@@ -19,16 +19,15 @@ from tomoe.plan import Plan
 from tomoe.pruning.extract import (
     Extraction,
     Site,
-    check_budget,
     common_offset,
     extract_plan,
-    least_active,
     whole_units,
 )
+from tomoe.pruning.layouts import least_active, settle_layout
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import planned_masks
 from tomoe.pruning.routing import ValueRouter
-from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
 
 MULTIPLE = 8
 IDS = tokens(4, 16)
@@ -126,7 +125,7 @@ def test_calibration_reads_real_tokens_only() -> None:
 def test_twice_gives_the_same_bytes(attention: str, tmp_path: Path) -> None:
     net = network(attention)
     plan_of(attention).save(tmp_path / "one")
-    copy = MaskNetwork(net.shape, net.experts, net.attention, net.sampling, seed=99)
+    copy = MaskNetwork(net.shape, net.layout, EMBEDDING_SIZE, net.attention, net.sampling, seed=99)
     copy.load_state_dict(net.state_dict())
     torch.manual_seed(5)
     torch.rand(3)
@@ -177,7 +176,8 @@ def test_higher_logits_make_a_wider_layer(attention: str, change: str, place: in
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 def test_budgets_out_of_reach(attention: str) -> None:
     net = network(attention)
-    least = least_active(net.shape, MULTIPLE, attention)
+    experts, section = ExpertsSection(form="overlapping", width_multiple=MULTIPLE), AttentionSection(pruning=attention)
+    least = least_active(net.shape, experts, section, "hf")
     with pytest.raises(UserError, match=r"needs at least .* but the budget allows .*; set a larger"):
         extract_plan(net, model(), 0.98 * least, CALIBRATION)
     plan = extract_plan(net, model(), least, CALIBRATION)
@@ -199,7 +199,7 @@ def test_what_is_known_of_a_budget_is_what_extraction_finds(multiple: int) -> No
         recipe = Recipe(active=active, experts={"form": "overlapping", "width_multiple": multiple})
         errors = []
         for check in (
-            lambda r: check_budget(net.shape, r),
+            lambda r: settle_layout(r, net.shape),
             lambda r: extract_plan(net, model(), r.active, CALIBRATION),
         ):
             try:
@@ -288,7 +288,12 @@ def test_least_active_counts_one_unit_of_everything(attention: str) -> None:
     partly = ModelShape(2, 32, 48, 4, 2, 8, 4, False)
     per_layer = {"off": 16, "static": 3, "per_token": 3}[attention]  # dims of Q/K and V/O; a pair is two
     total = 3 * 32 * 48 + 32 * 6 * 16
-    assert least_active(whole, 8, attention) == pytest.approx((3 * 32 * 8 + 32 * 6 * per_layer) / total)
+
+    def least(shape: ModelShape, width: int) -> float:
+        experts = ExpertsSection(form="overlapping", width_multiple=width)
+        return least_active(shape, experts, AttentionSection(pruning=attention), "hf")
+
+    assert least(whole, 8) == pytest.approx((3 * 32 * 8 + 32 * 6 * per_layer) / total)
     alone = 16 if attention == "off" else 2  # a dim that RoPE leaves alone is one
-    assert least_active(partly, 100, attention) == pytest.approx((2 * 32 * 48 + 32 * 6 * alone) / (total - 32 * 48))
+    assert least(partly, 100) == pytest.approx((2 * 32 * 48 + 32 * 6 * alone) / (total - 32 * 48))
     assert shape_of(model()).num_qk_choices == 8

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, make_network, make_pico, tokens
+from conftest import ATTENTION_MODES, make_pico, tokens
 from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params
+from tomoe.conversion import empty_network
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
+from tomoe.model.structure import shape_of
 from tomoe.pruning import fine_carving
-from tomoe.pruning.carving import carve_, layout_for, settled_experts
-from tomoe.pruning.extract import check_budget, extract_plan
+from tomoe.pruning.carving import carve_
+from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.fine_carving import (
     ROUTER_RIDGE,
-    FineLayout,
     FineStart,
     RidgeRegression,
     balanced_assignment,
     balanced_clusters,
     carve_fine,
     error_curve,
-    fine_layout,
-    fine_params,
-    stored_zeros,
 )
+from tomoe.pruning.layouts import FineLayout, OverlappingLayout, _Search, _search, settle_layout, stored_zeros
+from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
 
@@ -132,9 +133,9 @@ def test_the_error_curve_is_the_convex_hull_of_what_is_computed_directly(seed: i
     assert all(b - a <= c - b + 1e-6 for a, b, c in zip(curve, curve[1:], curve[2:], strict=False))
 
 
-def test_parameters_grow_by_one_expert() -> None:
-    assert fine_params(SMOLLM2, FineLayout(64, 16, 512, 16))[:3] == [3 * 576 * n for n in (512, 528, 544)]
-    assert fine_params(SMOLLM2, FineLayout(64, 16, 512, 16))[-1] == 3 * 576 * 1536
+def test_a_token_has_the_shared_part_and_some_experts() -> None:
+    widths = FineLayout(64, 16, 512, 16).widths(1536)
+    assert (widths[:3], widths[-1], len(widths)) == ([512, 528, 544], 1536, 65)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +152,13 @@ def test_parameters_grow_by_one_expert() -> None:
 def test_layouts_in_numbers(
     shape: ModelShape, experts: ExpertsSection, active: float, uniform: bool, expected: FineLayout | None
 ) -> None:
+    recipe = Recipe(active=active, experts=experts, target="glm4_moe" if uniform else "hf")
     if expected is None:
-        with pytest.raises(UserError, match="cannot divide"):
-            layout_for(shape, experts, AttentionSection(), active, uniform)
+        with pytest.raises(UserError, match="can be cut to"):
+            settle_layout(recipe, shape)
         return
-    layout = layout_for(shape, experts, AttentionSection(), active, uniform)
-    assert layout == expected
+    layout = settle_layout(recipe, shape)
+    assert layout == replace(expected, uniform=uniform)
     assert layout.shared + layout.num_experts * layout.expert_size == shape.mlp_size
 
 
@@ -188,11 +190,9 @@ def test_layouts_in_numbers(
 def test_a_stock_form_may_take_fewer_experts_to_hold_few_zeros(
     shape: ModelShape, active: float, experts: dict[str, float], expected: FineLayout
 ) -> None:
-    recipe = Recipe(active=active, target="glm4_moe", experts={"form": "fine"} | experts)
-    settled = settled_experts(shape, recipe)
-    assert (settled.num_experts, settled.expert_size) == (expected.num_experts, expected.expert_size)
-    # what the carve finds with these
-    assert layout_for(shape, settled, recipe.attention, active, True) == expected
+    layout = settle_layout(Recipe(active=active, target="glm4_moe", experts={"form": "fine"} | experts), shape)
+    assert replace(layout, uniform=False, dense_layers=0) == expected
+    assert (layout.uniform, layout.dense_layers) == (True, experts.get("dense_layers", 1))
 
 
 @pytest.mark.parametrize(
@@ -209,19 +209,16 @@ def test_a_stock_form_may_take_fewer_experts_to_hold_few_zeros(
     ],
 )  # fmt: skip
 def test_models_with_wide_layers_get_more_experts(shape: ModelShape, changes: list[str], number: int) -> None:
-    recipe = Recipe(active=0.5).changed(changes)
-    settled = settled_experts(shape, recipe)
-    assert settled == recipe.experts.model_copy(update={"num_experts": number})
-    if settled.form == "fine":
-        layout = layout_for(shape, settled, recipe.attention, recipe.active, recipe.common_multiple > 0)
-        assert (layout.num_experts, layout.shared + number * layout.expert_size) == (number, shape.mlp_size)
+    layout = settle_layout(Recipe(active=0.5).changed(changes), shape)
+    assert layout.num_experts == number
+    assert isinstance(layout, OverlappingLayout) or layout.shared + number * layout.expert_size == shape.mlp_size
 
 
 def test_llama_cpp_takes_no_more_experts_of_a_token() -> None:
     recipe = Recipe(active=0.9, target="gguf", experts={"form": "fine", "expert_size": 16})
     with pytest.raises(UserError, match=r"51 experts of 16 neurons, and llama\.cpp takes at most 30; leave"):
-        settled_experts(SMOLLM2, recipe)
-    assert settled_experts(SMOLLM2, recipe.changed(["target=glm4_moe"])).expert_size == 16
+        settle_layout(recipe, SMOLLM2)
+    assert settle_layout(recipe.changed(["target=glm4_moe"]), SMOLLM2).expert_size == 16
 
 
 @pytest.mark.parametrize(
@@ -243,9 +240,9 @@ def test_zeros_of_a_stock_form_fill_up_experts_and_shared_part(layout: FineLayou
 def test_a_layout_that_is_not_given_has_the_roundest_size_that_the_budget_allows(
     shape: ModelShape, active: float, uniform: bool
 ) -> None:
-    experts, attention = fine(width_multiple=32, dense_layers=0), AttentionSection()
-    layout = layout_for(shape, experts, attention, active, uniform)
-    check_budget(shape, Recipe(active=active, experts=experts))
+    experts = fine(width_multiple=32, dense_layers=0)
+    layout = _search(shape, experts, AttentionSection(), active, uniform, 0).roundest(64)
+    assert layout is not None
     size = layout.expert_size
     assert layout.shared + 64 * size == shape.mlp_size
     assert abs(layout.shared - experts.shared * _width(shape, active)) <= 0.25 * _width(shape, active)
@@ -277,17 +274,16 @@ def _width(shape: ModelShape, active: float) -> float:
 )
 def test_what_cannot_be_divided_is_refused(experts: ExpertsSection, width: float) -> None:
     """Too narrow for one expert; more neurons than there are; a shared part that is wider than a token."""
-    with pytest.raises(UserError, match=r"fine-grained experts.* cannot divide 1,024 neurons .*; change experts"):
-        fine_layout(1024, width, 1.0, experts, 2)
+    assert _Search(experts, 1024, width, 1.0, 2).roundest(experts.num_experts) is None
+    refusal = str(_Search(experts, 1024, width, 1.0, 2).refusal(experts.num_experts))
+    assert re.fullmatch(r".*fine-grained experts.* cannot divide 1,024 neurons .*; change experts.*", refusal)
 
 
-def error_of(check: Callable[[], object]) -> str:
-    """The sentence with which it is refused, or nothing."""
-    try:
-        check()
-    except UserError as error:
-        return str(error)
-    return ""
+def carved(model: PreTrainedModel, recipe: Recipe, text: tuple[Tensor, Tensor]) -> MaskNetwork:
+    """A mask network with the carved start of a recipe. Raises UserError, before the carve, if no layout meets the budget."""
+    net = empty_network(recipe, model, settle_layout(recipe, shape_of(model)))
+    carve_(net, model, *text, recipe.active, recipe.seed, allocation=recipe.experts.allocation)
+    return net
 
 
 @pytest.mark.slow
@@ -299,18 +295,17 @@ def test_what_is_known_of_a_budget_is_what_the_carve_finds(attention: str) -> No
     ids = tokens(4, 24)
     text, met = (ids, torch.ones_like(ids, dtype=torch.bool)), set()
     for active in (0.05, 0.2, 0.3, 0.6, 0.61, 0.7, 1.0):
-        net = make_network(model, attention, **experts)
         recipe = Recipe(active=active, experts=experts, attention=dict(pruning=attention))
-        known = error_of(lambda r=recipe, n=net: check_budget(n.shape, r))
-        found = error_of(lambda n=net, a=active: carve_(n, model, *text, a, seed=0))
-        assert known == found or ("can be cut to" in known and found), active
-        if not known:
-            # attention of a pico model has few dims, which cannot take up every rest
-            tolerance = BUDGET_TOLERANCE if attention == "off" else 0.01
-            plan = extract_plan(net, model, active, text, tolerance)
-            assert plan.active_fraction() == pytest.approx(active, abs=tolerance)
-            assert all(1 <= layer.top_k <= 32 for layer in plan.layers)
-            met.add(active)
+        try:
+            net = carved(model, recipe, text)
+        except UserError:
+            continue
+        # attention of a pico model has few dims, which cannot take up every rest
+        tolerance = BUDGET_TOLERANCE if attention == "off" else 0.01
+        plan = extract_plan(net, model, active, text, tolerance)
+        assert plan.active_fraction() == pytest.approx(active, abs=tolerance)
+        assert all(1 <= layer.top_k <= 32 for layer in plan.layers)
+        met.add(active)
     assert met >= {0.6, 1.0}
     assert 0.05 not in met
 
@@ -319,12 +314,13 @@ def test_what_is_known_of_a_budget_is_what_the_carve_finds(attention: str) -> No
 def test_one_number_of_experts_for_all_layers_but_the_first(dense_layers: int) -> None:
     """As stock targets need it; the first layers may stay whole, but not the last one."""
     model = make_pico("llama", intermediate_size=512, num_hidden_layers=3)
-    net = make_network(model, "off", form="fine", num_experts=32, expert_size=12, dense_layers=dense_layers)
+    shape = shape_of(model)
     ids, whole = tokens(4, 24), min(dense_layers, 2)
     text = ids, torch.ones_like(ids, dtype=torch.bool)
     widths = [(512, 8, 8)] * whole + [(128 + 10 * 12, 8, 8)] * (3 - whole)
-    active = active_params(net.shape, widths) / decoder_params(net.shape)
-    carve_(net, model, *text, active, seed=0, uniform_width=True)
+    active = active_params(shape, widths) / decoder_params(shape)
+    experts = fine(num_experts=32, expert_size=12, dense_layers=dense_layers)
+    net = carved(model, Recipe(active=active, experts=experts, target="glm4_moe"), text)
     plan = extract_plan(net, model, active, text)
     assert {(layer.expert_size, layer.shared_size) for layer in plan.counts} == {(12, 128)}
     assert [layer.top_k for layer in plan.layers] == [32] * whole + [10] * (3 - whole)
@@ -337,8 +333,8 @@ def test_layers_get_equally_many_experts_or_what_lowers_their_error() -> None:
     text = ids, torch.ones_like(ids, dtype=torch.bool)
     used = {}
     for allocation in ("by_error", "equal"):
-        net = make_network(model, "off", form="fine", num_experts=32, expert_size=12, allocation=allocation)
-        carve_(net, model, *text, 0.6, seed=0)
+        experts = fine(num_experts=32, expert_size=12, allocation=allocation)
+        net = carved(model, Recipe(active=0.6, experts=experts), text)
         used[allocation] = net.experts_per_token.tolist()
     others = [(own, even) for own, even in zip(used["by_error"], used["equal"], strict=True) if own < 32]
     assert sum(used["by_error"]) == sum(used["equal"])
@@ -406,15 +402,14 @@ def test_moving_neurons_to_the_tokens_that_need_them_lowers_the_error(monkeypatc
 def test_a_carve_writes_down_what_it_found() -> None:
     """The plan of a carved model keeps its dense weights, and with all experts it is the dense model."""
     model = make_pico("qwen2", intermediate_size=256)
-    net = make_network(model, "off", form="fine", num_experts=32, width_multiple=1)
     ids = tokens(4, 24)
     text = ids, torch.ones_like(ids, dtype=torch.bool)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    carve_(net, model, *text, 0.5, seed=3)
+    recipe = Recipe(active=0.5, experts=fine(num_experts=32, width_multiple=1), seed=3)
+    net = carved(model, recipe, text)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     plan = extract_plan(net, model, 0.5, text)
-    again = make_network(model, "off", form="fine", num_experts=32, width_multiple=1)
-    carve_(again, model, *text, 0.5, seed=3)
+    again = carved(model, recipe, text)
     assert all(torch.equal(t, again.state_dict()[name]) for name, t in net.state_dict().items())
     with torch.no_grad():
         whole = model(ids).logits

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, FAMILIES, make_network, make_pico, make_plan, tokens
+from conftest import ATTENTION_MODES, EMBEDDING_SIZE, FAMILIES, make_network, make_pico, make_plan, tokens
 from tomoe.model.structure import shape_of
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.losses import kl_loss
@@ -37,9 +37,8 @@ def student_and_teacher(
 def local_network(model: PreTrainedModel, attention: str) -> MaskNetwork:
     """The ablation: every layer has its own attention embedding."""
     net = make_network(model, attention)
-    local = MaskNetwork(
-        net.shape, net.experts, AttentionSection(pruning=attention, embedding="local"), net.sampling, seed=0
-    )
+    section = AttentionSection(pruning=attention, embedding="local")
+    local = MaskNetwork(net.shape, net.layout, EMBEDDING_SIZE, section, net.sampling, seed=0)
     local.load_state_dict(net.state_dict(), strict=False)
     return local
 
@@ -149,7 +148,7 @@ def test_a_network_is_its_seed() -> None:
     one, again = (make_network(dense, "per_token").state_dict() for _ in range(2))
     assert all(torch.equal(one[name], again[name]) for name in one)
     net = make_network(dense, "per_token")
-    other = MaskNetwork(net.shape, net.experts, net.attention, net.sampling, seed=1).state_dict()
+    other = MaskNetwork(net.shape, net.layout, EMBEDDING_SIZE, net.attention, net.sampling, seed=1).state_dict()
     drawn = {"hypernetwork.inputs", "routers.0.weight", "neurons.0.linear.weight", "token_embeddings.0.weight"}
     assert not any(torch.equal(one[name], other[name]) for name in drawn)
     assert "hypernetwork.inputs" not in dict(net.named_parameters())

@@ -407,7 +407,7 @@ def test_summary_says_how_it_was_learned(llama: PreTrainedModel) -> None:
 
 
 def test_card_summary_and_page_of_fine_grained_experts(llama: PreTrainedModel, tmp_path: Path) -> None:
-    plan = make_plan(llama, "off", form="fine", num_experts=8)
+    plan = make_plan(llama, "off", form="fine")
     free = torch.zeros(8)
     layers = [replace(layer, top_k=k, router_bias=free) for layer, k in zip(plan.layers, (2, 3, 3), strict=False)]
     plan = replace(plan, layers=tuple(layers))

@@ -159,7 +159,7 @@ def test_fine_grained_experts_that_are_never_or_always_chosen() -> None:
 
 def test_experts_that_all_tokens_use_by_their_bias_are_no_choice() -> None:
     dense = make_pico("llama")
-    plan = make_plan(dense, "off", form="fine", num_experts=8)
+    plan = make_plan(dense, "off", form="fine")
     bias = torch.where(torch.arange(8) < 2, ALWAYS, 0.0)
     layers = [replace(layer, top_k=4, router_bias=bias) for layer in plan.layers]
     plan = replace(plan, layers=tuple(layers), recipe={})

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tomoe.exporting.stock import padded
 from tomoe.model.hooks import hooked, input_of
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
-from tomoe.recipe.conversion import FINE_MULTIPLE
+from tomoe.target_rules import FINE_MULTIPLE
 
 # Tokens that the reach of a router is measured on.
 PROBE_TOKENS = 256

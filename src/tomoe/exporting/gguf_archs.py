@@ -26,7 +26,7 @@ from tomoe.exporting.overlapping import QWEN_PROJECTIONS, Layout, expert_tensors
 from tomoe.exporting.stock import Places, attention_tensors, dense_problem, stock_problem
 from tomoe.exporting.verification import Proof
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
-from tomoe.recipe.conversion import MOST_USED
+from tomoe.target_rules import MAX_EXPERTS_PER_TOKEN
 
 LayoutT = TypeVar("LayoutT")
 MakeEntry = Callable[..., Entry]
@@ -188,8 +188,11 @@ class Glm4Moe(GgufArch[FineLayout]):
     def problem(self, moe: ToMoEForCausalLM) -> str | None:
         if problem := stock_problem(moe, self.places):
             return problem
-        if (used := fine_layout(moe, 1).top_k) > MOST_USED:
-            return f"a token would use {used} experts of a layer, and llama.cpp takes {MOST_USED}; convert with target = gguf"
+        if (used := fine_layout(moe, 1).top_k) > MAX_EXPERTS_PER_TOKEN:
+            most = MAX_EXPERTS_PER_TOKEN
+            return (
+                f"a token would use {used} experts of a layer, and llama.cpp takes {most}; convert with target = gguf"
+            )
         return self.llama_cpp_problem(moe)
 
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> FineLayout:

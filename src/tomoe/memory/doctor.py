@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tomoe.memory.estimate import AvailableMemory, MemoryEstimate, Sizes, available_memory, least_memory, sizes_of
 from tomoe.model import quantized
 from tomoe.model.loading import check_loading, load_config, pick_device
-from tomoe.pruning.extract import check_budget
+from tomoe.pruning.layouts import Layout, settle_layout
 from tomoe.recipe.conversion import Recipe
 
 
@@ -32,16 +32,16 @@ def examine(recipe: Recipe) -> Diagnosis:
     """
     check_loading(recipe.model)
     sizes = sizes_of(load_config(recipe.model), recipe)
-    check_budget(sizes.shape, recipe)
+    layout = settle_layout(recipe, sizes.shape)
     available = available_memory(pick_device(recipe.device))
     free = available.device_memory or available.memory
-    least = least_memory(sizes, recipe)
+    least = least_memory(sizes, recipe, layout)
     lacking = [need.stage for need in least if need.total > free]
-    remedies = _remedies(sizes, recipe, free) if "training" in lacking else []
+    remedies = _remedies(sizes, recipe, layout, free) if "training" in lacking else []
     return Diagnosis(sizes, least, available, lacking, remedies)
 
 
-def _remedies(sizes: Sizes, recipe: Recipe, free: int) -> list[str]:
+def _remedies(sizes: Sizes, recipe: Recipe, layout: Layout, free: int) -> list[str]:
     settings = ["train.gradient_checkpointing=true"]
     if recipe.data.seq_len > 256:
         settings.append(f"data.seq_len={recipe.data.seq_len // 2}")
@@ -49,4 +49,4 @@ def _remedies(sizes: Sizes, recipe: Recipe, free: int) -> list[str]:
         settings.append("train.batch_size=1")
     if recipe.train.quantization == "none" and not recipe.train.shard and quantized.available():
         settings += [f"train.quantization={bits}" for bits in quantized.BITS]
-    return [setting for setting in settings if least_memory(sizes, recipe.changed([setting]))[0].total <= free]
+    return [setting for setting in settings if least_memory(sizes, recipe.changed([setting]), layout)[0].total <= free]

@@ -25,8 +25,7 @@ from tomoe.model.quantized import BITS
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
-from tomoe.pruning.carving import numbered_experts
-from tomoe.pruning.extract import least_active, least_width
+from tomoe.pruning.layouts import Layout, least_active, settle_layout
 from tomoe.pruning.losses import CHUNK
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.repair.layers import RepairSettings
@@ -88,11 +87,11 @@ def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
     model = skeleton(config)
     shape = shape_of(model)
     total = sum(p.numel() for p in model.parameters())
-    least = least_active(shape, least_width(shape, recipe), recipe.attention.pruning)
+    least = least_active(shape, recipe.experts, recipe.attention, recipe.target)
     return Sizes(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)
 
 
-def least_memory(sizes: Sizes, recipe: Recipe, shards: int = 1) -> tuple[MemoryEstimate, ...]:
+def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout, shards: int = 1) -> tuple[MemoryEstimate, ...]:
     """Return what each stage needs in one process: training (or carving), with `shards` of them, repair if any, folding."""
     t = recipe.train
     quantized = t.quantization != "none"
@@ -100,7 +99,7 @@ def least_memory(sizes: Sizes, recipe: Recipe, shards: int = 1) -> tuple[MemoryE
     dtype = t.quantization if quantized and t.steps else computing
     training = {
         f"weights in {dtype}": layer_bytes(sizes, recipe) if recipe.offload else weight_bytes(sizes, recipe, shards),
-        "masks, routers and their optimizer": trainable_bytes(sizes, recipe),
+        "masks, routers and their optimizer": trainable_bytes(sizes, recipe, layout),
     }
     if t.steps:
         training["activations for the backward pass"] = activation_bytes(sizes, recipe)
@@ -142,12 +141,11 @@ def layer_bytes(sizes: Sizes, recipe: Recipe) -> int:
     return int((outside + sizes.decoder_params // sizes.shape.num_layers) * getattr(torch, recipe.train.dtype).itemsize)
 
 
-def trainable_bytes(sizes: Sizes, recipe: Recipe) -> int:
+def trainable_bytes(sizes: Sizes, recipe: Recipe, layout: Layout) -> int:
     """Bytes of the mask network in float32, and of the gradients and AdamW's two moments of its trained parameters."""
     with torch.device("meta"):
-        net = MaskNetwork(
-            sizes.shape, numbered_experts(sizes.shape, recipe), recipe.attention, recipe.sampling, recipe.seed
-        )
+        size, sampling = recipe.experts.embedding_size, recipe.sampling
+        net = MaskNetwork(sizes.shape, layout, size, recipe.attention, sampling, recipe.seed)
     stored = sum(t.numel() for t in (*net.parameters(), *net.buffers()))
     trained = sum(p.numel() for p in net.parameters() if p.requires_grad) if recipe.train.steps else 0
     return _FLOAT32 * (stored + 3 * trained)
@@ -259,7 +257,10 @@ def _check(recipe: Recipe, folds: bool) -> None:
     device = pick_device(recipe.device)
     on_gpu = device.startswith("cuda")
     sizes = sizes_of(load_config(recipe.model, checked=True), recipe)
-    training, *repair, folding = least_memory(sizes, recipe, distributed.world_size() if recipe.train.shard else 1)
+    layout = settle_layout(recipe, sizes.shape)
+    training, *repair, folding = least_memory(
+        sizes, recipe, layout, distributed.world_size() if recipe.train.shard else 1
+    )
     available = available_memory(device)
     free = available.device_memory if on_gpu else available.memory
     local = 1 if on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -11,10 +11,9 @@ its own output says little about what the model loses, so it does not compete wi
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,25 +22,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tomoe import distributed
-from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp_params
-from tomoe.errors import UserError
+from tomoe.budget import attention_params, decoder_params, mlp_params
 from tomoe.model.heads import rotate_heads
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import decoder_layers, layer_parts, run_model
 from tomoe.progress import StageCallback, no_stage_progress
-from tomoe.pruning.fine_carving import FineLayout, carve_fine, fine_layout, fine_params
+from tomoe.pruning.fine_carving import carve_fine
 from tomoe.pruning.gumbel import keep_logit, keep_probability
+from tomoe.pruning.layouts import FineLayout, attention_units
 from tomoe.pruning.mask_network import MaskNetwork, Projection
 from tomoe.pruning.rotation import head_rotations
-from tomoe.recipe.conversion import (
-    FINE_EXPERTS,
-    MOST_USED,
-    NEURONS_PER_EXPERT,
-    AttentionSection,
-    ExpertsSection,
-    Recipe,
-)
 from tomoe.seeds import derive_seed
 
 KMEANS_STEPS = 20
@@ -49,8 +40,6 @@ ROUTER_CONFIDENCE = 0.9
 """Mean probability of the expert that a token chooses: high enough that noise seldom sends it elsewhere."""
 LOGIT_SCALE = 4.0
 """Mask logits per standard deviation of the rank: decided at both ends, open in the middle."""
-FEWER_EXPERTS = 0.25
-"""Share of the fine-grained experts that a stock form may do without, to be held without zeros and to meet the budget."""
 
 
 @dataclass(frozen=True)
@@ -183,10 +172,8 @@ def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float) ->
 class _Carving:
     """One pass over the calibration text: every layer is ranked as soon as it has run, then its activations are freed."""
 
-    def __init__(
-        self, net: MaskNetwork, model: nn.Module, layout: FineLayout | None, seed: int, progress: StageCallback
-    ):
-        self.net, self.shape, self.layout, self.seed, self.progress = net, net.shape, layout, seed, progress
+    def __init__(self, net: MaskNetwork, model: nn.Module, seed: int, progress: StageCallback):
+        self.net, self.shape, self.layout, self.seed, self.progress = net, net.shape, net.layout, seed, progress
         self.parts, self.layers = layer_parts(model), decoder_layers(model)
         # [N, D], and for fine-grained experts [N, D + 1] with the bias in the last column
         self.routers: list[Tensor] = []
@@ -248,19 +235,18 @@ class _Carving:
         self.attention.append(attention_importance(q, k, o, weight, self.shape))
 
     def _carve_mlp(self, i: int, x: Tensor, h: Tensor, residual: Tensor) -> None:
-        s, n, layout = self.shape, self.net.experts.num_experts, self.layout
-        multiple = self.net.experts.width_multiple
-        units = [min(u * multiple, s.mlp_size) for u in range(-(-s.mlp_size // multiple) + 1)]
-        params = [int(mlp_params(s, width)) for width in units] if layout is None else fine_params(s, layout)
+        s, layout = self.shape, self.layout
+        n, widths, fine = layout.num_experts, layout.widths(s.mlp_size), isinstance(layout, FineLayout)
+        params = [int(mlp_params(s, width)) for width in widths]
         # empty tensors, which the process that ranks the layer fills in
         if self._owner(i) != distributed.rank():
-            self.routers.append(x.new_empty(n, s.hidden_size + (layout is not None)))
-            ranks = torch.empty(n if layout is None else 1, s.mlp_size, dtype=torch.long, device=x.device)
+            self.routers.append(x.new_empty(n, s.hidden_size + fine))
+            ranks = torch.empty(1 if fine else n, s.mlp_size, dtype=torch.long, device=x.device)
             self.mlps.append(Ranking(ranks, torch.empty(len(params), dtype=torch.float64), params))
             return
         weight = 1 / residual.square().sum(-1).clamp_min(1e-6)
         down = self.parts[i].down.weight.float()
-        if layout is not None:
+        if isinstance(layout, FineLayout):
             start = carve_fine(x, h, weight, down, layout, derive_seed(self.seed, "clusters", i))
             self.routers.append(torch.cat([start.router_weight, start.router_bias[:, None]], 1))
             self.mlps.append(Ranking(start.expert_of_neuron[None], start.loss, params))
@@ -268,7 +254,7 @@ class _Carving:
         router = spherical_kmeans(x, n, derive_seed(self.seed, "k-means", i))
         logits = x @ router.T
         self.routers.append(router * confident_scale(logits))
-        self.mlps.append(carve_mlp(h.float(), logits.argmax(-1), weight, down, n, units, params))
+        self.mlps.append(carve_mlp(h.float(), logits.argmax(-1), weight, down, n, widths, params))
 
 
 def attention_importance(
@@ -305,17 +291,15 @@ def carve_(
     active: float,
     seed: int,
     progress: StageCallback = no_stage_progress,
-    uniform_width: bool = False,
+    allocation: Literal["equal", "by_error"] = "equal",
 ) -> None:
     """Give `net` a carved start: its noise-free plan meets the active fraction `active`, and so does sampling on average.
 
-    `uniform_width` makes all layers exactly equally wide, as stock targets need it; otherwise `experts.allocation` decides.
-    Raises UserError if fine-grained experts cannot meet the budget.
+    A uniform layout makes all layers exactly equally wide; otherwise `allocation` decides.
     """
-    s, pruned = net.shape, net.attention.pruning != "off"
+    s, layout, pruned = net.shape, net.layout, net.attention.pruning != "off"
     choices, dims = attention_units(s, net.attention, active)
-    layout = layout_for(s, net.experts, net.attention, active, uniform_width) if net.fine else None
-    carving = _Carving(net, model, layout, seed, progress)
+    carving = _Carving(net, model, seed, progress)
     carving.run(model, ids, mask)
     if net.rotates_values:
         net.value_rotations.copy_(torch.stack(carving.rotations))
@@ -328,91 +312,20 @@ def carve_(
             starts = [start_logits(_ranks(t), n, net.sampling.keep_bias) for t, n in ((values, dims), (qk, choices))]
             _set_start_(net.dims[i], torch.cat(starts))
     left = active * decoder_params(s) - spent
-    units = [] if uniform_width else allocate(carving.mlps, left)
-    if net.experts.allocation == "equal":
+    units = [] if layout.uniform else allocate(carving.mlps, left)
+    if allocation == "equal":
         units = evened(units, len(carving.mlps[0].params) - 1)
-    if layout is not None:
-        _set_fine_start_(net, carving, units or uniform_top_ks(s, net.experts, layout))
+    if isinstance(layout, FineLayout):
+        _set_fine_start_(net, carving, units or layout.top_ks(s.num_layers))
         return
-    if uniform_width:
+    if layout.uniform:
         widths = [max(1, round(left / (s.num_layers * mlp_params(s, 1))))] * s.num_layers
     else:
-        widths = [n * net.experts.width_multiple for n in units]
+        widths = [n * layout.width_multiple for n in units]
     for i, (router, mlp) in enumerate(zip(carving.routers, carving.mlps, strict=True)):
         width = min(widths[i], s.mlp_size)
         net.routers[i].weight.copy_(router)
         _set_start_(net.neurons[i], start_logits(mlp.ranks, width, net.sampling.keep_bias))
-
-
-def attention_units(s: ModelShape, attention: AttentionSection, active: float) -> tuple[int, int]:
-    """Return how many Q/K choices and V/O dims a carved start keeps in every layer."""
-    kept = 1.0 if attention.pruning == "off" else 1 - attention.share * (1 - active)
-    return max(1, round(kept * s.num_qk_choices)), max(1, round(kept * s.head_dim))
-
-
-def layout_for(
-    s: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, uniform: bool,
-    fewest: int | None = None,
-) -> FineLayout:  # fmt: skip
-    """Return the layout of fine-grained experts for a budget, of `fewest` or more: sizes and recipe alone decide it.
-
-    If all layers use equally many experts (`uniform`), that excepts the first `experts.dense_layers`, which use all. Where
-    attention is pruned and layers may differ, it takes up what whole experts leave of the budget. Raises UserError if
-    there is none.
-    """
-    choices, dims = attention_units(s, attention, active)
-    qk_dims = round(s.head_dim * choices / s.num_qk_choices)
-    left = active * decoder_params(s) - s.num_layers * attention_params(s, qk_dims, dims)
-    dense_layers = min(experts.dense_layers, s.num_layers - 1) if uniform else 0
-    others = mlp_params(s, 1) * (s.num_layers - dense_layers)
-    width = (left - dense_layers * mlp_params(s, s.mlp_size)) / others
-    exact = uniform or attention.pruning == "off"
-    slack = BUDGET_TOLERANCE * decoder_params(s) / others if exact else math.inf
-    return fine_layout(s.mlp_size, width, slack, experts, 1 if uniform else s.num_layers, fewest)
-
-
-def numbered_experts(s: ModelShape, recipe: Recipe) -> ExpertsSection:
-    """The recipe's experts with a number: the given one, or the largest usual one that suits the model and the budget."""
-    experts = recipe.experts
-    if experts.num_experts:
-        return experts
-    *more, fewest = (experts.model_copy(update={"num_experts": number}) for number in FINE_EXPERTS)
-    fitting = (e for e in more if e.num_experts * NEURONS_PER_EXPERT <= s.mlp_size and _has_layout(s, e, recipe))
-    return fewest if recipe.common_multiple else next(fitting, fewest)
-
-
-def _has_layout(s: ModelShape, experts: ExpertsSection, recipe: Recipe) -> bool:
-    try:
-        layout_for(s, experts, recipe.attention, recipe.active, uniform=False)
-    except UserError:
-        return False
-    return True
-
-
-def settled_experts(s: ModelShape, recipe: Recipe) -> ExpertsSection:
-    """The recipe's experts with a number, for a stock form of fine-grained ones with the number and size that suit the model.
-
-    Raises UserError if no fine-grained experts meet the budget.
-    """
-    experts, uniform = numbered_experts(s, recipe), recipe.common_multiple > 0
-    if experts.form != "fine":
-        return experts
-    fewest = math.ceil(experts.num_experts * (1 - FEWER_EXPERTS)) if uniform and not experts.expert_size else None
-    layout = layout_for(s, experts, recipe.attention, recipe.active, uniform, fewest)
-    if not uniform:
-        return experts
-    if recipe.target == "gguf" and layout.top_k > MOST_USED:
-        raise UserError(
-            f"a token would use {layout.top_k} experts of {layout.expert_size} neurons, and llama.cpp takes at most {MOST_USED}; "
-            "leave experts.expert_size out, or make it larger"
-        )
-    return experts.model_copy(update={"num_experts": layout.num_experts, "expert_size": layout.expert_size})
-
-
-def uniform_top_ks(s: ModelShape, experts: ExpertsSection, layout: FineLayout) -> list[int]:
-    """Return the experts per token of every layer for a stock target: all in the first layers, equally many in the others."""
-    dense_layers = min(experts.dense_layers, s.num_layers - 1)
-    return [layout.num_experts] * dense_layers + [layout.top_k] * (s.num_layers - dense_layers)
 
 
 def _set_fine_start_(net: MaskNetwork, carving: _Carving, top_ks: Sequence[int]) -> None:

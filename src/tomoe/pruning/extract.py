@@ -20,15 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp_params
 from tomoe.errors import UserError
 from tomoe.model.hooks import hooked, input_of
-from tomoe.model.shape import ModelShape
 from tomoe.model.structure import layer_parts
 from tomoe.plan import LayerPlan, Plan
-from tomoe.pruning.carving import numbered_experts, settled_experts
 from tomoe.pruning.gumbel import keep_probability
+from tomoe.pruning.layouts import OverlappingLayout, check_tolerance
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.routing import bfloat16_values
-from tomoe.recipe.conversion import Recipe
 
 Valid = Bool[Tensor, "B S"]
 
@@ -94,6 +92,7 @@ class Extraction:
 
     def __init__(self, net: MaskNetwork, model: Any):
         self.net, self.model, self.shape = net, model, net.shape
+        self.layout = cast(OverlappingLayout, net.layout)
         embeddings = net.hypernetwork()
         self.embeddings = net.attention_embeddings(embeddings)
         self.neuron_logits = [neurons(embeddings[2 * i + 1]) for i, neurons in enumerate(net.neurons)]
@@ -103,8 +102,12 @@ class Extraction:
         """Return how many dims sampling keeps with `offset` added to every logit, the mean over experts or tokens."""
         return float(keep_probability(logits + offset, self.net.sampling.keep_bias).sum(-1).mean())
 
+    def _expected_units(self, logits: Float[Tensor, "N F"], offset: float) -> float:
+        """Return how many multiples of neurons sampling keeps."""
+        return self._expected_dims(logits, offset) / self.layout.width_multiple
+
     def _mlp_params(self, units: int) -> int:
-        width = min(units * self.net.experts.width_multiple, self.shape.mlp_size)
+        width = min(units * self.layout.width_multiple, self.shape.mlp_size)
         return int(mlp_params(self.shape, width))
 
     def _qk_params(self, order: Int[Tensor, " Q"], count: int) -> int:
@@ -131,14 +134,13 @@ class Extraction:
     def _sites(self, value_logits: Sequence[Tensor] | None) -> list[list[Site]]:
         """Return the sites of each layer: its MLP, unless its experts are fine-grained (carving set their widths), and
         unless attention stays whole, Q/K and V/O."""
-        s, experts = self.shape, self.net.experts
-        multiple, c = experts.width_multiple, s.head_dim
+        s, c = self.shape, self.shape.head_dim
         sites = []
         for i in range(s.num_layers):
             layer = []
             if not self.net.fine:
-                neurons = partial(self._expected_dims, self.neuron_logits[i])
-                layer.append(Site(lambda o, f=neurons: f(o) / multiple, self._mlp_params, -(-s.mlp_size // multiple)))  # type: ignore[misc]
+                units = partial(self._expected_units, self.neuron_logits[i])
+                layer.append(Site(units, self._mlp_params, -(-s.mlp_size // self.layout.width_multiple)))
             if self.net.attention.pruning != "off":
                 qk, values = self.dim_logits[i][c:], self.dim_logits[i][:c] if value_logits is None else value_logits[i]
                 order = qk.argsort(descending=True, stable=True)
@@ -147,9 +149,7 @@ class Extraction:
             sites.append(layer)
         return sites
 
-    def plan(
-        self, active: float, value_logits: Sequence[Tensor] | None, common_multiple: int, tolerance: float
-    ) -> Plan:
+    def plan(self, active: float, value_logits: Sequence[Tensor] | None, tolerance: float) -> Plan:
         """Return the plan whose active fraction is `active`; `value_logits` are the V/O logits of calibration tokens."""
         s, pruning = self.shape, self.net.attention.pruning
         sites = self._sites(value_logits)
@@ -164,15 +164,15 @@ class Extraction:
             units = whole_units(all_sites, offset, target)
             pairs = [units[i : i + 2] for i in range(0, len(units), 2)]
             return Plan(s, tuple(self._layer(i, {}, *pair) for i, pair in enumerate(pairs)))
-        if common_multiple:
+        if self.layout.uniform:
             slack = round(tolerance * decoder_params(s))
-            width, units = self._common_width(sites, offset, target, common_multiple, slack)
+            width, units = self._common_width(sites, offset, target, slack)
             per_layer = [[width, *units[i : i + 2]] for i in range(0, max(len(units), 1), 2)]
             per_layer = per_layer if units else per_layer * s.num_layers
         else:
             units = whole_units(all_sites, offset, target)
             per_layer = [units[i : i + len(sites[0])] for i in range(0, len(units), len(sites[0]))]
-            multiple = self.net.experts.width_multiple
+            multiple = self.layout.width_multiple
             per_layer = [[min(n * multiple, s.mlp_size), *attention] for n, *attention in per_layer]
         layers = tuple(self._layer(i, self._overlapping(i, width), *dims) for i, (width, *dims) in enumerate(per_layer))
         return Plan(s, layers, notes={"expert_widths": [self._expert_widths(i, offset) for i in range(s.num_layers)]})
@@ -183,16 +183,16 @@ class Extraction:
         return [int(n) for n in kept.round().tolist()]
 
     def _common_width(
-        self, sites: Sequence[Sequence[Site]], offset: float, target: int, multiple: int, slack: int
+        self, sites: Sequence[Sequence[Site]], offset: float, target: int, slack: int
     ) -> tuple[int, list[int]]:
         """Choose one width for all layers near their mean at `offset`; the attention sites take up the rest.
 
-        Returns the width and the units of the attention sites. The width is a multiple of `multiple`, or of its half, its
-        quarter and so on: of the largest that meets `target` within `slack` parameters.
+        Returns the width and the units of the attention sites. The width is a multiple of `common_multiple`, or of its half,
+        its quarter and so on: of the largest that meets `target` within `slack` parameters.
         """
-        s = self.shape
+        s, multiple = self.shape, self.layout.common_multiple
         attention = [site for layer in sites for site in layer[1:]]
-        mean = sum(layer[0].clipped_units(offset) for layer in sites) / len(sites) * self.net.experts.width_multiple
+        mean = sum(layer[0].clipped_units(offset) for layer in sites) / len(sites) * self.layout.width_multiple
         best = (target, s.mlp_size, [site.max_units for site in attention])
         while True:
             below = int(mean // multiple) * multiple
@@ -261,70 +261,19 @@ def extract_plan(
     active: float,
     calibration: tuple[Int[Tensor, "B S"], Valid],
     tolerance: float = BUDGET_TOLERANCE,
-    common_multiple: int = 0,
 ) -> Plan:
     """Return the noise-free plan with the fraction `active` of the decoder parameters.
 
     Only the per-token choice of V/O dims needs the calibration text: K follows the logits of its tokens, first on dense
-    activations and then on those of the plan that these give. If `common_multiple` is above 0, all layers get experts of
-    one width, a multiple of it as far as the budget allows. Raises UserError if whole units cannot meet the budget within
+    activations and then on those of the plan that these give. Raises UserError if whole units cannot meet the budget within
     `tolerance` (absolute, a fraction of the decoder parameters).
     """
     extraction = Extraction(net, model)
     logits = None
     if net.attention.pruning == "per_token":
         ids, valid = calibration
-        first = extraction.plan(active, extraction.value_logits(ids, valid, None), common_multiple, tolerance)
+        first = extraction.plan(active, extraction.value_logits(ids, valid, None), tolerance)
         logits = extraction.value_logits(ids, valid, first)
-    plan = extraction.plan(active, logits, common_multiple, tolerance)
-    _check_tolerance(plan.active_fraction(), active, tolerance, net.experts.width_multiple)
+    plan = extraction.plan(active, logits, tolerance)
+    check_tolerance(plan.active_fraction(), active, tolerance, net.layout)
     return plan
-
-
-def check_budget(shape: ModelShape, recipe: Recipe) -> None:
-    """Check what is known of the budget without the masks. Raises UserError if no plan of this model can meet it.
-
-    Two bounds: the smallest plan, and with attention whole, widths too coarse for the tolerance. How fine-grained experts
-    divide a layer is known before the carve.
-    """
-    multiple, pruning = recipe.experts.width_multiple, recipe.attention.pruning
-    least = least_active(shape, least_width(shape, recipe), pruning)
-    if recipe.active < least:
-        condition = " with attention kept whole (attention.pruning = off)" if pruning == "off" else ""
-        raise UserError(
-            f"active is {recipe.active}, but this model{condition} can be cut to {least:.3f} of its decoder parameters at "
-            "most; set a larger active"
-        )
-    if recipe.experts.form == "fine":
-        settled_experts(shape, recipe)
-    elif pruning == "off" and not recipe.common_multiple and shape.mlp_size % multiple == 0:
-        # every layer has one unit at least, and all units cost the same: the plan has the nearest number of them
-        total, unit = decoder_params(shape), int(mlp_params(shape, multiple))
-        smallest = round(least * total)
-        extra_units = max(0, round((recipe.active * total - smallest) / unit))
-        _check_tolerance((smallest + extra_units * unit) / total, recipe.active, BUDGET_TOLERANCE, multiple)
-
-
-def _check_tolerance(nearest: float, active: float, tolerance: float, width_multiple: int) -> None:
-    if abs(nearest - active) > tolerance:
-        raise UserError(
-            f"the nearest plan has {nearest:.4f} of the decoder parameters active, requested {active:.4f}; "
-            f"widths are multiples of experts.width_multiple = {width_multiple}: choose a smaller one"
-        )
-
-
-def least_width(shape: ModelShape, recipe: Recipe) -> int:
-    """Return the fewest neurons of a layer that a token can use: one multiple, or the shared part and one fine expert."""
-    experts = numbered_experts(shape, recipe)
-    if experts.form == "overlapping":
-        return experts.width_multiple
-    size = experts.expert_size or max(1, shape.mlp_size // experts.num_experts)
-    return shape.mlp_size - (experts.num_experts - 1) * size
-
-
-def least_active(shape: ModelShape, width: int, pruning: str) -> float:
-    """Return the smallest active fraction that any plan can have: `width` neurons, and one unit at every other site."""
-    smallest_qk = 2 if shape.rotary_size == shape.head_dim else 1
-    dims = (shape.head_dim, shape.head_dim) if pruning == "off" else (smallest_qk, 1)
-    layer = mlp_params(shape, min(width, shape.mlp_size)) + attention_params(shape, *dims)
-    return float(layer * shape.num_layers) / decoder_params(shape)

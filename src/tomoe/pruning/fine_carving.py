@@ -9,8 +9,7 @@ token's energy. Then in turn neurons move to the expert whose tokens need them m
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tomoe.budget import mlp_params
-from tomoe.errors import UserError
-from tomoe.model.shape import ModelShape
+from tomoe.pruning.layouts import FineLayout
 from tomoe.pruning.routing import bfloat16_values
-from tomoe.recipe.conversion import FINE_MULTIPLE, MOST_USED, ExpertsSection
 
 SHARED = -1
 """Number of the expert of neurons that every token uses."""
@@ -35,98 +31,6 @@ ERROR_POINTS = 12
 """Numbers of experts per token at which the error is measured; between them it is interpolated."""
 ROUTER_RIDGE = 1e-3
 """Relative to the mean of the diagonal of the inputs' covariance."""
-SHARED_SLACK = 0.25
-"""How far the shared part may be from the wanted one, as a share of a token's neurons, to get a rounder expert size."""
-STORED_ZEROS = 0.02
-"""Neurons of zeros that a stock form may hold, as a share of a layer's, if another layout needs no more than that."""
-
-
-@dataclass(frozen=True)
-class FineLayout:
-    """How fine-grained experts divide the F neurons of a layer: shared + num_experts * expert_size = F."""
-
-    num_experts: int
-    expert_size: int
-    shared: int
-    top_k: int
-    """Experts of a token if all layers use equally many."""
-
-    @property
-    def width(self) -> int:
-        """Neurons of a token."""
-        return self.shared + self.top_k * self.expert_size
-
-
-def fine_layout(
-    mlp_size: int, width: float, slack: float, experts: ExpertsSection, layers: int, fewest: int | None = None
-) -> FineLayout:
-    """Choose the layout that gives a token about `width` neurons.
-
-    The expert size is a multiple of `experts.width_multiple`, or of its half, its quarter and so on: of the largest that
-    leaves a shared part near `experts.shared`, and that meets `width` within `slack` neurons, in the mean over `layers` that
-    may use different numbers of experts (1: all use equally many).
-    With `fewest`, for a stock form: there may be so many experts or more, up to `experts.num_experts`, if only that meets the
-    width, or if the form has to hold more than STORED_ZEROS of zeros otherwise; and fewer, if a token would use more than
-    MOST_USED. Raises UserError if no layout does.
-    """
-    n, wanted = experts.num_experts, experts.shared * width
-    most_used = n if fewest is None else MOST_USED
-
-    def layouts(counts: range, multiple: int) -> list[FineLayout]:
-        every = (_layouts(mlp_size, width, slack, experts, layers, multiple, count) for count in counts)
-        return [layout for layout in itertools.chain.from_iterable(every) if layout.top_k <= most_used]
-
-    def roundest(counts: range, most_zeros: float) -> FineLayout | None:
-        multiple = experts.width_multiple
-        while multiple:
-            found = [layout for layout in layouts(counts, multiple) if stored_zeros(layout) <= most_zeros]
-            if found:
-                return min(found, key=lambda layout: abs(layout.shared - wanted))
-            multiple //= 2
-        return None
-
-    if fewest is None:
-        chosen = roundest(range(n, n + 1), math.inf)
-    else:
-        counts, few_zeros = range(n, fewest - 1, -1), STORED_ZEROS * mlp_size
-        chosen = roundest(range(n, n + 1), few_zeros) or roundest(counts, few_zeros)
-        for more in (counts, range(fewest - 1, MOST_USED - 1, -1)):
-            if chosen is None:
-                chosen = min(
-                    layouts(more, 1),
-                    key=lambda layout: (stored_zeros(layout), abs(layout.shared - wanted)),
-                    default=None,
-                )
-    if chosen is not None:
-        return chosen
-    given_size = "" if not experts.expert_size else f" of {experts.expert_size} neurons"
-    raise UserError(
-        f"{n} fine-grained experts{given_size} cannot divide {mlp_size:,} neurons so that a token uses {width:,.0f} of them"
-        f"{'' if math.isinf(slack) else f' (to {slack:,.1f} exactly)'}; "
-        "change experts.num_experts, experts.expert_size or active"
-    )
-
-
-def _layouts(
-    mlp_size: int, width: float, slack: float, experts: ExpertsSection, layers: int, multiple: int, n: int
-) -> Iterator[FineLayout]:
-    """Layouts with n experts of a multiple of neurons, or of the given size, that meet the width."""
-    given, wanted = experts.expert_size > 0, experts.shared * width
-    # more than is wanted only up to half of the layer: beyond, there is too little left to choose from
-    most = max(wanted, mlp_size / 2)
-    for size in [experts.expert_size] if given else range(multiple, mlp_size // n + 1, multiple):
-        shared = mlp_size - n * size
-        near = given or (abs(shared - wanted) <= SHARED_SLACK * width and shared <= most)
-        all_experts = min(round(layers * (width - shared) / size), layers * n)
-        met = abs(shared + all_experts / layers * size - width) <= slack
-        if shared >= 0 and shared + size <= width and near and met:
-            yield FineLayout(n, size, shared, min(max(1, round((width - shared) / size)), n))
-
-
-def stored_zeros(layout: FineLayout) -> int:
-    """Neurons of zeros with which a stock form fills up the experts of a layer, and its shared part to a multiple of them."""
-    size = -(-layout.expert_size // FINE_MULTIPLE) * FINE_MULTIPLE
-    return layout.num_experts * (size - layout.expert_size) + -layout.shared % size
 
 
 def balanced_assignment(scores: Float[Tensor, "n N"], size: int) -> Int[Tensor, " n"]:
@@ -261,9 +165,3 @@ def _convex(points: Sequence[int], values: Sequence[float]) -> list[float]:
 
 def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
     return (b[1] - a[1]) / (b[0] - a[0])
-
-
-def fine_params(shape: ModelShape, layout: FineLayout) -> list[int]:
-    """Return the MLP parameters of a token with 0, 1, .. N experts."""
-    widths = [layout.shared + k * layout.expert_size for k in range(layout.num_experts + 1)]
-    return [int(mlp_params(shape, width)) for width in widths]

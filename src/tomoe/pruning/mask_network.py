@@ -14,8 +14,9 @@ from tomoe.model.shape import ModelShape
 from tomoe.pruning.fine_carving import SHARED
 from tomoe.pruning.gumbel import gumbel_sigmoid
 from tomoe.pruning.hypernetwork import HyperNetwork
+from tomoe.pruning.layouts import FineLayout, Layout
 from tomoe.pruning.routing import ExpertRouter, Routing, ValueRouter
-from tomoe.recipe.conversion import AttentionSection, ExpertsSection, SamplingSection
+from tomoe.recipe.conversion import AttentionSection, SamplingSection
 from tomoe.seeds import derive_seed
 
 
@@ -60,15 +61,16 @@ class MaskNetwork(nn.Module):
     def __init__(
         self,
         shape: ModelShape,
-        experts: ExpertsSection,
+        layout: Layout,
+        embedding_size: int,
         attention: AttentionSection,
         sampling: SamplingSection,
         seed: int,
     ):
         super().__init__()
-        self.shape, self.experts, self.attention, self.sampling = shape, experts, attention, sampling
-        n, size, num_layers = experts.num_experts, experts.embedding_size, shape.num_layers
-        self.fine = experts.form == "fine"
+        self.shape, self.layout, self.attention, self.sampling = shape, layout, attention, sampling
+        n, size, num_layers = layout.num_experts, embedding_size, shape.num_layers
+        self.fine = isinstance(layout, FineLayout)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "mask network"))
             self.hypernetwork = HyperNetwork(2 * num_layers, n, size, seed)
@@ -116,7 +118,7 @@ class MaskNetwork(nn.Module):
     def value_router(self, i: int, embedding: Float[Tensor, " E"]) -> ValueRouter:
         """Return the module that gives the same logits, as the plan keeps it: embedding and start become biases."""
         projection, c = self.dims[i], self.shape.head_dim
-        router = ValueRouter(self.shape.hidden_size, self.experts.embedding_size, c)
+        router = ValueRouter(self.shape.hidden_size, len(embedding), c)
         router.load_state_dict(
             {
                 "project_in.weight": self.token_embeddings[i].weight,
@@ -136,7 +138,7 @@ class MaskNetwork(nn.Module):
     def expert_masks(self, i: int) -> tuple[Bool[Tensor, "N F"], Bool[Tensor, " F"]]:
         """Return the neurons of the fine-grained experts of layer i, and those that every token uses."""
         expert = self.expert_of_neuron[i]
-        numbers = torch.arange(self.experts.num_experts, device=expert.device)
+        numbers = torch.arange(self.layout.num_experts, device=expert.device)
         return numbers[:, None] == expert, expert == SHARED
 
     def fine_width(self, i: int) -> int:

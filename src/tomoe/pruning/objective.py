@@ -87,7 +87,7 @@ def micro_step(
     with masked(model, masks):
         student = hidden_states(model, ids, mask)
         distill = distill_loss(student, teacher, ids, mask, model.lm_head)
-        target, uniform = budget_target(recipe, step), recipe.common_multiple > 0
+        target, uniform = budget_target(recipe, step), net.layout.uniform
         loss, terms = objective(distill, masks, net.shape, target, recipe.loss, uniform_layers=uniform)
         (loss / recipe.train.gradient_accumulation_steps).backward()
     return {"loss": loss.item(), **{name: t.item() for name, t in terms.items()}}

@@ -9,33 +9,14 @@ from pydantic import Field, model_validator
 from tomoe.errors import UserError
 from tomoe.recipe.base import Section
 from tomoe.recipe.run import DataSection, LoopSection, RunRecipe
+from tomoe.target_rules import TARGET_RULES, Form
 
 # Where to compute and how often to write do not change what is learned.
 _NOT_IN_DIGEST = frozenset(
     {"device", "offload", "report_to", "train.log_every", "train.save_every", "train.shard", "train.teacher_cache"}
 )
-# Expert widths of a stock form are multiples of this: grouped kernels and quantized groups of 32 divide it.
-STOCK_MULTIPLE = 64
-
-
 # Overlapping experts unless the recipe says otherwise.
 OVERLAPPING_EXPERTS = 8
-# Numbers of fine-grained experts unless it says otherwise: more are better (docs/lab/log.md), but a router costs a
-# token as much as a third of a gated neuron for each. With six neurons of a layer for each expert it costs at
-# most 1/18 of the dense MLP. Any model and any stock form takes the last number.
-FINE_EXPERTS = (256, 128, 64)
-NEURONS_PER_EXPERT = 6
-# Stock forms with a place for one form of experts alone: a token uses one of them, or several.
-OVERLAPPING_TARGETS, FINE_TARGETS = ("mixtral", "qwen2_moe", "qwen3_moe"), ("glm4_moe",)
-# The shared part of fine-grained experts in a stock form, as a share of a token's neurons: a little worse than 0.4 and
-# much faster in engines (docs/lab/log.md).
-STOCK_SHARED = 0.75
-# Fine-grained experts in a stock form are filled up with zeros to a multiple of so many neurons: in 16 bits rows of 16 bytes,
-# without which the grouped matrix product that transformers runs experts with refuses to.
-FINE_MULTIPLE = 8
-# Experts of a token in a stock form. llama.cpp (2026.10) makes nodes of its graph for each, has room for 8 nodes a tensor, and
-# ends the process when they are used up: a plain llama has room for 30. vLLM's fused routing is for 32.
-MOST_USED = 30
 # Ridge of a repair on one token for each neuron of a layer, and the least one.
 RIDGE_PER_NEURON, LEAST_RIDGE = 4.0, 1e-2
 
@@ -47,7 +28,7 @@ def _usual_number(section: dict[str, Any]) -> int:
 class ExpertsSection(Section):
     """The experts that an MLP becomes."""
 
-    form: Literal["fine", "overlapping"] = "fine"
+    form: Form = "fine"
     """`fine`: a token uses a shared part and several of many small experts that share nothing; `overlapping` (the paper's):
     a token uses one expert, and experts share neurons. Unless the key is given, it is `overlapping` for a random start and
     for the targets mixtral, qwen2_moe and qwen3_moe, which have no place for the other."""
@@ -221,26 +202,27 @@ class Recipe(RunRecipe):
     @model_validator(mode="after")
     def _keys_that_fit(self) -> Self:
         """The forms and dims of a random start, and the form and the shared part that suit a stock target."""
-        if self.start == "random" or self.target in OVERLAPPING_TARGETS:
+        rules = TARGET_RULES[self.target]
+        if self.start == "random" or "fine" not in rules.forms:
             self._imply("experts", "form", "overlapping")
-        if self.target in (*FINE_TARGETS, "gguf"):
-            self._imply("experts", "shared", STOCK_SHARED)
+        if rules.shared is not None:
+            self._imply("experts", "shared", rules.shared)
         if self.start == "random" and self.attention.pruning == "per_token":
             self._imply("attention", "rotate_values", False)
         return self
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
-        if self.target != "hf" and self.attention.pruning == "per_token":
+        rules, form = TARGET_RULES[self.target], self.experts.form
+        if rules.uniform and self.attention.pruning == "per_token":
             raise UserError(
                 f"target {self.target} cannot choose V/O dims for each token (attention.pruning = per_token); set "
                 "attention.pruning to static or off, or target to hf"
             )
-        fine = self.experts.form == "fine"
-        if self.target in (OVERLAPPING_TARGETS if fine else FINE_TARGETS):
+        if form not in rules.forms:
+            *others, last = (name for name, other in TARGET_RULES.items() if form in other.forms)
             raise UserError(
-                f"target {self.target} has no place for experts.form = {self.experts.form}; set target to "
-                f"{', '.join(FINE_TARGETS if fine else OVERLAPPING_TARGETS)}, gguf or hf"
+                f"target {self.target} has no place for experts.form = {form}; set target to {', '.join(others)} or {last}"
             )
         return self
 
@@ -284,8 +266,3 @@ class Recipe(RunRecipe):
                 "offload and train.shard cannot be combined: one keeps the layers on disk, the other spreads them over ranks"
             )
         return self
-
-    @property
-    def common_multiple(self) -> int:
-        """Divisor of the expert width that all layers share if the budget allows; 0 if layers may differ in width."""
-        return 0 if self.target == "hf" else max(STOCK_MULTIPLE, self.experts.width_multiple)

@@ -1,0 +1,275 @@
+"""How experts divide the neurons of a layer: settled once, from a recipe and the sizes of a model, before a weight is read.
+
+The mask network, the carve, the extraction and the estimate of memory all receive the same layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp_params
+from tomoe.errors import UserError
+from tomoe.model.shape import ModelShape
+from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
+from tomoe.target_rules import FINE_MULTIPLE, MAX_EXPERTS_PER_TOKEN, STOCK_MULTIPLE, TARGET_RULES, TargetRules
+
+FINE_EXPERTS = (256, 128, 64)
+"""Numbers of fine-grained experts unless the recipe gives one: more are better (docs/lab/log.md), but a router costs a token as
+much as a third of a gated neuron for each. Any model and any stock format takes the last number."""
+NEURONS_PER_EXPERT = 6
+"""Neurons of a layer that there must be for each of the larger numbers: the router then costs at most 1/18 of the dense MLP."""
+FEWER_EXPERTS = 0.25
+"""Share of the fine-grained experts that a stock format may do without, to be held without zeros and to meet the budget."""
+SHARED_SLACK = 0.25
+"""How far the shared part may be from the wanted one, as a share of a token's neurons, to get a rounder expert size."""
+STORED_ZEROS = 0.02
+"""Neurons of zeros that a stock format may hold, as a share of a layer's, if another layout needs no more than that."""
+
+
+@dataclass(frozen=True)
+class OverlappingLayout:
+    """Experts of which a token uses one; the calibration text decides their width and which neurons they share."""
+
+    num_experts: int
+    width_multiple: int
+    """Neurons that widths are multiples of."""
+    common_multiple: int = 0
+    """Divisor of the width that all layers share if the budget allows; 0: layers may differ in width."""
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers have one width."""
+        return self.common_multiple > 0
+
+    @property
+    def advice(self) -> str:
+        """What to change if widths are too coarse for a budget."""
+        return f"widths are multiples of experts.width_multiple = {self.width_multiple}: choose a smaller one"
+
+    def widths(self, mlp_size: int) -> list[int]:
+        """Neurons of a token with 0, 1, .. multiples, up to the whole layer."""
+        return [min(n * self.width_multiple, mlp_size) for n in range(-(-mlp_size // self.width_multiple) + 1)]
+
+
+@dataclass(frozen=True)
+class FineLayout:
+    """How fine-grained experts divide the F neurons of a layer: shared + num_experts * expert_size = F."""
+
+    num_experts: int
+    expert_size: int
+    shared: int
+    top_k: int
+    """Experts of a token if layers use equally many."""
+    uniform: bool = False
+    """Whether they must."""
+    dense_layers: int = 0
+    """If they must: so many of the first layers use all experts instead."""
+
+    @property
+    def advice(self) -> str:
+        """What to change if experts are too coarse for a budget."""
+        return (
+            f"experts have {self.expert_size} neurons: set a smaller experts.expert_size, or more experts.num_experts"
+        )
+
+    def widths(self, mlp_size: int) -> list[int]:
+        """Neurons of a token with 0, 1, .. experts, up to the whole layer."""
+        return [*range(self.shared, mlp_size + 1, self.expert_size)]
+
+    def top_ks(self, num_layers: int) -> list[int]:
+        """Experts of a token in every layer, if layers must use equally many."""
+        return [self.num_experts] * self.dense_layers + [self.top_k] * (num_layers - self.dense_layers)
+
+
+Layout = OverlappingLayout | FineLayout
+
+
+def settle_layout(recipe: Recipe, shape: ModelShape) -> Layout:
+    """The layout that a recipe asks for. Raises UserError if it is known without the masks that no plan can meet the budget."""
+    settle = _fine_layout if recipe.experts.form == "fine" else _overlapping_layout
+    return settle(shape, recipe.experts, recipe.attention, recipe.active, recipe.target)
+
+
+def _overlapping_layout(
+    shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, target: str
+) -> OverlappingLayout:
+    uniform, multiple = TARGET_RULES[target].uniform, experts.width_multiple
+    least = least_active(shape, experts, attention, target)
+    _check_least(least, attention, active)
+    layout = OverlappingLayout(experts.num_experts, multiple, max(STOCK_MULTIPLE, multiple) if uniform else 0)
+    if attention.pruning == "off" and not uniform and shape.mlp_size % multiple == 0:
+        # every layer has one unit at least, and all units cost the same: the plan has the nearest number of them
+        total, unit = decoder_params(shape), int(mlp_params(shape, multiple))
+        smallest = round(least * total)
+        extra_units = max(0, round((active * total - smallest) / unit))
+        check_tolerance((smallest + extra_units * unit) / total, active, BUDGET_TOLERANCE, layout)
+    return layout
+
+
+def _fine_layout(
+    shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, target: str
+) -> FineLayout:
+    rules = TARGET_RULES[target]
+    dense_layers = min(experts.dense_layers, shape.num_layers - 1) if rules.uniform else 0
+    search = _search(shape, experts, attention, active, rules.uniform, dense_layers)
+    numbers = _numbers_to_try(shape, experts, rules)
+    of_number = search.for_stock if rules.uniform and not experts.expert_size else search.roundest
+    layout = next((found for n in numbers if (found := of_number(n)) is not None), None)
+    if layout is None:
+        _check_least(least_active(shape, experts, attention, target), attention, active)
+        raise search.refusal(numbers[-1])
+    if rules.bounded and layout.top_k > MAX_EXPERTS_PER_TOKEN:
+        raise UserError(
+            f"a token would use {layout.top_k} experts of {layout.expert_size} neurons, and llama.cpp takes at most "
+            f"{MAX_EXPERTS_PER_TOKEN}; leave experts.expert_size out, or make it larger"
+        )
+    return replace(layout, uniform=rules.uniform, dense_layers=dense_layers)
+
+
+def _numbers_to_try(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> Sequence[int]:
+    """Numbers of fine-grained experts, the best first: the given one, or the usual ones that suit a layer of this width."""
+    if experts.num_experts:
+        return [experts.num_experts]
+    *more, fewest = FINE_EXPERTS
+    wide_enough = [] if rules.uniform else [n for n in more if n * NEURONS_PER_EXPERT <= shape.mlp_size]
+    return [*wide_enough, fewest]
+
+
+def _search(
+    shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, uniform: bool,
+    dense_layers: int,
+) -> _Search:  # fmt: skip
+    """What a layout must meet. Where attention is pruned and layers may differ, it takes up what whole experts leave."""
+    choices, dims = attention_units(shape, attention, active)
+    qk_dims = round(shape.head_dim * choices / shape.num_qk_choices)
+    left = active * decoder_params(shape) - shape.num_layers * attention_params(shape, qk_dims, dims)
+    others = mlp_params(shape, 1) * (shape.num_layers - dense_layers)
+    width = (left - dense_layers * mlp_params(shape, shape.mlp_size)) / others
+    exact = uniform or attention.pruning == "off"
+    slack = BUDGET_TOLERANCE * decoder_params(shape) / others if exact else math.inf
+    return _Search(experts, shape.mlp_size, width, slack, 1 if uniform else shape.num_layers)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The search for a layout that gives a token `width` neurons, to `slack`, in the mean over layers with their own top k."""
+
+    experts: ExpertsSection
+    mlp_size: int
+    width: float
+    slack: float
+    layers: int
+    """1: all use equally many experts."""
+
+    @property
+    def wanted(self) -> float:
+        """Neurons that the shared part should have."""
+        return self.experts.shared * self.width
+
+    def roundest(self, number: int) -> FineLayout | None:
+        """The layout of so many experts whose size is a multiple of the largest divisor of `width_multiple` that there is."""
+        return self._roundest([number])
+
+    def for_stock(self, number: int) -> FineLayout | None:
+        """The layout of a stock format, which may have a quarter fewer experts, and fewer still if a token would use too many.
+
+        With fewer if only that meets the width, or if the format has to hold more than STORED_ZEROS of zeros otherwise.
+        """
+        fewest, most_zeros = math.ceil(number * (1 - FEWER_EXPERTS)), STORED_ZEROS * self.mlp_size
+        numbers = range(number, fewest - 1, -1)
+        return (
+            self._roundest([number], most_zeros, MAX_EXPERTS_PER_TOKEN)
+            or self._roundest(numbers, most_zeros, MAX_EXPERTS_PER_TOKEN)
+            or self._with_fewest_zeros(numbers)
+            or self._with_fewest_zeros(range(fewest - 1, MAX_EXPERTS_PER_TOKEN - 1, -1))
+        )
+
+    def refusal(self, number: int) -> UserError:
+        """What to say if there is no layout."""
+        given_size = "" if not self.experts.expert_size else f" of {self.experts.expert_size} neurons"
+        exactly = "" if math.isinf(self.slack) else f" (to {self.slack:,.1f} exactly)"
+        return UserError(
+            f"{number} fine-grained experts{given_size} cannot divide {self.mlp_size:,} neurons so that a token uses "
+            f"{self.width:,.0f} of them{exactly}; change experts.num_experts, experts.expert_size or active"
+        )
+
+    def _roundest(
+        self, numbers: Sequence[int], most_zeros: float = math.inf, max_used: float = math.inf
+    ) -> FineLayout | None:
+        multiple = self.experts.width_multiple
+        while multiple:
+            found = [x for x in self._layouts(numbers, multiple, max_used) if stored_zeros(x) <= most_zeros]
+            if found:
+                return min(found, key=self._off)
+            multiple //= 2
+        return None
+
+    def _with_fewest_zeros(self, numbers: Sequence[int]) -> FineLayout | None:
+        found = self._layouts(numbers, 1, MAX_EXPERTS_PER_TOKEN)
+        return min(found, key=lambda layout: (stored_zeros(layout), self._off(layout)), default=None)
+
+    def _off(self, layout: FineLayout) -> float:
+        return abs(layout.shared - self.wanted)
+
+    def _layouts(self, numbers: Sequence[int], multiple: int, max_used: float) -> Iterator[FineLayout]:
+        """Layouts with experts of a multiple of neurons, or of the given size, that meet the width."""
+        given = self.experts.expert_size
+        # more than is wanted only up to half of the layer: beyond, there is too little left to choose from
+        most_shared = max(self.wanted, self.mlp_size / 2)
+        for n in numbers:
+            for size in [given] if given else range(multiple, self.mlp_size // n + 1, multiple):
+                shared = self.mlp_size - n * size
+                layout = FineLayout(n, size, shared, min(max(1, round((self.width - shared) / size)), n))
+                near = given or (self._off(layout) <= SHARED_SLACK * self.width and shared <= most_shared)
+                used = min(round(self.layers * (self.width - shared) / size), self.layers * n) / self.layers
+                met = abs(shared + used * size - self.width) <= self.slack
+                if shared >= 0 and shared + size <= self.width and near and met and layout.top_k <= max_used:
+                    yield layout
+
+
+def stored_zeros(layout: FineLayout) -> int:
+    """Neurons of zeros with which a stock format fills up the experts of a layer, and its shared part to a multiple of them."""
+    size = -(-layout.expert_size // FINE_MULTIPLE) * FINE_MULTIPLE
+    return layout.num_experts * (size - layout.expert_size) + -layout.shared % size
+
+
+def attention_units(shape: ModelShape, attention: AttentionSection, active: float) -> tuple[int, int]:
+    """Return how many Q/K choices and V/O dims a carved start keeps in every layer."""
+    kept = 1.0 if attention.pruning == "off" else 1 - attention.share * (1 - active)
+    return max(1, round(kept * shape.num_qk_choices)), max(1, round(kept * shape.head_dim))
+
+
+def least_active(shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, target: str) -> float:
+    """Return the smallest active fraction that any plan can have: the narrowest MLP, and one unit at every other site."""
+    smallest_qk = 2 if shape.rotary_size == shape.head_dim else 1
+    dims = (shape.head_dim, shape.head_dim) if attention.pruning == "off" else (smallest_qk, 1)
+    width = min(_least_width(shape, experts, TARGET_RULES[target]), shape.mlp_size)
+    layer = mlp_params(shape, width) + attention_params(shape, *dims)
+    return float(layer * shape.num_layers) / decoder_params(shape)
+
+
+def _least_width(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> int:
+    """Return the fewest neurons of a layer that a token can use: one multiple, or the shared part and one fine expert."""
+    if experts.form == "overlapping":
+        return experts.width_multiple
+    sizes = {n: experts.expert_size or max(1, shape.mlp_size // n) for n in _numbers_to_try(shape, experts, rules)}
+    return min(shape.mlp_size - (n - 1) * size for n, size in sizes.items())
+
+
+def _check_least(least: float, attention: AttentionSection, active: float) -> None:
+    if active < least:
+        condition = " with attention kept whole (attention.pruning = off)" if attention.pruning == "off" else ""
+        raise UserError(
+            f"active is {active}, but this model{condition} can be cut to {least:.3f} of its decoder parameters at "
+            "most; set a larger active"
+        )
+
+
+def check_tolerance(nearest: float, active: float, tolerance: float, layout: Layout) -> None:
+    """Raise UserError if the nearest plan is further from the budget than it may be."""
+    if abs(nearest - active) > tolerance:
+        raise UserError(
+            f"the nearest plan has {nearest:.4f} of the decoder parameters active, requested {active:.4f}; {layout.advice}"
+        )

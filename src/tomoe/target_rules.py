@@ -1,0 +1,46 @@
+"""What the formats that a conversion can aim at ask of its experts. What engines can and cannot do stands here, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Form = Literal["fine", "overlapping"]
+"""Forms of experts; `recipe.conversion.ExpertsSection` says what they are."""
+
+STOCK_MULTIPLE = 64
+"""Neurons that the width of overlapping experts in a stock format is a multiple of: grouped kernels and quantized groups of 32
+divide it."""
+FINE_MULTIPLE = 8
+"""Neurons to a multiple of which fine-grained experts in a stock format are filled up with zeros: in 16 bits rows of 16 bytes,
+without which the grouped matrix product that transformers runs experts with refuses to."""
+MAX_EXPERTS_PER_TOKEN = 30
+"""Fine-grained experts of a token in a stock format. llama.cpp (2026.10) makes nodes of its graph for each, has room for 8 nodes
+a tensor, and ends the process when they are used up: a plain llama has room for 30. vLLM's fused routing is for 32."""
+STOCK_SHARED = 0.75
+"""The shared part of fine-grained experts in a stock format, as a share of a token's neurons: a little worse than 0.4 and much
+faster in engines (docs/lab/log.md)."""
+
+
+@dataclass(frozen=True)
+class TargetRules:
+    """What one format asks of the experts of a model."""
+
+    forms: tuple[Form, ...] = ("fine", "overlapping")
+    """Forms that it has a place for."""
+    uniform: bool = True
+    """Whether all layers must be alike: experts of one width, and as many of them for each token."""
+    shared: float | None = None
+    """The share of the shared part unless the recipe gives one; None: the recipe's own default."""
+    bounded: bool = False
+    """Whether it refuses more than MAX_EXPERTS_PER_TOKEN, too, where the recipe gives the size of an expert."""
+
+
+TARGET_RULES = {
+    "mixtral": TargetRules(forms=("overlapping",)),
+    "qwen2_moe": TargetRules(forms=("overlapping",)),
+    "qwen3_moe": TargetRules(forms=("overlapping",)),
+    "glm4_moe": TargetRules(forms=("fine",), shared=STOCK_SHARED),
+    "gguf": TargetRules(shared=STOCK_SHARED, bounded=True),
+    "hf": TargetRules(uniform=False),
+}
