@@ -24,6 +24,7 @@ from tomoe.data.sampling import sample_documents
 from tomoe.data.sources import SELF, documents, find
 from tomoe.errors import UserError
 from tomoe.files import atomic_file, basename, parse_json
+from tomoe.model.tokens import check_ids
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.recipe.run import DataSection
 
@@ -186,7 +187,8 @@ def prepare(
     A source with its own split for evaluation uses that; of any other the first shuffled documents are held out.
     Calibration sequences are drawn from the rest, so they resemble the training text. If a source has fewer tokens than
     its part, all sources shrink alike: 1:1:1 stays 1:1:1, and so does training to evaluation.
-    The source `self` needs the dense `model`; `progress` is called while it is sampled.
+    The source `self` needs the dense `model`; `progress` is called while it is sampled. With a model, it must have a row for
+    every token.
 
     Raises UserError: unknown or repeated source, no text, too little of it for three sequences, hub out of reach.
     """
@@ -200,6 +202,9 @@ def prepare(
         for part, sequences in source.split(fraction, data, _padding(tokenizer), generator).items():
             parts[part].append(sequences)
     texts = {part: joined(sequences) for part, sequences in parts.items()}
+    if model is not None:
+        for text in texts.values():
+            check_ids(text.input_ids, model)
     # in random order, so that any run of sequences is a mixture
     return Corpus(
         **{part: text.select(torch.randperm(len(text), generator=generator)) for part, text in texts.items()},

@@ -22,6 +22,7 @@ from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.evaluation.rows import Measurement
 from tomoe.files import basename
+from tomoe.model.tokens import check_ids
 from tomoe.progress import StageCallback, no_stage_progress
 
 CHUNK = 128  # positions whose float32 logits are alive at a time
@@ -201,12 +202,7 @@ def model_name(model: nn.Module) -> str:
 def _check(model: nn.Module, input_ids: Tensor, mask: Tensor) -> None:
     if not bool((mask[:, 1:] & mask[:, :-1]).any()):
         raise UserError(f"none of the {len(input_ids)} sequences has two real tokens in a row to score; give more text")
-    size, highest = getattr(getattr(model, "config", None), "vocab_size", None), int(input_ids.max())
-    if size is not None and highest >= size:
-        raise UserError(
-            f"the text holds token {highest}, but {model_name(model)} knows {size} tokens; "
-            "prepare the text with this model's own tokenizer"
-        )
+    check_ids(input_ids, model)
 
 
 @contextmanager

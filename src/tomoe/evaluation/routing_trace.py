@@ -15,6 +15,7 @@ from tomoe.evaluation.perplexity import evaluating, forward_sequence, has_inner
 from tomoe.evaluation.rows import Count
 from tomoe.evaluation.usage import routers
 from tomoe.model.hooks import hooked
+from tomoe.model.tokens import check_ids
 from tomoe.moe.modeling_tomoe import route
 from tomoe.plan import always_used
 
@@ -104,6 +105,7 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
     hooks = hooked(router.register_forward_hook(record) for router in top_ks)
     with hooks, torch.no_grad(), evaluating(model):
         tokens = torch.tensor(list(ids))
+        check_ids(tokens, model)
         forward_sequence(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=has_inner(model))
     return RoutingTrace(pieces(tokenizer, ids), rows, width, chosen)
 

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
+from tomoe.model.tokens import check_ids
 
 # continued by both models in the report
 PROMPT = "The three most important things about the sea are"
@@ -23,12 +24,13 @@ def generate(
 ) -> str:
     """The continuation of a prompt. Temperature 0 takes the most likely tokens, a higher one samples with the seed.
 
-    Raises UserError for a prompt without a token.
+    Raises UserError for a prompt without a token, or with one that the model has no row for.
     """
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     prompt_tokens = inputs["input_ids"].shape[1]
     if prompt_tokens == 0:
         raise UserError("there is nothing to continue: the prompt has no token")
+    check_ids(inputs["input_ids"], model)
     greedy = temperature == 0
     # generate draws from the global generator only
     with torch.inference_mode(), torch.random.fork_rng():

@@ -19,6 +19,7 @@ from tomoe.model.names import resolve as resolve
 from tomoe.model.offload import cast_, iter_weights, load_offloaded
 from tomoe.model.quantized import keep_differentiable_, quantization_config
 from tomoe.model.stored import StoredModel, is_gguf, read_config, untie_
+from tomoe.model.tokens import fit_tokenizer_
 from tomoe.model.trouble import ADVICE, one_sentence
 
 # elements of a tensor that are converted at once
@@ -103,33 +104,40 @@ def load_config(model: str, checked: bool = False) -> PreTrainedConfig:
 
 
 def check_loading(model: str) -> None:
-    """Raises UserError for what `load_dense` would refuse, without reading a weight.
+    """Raises UserError for what `load_dense` and `load_tokenizer` would refuse, without reading a weight.
 
-    Of a model on the hub, and of a folder that holds no weights yet, only the config is looked at.
+    Of a model on the hub, config and tokenizer are looked at; of a folder that holds no weights yet, the config.
     """
     place = resolve(model)
+    if is_gguf(place):
+        return
     with one_sentence(model, place):
-        if is_gguf(place):
-            read_config(place)
-        elif isinstance(place, Path) and any(place.glob("*.safetensors*")):
+        if isinstance(place, Path):
+            check_no_adapter(place)
+        if isinstance(place, Path) and any(place.glob("*.safetensors*")):
             stored = StoredModel.open(place)
             # bitsandbytes needs the numbers
             if not stored.packing.unpacked_whole:
                 stored.without_weights(torch.float32)
         else:
-            if isinstance(place, Path):
-                check_no_adapter(place)
             settle_packing_(read_config(place), {})
+    if isinstance(place, str) or any(place.glob("tokenizer*")):
+        load_tokenizer(model)
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, without references to code of its own. Raises UserError as `load_dense` does."""
+    """The tokenizer of a model, without references to code of its own.
+
+    Raises UserError as `load_dense` does, and if the model has no row for one of its tokens.
+    """
     place = resolve(model)
     with one_sentence(model, place, part="tokenizer"):
         where = {"gguf_file": place.name} if is_gguf(place) else {}
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(place.parent if is_gguf(place) else place), trust_remote_code=False, **where
         )
+        # the tokens of a .gguf file are those of its rows, and reading its config takes seconds
+        rows = None if is_gguf(place) else getattr(read_config(place).get_text_config(), "vocab_size", None)
     # transformers makes some tokenizers out of no file at all
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"cannot load the tokenizer {model}: it has no files of one; {ADVICE['tokenizer']}")
@@ -138,6 +146,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
             f"cannot load the tokenizer {model}: its tokenizer_config.json is damaged (model_max_length is "
             f"{shortened(repr(longest))}, not a number); get it again"
         )
+    if rows is not None:
+        fit_tokenizer_(tokenizer, rows, model)
     if is_gguf(place):
         tokenizer.name_or_path = place.stem
     strip_remote_code_(tokenizer)

@@ -1,0 +1,49 @@
+"""Compares a tokenizer with the rows of the embeddings: a token without a row ends in an index error when it is met."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tomoe.errors import Note, UserError, shortened
+
+
+def fit_tokenizer_(tokenizer: PreTrainedTokenizerBase, rows: int, model: str) -> None:
+    """Let padding be a token that has a row; padding is masked, so that any will do.
+
+    Special tokens that no text has (of images, say) may lack one. Raises UserError if another token does, or if one does
+    that opens or ends every text.
+    """
+    padding = tokenizer.pad_token_id
+    if padding is not None and padding >= rows:
+        warnings.warn(
+            f"{model}: the tokenizer pads with {tokenizer.pad_token!r} ({padding}), for which the embeddings have no row; "
+            f"its place is taken by {tokenizer.eos_token!r}",
+            Note,
+            stacklevel=3,
+        )
+        tokenizer.pad_token = tokenizer.eos_token
+    always = {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    rare = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - always
+    outside = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows and i not in rare}
+    if outside:
+        first = min(outside)
+        raise UserError(
+            f"the tokenizer of {model} has {len(outside)} tokens for which its embeddings of {rows} rows have none, for "
+            f"example {shortened(repr(outside[first]))} ({first}); take the tokenizer that belongs to the weights, or "
+            "resize the embeddings (resize_token_embeddings) and train them"
+        )
+
+
+def check_ids(ids: Int[Tensor, "*text"], model: torch.nn.Module) -> None:
+    """Raises UserError if a text has a token for which the model's embeddings have no row."""
+    rows = getattr(getattr(model, "config", None), "vocab_size", None)
+    if rows is not None and ids.numel() and int(ids.max()) >= rows:
+        raise UserError(
+            f"the text holds the token {int(ids.max())}, but the embeddings have {rows} rows; leave it out of the text, or "
+            "prepare the text with the tokenizer that belongs to the weights"
+        )
