@@ -13,10 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import tomoe.exporting.overlapping as overlapping
+import tomoe.exporting.stock as stock
 import tomoe.exporting.writing as writing
 from conftest import make_pico, tokens
 from pico_files import CommandLine, contents, pico_recipe, write_pico, write_text
@@ -67,6 +69,7 @@ def test_an_export_says_what_it_costs_and_proves_itself(tomoe: CommandLine, made
     card = (tmp_path / "out" / "README.md").read_text()
     assert "trust_remote_code" not in card
     assert "It predicts the same: largest difference" in card
+    assert f"loaded with transformers 4.57.1, {transformers.__version__}." in card
     assert "tomoe export moe --format mixtral -o out" in card
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(made).chat_template
@@ -79,7 +82,9 @@ def test_its_own_form_travels_too(tomoe: CommandLine, made: Path, tmp_path: Path
     done = tomoe("export", made, "--format", "hf", "-o", tmp_path / "out", "--tokens", "32")
     assert done.code == 0, done.err
     assert json.loads((tmp_path / "out" / "export.json").read_text())["proof"]["positions"] == 30
-    assert "trust_remote_code=True" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "trust_remote_code=True" in card
+    assert "(5.16 to 5.24 were tried" in card
     ids = tokens()
     with torch.no_grad():
         ours, theirs = (AutoModelForCausalLM.from_pretrained(p)(ids).logits for p in (made, tmp_path / "out"))
@@ -98,24 +103,61 @@ def test_text_of_ones_own_and_a_coarser_dtype(tomoe: CommandLine, made: Path, tm
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.intermediate_size % 256 == 0
 
 
-def test_a_failed_proof_says_so_and_deletes_nothing(
+def test_a_failed_proof_names_the_place_and_leaves_no_folder(
     tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = overlapping.expert_tensors
+    right, calls = overlapping.expert_tensors, 0
 
     def wrong(*args: object) -> dict[str, Tensor]:
+        nonlocal calls
+        calls += 1
         tensors = right(*args)
-        return tensors | {"experts.0.w2.weight": 1.05 * tensors["experts.0.w2.weight"]}
+        return tensors | {"experts.0.w2.weight": 1.05 * tensors["experts.0.w2.weight"]} if calls == 2 else tensors
 
     monkeypatch.setattr(overlapping, "expert_tensors", wrong)
     done = tomoe("export", made, "-o", tmp_path / "out")
     assert done.code == 2
-    assert "is not the same model: its predictions differ by" in done.err
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-    proof = json.loads((tmp_path / "out" / "export.json").read_text())["proof"]
-    assert proof["same"] is False
-    assert proof["problem"] in " ".join(done.err.split())
-    assert "**It does not: its predictions differ" in (tmp_path / "out" / "README.md").read_text()
+    problem = " ".join(done.err.split())
+    assert "would not be the same model: its predictions differ by" in problem
+    assert "layer 1 is the first to differ" in problem
+    assert not list(tmp_path.iterdir())
+
+    assert tomoe("export", made, "-o", tmp_path / "out", "--format", "hf", "--tokens", "16").code == 0
+    before, calls = contents(tmp_path / "out"), 0
+    assert tomoe("export", made, "-o", tmp_path / "out", "--force").code == 2
+    assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("edge", ["window", "context"])
+def test_what_a_short_text_does_not_reach_is_tried(
+    edge: str, tomoe: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences of 16 tokens see neither a window of 32 nor frequencies that change after 64 tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    changes = {"sliding_window": 32} if edge == "window" else {"rope_parameters": rope, "sliding_window": None}
+    write_pico(tmp_path / "dense", "mistral", max_position_embeddings=256, **changes)
+    write_text(tmp_path / "text.txt")
+    convert(pico_recipe(tmp_path, "train.steps=0"), tmp_path / "moe")
+    done = tomoe("export", tmp_path / "moe", "-o", tmp_path / "right", "--format", "mixtral")
+    assert done.code == 0, done.err
+    words = {"window": "beyond the window of 32 tokens", "context": "beyond the original context of 64 tokens"}[edge]
+    assert f"{words} largest difference" in " ".join(done.out.split())
+    (far,) = json.loads((tmp_path / "right" / "export.json").read_text())["proof"]["far"]
+    assert far["what"] == words
+
+    monkeypatch.setattr(stock, "write_config", without_the_edge)
+    done = tomoe("export", tmp_path / "moe", "-o", tmp_path / "out", "--format", "mixtral")
+    assert done.code == 2
+    assert f"would not be the same model: {words} its predictions differ by" in " ".join(done.err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def without_the_edge(config: PreTrainedConfig, folder: Path) -> None:
+    """A config.json that says nothing of windows, and of other frequencies for many tokens."""
+    config.sliding_window = None
+    config.rope_parameters |= {"long_factor": config.rope_parameters.get("short_factor")}
+    config.save_pretrained(folder)
 
 
 def test_a_disk_without_room_is_left_alone(

@@ -62,6 +62,7 @@ class Glm4Moe(Stock[FineLayout]):
     """Biases, norms of heads if the config says so, no windows. The first layers may be plain MLPs."""
 
     name, about = "glm4_moe", "Glm4Moe"
+    tried_with = ("4.57.1",)
     config_class = Glm4MoeConfig
     places = Places(biased=True, normed=None, windows="no layer", silu_only=True)
     how_well = "up to the rounding of its router"

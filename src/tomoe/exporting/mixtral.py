@@ -13,6 +13,7 @@ class Mixtral(Overlapping):
     """One window for all layers, no biases, no norms of heads."""
 
     name, about = "mixtral", "Mixtral"
+    tried_with = ("4.57.1",)
     config_class = MixtralConfig
     places = Places()
     block, projections = "block_sparse_moe", ("w1", "w3", "w2")

@@ -8,7 +8,7 @@ converted model. What both predict with the planned experts is told, not judged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tomoe.exporting.fine_grained import experts_per_token
-from tomoe.exporting.verification import BOUNDS, Agreement, Bounds, Check, Proof, judge
+from tomoe.exporting.verification import Agreement, Bounds, Check, Proof, first_problem, judge
 from tomoe.model.hooks import hooked, input_of
 from tomoe.moe.checkpoint import load_moe
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP, route
@@ -42,7 +42,7 @@ class RouterAgreement:
 
     choices: tokens times layers; same: share of them in which both choose the same experts; furthest_logits: by how much the
     logit of an expert that the export leaves out is above that of one that it chooses, at most; furthest: the same in units of
-    2^-20 / eps, what rounding can do; weight_error: largest distance of a weight from 1.
+    2^-20 / eps, what rounding can do; weight_error: largest distance of a weight from 1; layer: with the furthest choice.
     """
 
     choices: int
@@ -50,6 +50,24 @@ class RouterAgreement:
     furthest_logits: float
     furthest: float
     weight_error: float
+    layer: int = 0
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong, as half a sentence; None if choices and weights are within the bounds."""
+        if self.same < SAME_CHOICES:
+            return (
+                f"its routers choose other experts in {1 - self.same:.1%} of the cases, ties are at most {1 - SAME_CHOICES:.0%} "
+                f"(layer {self.layer} is the furthest off)"
+            )
+        if not self.furthest <= TIES:
+            return (
+                f"its routers choose an expert whose logit is {self.furthest_logits:.2g} lower than that of another, in layer "
+                f"{self.layer}"
+            )
+        if not self.weight_error <= WEIGHTS:
+            return f"the weights of its experts are off 1 by up to {self.weight_error:.2g}, the limit is {WEIGHTS:.2g}"
+        return None
 
 
 class RouterCheck:
@@ -59,6 +77,7 @@ class RouterCheck:
         self.routers, self.top_k = routers, top_k
         self.choices = self.same = 0
         self.furthest_logits = self.furthest = self.weight_error = 0.0
+        self.layer = 0
 
     def hooks(self, moe: ToMoEForCausalLM) -> Iterator[RemovableHandle]:
         """Hooks on the layers of the converted model, each run of which is then counted."""
@@ -82,14 +101,15 @@ class RouterCheck:
         eps = float(weight.abs().amax()) / max(float(mlp.router.weight.abs().amax()), 1e-30)
         self.choices += len(x)
         self.same += int((chosen == ours).all(1).sum())
-        self.furthest_logits = max(self.furthest_logits, furthest)
+        if furthest > self.furthest_logits:
+            self.furthest_logits, self.layer = furthest, i
         self.furthest = max(self.furthest, furthest * eps * 2**20)
         self.weight_error = max(self.weight_error, float(off.amax()))
 
     def result(self) -> RouterAgreement:
         """What was counted."""
         same = self.same / max(1, self.choices)
-        return RouterAgreement(self.choices, same, self.furthest_logits, self.furthest, self.weight_error)
+        return RouterAgreement(self.choices, same, self.furthest_logits, self.furthest, self.weight_error, self.layer)
 
 
 @dataclass(frozen=True)
@@ -115,18 +135,15 @@ class PartsAgreement:
             f"do not, logits differ by at most {routers.furthest_logits:.2g}; weights are within {routers.weight_error:.2g} of 1"
         )
 
-    def problem(self, bounds: Bounds) -> str | None:
-        """What is wrong, as half a sentence; None if it is within the bounds."""
-        r = self.routers
-        if r.same < SAME_CHOICES:
-            return f"its routers choose other experts in {1 - r.same:.1%} of the cases, ties are at most {1 - SAME_CHOICES:.0%}"
-        if not r.furthest <= TIES:
-            return f"its routers choose an expert whose logit is {r.furthest_logits:.2g} lower than that of another"
-        if not r.weight_error <= WEIGHTS:
-            return f"the weights of its experts are off 1 by up to {r.weight_error:.2g}, the limit is {WEIGHTS:.2g}"
+    def all_experts_problem(self, bounds: Bounds) -> str | None:
+        """What is wrong with all experts, as half a sentence; None if it is within the bounds."""
         difference = None if bounds.difference is None else FINE_DIFFERENCE
         wrong = None if self.all_experts is None else judge(self.all_experts, Bounds(difference, bounds.kl))
         return f"with all experts {wrong}" if wrong else None
+
+    def problem(self, bounds: Bounds) -> str | None:
+        """What is wrong, as half a sentence; None if it is within the bounds."""
+        return self.routers.problem or self.all_experts_problem(bounds)
 
 
 @dataclass(frozen=True)
@@ -146,9 +163,10 @@ class ProofByParts(Proof):
         return {"routers": asdict(self.fine.routers), "all_experts": all_experts and all_experts.to_dict()}
 
 
-def use_all_experts_(moe: ToMoEForCausalLM) -> None:
+def use_all_experts_(moe: ToMoEForCausalLM) -> ToMoEForCausalLM:
     """Let tokens use all fine-grained experts: then no router decides."""
     moe.config.num_experts_per_tok = moe.config.num_experts
+    return moe
 
 
 def verify_by_parts(
@@ -166,9 +184,18 @@ def verify_by_parts(
         reference = check.run(moe, "converted")
     agreement = check.agree(reference, predicted)
     use_all_experts_(moe)
-    reference = check.run(moe, "converted")
+    reference, reference_far = check.run(moe, "converted"), check.run_far(moe)
     del moe
-    whole = check.agree(reference, check.run(check.load(out, experts), "export"))
+    exported = check.load(out, experts)
+    whole = check.agree(reference, check.run(exported, "export"))
+    far = check.agree_far(reference_far, check.run_far(exported))
+    del exported
     parts = PartsAgreement(whole, routers.result())
-    problem = parts.problem(BOUNDS[check.dtype]) or (stored.problem if stored else None)
-    return ProofByParts(agreement, problem, check.how, stored=stored, fine=parts)
+    bounds = replace(check.bounds, difference=check.bounds.difference and FINE_DIFFERENCE)
+    differs = first_problem([parts.all_experts_problem(check.bounds), *(f.problem(bounds) for f in far)])
+    if differs is not None:
+        converted = partial(load_moe, folder, check.dtype, check.device)
+        place = check.place(lambda: use_all_experts_(converted()), lambda: check.load(out, experts))
+        differs = f"{differs}; {place}"
+    problem = first_problem([parts.routers.problem, differs, stored.problem if stored else None])
+    return ProofByParts(agreement, problem, check.how, far=far, stored=stored, fine=parts)

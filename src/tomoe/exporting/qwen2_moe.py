@@ -18,6 +18,7 @@ class Qwen2Moe(Overlapping):
     """Windows in some layers, biases, a shared expert, no norms of heads."""
 
     name, about = "qwen2_moe", "Qwen2Moe"
+    tried_with = ("4.57.1",)
     config_class = Qwen2MoeConfig
     places = Places(biased=True, windows="some layers")
 

@@ -13,6 +13,7 @@ class Qwen3Moe(Overlapping):
     """One window for all layers, norms of heads, no biases."""
 
     name, about = "qwen3_moe", "Qwen3Moe"
+    tried_with = ("4.57.1",)
     config_class = Qwen3MoeConfig
     places = Places(normed=True)
 

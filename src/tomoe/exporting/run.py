@@ -20,11 +20,12 @@ from tomoe.data.evaluation_text import EvaluationText, held_out_text, read_text
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.rows import read_rows
+from tomoe.exporting.far_tokens import far_tokens
 from tomoe.exporting.target import Options, Sizes
-from tomoe.exporting.targets import Choice, choose, padding_notice, write_export
+from tomoe.exporting.targets import Choice, choose, export_folder, padding_notice
 from tomoe.exporting.verification import Check, Proof
 from tomoe.exporting.writing import check_place
-from tomoe.files import atomic_write, basename, format_bytes
+from tomoe.files import basename, format_bytes
 from tomoe.model.loading import load_tokenizer
 from tomoe.moe.checkpoint import load_moe
 from tomoe.plan import Plan
@@ -36,6 +37,7 @@ FORMAT = "tomoe-export-1"
 PROOF_TOKENS = 4096
 # Tokens of a sequence from a text file; held-out text comes in sequences of its own length.
 CONTEXT = 512
+NOT_INSTALLED = "xllamacpp is not installed"
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,10 @@ def export(
     `dtype` on `device`. options: width of experts, type of GGUF weights. say: called with each notice for the user before
     anything is written.
 
-    Raises UserError before writing if the target cannot hold the model, `out` is taken, the disk is too full or there is no
-    text; and after writing if the predictions differ: then all files stay.
+    The text is not all: the models also run tokens beyond sliding windows and beyond the original context.
+
+    Raises UserError if the target cannot hold the model, `out` is taken, the disk is too full or there is no text, or if what
+    was written, loaded from disk, predicts otherwise than the converted folder. Then `out` is as it was.
     """
     folder, out, options = Path(folder), Path(out), options or Options()
     moe = load_moe(folder, None, device)
@@ -78,16 +82,18 @@ def export(
     say(f"It takes {format_bytes(sizes.bytes)} ({sizes.words}); {basename(folder)} takes {format_bytes(stored)}.")
     if notice := padding_notice(moe, sizes):
         say(notice)
-    write_export(choice, moe, tokenizer, out, options, _in_megabytes(on_progress))
-    check = Check(proof_text, dtype, moe.dtype, device, on_progress)
-    del moe
-    proof = choice.target.verify(folder, out, options, check)
-    exported = Exported(out, choice, sizes, proof, options)
-    _write_metadata(exported, folder, proof_text)
-    if proof is not None and proof.problem:
-        raise UserError(
-            f"the export in {out} is not the same model: {proof.problem}; nothing was deleted, see export.json"
+    with export_folder(out) as part:
+        choice.target.write(moe, tokenizer, part, options, _in_megabytes(on_progress))
+        check = Check(proof_text, dtype, moe.dtype, device, on_progress, far_tokens(moe))
+        del moe
+        proof = choice.target.verify(folder, part, options, check)
+        if proof is not None and proof.problem:
+            raise UserError(f"the export would not be the same model: {proof.problem}; nothing was written to {out}")
+        exported = Exported(out, choice, sizes, proof, options)
+        (part / "export.json").write_text(
+            json.dumps(_metadata(exported, proof_text), indent=2) + "\n", encoding="utf-8"
         )
+    _write_card(exported, folder, proof_text)
     return exported
 
 
@@ -111,23 +117,17 @@ def _proof_text(folder: Path, text: str | None, tokens: int) -> EvaluationText:
     return replace(held_out, sequences=held_out.sequences.truncate(tokens))
 
 
-def _write_metadata(exported: Exported, folder: Path, text: EvaluationText) -> None:
-    """Write export.json and the card."""
-    target, proof = exported.choice.target, exported.proof
-    outcome: dict[str, Any] = {"same": None, "problem": "not run: xllamacpp is not installed"}
-    sentence = f"Not verified: {outcome['problem']}."
-    if proof is not None:
-        outcome = proof.to_dict()
-        verdict = "It predicts the same" if proof.problem is None else f"**It does not: {proof.problem}**"
-        sentence = f"{verdict}: {proof.result}, on {text.name}."
-    metadata: dict[str, Any] = {
+def _metadata(exported: Exported, text: EvaluationText) -> dict[str, Any]:
+    """What export.json holds."""
+    not_run = {"same": None, "problem": f"not run: {NOT_INSTALLED}"}
+    return {
         "format": FORMAT,
-        "target": target.name,
+        "target": exported.choice.target.name,
         "reason": exported.choice.reason,
         "bytes": exported.sizes.bytes,
         "layout": exported.sizes.words,
         "options": asdict(exported.options),
-        "proof": outcome,
+        "proof": not_run if exported.proof is None else exported.proof.to_dict(),
         "text": {
             "name": text.name,
             "sha256": sequences_sha256(text.sequences.input_ids, text.sequences.mask),
@@ -135,9 +135,19 @@ def _write_metadata(exported: Exported, folder: Path, text: EvaluationText) -> N
         },
         "versions": {m.__name__: str(m.__version__) for m in (torch, transformers, tomoe)},
     }
-    atomic_write(exported.folder / "export.json", json.dumps(metadata, indent=2) + "\n")
+
+
+def _write_card(exported: Exported, folder: Path, text: EvaluationText) -> None:
+    """Write the card, if the converted folder has the plan that it tells of."""
     if not (folder / "plan.json").is_file():
         return
+    target, proof = exported.choice.target, exported.proof
+    sentence = (
+        f"Not verified: {NOT_INSTALLED}." if proof is None else f"It predicts the same: {proof.result}, on {text.name}."
+    )
+    if target.tried_with:
+        versions = ", ".join((*target.tried_with, transformers.__version__))
+        sentence += f" Folders of this architecture were loaded with transformers {versions}."
     plan = Plan.load(folder)
     recipe = recipe_of(plan)
     command = (

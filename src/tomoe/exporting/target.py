@@ -42,10 +42,15 @@ class Sizes:
 
 
 class Target(ABC):
-    """One form that a converted model can take; name: as `--format` knows it, about: as a user may know it."""
+    """One form that a converted model can take.
+
+    name: as `--format` knows it; about: as a user may know it; tried_with: older versions of transformers that were seen to
+    compute the same from such a folder.
+    """
 
     name: str
     about: str
+    tried_with: tuple[str, ...] = ()
 
     @abstractmethod
     def supports(self, moe: ToMoEForCausalLM) -> str | None:

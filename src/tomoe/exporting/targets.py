@@ -5,6 +5,8 @@ To add a target, write a class of its own in a file of its own and give it a row
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,17 +70,27 @@ def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
     return Choice(TARGETS["hf"], f"no stock architecture holds it exactly ({reasons})")
 
 
+@contextmanager
+def export_folder(out: Path) -> Iterator[Path]:
+    """A folder whose files move to `out` at the end of the block, in place of the export that it may hold.
+
+    If the block fails, `out` is as it was. Raises UserError if the files cannot be written.
+    """
+    try:
+        with atomic_folder(out, "config.json", ("*",)) as part:
+            yield part
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise UserError(f"cannot write the export to {out}: {reason or error}") from error
+
+
 def write_export(
     choice: Choice, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, out: Path, options: Options,
     on_progress: StageCallback = no_stage_progress,
 ) -> None:  # fmt: skip
-    """Write the folder `out`, replacing the export that it may hold. Raises UserError if it cannot be written."""
-    try:
-        with atomic_folder(out, "config.json", ("*",)) as part:
-            choice.target.write(moe, tokenizer, part, options, on_progress)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise UserError(f"cannot write the export to {out}: {reason or error}") from error
+    """Write the folder `out` and verify nothing. Raises UserError if it cannot be written."""
+    with export_folder(out) as part:
+        choice.target.write(moe, tokenizer, part, options, on_progress)
 
 
 def padding_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:

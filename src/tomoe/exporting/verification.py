@@ -8,7 +8,7 @@ Letters: B sequences, S tokens of one, t positions of a chunk, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tomoe.data.evaluation_text import EvaluationText
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import CHUNK, evaluating, forward_sequence
+from tomoe.exporting.far_tokens import FarTokens, first_difference, layer_outputs
 from tomoe.model.loading import load_dense, pick_device
 from tomoe.moe.checkpoint import load_moe
 from tomoe.progress import ProgressCallback, StageCallback, no_stage_progress, stage_callback
@@ -162,13 +163,17 @@ BOUNDS = {
 # Tokens that run in the dtype of the file, and how far (KL in nats) they may be from the proof's. Near ties of routers brought
 # 0.11 in bfloat16 (SmolLM2 at 50 %, fine-grained); what overflows or is cast wrongly is off by much more.
 STORED_TOKENS, STORED_KL = 32, 1.0
+# Of far tokens, which are few: one near tie of a router weighs more among them than in a text.
+FAR_KL = 0.05
+# Of a layer's output, relative: more is not rounding, but where a difference begins.
+LAYER_DIFFERENCE = 1e-3
 
 
-def judge(a: Agreement, bounds: Bounds) -> str | None:
+def judge(a: Agreement, bounds: Bounds, typical: str = "in a typical sequence") -> str | None:
     """What is wrong with an agreement, as half a sentence; None if it is within the bounds."""
     allowed = None if bounds.difference is None else bounds.difference * max(1.0, a.largest_logit)
     if allowed is not None and not a.typical_difference <= allowed:
-        return f"its predictions differ by {a.typical_difference:.2g} in a typical sequence, the limit is {allowed:.2g}"
+        return f"its predictions differ by {a.typical_difference:.2g} {typical}, the limit is {allowed:.2g}"
     if not a.kl <= bounds.kl:
         return f"its predictions differ by a KL of {a.kl:.2g} nats, the limit is {bounds.kl:.2g}"
     return None
@@ -205,23 +210,39 @@ class StoredRun:
 
 
 @dataclass(frozen=True)
+class FarAgreement:
+    """Two models on tokens that a short text does not reach; each position counts as a sequence."""
+
+    what: str
+    tokens: int
+    agreement: Agreement
+
+    def problem(self, bounds: Bounds) -> str | None:
+        """What is wrong, as half a sentence; None if it is within the bounds."""
+        wrong = judge(self.agreement, Bounds(bounds.difference, max(bounds.kl, FAR_KL)), "at a typical position")
+        return f"{self.what} {wrong}" if wrong else None
+
+
+@dataclass(frozen=True)
 class Proof:
     """How far the export's predictions are from the converted model's.
 
     problem: what is wrong with them, or None; how: "float32 in transformers"; written: what both write after one prompt;
-    stored: None if the proof ran in the stored dtype.
+    far: on tokens beyond windows and the original context; stored: None if the proof ran in the stored dtype.
     """
 
     agreement: Agreement
     problem: str | None
     how: str
     written: dict[str, str] | None = None
+    far: Sequence[FarAgreement] = field(default=(), kw_only=True)
     stored: StoredRun | None = field(default=None, kw_only=True)
 
     @property
     def result(self) -> str:
         """One line of numbers."""
-        return self.compared + (f"; {self.stored.result}" if self.stored else "")
+        far = "".join(f"; {f.what} largest difference {f.agreement.largest_difference:.2g}" for f in self.far)
+        return self.compared + far + (f"; {self.stored.result}" if self.stored else "")
 
     @property
     def compared(self) -> str:
@@ -243,6 +264,7 @@ class Proof:
         """As export.json holds it."""
         outcome = {"same": self.problem is None, "problem": self.problem, "how": self.how, **self.agreement.to_dict()}
         outcome |= self.parts()
+        outcome["far"] = [asdict(far) for far in self.far]
         outcome["as_stored"] = self.stored and asdict(self.stored)
         return outcome | ({"written": self.written} if self.written else {})
 
@@ -255,7 +277,7 @@ class Proof:
 class Check:
     """How an export is verified in transformers: on which text, in which dtype, on which device.
 
-    stored: the dtype of the converted folder's weights.
+    stored: the dtype of the converted folder's weights; far: what both models run beside the text.
     """
 
     text: EvaluationText
@@ -263,6 +285,7 @@ class Check:
     stored: torch.dtype
     device: str
     on_progress: ProgressCallback
+    far: Sequence[FarTokens] = ()
 
     @property
     def how(self) -> str:
@@ -284,6 +307,35 @@ class Check:
     def agree(self, reference: Recorded, predicted: Recorded) -> Agreement:
         """Compare what two models predicted for the text."""
         return agree(reference, predicted, self.text.sequences.input_ids, self.text.sequences.mask)
+
+    @property
+    def bounds(self) -> Bounds:
+        """How far an export may be off in this dtype."""
+        return BOUNDS[self.dtype]
+
+    def run_far(self, model: Any) -> list[Float[Tensor, "t V"]]:
+        """What a model predicts for the last of the far tokens."""
+        with evaluating(model):
+            return [far.run(model) for far in self.far]
+
+    def agree_far(self, reference: Sequence[Tensor], predicted: Sequence[Tensor]) -> list[FarAgreement]:
+        """Compare what two models predicted for them; the next token does not matter here, so it is the one predicted."""
+
+        def positions(ours: Tensor, theirs: Tensor) -> Iterator[list[Positions]]:
+            yield from ([(a[None], b[None], a.argmax(-1)[None])] for a, b in zip(ours, theirs, strict=True))
+
+        return [
+            FarAgreement(far.what, far.ids.shape[1], summarize(positions(ours, theirs)))
+            for far, ours, theirs in zip(self.far, reference, predicted, strict=True)
+        ]
+
+    def place(self, reference: Callable[[], Any], exported: Callable[[], Any]) -> str:
+        """Where two models that predict differently begin to differ, in words."""
+        longest = int(self.text.sequences.mask.sum(1).argmax())
+        ids = self.text.sequences.input_ids[longest : longest + 1]
+        ids = ids if not self.far else self.far[0].ids
+        ours, theirs = (layer_outputs(load(), ids) for load in (reference, exported))
+        return first_difference(ours, theirs, LAYER_DIFFERENCE)
 
     def run_as_stored(self, out: Path, proved: Recorded) -> StoredRun | None:
         """Run the first tokens of the longest sequence as who loads the export will; `proved` is the proof's own run.
@@ -307,9 +359,27 @@ class Check:
 
 
 def verify_exactly(folder: Path, out: Path, check: Check) -> Proof:
-    """Run the converted model and the export on the same text, one after the other: they predict the same."""
-    predicted = check.run(check.load(out), "export")
+    """Run the converted model and the export on the same tokens, one after the other: they predict the same."""
+
+    def converted() -> Any:
+        return load_moe(folder, check.dtype, check.device)
+
+    exported = check.load(out)
+    predicted, predicted_far = check.run(exported, "export"), check.run_far(exported)
+    del exported
     stored = check.run_as_stored(out, predicted)
-    agreement = check.agree(check.run(load_moe(folder, check.dtype, check.device), "converted"), predicted)
-    problem = judge(agreement, BOUNDS[check.dtype]) or (stored.problem if stored else None)
-    return Proof(agreement, problem, check.how, stored=stored)
+    moe = converted()
+    agreement = check.agree(check.run(moe, "converted"), predicted)
+    far = check.agree_far(check.run_far(moe), predicted_far)
+    del moe
+    problem = first_problem([judge(agreement, check.bounds), *(f.problem(check.bounds) for f in far)])
+    if problem is not None:
+        problem = f"{problem}; {check.place(converted, lambda: check.load(out))}"
+    return Proof(
+        agreement, first_problem([problem, stored.problem if stored else None]), check.how, far=far, stored=stored
+    )
+
+
+def first_problem(problems: Iterable[str | None]) -> str | None:
+    """The first that is one."""
+    return next((problem for problem in problems if problem), None)

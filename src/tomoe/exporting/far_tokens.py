@@ -1,0 +1,137 @@
+"""Tokens that show what a short text cannot: beyond sliding windows, and beyond the context that a model was first trained on.
+
+Letters: S tokens, t of them compared, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from tomoe.model.hooks import hooked
+from tomoe.model.structure import decoder_layers
+
+# Tokens behind the edge of a window or of the original context.
+BEHIND = 32
+# Windows that are tried: the masks of longer ones take gigabytes.
+MAX_WINDOW = 2**13
+# Operations for which all layers run, seconds on a laptop; otherwise the first ones, each kind of layer among them.
+PROBE_OPERATIONS = 10**12
+
+
+@dataclass(frozen=True)
+class FarTokens:
+    """Random tokens at some positions, to run through the first layers."""
+
+    what: str
+    ids: Int[Tensor, "1 S"]
+    positions: Int[Tensor, "1 S"]
+    layers: int
+
+    @torch.no_grad()
+    def run(self, model: Any) -> Float[Tensor, "t V"]:
+        """Logits of the last tokens, on the CPU."""
+        device = next(model.parameters()).device
+        arguments: dict[str, Any] = {"input_ids": self.ids.to(device), "use_cache": False}
+        # not where tokens have no positions
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            arguments["position_ids"] = self.positions.to(device)
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            arguments["logits_to_keep"] = BEHIND
+        with first_layers(model, self.layers):
+            logits: Tensor = model(**arguments).logits
+        return logits[0, -BEHIND:].cpu()
+
+
+def far_tokens(model: Any) -> list[FarTokens]:
+    """What a model has to be tried on: one run for each edge that it has."""
+    config, layers = model.config, decoder_layers(model)
+    found = []
+    for window in sorted(windows(config)):
+        size = sum(p.numel() for p in layers.parameters())
+        affordable = len(layers) * PROBE_OPERATIONS // (2 * size * (window + BEHIND))
+        count = min(len(layers), max(affordable, layers_of_all_kinds(config, len(layers))))
+        found.append(_drawn(f"beyond the window of {window:,} tokens", config, 0, window + BEHIND, count))
+    context = original_context(config)
+    if context is not None:
+        what = f"beyond the original context of {context:,} tokens"
+        found.append(_drawn(what, config, context, 2 * BEHIND, len(layers)))
+    return found
+
+
+def _drawn(what: str, config: PreTrainedConfig, start: int, count: int, layers: int) -> FarTokens:
+    ids = torch.randint(config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
+    return FarTokens(what, ids, torch.arange(start, start + count)[None], layers)
+
+
+def windows(config: PreTrainedConfig) -> set[int]:
+    """How many of the last tokens layers may see, by the config, as far as they are worth a run."""
+    found = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    longest = min(MAX_WINDOW, _positions(config) - BEHIND)
+    return {w for w in found if isinstance(w, int) and 0 < w <= longest}
+
+
+def _positions(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "max_position_embeddings", None) or MAX_WINDOW)
+
+
+def original_context(config: PreTrainedConfig) -> int | None:
+    """Tokens from which on rotary embeddings or scales change, if positions behind them are allowed."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    # one for all layers, or one for each kind of them
+    parameters = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
+    found = [p.get("original_max_position_embeddings") for p in parameters]
+    found.append(getattr(config, "original_max_position_embeddings", None))
+    contexts = [c for c in found if isinstance(c, int) and c + 2 * BEHIND <= _positions(config)]
+    # it scales as soon as a text is longer than all that the config allows
+    if any(p.get("rope_type") == "dynamic" for p in parameters):
+        contexts.append(_positions(config))
+    return max(contexts, default=None)
+
+
+def layers_of_all_kinds(config: PreTrainedConfig, layers: int) -> int:
+    """The fewest first layers among which every kind of layer is."""
+    kinds = list(getattr(config, "layer_types", None) or ["one kind"])[:layers]
+    return max(kinds.index(kind) for kind in set(kinds)) + 1
+
+
+@contextmanager
+def first_layers(model: Any, count: int) -> Iterator[None]:
+    """Inside the block the model has so many decoder layers."""
+    layers = decoder_layers(model)
+    parent = next(m for m in model.modules() if layers in m.children())
+    name = next(name for name, child in parent.named_children() if child is layers)
+    setattr(parent, name, nn.ModuleList(list(layers)[:count]))
+    try:
+        yield
+    finally:
+        setattr(parent, name, layers)
+
+
+@torch.no_grad()
+def layer_outputs(model: Any, ids: Int[Tensor, "1 S"]) -> list[Float[Tensor, "S _"]]:
+    """What every decoder layer returns for some tokens, on the CPU."""
+    outputs: list[Tensor] = []
+
+    def note(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
+        outputs.append((out[0] if isinstance(out, tuple) else out)[0].float().cpu())
+
+    with hooked(layer.register_forward_hook(note) for layer in decoder_layers(model)):
+        model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
+    return outputs
+
+
+def first_difference(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> str:
+    """The first layer whose outputs differ, relative to their size, in words."""
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if not (a - b).norm() <= tolerance * a.norm():
+            return f"layer {i} is the first to differ"
+    return "no layer differs, so it is the output matrix or what is done before it"
