@@ -22,8 +22,8 @@ import torch
 
 from tomoe.model.loading import load_dense
 from tomoe.model.structure import shape_of
+from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import settle_layout
-from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import micro_step
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.loop import make_optimizer
@@ -51,7 +51,7 @@ def main() -> None:
     model = load_dense(args.model, getattr(torch, args.dtype), args.device)
     recipe = Recipe.load(None, ["experts.form=overlapping", f"attention.pruning={args.attention}"])
     layout, size = settle_layout(recipe, shape_of(model)), recipe.experts.embedding_size
-    net = MaskNetwork(shape_of(model), layout, size, recipe.attention, recipe.sampling, 0).to(args.device)
+    net = mask_network(shape_of(model), layout, size, recipe.attention, recipe.sampling, 0).to(args.device)
     optimizer = make_optimizer(net, recipe.train)
     ids = torch.randint(0, model.config.vocab_size, (1, args.tokens), device=args.device)
     sequences = SimpleNamespace(input_ids=ids, mask=torch.ones_like(ids, dtype=torch.bool))

@@ -48,6 +48,8 @@ from tomoe.budget import active_params, decoder_params
 from tomoe.model.structure import shape_of
 from tomoe.plan import ALWAYS, Plan
 from tomoe.pruning.extract import extract_plan
+from tomoe.pruning.fine_grained import FineNetwork
+from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import FineLayout, OverlappingLayout
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, SamplingSection
@@ -127,19 +129,19 @@ def make_network(
     overlapping = OverlappingLayout(**{"num_experts": 4, "width_multiple": 1} | sizes)
     layout = FineLayout(8, 4, shape.mlp_size - 8 * 4, 3) if form == "fine" else overlapping
     pruned = AttentionSection(pruning=attention, rotate_values=rotate)
-    net = MaskNetwork(shape, layout, EMBEDDING_SIZE, pruned, SamplingSection(), seed=0)
+    net = mask_network(shape, layout, EMBEDDING_SIZE, pruned, SamplingSection(), seed=0)
     if rotate:
         drawn = torch.randn(net.value_rotations.shape, generator=torch.Generator().manual_seed(2))
         net.value_rotations.copy_(torch.linalg.qr(drawn)[0])
     generator = torch.Generator().manual_seed(1)
-    for projection in (*net.neurons, *net.dims):
+    for projection in (*getattr(net, "neurons", ()), *net.dims):
         projection.start.normal_(-3, spread, generator=generator)
-    if form == "fine":
+    if isinstance(net, FineNetwork):
         partition_(net, generator)
     return net
 
 
-def partition_(net: MaskNetwork, generator: torch.Generator) -> None:
+def partition_(net: FineNetwork, generator: torch.Generator) -> None:
     """Random fine-grained experts of four neurons; the layers differ in k, and one expert is always chosen."""
     for i in range(net.shape.num_layers):
         expert = torch.full((net.shape.mlp_size,), -1)
@@ -150,10 +152,10 @@ def partition_(net: MaskNetwork, generator: torch.Generator) -> None:
         net.routers[i].bias.data[i] = ALWAYS
 
 
-def fine_fraction(net: MaskNetwork) -> float:
+def fine_fraction(net: FineNetwork) -> float:
     """The active fraction of fine-grained experts with attention whole: nothing else can take up the rest of a budget."""
     s = net.shape
-    widths = [(net.fine_width(i), s.head_dim, s.head_dim) for i in range(s.num_layers)]
+    widths = [(net.width(i), s.head_dim, s.head_dim) for i in range(s.num_layers)]
     return float(active_params(s, widths)) / decoder_params(s)
 
 

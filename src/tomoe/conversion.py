@@ -29,6 +29,7 @@ from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
+from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import Layout, settle_layout
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import mask_step
@@ -103,7 +104,7 @@ def begin(
 def empty_network(recipe: Recipe, model: PreTrainedModel, layout: Layout) -> MaskNetwork:
     """Make the mask network that a checkpoint, or `start_`, fills."""
     size, sampling = recipe.experts.embedding_size, recipe.sampling
-    net = MaskNetwork(shape_of(model), layout, size, recipe.attention, sampling, recipe.seed)
+    net = mask_network(shape_of(model), layout, size, recipe.attention, sampling, recipe.seed)
     return net.to(model.device)
 
 

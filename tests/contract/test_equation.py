@@ -205,7 +205,7 @@ def decisions(model: PreTrainedModel, plan: Plan, ids: Tensor) -> tuple[Tensor, 
                 chosen.append(m.values(x.flatten(0, -2)))
 
         def route(_: object, args: tuple, m: object = m) -> None:
-            chosen.append(m.router.route(args[0].flatten(0, -2), m.top_experts).assignment.round())
+            chosen.append(m.experts.choose(args[0].flatten(0, -2))[0].assignment.round())
 
         handles.append(layer.self_attn.register_forward_pre_hook(attend, with_kwargs=True))
         handles.append(layer.mlp.register_forward_pre_hook(route))

@@ -15,8 +15,8 @@ from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.memory import estimate
 from tomoe.model.structure import shape_of
+from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import OverlappingLayout
-from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import micro_step
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe
@@ -37,7 +37,7 @@ class _Kept(Exception):
 def kept_for_backward(family: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes of all tensors that autograd holds when a forward pass is over, weights not counted."""
     model = make_pico(family, num_hidden_layers=4, intermediate_size=256)
-    net = MaskNetwork(shape_of(model), LAYOUT, recipe.experts.embedding_size, recipe.attention, recipe.sampling, 0)
+    net = mask_network(shape_of(model), LAYOUT, recipe.experts.embedding_size, recipe.attention, recipe.sampling, 0)
     weights = {t.untyped_storage().data_ptr() for m in (model, net) for t in (*m.parameters(), *m.buffers())}
     held: dict[int, torch.Tensor] = {}
 
@@ -86,7 +86,7 @@ def test_checkpointing_keeps_the_inputs_of_layers(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("attention", ["off", "static", "per_token"])
 def test_what_is_learned(attention: str) -> None:
     recipe, model = a_recipe(f"attention.pruning={attention}"), make_pico("qwen2")
-    net = MaskNetwork(shape_of(model), LAYOUT, recipe.experts.embedding_size, recipe.attention, recipe.sampling, 0)
+    net = mask_network(shape_of(model), LAYOUT, recipe.experts.embedding_size, recipe.attention, recipe.sampling, 0)
     optimizer = make_optimizer(net, recipe.train)
     for p in net.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None

@@ -11,22 +11,20 @@ from transformers import PreTrainedModel
 from conftest import make_network, make_pico, tokens
 from tomoe.budget import active_params, decoder_params, mlp_params
 from tomoe.model.structure import shape_of
-from tomoe.pruning.carving import (
-    ROUTER_CONFIDENCE,
-    Ranking,
-    allocate,
-    attention_importance,
-    backward_elimination,
-    carve_,
-    carve_mlp,
-    confident_scale,
-    evened,
-    spherical_kmeans,
-    start_logits,
-)
+from tomoe.pruning.allocation import allocate, evened
+from tomoe.pruning.calibration import attention_importance
+from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.gumbel import keep_probability
 from tomoe.pruning.losses import active_fraction
+from tomoe.pruning.mask_network import start_logits
+from tomoe.pruning.overlapping_carving import (
+    ROUTER_CONFIDENCE,
+    backward_elimination,
+    confident_scale,
+    rank_neurons,
+    spherical_kmeans,
+)
 
 
 def test_backward_elimination_counts_the_joint_loss() -> None:
@@ -55,9 +53,9 @@ def test_a_pair_that_cancels_itself_goes_for_nothing() -> None:
     pair, other, last = torch.linalg.qr(torch.randn(300, 3)).Q.T * 300**0.5
     h = torch.stack([pair, pair, 0.9 * other, 1.1 * last], 1)
     down = torch.tensor([[1.0, -1.0, 1.0, 1.0]])
-    mlp = carve_mlp(h, torch.zeros(300, dtype=torch.long), torch.ones(300), down, 1, range(5), [0, 1, 2, 3, 4])
-    assert int(mlp.ranks[0, 3]) == 0
-    assert mlp.loss == pytest.approx([2.02, 0.81, 1.81, 0.81, 0.0], abs=1e-4)
+    ranks, loss = rank_neurons(h, torch.zeros(300, dtype=torch.long), torch.ones(300), down, 1, range(5))
+    assert int(ranks[0, 3]) == 0
+    assert loss == pytest.approx([2.02, 0.81, 1.81, 0.81, 0.0], abs=1e-4)
 
 
 def test_experts_are_ranked_on_their_own_tokens_only() -> None:
@@ -65,25 +63,24 @@ def test_experts_are_ranked_on_their_own_tokens_only() -> None:
     ids = torch.arange(40) % 2
     h[ids == 0, :3] = 0  # expert 0 never sees the first three, expert 1 never the last three
     h[ids == 1, 3:] = 0
-    mlp = carve_mlp(h, ids, torch.ones(40), torch.eye(6), 2, range(7), list(range(7)))
-    assert {int(n) for n in (mlp.ranks[0] < 3).nonzero()} == {3, 4, 5}
-    assert {int(n) for n in (mlp.ranks[1] < 3).nonzero()} == {0, 1, 2}
-    assert mlp.loss[3] == pytest.approx(0, abs=1e-6)
-    assert mlp.loss[0] == pytest.approx(float(h.square().sum() / 40), rel=1e-5)
+    ranks, loss = rank_neurons(h, ids, torch.ones(40), torch.eye(6), 2, range(7))
+    assert {int(n) for n in (ranks[0] < 3).nonzero()} == {3, 4, 5}
+    assert {int(n) for n in (ranks[1] < 3).nonzero()} == {0, 1, 2}
+    assert loss[3] == pytest.approx(0, abs=1e-6)
+    assert loss[0] == pytest.approx(float(h.square().sum() / 40), rel=1e-5)
 
 
 def test_allocation_is_the_best_for_convex_losses() -> None:
     generator = torch.Generator().manual_seed(3)
-    sites = []
+    losses = []
     for _ in range(3):
         drops = torch.rand(4, generator=generator).sort(descending=True).values
-        loss = torch.cat([drops.flip(0).cumsum(0).flip(0), torch.zeros(1)])
-        sites.append(Ranking(torch.zeros(1, 4, dtype=torch.long), loss, [0, 10, 20, 30, 40]))
-    units = allocate(sites, 80.0)
+        losses.append(torch.cat([drops.flip(0).cumsum(0).flip(0), torch.zeros(1)]))
+    units = allocate(losses, [0, 10, 20, 30, 40], 80.0)
     assert sum(units) == 8
     best = min(
         (u for u in itertools.product(range(1, 5), repeat=3) if sum(u) == 8),
-        key=lambda u: sum(site.loss[n] for site, n in zip(sites, u, strict=True)),
+        key=lambda u: sum(loss[n] for loss, n in zip(losses, u, strict=True)),
     )
     assert tuple(units) == best
 

@@ -16,13 +16,8 @@ from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
-from tomoe.pruning.extract import (
-    Extraction,
-    Site,
-    common_offset,
-    extract_plan,
-    whole_units,
-)
+from tomoe.pruning.allocation import Site, common_offset, whole_units
+from tomoe.pruning.extract import Extraction, extract_plan
 from tomoe.pruning.layouts import least_active, settle_layout
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import planned_masks
@@ -107,7 +102,7 @@ def test_the_plan_decides_as_the_network_does() -> None:
         embeddings = net.attention_embeddings(net.hypernetwork())
         for i, masks in enumerate(planned_masks(plan)):
             torch.testing.assert_close(masks.value_router(x), net.value_logits(i, x, embeddings[i]))
-            assert torch.equal(masks.router.weight, net.routers[i].weight.bfloat16().float())
+            assert torch.equal(masks.experts.router.weight, net.routers[i].weight.bfloat16().float())
 
 
 def test_calibration_reads_real_tokens_only() -> None:
@@ -125,7 +120,7 @@ def test_calibration_reads_real_tokens_only() -> None:
 def test_twice_gives_the_same_bytes(attention: str, tmp_path: Path) -> None:
     net = network(attention)
     plan_of(attention).save(tmp_path / "one")
-    copy = MaskNetwork(net.shape, net.layout, EMBEDDING_SIZE, net.attention, net.sampling, seed=99)
+    copy = type(net)(net.shape, net.layout, EMBEDDING_SIZE, net.attention, net.sampling, seed=99)
     copy.load_state_dict(net.state_dict())
     torch.manual_seed(5)
     torch.rand(3)
@@ -270,7 +265,7 @@ def test_all_sites_move_by_one_offset() -> None:
 def test_the_plan_remembers_how_wide_training_left_each_expert() -> None:
     net = make_network(model(), "off", spread=2.0, width_multiple=MULTIPLE)
     plan = extract_plan(net, model(), 0.6, CALIBRATION)
-    logits = Extraction(net, model()).neuron_logits
+    logits = Extraction(net, model()).experts.neuron_logits
     for row, layer, layer_logits in zip(
         plan.notes["expert_widths"], plan.counts, map(torch.detach, logits), strict=True
     ):

@@ -29,7 +29,8 @@ from tomoe.pruning.losses import (
 from tomoe.pruning.mask_network import SampledLayerMasks
 from tomoe.pruning.masking import masked
 from tomoe.pruning.objective import objective
-from tomoe.pruning.routing import Routing
+from tomoe.pruning.overlapping import SampledOverlapping
+from tomoe.pruning.routing import ExpertRouter, Routing
 from tomoe.recipe.conversion import LossSection
 
 D, V = 16, 50
@@ -167,8 +168,8 @@ def test_log_ratio() -> None:
 def drawn(neuron_masks: Tensor, **others: Tensor) -> SampledLayerMasks:
     """What the penalties read of sampled masks, without a network behind them."""
     masks = object.__new__(SampledLayerMasks)
-    fields = dict.fromkeys(("shared_mask", "value_masks", "qk_mask", "static_values")) | others
-    vars(masks).update(fields, neuron_masks=neuron_masks)
+    experts = SampledOverlapping(ExpertRouter(1, len(neuron_masks)), neuron_masks, 1.0, seed=0)
+    vars(masks).update(dict.fromkeys(("value_masks", "qk_mask", "static_values")) | others, experts=experts)
     return masks
 
 

@@ -38,7 +38,7 @@ def local_network(model: PreTrainedModel, attention: str) -> MaskNetwork:
     """The ablation: every layer has its own attention embedding."""
     net = make_network(model, attention)
     section = AttentionSection(pruning=attention, embedding="local")
-    local = MaskNetwork(net.shape, net.layout, EMBEDDING_SIZE, section, net.sampling, seed=0)
+    local = type(net)(net.shape, net.layout, EMBEDDING_SIZE, section, net.sampling, seed=0)
     local.load_state_dict(net.state_dict(), strict=False)
     return local
 
@@ -70,7 +70,7 @@ def test_fine_grained_masks_of_a_step_are_those_of_the_plan(attention: str) -> N
     x = torch.randn(24, net.shape.hidden_size, generator=torch.Generator().manual_seed(0))
     plan = make_plan(dense, attention, form="fine")
     for sampled, meant in zip(net(seed=0), planned_masks(plan), strict=True):
-        net.routers[sampled.index].weight.data.copy_(meant.router.weight)
+        net.routers[sampled.index].weight.data.copy_(meant.experts.router.weight)
         assert torch.equal(sampled.neurons(x), meant.neurons(x))
 
 
@@ -89,11 +89,11 @@ def test_masks_are_hard_and_shared_as_the_method_says() -> None:
     with masked(dense, masks):
         dense(ids)
     for m in masks:
-        assert m.neuron_masks.shape == (4, shape.mlp_size)
+        assert m.experts.neuron_masks.shape == (4, shape.mlp_size)
         assert m.qk_mask.shape == (shape.head_dim,)
         assert m.value_masks.shape == (24, shape.head_dim)
         assert m.routing.assignment.shape == m.routing.probs.shape == (24, 4)
-        for mask in (m.neuron_masks, m.qk_mask, m.value_masks, m.routing.assignment):
+        for mask in (m.experts.neuron_masks, m.qk_mask, m.value_masks, m.routing.assignment):
             assert set(mask.unique().tolist()) <= {0.0, 1.0}
         assert torch.equal(m.qk_mask[:2], m.qk_mask[2:4])
         assert len(m.value_masks.unique(dim=0)) > 1
@@ -133,13 +133,13 @@ def test_seeds_decide_the_draw() -> None:
         masks = net(*seeds)
         with masked(dense, masks):
             dense(ids)
-        return masks[0].neuron_masks, masks[0].qk_mask, masks[0].routing.assignment, masks[0].value_masks
+        return masks[0].experts.neuron_masks, masks[0].qk_mask, masks[0].routing.assignment, masks[0].value_masks
 
     one, again, other, others_tokens = draw(0), draw(0), draw(1), draw(0, 1)
     assert all(map(torch.equal, one, again))
     assert not any(map(torch.equal, one, other))
     assert [torch.equal(a, b) for a, b in zip(one, others_tokens, strict=True)] == [True, True, False, False]
-    assert not torch.equal(*(m.neuron_masks for m in net(0)))  # layers draw for themselves
+    assert not torch.equal(*(m.experts.neuron_masks for m in net(0)))  # layers draw for themselves
 
 
 def test_a_network_is_its_seed() -> None:
@@ -148,7 +148,7 @@ def test_a_network_is_its_seed() -> None:
     one, again = (make_network(dense, "per_token").state_dict() for _ in range(2))
     assert all(torch.equal(one[name], again[name]) for name in one)
     net = make_network(dense, "per_token")
-    other = MaskNetwork(net.shape, net.layout, EMBEDDING_SIZE, net.attention, net.sampling, seed=1).state_dict()
+    other = type(net)(net.shape, net.layout, EMBEDDING_SIZE, net.attention, net.sampling, seed=1).state_dict()
     drawn = {"hypernetwork.inputs", "routers.0.weight", "neurons.0.linear.weight", "token_embeddings.0.weight"}
     assert not any(torch.equal(one[name], other[name]) for name in drawn)
     assert "hypernetwork.inputs" not in dict(net.named_parameters())
@@ -159,12 +159,12 @@ def test_a_dropped_neuron_keeps_its_gradient(dense: PreTrainedModel) -> None:
     net, ids = make_network(dense, "off"), tokens(4, 16)
     masks = net(seed=0)
     for m in masks:
-        m.neuron_masks.retain_grad()
+        m.experts.neuron_masks.retain_grad()
     loss, _, _ = student_and_teacher(dense, masks, ids, torch.ones_like(ids, dtype=torch.bool))
     loss.backward()
     for m in masks:
         used = m.routing.assignment.sum(0) > 0
-        dropped = m.neuron_masks.grad[used][m.neuron_masks[used] == 0]
+        dropped = m.experts.neuron_masks.grad[used][m.experts.neuron_masks[used] == 0]
         assert len(dropped) > 10
         assert (dropped != 0).float().mean() > 0.95
 
@@ -282,4 +282,4 @@ def test_bfloat16_base_with_float32_masks(attention: str, tmp_path: Any) -> None
     assert loss.dtype == torch.float32
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in net.neurons.parameters())
-    assert masks[0].routing.probs.dtype == masks[0].neuron_masks.dtype == torch.float32
+    assert masks[0].routing.probs.dtype == masks[0].experts.neuron_masks.dtype == torch.float32

@@ -16,7 +16,8 @@ from tomoe.model.heads import rotate_heads, rotate_weights
 from tomoe.model.loading import load_dense
 from tomoe.model.structure import layer_parts, run_model, shape_of
 from tomoe.plan import Plan
-from tomoe.pruning.carving import attention_importance, carve_
+from tomoe.pruning.calibration import attention_importance
+from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.rotation import head_rotations, value_rotations

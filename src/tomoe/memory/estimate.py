@@ -25,9 +25,9 @@ from tomoe.model.quantized import BITS
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
+from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import Layout, least_active, settle_layout
 from tomoe.pruning.losses import CHUNK
-from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.repair.layers import RepairSettings
 from tomoe.pruning.repair.plan import repair_bytes
 from tomoe.recipe.conversion import Recipe
@@ -145,7 +145,7 @@ def trainable_bytes(sizes: Sizes, recipe: Recipe, layout: Layout) -> int:
     """Bytes of the mask network in float32, and of the gradients and AdamW's two moments of its trained parameters."""
     with torch.device("meta"):
         size, sampling = recipe.experts.embedding_size, recipe.sampling
-        net = MaskNetwork(sizes.shape, layout, size, recipe.attention, sampling, recipe.seed)
+        net = mask_network(sizes.shape, layout, size, recipe.attention, sampling, recipe.seed)
     stored = sum(t.numel() for t in (*net.parameters(), *net.buffers()))
     trained = sum(p.numel() for p in net.parameters() if p.requires_grad) if recipe.train.steps else 0
     return _FLOAT32 * (stored + 3 * trained)

@@ -109,7 +109,7 @@ def layer_widths(masks: SampledLayerMasks, shape: ModelShape) -> tuple[Tensor | 
         values: Tensor | int = masks.value_masks.sum(-1).max()
     else:
         values = shape.head_dim if masks.static_values is None else masks.static_values.sum()
-    return masks.width, qk, values
+    return masks.experts.width, qk, values
 
 
 def active_fraction(masks: Sequence[SampledLayerMasks], shape: ModelShape) -> Float[Tensor, ""]:
@@ -142,7 +142,7 @@ def coverage_penalty(masks: Sequence[SampledLayerMasks]) -> Float[Tensor, ""]:
 
     The union of an MLP is over experts, that of V/O dims over tokens. Fine-grained experts cover the layer by themselves.
     """
-    terms = [log_ratio(_union(m.neuron_masks), 1.0) for m in masks if m.shared_mask is None]
+    terms = [log_ratio(_union(m.experts.neuron_masks), 1.0) for m in masks if m.experts.neuron_masks is not None]
     terms += [log_ratio(_union(m.value_masks), 1.0) for m in masks if m.value_masks is not None]
     return torch.stack(terms).mean() if terms else torch.zeros(())
 

@@ -1,23 +1,30 @@
-"""Every trainable part of ToMoE: hypernetwork, routers, projections. One call samples the masks of one step."""
+"""Every trainable part of ToMoE: hypernetwork, routers, projections. One call samples the masks of one step.
+
+What differs between the forms of experts stands in `overlapping` and `fine_grained`; `forms.mask_network` makes the right one.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tomoe.model.shape import ModelShape
-from tomoe.pruning.fine_carving import SHARED
-from tomoe.pruning.gumbel import gumbel_sigmoid
+from tomoe.pruning.form import ExtractedExperts, SampledExperts
+from tomoe.pruning.gumbel import gumbel_sigmoid, keep_logit, keep_probability
 from tomoe.pruning.hypernetwork import HyperNetwork
-from tomoe.pruning.layouts import FineLayout, Layout
+from tomoe.pruning.layouts import Layout
 from tomoe.pruning.routing import ExpertRouter, Routing, ValueRouter
 from tomoe.recipe.conversion import AttentionSection, SamplingSection
 from tomoe.seeds import derive_seed
+
+LOGIT_SCALE = 4.0
+"""Mask logits per standard deviation of the rank: decided at both ends, open in the middle."""
 
 
 class Projection(nn.Module):
@@ -38,23 +45,40 @@ class Projection(nn.Module):
     def forward(self, embedding: Float[Tensor, "*m E"]) -> Float[Tensor, "*m size"]:
         return self.linear(F.gelu(self.norm(embedding))) + self.start
 
+    def start_at_(self, start: Float[Tensor, "*n size"]) -> None:
+        """Set the start; the learned difference to it is zero, so that step 0 is the carved plan itself."""
+        self.start.copy_(start)
+        self.linear.weight.zero_()
 
-def _per_layer(num_layers: int, make: Callable[[], nn.Module]) -> Any:
+
+def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float) -> Float[Tensor, "*n size"]:
+    """Return mask logits: LOGIT_SCALE x normal score of the rank, shifted so that sampling keeps `width` dims on average."""
+    size = ranks.shape[-1]
+    quantile = 1 - (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    scores = LOGIT_SCALE * torch.special.ndtri(quantile)
+    whole = keep_logit(torch.tensor(1 - 1e-6, dtype=torch.float64), keep_bias)
+    low, high = -200.0, 200.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        kept = float(keep_probability(scores + middle, keep_bias).sum())
+        low, high = (middle, high) if kept < width else (low, middle)
+    if width >= size:
+        return torch.full(ranks.shape, float(whole))
+    return (scores + high).float()[ranks.cpu()]
+
+
+def per_layer(num_layers: int, make: Callable[[], nn.Module]) -> Any:
     return nn.ModuleList(make() for _ in range(num_layers))
 
 
-class MaskNetwork(nn.Module):
+class MaskNetwork(nn.Module, ABC):
     """Routers, projections and hypernetwork of all layers, in float32."""
 
     # these are nn.ModuleLists, typed as what they hold
     routers: Sequence[ExpertRouter]
-    neurons: Sequence[Projection]
     token_embeddings: Sequence[nn.Linear]
     dims: Sequence[Projection]
     attention_inputs: Tensor
-    # of fine-grained experts: [L, F], the expert that each neuron is in, or SHARED; and k of each layer [L]
-    expert_of_neuron: Tensor
-    experts_per_token: Tensor
     # [L, G, C, C], if the recipe rotates values; the model's own basis until the start sets another
     value_rotations: Tensor
 
@@ -69,22 +93,15 @@ class MaskNetwork(nn.Module):
     ):
         super().__init__()
         self.shape, self.layout, self.attention, self.sampling = shape, layout, attention, sampling
-        n, size, num_layers = layout.num_experts, embedding_size, shape.num_layers
-        self.fine = isinstance(layout, FineLayout)
+        size, num_layers = embedding_size, shape.num_layers
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "mask network"))
-            self.hypernetwork = HyperNetwork(2 * num_layers, n, size, seed)
-            self.routers = _per_layer(num_layers, lambda: ExpertRouter(shape.hidden_size, n, bias=self.fine))
-            # of fine-grained experts only the routers are learned
-            learned = 0 if self.fine else num_layers
-            self.neurons = _per_layer(learned, lambda: Projection(size, torch.zeros(n, shape.mlp_size)))
-            self.token_embeddings = _per_layer(num_layers, lambda: nn.Linear(shape.hidden_size, size, bias=False))
+            self.hypernetwork = HyperNetwork(2 * num_layers, layout.num_experts, size, seed)
+            self.add_experts(size)
+            self.token_embeddings = per_layer(num_layers, lambda: nn.Linear(shape.hidden_size, size, bias=False))
             # the first C logits are V/O dims, the rest Q/K choices
             dims = shape.head_dim + shape.num_qk_choices
-            self.dims = _per_layer(num_layers, lambda: Projection(size, torch.zeros(dims)))
-        if self.fine:
-            self.register_buffer("expert_of_neuron", torch.full((num_layers, shape.mlp_size), SHARED))
-            self.register_buffer("experts_per_token", torch.ones(num_layers, dtype=torch.long))
+            self.dims = per_layer(num_layers, lambda: Projection(size, torch.zeros(dims)))
         self.rotates_values = attention.rotate_values and attention.pruning != "off"
         if self.rotates_values:
             identity = torch.eye(shape.head_dim).repeat(num_layers, shape.num_kv_heads, 1, 1)
@@ -135,16 +152,35 @@ class MaskNetwork(nn.Module):
         """Return the basis that the V/O masks of layer i act in; None: the model's own."""
         return self.value_rotations[i] if self.rotates_values else None
 
-    def expert_masks(self, i: int) -> tuple[Bool[Tensor, "N F"], Bool[Tensor, " F"]]:
-        """Return the neurons of the fine-grained experts of layer i, and those that every token uses."""
-        expert = self.expert_of_neuron[i]
-        numbers = torch.arange(self.layout.num_experts, device=expert.device)
-        return numbers[:, None] == expert, expert == SHARED
+    @abstractmethod
+    def add_experts(self, embedding_size: int) -> None:
+        """Make the trainable parts of the experts: `routers`, and whatever else the form has."""
 
-    def fine_width(self, i: int) -> int:
-        """Return how many neurons of layer i a token uses, if its experts are fine-grained."""
-        expert = self.expert_of_neuron[i]
-        return int((expert == SHARED).sum()) + int(self.experts_per_token[i]) * int((expert == 0).sum())
+    @abstractmethod
+    def carve(
+        self, i: int, x: Float[Tensor, "T D"], h: Float[Tensor, "T F"], weight: Float[Tensor, " T"],
+        down: Float[Tensor, "D F"], seed: int,
+    ) -> Any:  # fmt: skip
+        """Carve the experts of layer i: a dataclass of tensors, among them `loss` with 0, 1, .. units of the layout.
+
+        x, h: the inputs of the MLP and of its down projection; `weight` is 1 / |residual|^2 of a token.
+        """
+
+    @abstractmethod
+    def blank_start(self, device: torch.device) -> Any:
+        """Return what `carve` returns, with tensors that have no values yet."""
+
+    @abstractmethod
+    def start_experts_(self, starts: Sequence[Any], units: Sequence[int] | None, left: float) -> None:
+        """Start from carved experts with so many units in each layer; None: all layers share `left` parameters alike."""
+
+    @abstractmethod
+    def sample_experts(self, i: int, embeddings: Float[Tensor, "N E"], seed: int, token_seed: int) -> SampledExperts:
+        """Sample the experts of layer i for one step; both seeds are the layer's own."""
+
+    @abstractmethod
+    def extract_experts(self, embeddings: Float[Tensor, "sites N E"]) -> ExtractedExperts:
+        """Return the experts without noise."""
 
     def forward(self, seed: int, token_seed: int | None = None) -> list[SampledLayerMasks]:
         """Sample the masks of one step.
@@ -169,13 +205,7 @@ class SampledLayerMasks:
         self, net: MaskNetwork, index: int, embedding: Tensor, expert_embeddings: Tensor, seed: int, token_seed: int
     ):
         self.net, self.index, self.embedding, self.seed, self.token_seed = net, index, embedding, seed, token_seed
-        self.shared_mask: Float[Tensor, " F"] | None = None
-        if net.fine:
-            self.neuron_masks: Float[Tensor, "N F"]
-            self.neuron_masks, self.shared_mask = (mask.float() for mask in net.expert_masks(index))
-            self.top_k = int(net.experts_per_token[index])
-        else:
-            self.neuron_masks = self._sample(net.neurons[index](expert_embeddings), "neurons")
+        self.experts = net.sample_experts(index, expert_embeddings, seed, token_seed)
         self.pruning, self.value_rotation = net.attention.pruning, net.value_rotation(index)
         self.qk_mask: Float[Tensor, " C"] | None = None
         self.static_values: Float[Tensor, " C"] | None = None
@@ -194,22 +224,10 @@ class SampledLayerMasks:
         s = self.net.sampling
         return gumbel_sigmoid(logits, s.temperature, s.keep_bias, derive_seed(self.seed, name))
 
-    @property
-    def width(self) -> Float[Tensor, ""]:
-        """Neurons that a token uses; of overlapping experts those of the widest (Eq. 8)."""
-        if self.shared_mask is not None:
-            return torch.tensor(float(self.net.fine_width(self.index)), device=self.shared_mask.device)
-        return self.neuron_masks.sum(-1).max()
-
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        s, router = self.net.sampling, self.net.routers[self.index]
-        if self.shared_mask is not None:
-            routing = router.choose(x, s.temperature, self.top_k)
-        else:
-            routing = router.sample(x, s.temperature, derive_seed(self.token_seed, "router"))
+        routing, neurons = self.experts.choose(x)
         self.routing = routing.select(self.valid)
-        neurons = routing.assignment @ self.neuron_masks
-        return neurons if self.shared_mask is None else neurons + self.shared_mask
+        return neurons
 
     def qk(self) -> Float[Tensor, " C"] | None:
         return self.qk_mask

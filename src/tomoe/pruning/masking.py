@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -23,7 +23,8 @@ from tomoe.model.hooks import hooked, input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts, Linear, layer_parts
 from tomoe.plan import LayerPlan, Plan
-from tomoe.pruning.routing import ExpertRouter, Routing, ValueRouter
+from tomoe.pruning.forms import planned_experts
+from tomoe.pruning.routing import Routing, ValueRouter
 
 
 @runtime_checkable
@@ -43,20 +44,7 @@ class PlannedLayerMasks:
     """The masks of a plan: no noise, the decisions of inference."""
 
     def __init__(self, layer: LayerPlan, shape: ModelShape, device: torch.device):
-        num_experts = layer.expert_masks.shape[0]
-        self.router = ExpertRouter(shape.hidden_size, num_experts, bias=layer.fine)
-        self.router.weight.data = layer.router_weight.to(device)
-        self.top_experts = layer.top_k if layer.fine else None
-        self.expert_masks: Float[Tensor, "N F"] | None = None
-        # of fine-grained experts instead: the one expert of each neuron, num_experts for shared ones
-        self.expert_of_neuron: Int[Tensor, " F"] | None = None
-        if layer.shared_mask is None:
-            self.expert_masks = layer.expert_masks.float().to(device)
-        else:
-            expert = layer.expert_masks.int().argmax(0).masked_fill(layer.shared_mask, num_experts)
-            self.expert_of_neuron = expert.to(device)
-        if self.router.bias is not None:
-            self.router.bias.data = cast(Tensor, layer.router_bias).to(device)
+        self.experts = planned_experts(layer, device)
         self.qk_mask = shape.expand_qk(layer.qk_kept.float()).to(device)
         self.value_mask = layer.value_kept.float().to(device)
         self.value_rotation = None if layer.value_rotation is None else layer.value_rotation.to(device)
@@ -71,12 +59,8 @@ class PlannedLayerMasks:
             self.value_router.to(device)
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        self.routing = self.router.route(x, self.top_experts)
-        if self.expert_masks is not None:
-            return self.routing.assignment @ self.expert_masks
-        assert self.expert_of_neuron is not None
-        # a product with hundreds of masks takes ten times as long
-        return F.pad(self.routing.assignment, (0, 1), value=1.0).index_select(1, self.expert_of_neuron)
+        self.routing, neurons = self.experts.choose(x)
+        return neurons
 
     def qk(self) -> Float[Tensor, " C"]:
         return self.qk_mask

@@ -75,6 +75,16 @@ class ExpertRouter(nn.Module):
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
         self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
 
+    @classmethod
+    def of(cls, weight: Float[Tensor, "N D"], bias: Float[Tensor, " N"] | None = None) -> ExpertRouter:
+        """The router with these weights."""
+        num_experts, hidden_size = weight.shape
+        router = cls(hidden_size, num_experts, bias is not None)
+        router.weight.data = weight
+        if router.bias is not None and bias is not None:
+            router.bias.data = bias
+        return router
+
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T N"]:
         if self.bias is None:
             return F.linear(x.float(), self.weight)

@@ -1,0 +1,110 @@
+"""Who gets how many units: layers of a carved start, and all the widths of a plan. A unit is the step that a width grows by."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tomoe.errors import UserError
+
+
+def allocate(losses: Sequence[Float[Tensor, " n1"]], params: Sequence[int], budget: float) -> list[int]:
+    """Return the units of every layer: each goes where it saves most error, until the budget is spent.
+
+    `losses` are the errors of each layer with 0, 1, .. units, `params` the parameters of so many units of any layer.
+    """
+    units, errors = [1] * len(losses), [loss.tolist() for loss in losses]
+    spent, most = params[1] * len(losses), len(params) - 1
+
+    def gain(i: int) -> float:
+        n, loss = units[i], errors[i]
+        return -max(0.0, loss[n] - loss[n + 1]) / (params[n + 1] - params[n])
+
+    heap = [(gain(i), i) for i in range(len(losses)) if most > 1]
+    heapq.heapify(heap)
+    while heap:
+        _, i = heapq.heappop(heap)
+        added = params[units[i] + 1] - params[units[i]]
+        if spent + added > budget + added / 2:
+            continue
+        units[i], spent = units[i] + 1, spent + added
+        if units[i] < most:
+            heapq.heappush(heap, (gain(i), i))
+    return units
+
+
+def evened(units: Sequence[int], most: int) -> list[int]:
+    """Return as many units in all, equally many, up to one, for the layers that have fewer than `most`; the first get it."""
+    others = [i for i, n in enumerate(units) if n < most]
+    if not others:
+        return list(units)
+    each, left = divmod(sum(units[i] for i in others), len(others))
+    even = dict(zip(others, [each + 1] * left + [each] * (len(others) - left), strict=True))
+    return [even.get(i, n) for i, n in enumerate(units)]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One width that extraction chooses, counted in units (a multiple of neurons, a Q/K choice, a V/O dim)."""
+
+    expected_units: Callable[[float], float]
+    """Units that sampling would keep on average at a common logit offset."""
+    params: Callable[[int], int]
+    """Parameters of a number of units."""
+    max_units: int
+
+    def clipped_units(self, offset: float) -> float:
+        return min(max(self.expected_units(offset), 1.0), float(self.max_units))
+
+    def expected_params(self, offset: float) -> float:
+        """Interpolate `params` between whole units."""
+        units = self.clipped_units(offset)
+        low = int(units)
+        high = min(low + 1, self.max_units)
+        return self.params(low) + (self.params(high) - self.params(low)) * (units - low)
+
+
+def common_offset(sites: Sequence[Site], target: int) -> float:
+    """Find the logit offset at which all sites together are expected to have `target` parameters.
+
+    Raises UserError if even the smallest widths cost more than the target.
+    """
+    least = sum(site.params(1) for site in sites)
+    if least > target:
+        raise UserError(
+            f"the plan needs at least {least:,} active decoder parameters, but the budget allows {target:,}; "
+            "set a larger active fraction"
+        )
+    low, high = -60.0, 60.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(site.expected_params(middle) for site in sites) < target:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def whole_units(sites: Sequence[Site], offset: float, target: int) -> list[int]:
+    """Round the expected units of every site at `offset`, so that their parameters come as near to `target` as possible."""
+    expected = [site.clipped_units(offset) for site in sites]
+    units = [int(n) for n in expected]
+    total = sum(site.params(n) for site, n in zip(sites, units, strict=True))
+    # round up those with the largest remainder, as long as that comes nearer to the target
+    for i in sorted(range(len(sites)), key=lambda i: (units[i] - expected[i], i)):
+        if units[i] < sites[i].max_units:
+            added = sites[i].params(units[i] + 1) - sites[i].params(units[i])
+            if abs(total + added - target) < abs(total - target):
+                units[i], total = units[i] + 1, total + added
+    return units
+
+
+def units_by_layer(layers: Sequence[Sequence[Site]], offset: float, target: int) -> list[list[int]]:
+    """Return `whole_units` of the sites of all layers, layer by layer."""
+    units = iter(whole_units(list(itertools.chain(*layers)), offset, target))
+    return [list(itertools.islice(units, len(sites))) for sites in layers]

@@ -1,0 +1,143 @@
+"""Fine-grained experts: a token uses a shared part and several of many small experts that share nothing.
+
+The carve decides which neurons form an expert, and how many of them a token of each layer uses; only routers are learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tomoe.budget import mlp_params
+from tomoe.plan import LayerPlan
+from tomoe.pruning.allocation import Site, units_by_layer
+from tomoe.pruning.fine_carving import SHARED, FineStart, carve_fine
+from tomoe.pruning.form import Experts, ExtractedExperts, SampledExperts
+from tomoe.pruning.layouts import FineLayout
+from tomoe.pruning.mask_network import MaskNetwork, per_layer
+from tomoe.pruning.routing import ExpertRouter, Routing
+from tomoe.seeds import derive_seed
+
+
+class FineNetwork(MaskNetwork):
+    """A mask network whose experts are where the carve put them."""
+
+    layout: FineLayout
+    expert_of_neuron: Int[Tensor, "L F"]
+    """The expert that each neuron is in, or SHARED."""
+    experts_per_token: Int[Tensor, " L"]
+
+    def add_experts(self, embedding_size: int) -> None:
+        s, n = self.shape, self.layout.num_experts
+        self.routers = per_layer(s.num_layers, lambda: ExpertRouter(s.hidden_size, n, bias=True))
+        self.register_buffer("expert_of_neuron", torch.full((s.num_layers, s.mlp_size), SHARED))
+        self.register_buffer("experts_per_token", torch.ones(s.num_layers, dtype=torch.long))
+
+    def carve(
+        self, i: int, x: Float[Tensor, "T D"], h: Float[Tensor, "T F"], weight: Float[Tensor, " T"],
+        down: Float[Tensor, "D F"], seed: int,
+    ) -> FineStart:  # fmt: skip
+        return carve_fine(x, h, weight, down, self.layout, derive_seed(seed, "clusters", i))
+
+    def blank_start(self, device: torch.device) -> FineStart:
+        s, n = self.shape, self.layout.num_experts
+        expert = torch.empty(s.mlp_size, dtype=torch.long, device=device)
+        loss = torch.empty(n + 1, dtype=torch.float64)
+        return FineStart(torch.empty(n, s.hidden_size, device=device), torch.empty(n, device=device), expert, loss)
+
+    def start_experts_(self, starts: Sequence[FineStart], units: Sequence[int] | None, left: float) -> None:
+        top_ks = self.layout.top_ks(self.shape.num_layers) if units is None else units
+        for i, start in enumerate(starts):
+            bias = self.routers[i].bias
+            assert bias is not None
+            self.routers[i].weight.copy_(start.router_weight)
+            bias.copy_(start.router_bias)
+            self.expert_of_neuron[i], self.experts_per_token[i] = start.expert_of_neuron, top_ks[i]
+
+    def expert_masks(self, i: int) -> tuple[Bool[Tensor, "N F"], Bool[Tensor, " F"]]:
+        """Return the neurons of the experts of layer i, and those that every token uses."""
+        expert = self.expert_of_neuron[i]
+        numbers = torch.arange(self.layout.num_experts, device=expert.device)
+        return numbers[:, None] == expert, expert == SHARED
+
+    def width(self, i: int) -> int:
+        """Return how many neurons of layer i a token uses."""
+        expert = self.expert_of_neuron[i]
+        return int((expert == SHARED).sum()) + int(self.experts_per_token[i]) * int((expert == 0).sum())
+
+    def sample_experts(self, i: int, embeddings: Float[Tensor, "N E"], seed: int, token_seed: int) -> SampledFine:
+        masks, shared = (mask.float() for mask in self.expert_masks(i))
+        top_k = int(self.experts_per_token[i])
+        return SampledFine(self.routers[i], masks, shared, top_k, self.width(i), self.sampling.temperature)
+
+    def extract_experts(self, embeddings: Float[Tensor, "sites N E"]) -> ExtractedFine:
+        return ExtractedFine(self)
+
+
+class SampledFine(SampledExperts):
+    """One layer in one step. There is no noise in the choice."""
+
+    def __init__(
+        self, router: ExpertRouter, masks: Float[Tensor, "N F"], shared: Float[Tensor, " F"], top_k: int, width: int,
+        temperature: float,
+    ):  # fmt: skip
+        self.router, self.masks, self.shared, self.top_k = router, masks, shared, top_k
+        self._width, self.temperature = width, temperature
+
+    @property
+    def width(self) -> Float[Tensor, ""]:
+        return torch.tensor(float(self._width), device=self.shared.device)
+
+    def choose(self, x: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
+        routing = self.router.choose(x, self.temperature, self.top_k)
+        return routing, routing.assignment @ self.masks + self.shared
+
+
+class ExtractedFine(ExtractedExperts):
+    """Experts and widths as carving made them."""
+
+    def __init__(self, net: FineNetwork):
+        self.net = net
+        self.widths = [net.width(i) for i in range(net.shape.num_layers)]
+        self.params = sum(int(mlp_params(net.shape, width)) for width in self.widths)
+
+    def sites(self, i: int) -> list[Site]:
+        return []
+
+    def choose(
+        self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
+    ) -> list[tuple[int, list[int]]]:
+        return list(zip(self.widths, units_by_layer(layers, offset, target), strict=True))
+
+    def fields(self, i: int, width: int) -> dict[str, Any]:
+        expert_masks, shared_mask = self.net.expert_masks(i)
+        bias = self.net.routers[i].bias
+        assert bias is not None
+        return {
+            "expert_masks": expert_masks.cpu(), "shared_mask": shared_mask.cpu(),
+            "router_bias": bias.detach().float().cpu(), "top_k": int(self.net.experts_per_token[i]),
+        }  # fmt: skip
+
+
+class PlannedFine(Experts):
+    """One layer of a plan."""
+
+    def __init__(self, layer: LayerPlan, device: torch.device):
+        assert layer.shared_mask is not None
+        assert layer.router_bias is not None
+        self.router = ExpertRouter.of(layer.router_weight.to(device), layer.router_bias.to(device))
+        self.top_k = layer.top_k
+        # the expert of each neuron, the number of experts for shared ones
+        expert = layer.expert_masks.int().argmax(0).masked_fill(layer.shared_mask, len(layer.expert_masks))
+        self.expert_of_neuron: Int[Tensor, " F"] = expert.to(device)
+
+    def choose(self, x: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
+        routing = self.router.route(x, self.top_k)
+        # a product with hundreds of masks takes ten times as long
+        mask = F.pad(routing.assignment, (0, 1), value=1.0).index_select(1, self.expert_of_neuron)
+        return routing, mask

@@ -1,0 +1,168 @@
+"""Overlapping experts, the paper's: a token uses one of them, and they share neurons. Masks of neurons are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tomoe.budget import mlp_params
+from tomoe.plan import LayerPlan
+from tomoe.pruning.allocation import Site, common_offset, units_by_layer
+from tomoe.pruning.form import Experts, ExtractedExperts, SampledExperts
+from tomoe.pruning.gumbel import gumbel_sigmoid, keep_probability
+from tomoe.pruning.layouts import OverlappingLayout
+from tomoe.pruning.mask_network import MaskNetwork, Projection, per_layer, start_logits
+from tomoe.pruning.overlapping_carving import OverlappingStart, carve_overlapping
+from tomoe.pruning.routing import ExpertRouter, Routing
+from tomoe.seeds import derive_seed
+
+
+class OverlappingNetwork(MaskNetwork):
+    """A mask network with one mask of neurons for each expert."""
+
+    layout: OverlappingLayout
+    neurons: Sequence[Projection]
+
+    def add_experts(self, embedding_size: int) -> None:
+        s, n = self.shape, self.layout.num_experts
+        self.routers = per_layer(s.num_layers, lambda: ExpertRouter(s.hidden_size, n))
+        self.neurons = per_layer(s.num_layers, lambda: Projection(embedding_size, torch.zeros(n, s.mlp_size)))
+
+    def carve(
+        self, i: int, x: Float[Tensor, "T D"], h: Float[Tensor, "T F"], weight: Float[Tensor, " T"],
+        down: Float[Tensor, "D F"], seed: int,
+    ) -> OverlappingStart:  # fmt: skip
+        widths = self.layout.widths(self.shape.mlp_size)
+        return carve_overlapping(x, h, weight, down, self.layout.num_experts, widths, derive_seed(seed, "k-means", i))
+
+    def blank_start(self, device: torch.device) -> OverlappingStart:
+        s, n = self.shape, self.layout.num_experts
+        ranks = torch.empty(n, s.mlp_size, dtype=torch.long, device=device)
+        loss = torch.empty(len(self.layout.widths(s.mlp_size)), dtype=torch.float64)
+        return OverlappingStart(torch.empty(n, s.hidden_size, device=device), ranks, loss)
+
+    def start_experts_(self, starts: Sequence[OverlappingStart], units: Sequence[int] | None, left: float) -> None:
+        s = self.shape
+        equal = min(max(1, round(left / (s.num_layers * mlp_params(s, 1)))), s.mlp_size)
+        widths = self.layout.widths(s.mlp_size)
+        for i, start in enumerate(starts):
+            width = equal if units is None else widths[units[i]]
+            self.routers[i].weight.copy_(start.router_weight)
+            self.neurons[i].start_at_(start_logits(start.ranks, width, self.sampling.keep_bias))
+
+    def sample_experts(
+        self, i: int, embeddings: Float[Tensor, "N E"], seed: int, token_seed: int
+    ) -> SampledOverlapping:
+        s = self.sampling
+        logits = self.neurons[i](embeddings)
+        masks = gumbel_sigmoid(logits, s.temperature, s.keep_bias, derive_seed(seed, "neurons"))
+        return SampledOverlapping(self.routers[i], masks, s.temperature, derive_seed(token_seed, "router"))
+
+    def extract_experts(self, embeddings: Float[Tensor, "sites N E"]) -> ExtractedOverlapping:
+        logits = [neurons(embeddings[2 * i + 1]) for i, neurons in enumerate(self.neurons)]
+        return ExtractedOverlapping(self, logits)
+
+
+class SampledOverlapping(SampledExperts):
+    """One layer in one step: masks that were drawn for all tokens, and a router that draws for each."""
+
+    neuron_masks: Float[Tensor, "N F"]
+
+    def __init__(self, router: ExpertRouter, neuron_masks: Float[Tensor, "N F"], temperature: float, seed: int):
+        self.router, self.neuron_masks, self.temperature, self.seed = router, neuron_masks, temperature, seed
+
+    @property
+    def width(self) -> Float[Tensor, ""]:
+        """Neurons of the widest expert."""
+        return self.neuron_masks.sum(-1).max()
+
+    def choose(self, x: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
+        routing = self.router.sample(x, self.temperature, self.seed)
+        return routing, routing.assignment @ self.neuron_masks
+
+
+class ExtractedOverlapping(ExtractedExperts):
+    """Every expert of a layer keeps the neurons with the largest logits, equally many."""
+
+    def __init__(self, net: OverlappingNetwork, neuron_logits: Sequence[Float[Tensor, "N F"]]):
+        self.shape, self.layout, self.keep_bias = net.shape, net.layout, net.sampling.keep_bias
+        self.neuron_logits = neuron_logits
+        self.widths = self.layout.widths(self.shape.mlp_size)
+
+    def _kept(self, i: int, offset: float) -> Float[Tensor, " N"]:
+        """Neurons that sampling keeps on average in each expert of layer i, with `offset` added to every logit."""
+        return keep_probability(self.neuron_logits[i] + offset, self.keep_bias).sum(-1)
+
+    def _expected_units(self, i: int, offset: float) -> float:
+        return float(self._kept(i, offset).mean()) / self.layout.width_multiple
+
+    def _params(self, units: int) -> int:
+        return int(mlp_params(self.shape, self.widths[units]))
+
+    def sites(self, i: int) -> list[Site]:
+        return [Site(partial(self._expected_units, i), self._params, len(self.widths) - 1)]
+
+    def choose(
+        self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
+    ) -> list[tuple[int, list[int]]]:
+        if self.layout.uniform:
+            width, dims = self._common_width(layers, offset, target, slack)
+            return [(width, dims_of_layer) for dims_of_layer in dims]
+        return [(self.widths[units], dims) for units, *dims in units_by_layer(layers, offset, target)]
+
+    def _common_width(
+        self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
+    ) -> tuple[int, list[list[int]]]:
+        """Choose one width for all layers near their mean at `offset`; the attention sites take up the rest.
+
+        Returns the width and the units of the attention sites of each layer. The width is a multiple of `common_multiple`,
+        or of its half, its quarter and so on: of the largest that meets `target` within `slack` parameters.
+        """
+        s, multiple = self.shape, self.layout.common_multiple
+        attention = [layer[1:] for layer in layers]
+        sites = [site for layer in attention for site in layer]
+        mean = sum(layer[0].clipped_units(offset) for layer in layers) / len(layers) * self.layout.width_multiple
+        best = (target, s.mlp_size, [[site.max_units for site in layer] for layer in attention])
+        while True:
+            below = int(mean // multiple) * multiple
+            widths = {min(max(w, 1), s.mlp_size) for w in (below, below + multiple)}
+            for width in sorted(widths, key=lambda w: abs(w - mean)):
+                left = target - s.num_layers * int(mlp_params(s, width))
+                if sites and left < sum(site.params(1) for site in sites):
+                    continue
+                units = units_by_layer(attention, common_offset(sites, left) if sites else 0.0, left)
+                chosen = (n for layer in units for n in layer)
+                miss = abs(left - sum(site.params(n) for site, n in zip(sites, chosen, strict=True)))
+                if miss <= slack:
+                    return width, units
+                best = min(best, (miss, width, units))
+            if multiple == 1:
+                return best[1:]
+            multiple = multiple // 2
+
+    def fields(self, i: int, width: int) -> dict[str, Any]:
+        ranks = self.neuron_logits[i].argsort(dim=-1, descending=True, stable=True)
+        neurons = torch.zeros(ranks.shape, dtype=torch.bool).scatter_(1, ranks[:, :width].cpu(), True)
+        return {"expert_masks": neurons}
+
+    def notes(self, offset: float) -> dict[str, Any]:
+        """How many neurons sampling keeps in each expert; extraction gives all experts of a layer one width."""
+        kept = [self._kept(i, offset).round().tolist() for i in range(self.shape.num_layers)]
+        return {"expert_widths": [[int(n) for n in layer] for layer in kept]}
+
+
+class PlannedOverlapping(Experts):
+    """One layer of a plan."""
+
+    def __init__(self, layer: LayerPlan, device: torch.device):
+        self.router = ExpertRouter.of(layer.router_weight.to(device))
+        self.expert_masks: Float[Tensor, "N F"] = layer.expert_masks.float().to(device)
+
+    def choose(self, x: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
+        routing = self.router.route(x)
+        return routing, routing.assignment @ self.expert_masks
