@@ -123,11 +123,12 @@ def make_network(
     """A mask network whose logits differ from dim to dim, so that a share of the dims is really dropped.
 
     With `rotate`, values are rotated at random, which every part of a conversion must carry as well as the best rotation.
-    `sizes` are those of an OverlappingLayout; fine-grained experts are 8 of four neurons.
+    `sizes` are those of an OverlappingLayout; fine-grained experts have four neurons, and are 8 unless they say otherwise.
     """
     shape = shape_of(model)
     overlapping = OverlappingLayout(**{"num_experts": 4, "width_multiple": 1} | sizes)
-    layout = FineLayout(8, 4, shape.mlp_size - 8 * 4, 3) if form == "fine" else overlapping
+    number = sizes.get("num_experts", 8)
+    layout = FineLayout(number, 4, shape.mlp_size - number * 4, 3) if form == "fine" else overlapping
     pruned = AttentionSection(pruning=attention, rotate_values=rotate)
     net = mask_network(shape, layout, EMBEDDING_SIZE, pruned, SamplingSection(), seed=0)
     if rotate:

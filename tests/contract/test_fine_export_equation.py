@@ -260,7 +260,7 @@ def test_a_wrong_export_is_off_by_many_times_more(fault: str, tmp_path: Path) ->
 
 
 def test_a_scale_of_one_is_far_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tomoe.exporting.glm4_moe.router_scales", lambda moe: [1.0] * len(moe.model.layers))
+    monkeypatch.setattr("tomoe.exporting.fine_grained.router_scales", lambda moe, form: [1.0] * len(moe.model.layers))
     case = make_case("llama", "off", tmp_path / "out")
     for exported, converted in ((AutoModelForCausalLM.from_pretrained(case.folder), case.folded), all_experts(case)):
         assert compare(case, exported, converted, tokens(4, 16, seed=5))[1] > 10 * TOLERANCE

@@ -15,8 +15,8 @@ from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from conftest import make_pico, make_plan
-from tomoe.exporting.fine_grained import FineLayout, fine_layout
-from tomoe.exporting.glm4_moe import router_scale, router_scales, router_tensors
+from tomoe.exporting.fine_grained import FineLayout, fine_layout, router_scales, router_tensors
+from tomoe.exporting.routers import Sigmoid
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.plan import ALWAYS
@@ -29,7 +29,7 @@ def stock_router(mlp: ToMoEMLP, layout: FineLayout, eps: float) -> Glm4MoeTopkRo
         routed_scaling_factor=2.0, norm_topk_prob=False, n_group=1, topk_group=1,
     )  # fmt: skip
     router = Glm4MoeTopkRouter(config)
-    weight, corrections = router_tensors(mlp, layout, eps)
+    weight, corrections = router_tensors(mlp, layout, eps, Sigmoid())
     router.weight.data, router.e_score_correction_bias = weight, corrections
     return router
 
@@ -65,7 +65,7 @@ def test_weights_and_choices_keep_within_the_derived_bounds(seed: int, top_k: in
     x = inputs(seed + 1)
     z = x.double() @ mlp.router.weight.double().t()
     reach = float(z.abs().max())
-    eps = router_scale(reach)
+    eps = Sigmoid().scale(reach)
     assert math.log2(eps) == round(math.log2(eps))
     assert 2**-10.5 < eps * reach <= 2**-9.5
     _, weights, chosen = stock_router(mlp, FineLayout(4, 16, 8, top_k, 0, 0), eps)(x)
@@ -84,7 +84,7 @@ def test_a_smaller_and_a_larger_scale_are_both_worse() -> None:
     mlp, x = fine_mlp(0, 3, 1.0), inputs(1)
     with torch.no_grad():
         z = mlp.router(x) - mlp.router.bias
-        eps = router_scale(float(z.abs().max()))
+        eps = Sigmoid().scale(float(z.abs().max()))
         expected = mlp.router(x).topk(3).indices.sort().values
         swapped, off = [], []
         for factor in (2.0**-6, 1.0, 2.0**6):
@@ -99,14 +99,14 @@ def test_a_smaller_and_a_larger_scale_are_both_worse() -> None:
 def test_scales_are_measured_on_the_model(family: str) -> None:
     dense = make_pico(family)
     moe: ToMoEForCausalLM = fold(dense, make_plan(dense, "off", form="fine"))
-    before = router_scales(moe)
+    before = router_scales(moe, Sigmoid())
     assert all(0 < eps <= 1 for eps in before)
     with torch.no_grad():
         moe.model.layers[1].mlp.router.weight.mul_(16)
-    assert router_scales(moe) == [before[0], before[1] / 16]
+    assert router_scales(moe, Sigmoid()) == [before[0], before[1] / 16]
     with torch.no_grad():
         moe.model.layers[0].mlp.router.weight.zero_()
-    assert router_scales(moe)[0] == 1.0
+    assert router_scales(moe, Sigmoid())[0] == 1.0
 
 
 def test_layers_that_choose_fewer_experts_get_experts_of_zeros() -> None:

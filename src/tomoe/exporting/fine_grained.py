@@ -3,19 +3,29 @@
 All layers get one width, one shared part and one number of experts per token. A layer that uses fewer experts than another
 gets experts of zeros, which its router always chooses.
 
-Letters: N experts, w width of an expert, D hidden size, F neurons of a layer.
+Letters: N experts, w width of an expert, S shared neurons, D hidden size, F neurons of a layer, k experts of a token.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from tomoe.exporting.stock import padded
+from tomoe.exporting.overlapping import QWEN_PROJECTIONS
+from tomoe.exporting.proof_by_parts import StockRouter, verify_by_parts
+from tomoe.exporting.routers import RouterForm, stored_router
+from tomoe.exporting.stock import Stock, converted_mlps, padded
+from tomoe.exporting.target import Options, Sizes
+from tomoe.exporting.verification import Check, Proof
 from tomoe.model.hooks import hooked, input_of
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.target_rules import FINE_MULTIPLE
@@ -47,7 +57,7 @@ class FineLayout:
 def fine_layout(moe: ToMoEForCausalLM, multiple: int | None = None) -> FineLayout:
     """One width, shared part and k for all layers, the smallest that hold each of them; w is a multiple of `multiple`."""
     multiple = multiple or FINE_MULTIPLE
-    every: list[ToMoEMLP] = [layer.mlp for layer in moe.model.layers]
+    every = converted_mlps(moe)
     # engines want at least one layer with experts
     whole = 0
     while whole < len(every) - 1 and experts_per_token(every[whole]) == every[whole].num_experts:
@@ -59,6 +69,88 @@ def fine_layout(moe: ToMoEForCausalLM, multiple: int | None = None) -> FineLayou
     zeros = max(chosen) - min(chosen)
     # the stock router looks for the two best of a group
     return FineLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, whole)
+
+
+class FineGrained(Stock[FineLayout]):
+    """A class with a place for fine-grained experts.
+
+    form: of its routers; block, gate: names of a layer's MoE, and of the router in it; projections: of an expert's gate, up and
+    down; shared: of the shared expert; float32_routers: whether routers are float32 in a checkpoint of any dtype.
+    """
+
+    form: ClassVar[RouterForm]
+    block: ClassVar[str] = "mlp"
+    gate: ClassVar[str] = "gate"
+    projections: ClassVar[tuple[str, str, str]] = QWEN_PROJECTIONS
+    shared: ClassVar[str] = "shared_experts"
+    float32_routers: ClassVar[bool] = False
+    how_well = "up to the rounding of its router"
+
+    def form_problem(self, form: str) -> str | None:
+        return None if form == "fine" else OVERLAPPING_PROBLEM
+
+    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> FineLayout:
+        return fine_layout(moe, multiple)
+
+    @abstractmethod
+    def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
+        """A layer's router by the names in its MoE."""
+
+    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: FineLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
+        scales = router_scales(moe, self.form)
+
+        def of_layer(i: int) -> Iterator[tuple[str, Tensor]]:
+            mlp = converted_mlps(moe)[i]
+            if i < layout.whole:
+                yield from self._named("", whole_matrices(mlp))
+                return
+            for name, t in self.router_tensors(*router_tensors(mlp, layout, scales[i], self.form)).items():
+                yield f"{self.block}.{name}", t
+            yield from self._named(f"{self.shared}.", expert_matrices(mlp, layout, None))
+            for expert in range(layout.experts):
+                yield from self._named(f"experts.{expert}.", expert_matrices(mlp, layout, expert))
+
+        return of_layer
+
+    def _named(self, place: str, matrices: tuple[Tensor, Tensor, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, t in zip(self.projections, matrices, strict=True):
+            yield f"{self.block}.{place}{name}.weight", t
+
+    def bytes(self, moe: ToMoEForCausalLM, layout: FineLayout) -> int:
+        routers = (len(converted_mlps(moe)) - layout.whole) * layout.experts * moe.config.hidden_size
+        wider = torch.float32.itemsize - moe.dtype.itemsize if self.float32_routers else 0
+        return super().bytes(moe, layout) + routers * wider
+
+    def describe(self, moe: ToMoEForCausalLM, layout: FineLayout) -> Sizes:
+        return Sizes(self.bytes(moe, layout), layout_words(moe, layout), zeros=layout.zeros)
+
+    def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
+        return verify_by_parts(folder, out, check, self.routers, self.use_all_experts_)
+
+    def gates(self, exported: Any) -> dict[int, Any]:
+        """The routers' modules in an export, as transformers loaded it, by number of the layer."""
+        blocks = {i: getattr(layer, self.block) for i, layer in enumerate(exported.model.layers)}
+        return {i: getattr(block, self.gate) for i, block in blocks.items() if hasattr(block, self.gate)}
+
+    def routers(self, exported: Any) -> dict[int, StockRouter]:
+        """What chooses experts in each layer of an export, by itself."""
+        return {i: self.router(deepcopy(gate)) for i, gate in self.gates(exported).items()}
+
+    def router(self, gate: Any) -> StockRouter:
+        """One router, as its module computes it."""
+
+        def choose(x: Tensor) -> tuple[Tensor, Tensor]:
+            _, weights, ids = gate(x)
+            return ids, weights
+
+        return StockRouter(self.form, choose, float(gate.weight.abs().amax()))
+
+    def use_all_experts_(self, exported: Any) -> Any:
+        """Let tokens use all experts, with routers of zeros, whose weights are equal: then no router decides."""
+        for gate in self.gates(exported).values():
+            gate.weight.zero_()
+            gate.top_k = gate.num_experts
+        return exported
 
 
 def experts_per_token(mlp: ToMoEMLP) -> int:
@@ -77,6 +169,11 @@ def layout_words(moe: ToMoEForCausalLM, layout: FineLayout) -> str:
         f"{layout.experts} experts{zeros} of {layout.width:,} neurons{filled}, {layout.top_k} for each token, and a shared one "
         f"of {layout.shared:,} in each of {len(moe.model.layers) - layout.whole} layers{whole}"
     )
+
+
+def router_scales(moe: ToMoEForCausalLM, form: RouterForm) -> list[float]:
+    """eps of every layer, for the largest logit Z (without the bias) on some tokens of the vocabulary."""
+    return [form.scale(largest) for largest in router_reach(moe)]
 
 
 @torch.no_grad()
@@ -99,6 +196,15 @@ def router_reach(moe: ToMoEForCausalLM) -> list[float]:
     ):
         moe(ids[order][None], use_cache=False)
     return reach
+
+
+def router_tensors(
+    mlp: ToMoEMLP, layout: FineLayout, eps: float, form: RouterForm
+) -> tuple[Float[Tensor, "n D"], Float[Tensor, " n"]]:
+    """u and c in float32, those of experts of zeros behind the others: as many as are missing to k come first."""
+    needed = layout.top_k - experts_per_token(mlp)
+    fillers = layout.experts - mlp.num_experts
+    return stored_router(form, mlp.router.weight, mlp.router.bias, eps, needed, fillers - needed)
 
 
 def whole_matrices(mlp: ToMoEMLP) -> tuple[Tensor, Tensor, Tensor]:

@@ -215,7 +215,7 @@ class Glm4Moe(GgufArch[FineLayout]):
     def experts(self, moe: ToMoEForCausalLM, layout: FineLayout, entry: MakeEntry) -> Callable[[int], Iterator[Entry]]:
         @cache
         def scales() -> list[float]:
-            return glm4_moe.router_scales(moe)
+            return fine_grained.router_scales(moe, glm4_moe.Glm4Moe.form)
 
         def of_layer(i: int) -> Iterator[Entry]:
             mlp, prefix = moe.model.layers[i].mlp, f"blk.{i}."
@@ -232,7 +232,7 @@ class Glm4Moe(GgufArch[FineLayout]):
         n, d, w, s = layout.experts, mlp.up_proj.shape[1], layout.width, layout.shared
 
         def router(part: int) -> Tensor:
-            return glm4_moe.router_tensors(mlp, layout, scale())[part]
+            return fine_grained.router_tensors(mlp, layout, scale(), glm4_moe.Glm4Moe.form)[part]
 
         def stacked(part: int) -> Tensor:
             return torch.stack([fine_grained.expert_matrices(mlp, layout, e)[part] for e in range(n)])
@@ -248,7 +248,7 @@ class Glm4Moe(GgufArch[FineLayout]):
             yield entry(f"{prefix}ffn_{place}_shexp.weight", partial(shared, part), all_shared)
 
     def verify(self, comparison: Comparison) -> Proof:
-        return verify_file_by_parts(comparison)
+        return verify_file_by_parts(comparison, glm4_moe.Glm4Moe.form)
 
 
 def whole_entries(mlp: ToMoEMLP, prefix: str, entry: MakeEntry) -> Iterator[Entry]:

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor, quants
 from jaxtyping import Shaped
+from torch import Tensor
 
 from tomoe.exporting.proof_by_parts import StockRouter
+from tomoe.exporting.routers import RouterForm
 
 _ARCH = "glm4moe"
 _ROUTERS = ("ffn_gate_inp", "exp_probs_b")
@@ -26,13 +28,22 @@ def _number(reader: GGUFReader, key: str) -> int:
     return int(reader.fields[f"{_ARCH}.{key}"].contents())
 
 
-def read_routers(file: Path) -> tuple[dict[int, StockRouter], int]:
-    """The routers in a file, by number of the layer, and how many experts a token uses."""
+def read_routers(file: Path, form: RouterForm) -> dict[int, StockRouter]:
+    """The routers in a file, by number of the layer."""
     reader = GGUFReader(file)
     stored = {t.name: torch.from_numpy(t.data.copy()) for t in reader.tensors if any(r in t.name for r in _ROUTERS)}
     layers = range(_number(reader, "leading_dense_block_count"), _number(reader, "block_count"))
-    routers = {i: (stored[f"blk.{i}.ffn_gate_inp.weight"], stored[f"blk.{i}.exp_probs_b.bias"]) for i in layers}
-    return routers, _number(reader, "expert_used_count")
+    top_k = _number(reader, "expert_used_count")
+
+    def router(i: int) -> StockRouter:
+        weight, corrections = stored[f"blk.{i}.ffn_gate_inp.weight"], stored[f"blk.{i}.exp_probs_b.bias"]
+
+        def choose(x: Tensor) -> tuple[Tensor, Tensor]:
+            return form.choose(x @ weight.t().to(x), corrections.to(x), top_k)
+
+        return StockRouter(form, choose, float(weight.abs().amax()))
+
+    return {i: router(i) for i in layers}
 
 
 def merge_experts(file: Path, merged: Path) -> Path:

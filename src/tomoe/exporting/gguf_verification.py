@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from tomoe.exporting.gguf_experts import merge_experts, read_routers
 from tomoe.exporting.llama_cpp import LlamaCpp, agree_on_next_tokens, binding
 from tomoe.exporting.proof_by_parts import PartsAgreement, ProofByParts, RouterCheck, use_all_experts_
+from tomoe.exporting.routers import RouterForm
 from tomoe.exporting.target import Precision
 from tomoe.exporting.verification import BOUNDS, Agreement, Check, Proof, judge, record
 from tomoe.model.generation import PROMPT, generate
@@ -92,9 +93,9 @@ def verify_file_exactly(comparison: Comparison) -> Proof:
     return Proof(agreement, problem, comparison.how, comparison.written(llama))
 
 
-def verify_file_by_parts(comparison: Comparison) -> ProofByParts:
+def verify_file_by_parts(comparison: Comparison, form: RouterForm) -> ProofByParts:
     """The routers choose as the converted model's, and with all experts both predict the same."""
-    file, routers = comparison.file, RouterCheck(*read_routers(comparison.file))
+    file, routers = comparison.file, RouterCheck(read_routers(comparison.file, form))
     llama = comparison.open(file)
     agreement = comparison.agree(llama, routers)
     problem, written = comparison.text_problem(llama), comparison.written(llama)

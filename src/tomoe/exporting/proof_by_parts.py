@@ -8,32 +8,39 @@ converted model. What both predict with the planned experts is told, not judged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tomoe.exporting.fine_grained import experts_per_token
+from tomoe.exporting.routers import RouterForm
+from tomoe.exporting.stock import converted_mlps
 from tomoe.exporting.verification import Agreement, Bounds, Check, Proof, first_problem, judge
 from tomoe.model.hooks import hooked, input_of
 from tomoe.moe.checkpoint import load_moe
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP, route
 
-# Weights of fine-grained experts are off 1 by up to 2^-10, in every layer.
-FINE_DIFFERENCE = 2e-3
 # Of the choices of a stock router, those that must be the converted model's. One in thirty is a tie at most, as seen.
 SAME_CHOICES = 0.9
-# Logits that decide otherwise, in units of what float32 can round in both of them.
+# Logits that decide otherwise, in units of what rounding can do.
 TIES = 2.0
-WEIGHTS = 2.0**-8
 
-StockRouter = tuple[Float[Tensor, "n D"], Float[Tensor, " n"]]
-"""Weight and correction of the choice, of a layer."""
+
+@dataclass(frozen=True)
+class StockRouter:
+    """The router of a layer as an export has it.
+
+    choose: experts [T, k], and how much of their outputs is added, where 1 is right, for inputs [T, D] of the MLP; largest:
+    of its weights u, absolute.
+    """
+
+    form: RouterForm
+    choose: Callable[[Tensor], tuple[Tensor, Tensor]]
+    largest: float
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class RouterAgreement:
 
     choices: tokens times layers; same: share of them in which both choose the same experts; furthest_logits: by how much the
     logit of an expert that the export leaves out is above that of one that it chooses, at most; furthest: the same in units of
-    2^-20 / eps, what rounding can do; weight_error: largest distance of a weight from 1; layer: with the furthest choice.
+    what rounding can do; weight_error: largest distance of a weight from 1; weight_bound: what it may be; layer: with the
+    furthest choice.
     """
 
     choices: int
@@ -50,6 +58,7 @@ class RouterAgreement:
     furthest_logits: float
     furthest: float
     weight_error: float
+    weight_bound: float
     layer: int = 0
 
     @property
@@ -65,51 +74,55 @@ class RouterAgreement:
                 f"its routers choose an expert whose logit is {self.furthest_logits:.2g} lower than that of another, in layer "
                 f"{self.layer}"
             )
-        if not self.weight_error <= WEIGHTS:
-            return f"the weights of its experts are off 1 by up to {self.weight_error:.2g}, the limit is {WEIGHTS:.2g}"
+        if not self.weight_error <= self.weight_bound:
+            limit = f"the limit is {self.weight_bound:.2g}"
+            return f"the weights of its experts are off 1 by up to {self.weight_error:.2g}, {limit}"
         return None
 
 
 class RouterCheck:
     """Compares the routers of an export with those of the converted model while that one runs."""
 
-    def __init__(self, routers: Mapping[int, StockRouter], top_k: int):
-        self.routers, self.top_k = routers, top_k
+    def __init__(self, routers: Mapping[int, StockRouter]):
+        self.routers = routers
         self.choices = self.same = 0
-        self.furthest_logits = self.furthest = self.weight_error = 0.0
+        self.furthest_logits = self.furthest = self.weight_error = self.weight_bound = 0.0
         self.layer = 0
 
     def hooks(self, moe: ToMoEForCausalLM) -> Iterator[RemovableHandle]:
         """Hooks on the layers of the converted model, each run of which is then counted."""
+        mlps = converted_mlps(moe)
         for i in self.routers:
-            yield moe.model.layers[i].mlp.register_forward_pre_hook(partial(self._note, i), with_kwargs=True)
+            yield mlps[i].register_forward_pre_hook(partial(self._note, i), with_kwargs=True)
 
     @torch.no_grad()
     def _note(self, i: int, mlp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(mlp, ToMoEMLP)
-        x = input_of(args, kwargs).flatten(0, -2).float()
+        x, router = input_of(args, kwargs).flatten(0, -2).float(), self.routers[i]
         logits = mlp.router(x).float()
-        ours = torch.zeros_like(logits).scatter_(1, route(logits, experts_per_token(mlp))[0], 1.0)
-        weight, corrections = (t.to(x.device) for t in self.routers[i])
-        scores = (x @ weight.t()).sigmoid()
-        chosen = torch.zeros_like(scores).scatter_(1, (scores + corrections).topk(self.top_k, dim=1).indices, 1.0)
-        chosen = chosen[:, : mlp.num_experts]
-        off = (2.0 * scores[:, : mlp.num_experts] - 1).abs() * chosen
+        ours = torch.zeros_like(logits).scatter_(1, route(logits, mlp.top_k)[0], 1.0)
+        ids, weights = router.choose(x)
+        # experts of zeros stand behind the others
+        stored = max(mlp.num_experts, int(ids.max()) + 1)
+        chosen = logits.new_zeros(len(x), stored).scatter_(1, ids, 1.0)[:, : mlp.num_experts]
         least_chosen = logits.masked_fill(chosen == 0, torch.inf).amin(1)
         best_left = logits.masked_fill(chosen == 1, -torch.inf).amax(1)
         furthest = float((best_left - least_chosen).amax().clamp_min(0))
-        eps = float(weight.abs().amax()) / max(float(mlp.router.weight.abs().amax()), 1e-30)
+        eps = router.largest / max(float(mlp.router.weight.abs().amax()), 1e-30)
         self.choices += len(x)
         self.same += int((chosen == ours).all(1).sum())
         if furthest > self.furthest_logits:
             self.furthest_logits, self.layer = furthest, i
-        self.furthest = max(self.furthest, furthest * eps * 2**20)
-        self.weight_error = max(self.weight_error, float(off.amax()))
+        self.furthest = max(self.furthest, furthest * eps / router.form.rounding)
+        self.weight_error = max(self.weight_error, float((weights.float() - 1).abs().amax()))
+        self.weight_bound = router.form.weight_error
 
     def result(self) -> RouterAgreement:
         """What was counted."""
-        same = self.same / max(1, self.choices)
-        return RouterAgreement(self.choices, same, self.furthest_logits, self.furthest, self.weight_error, self.layer)
+        return RouterAgreement(
+            self.choices, self.same / max(1, self.choices), self.furthest_logits, self.furthest, self.weight_error,
+            self.weight_bound, self.layer,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -137,8 +150,7 @@ class PartsAgreement:
 
     def all_experts_problem(self, bounds: Bounds) -> str | None:
         """What is wrong with all experts, as half a sentence; None if it is within the bounds."""
-        difference = None if bounds.difference is None else FINE_DIFFERENCE
-        wrong = None if self.all_experts is None else judge(self.all_experts, Bounds(difference, bounds.kl))
+        wrong = None if self.all_experts is None else judge(self.all_experts, bounds)
         return f"with all experts {wrong}" if wrong else None
 
     def problem(self, bounds: Bounds) -> str | None:
@@ -170,13 +182,23 @@ def use_all_experts_(moe: ToMoEForCausalLM) -> ToMoEForCausalLM:
 
 
 def verify_by_parts(
-    folder: Path, out: Path, check: Check, routers_of: Callable[[Any], Mapping[int, StockRouter]]
+    folder: Path,
+    out: Path,
+    check: Check,
+    routers_of: Callable[[Any], Mapping[int, StockRouter]],
+    with_all_experts_: Callable[[Any], Any],
 ) -> ProofByParts:
-    """Run the converted model and the export on the same text, one after the other, and compare them part by part."""
+    """Run the converted model and the export on the same tokens, one after the other, and compare them part by part."""
+
+    def converted() -> ToMoEForCausalLM:
+        return use_all_experts_(load_moe(folder, check.dtype, check.device))
+
+    def everything() -> Any:
+        return with_all_experts_(check.load(out))
+
     exported = check.load(out)
     predicted = check.run(exported, "export")
-    routers = RouterCheck(routers_of(exported), exported.config.num_experts_per_tok)
-    experts = exported.config.n_routed_experts
+    routers = RouterCheck(routers_of(exported))
     del exported
     stored = check.run_as_stored(out, predicted)
     moe = load_moe(folder, check.dtype, check.device)
@@ -186,16 +208,13 @@ def verify_by_parts(
     use_all_experts_(moe)
     reference, reference_far = check.run(moe, "converted"), check.run_far(moe)
     del moe
-    exported = check.load(out, experts)
+    exported = everything()
     whole = check.agree(reference, check.run(exported, "export"))
     far = check.agree_far(reference_far, check.run_far(exported))
     del exported
     parts = PartsAgreement(whole, routers.result())
-    bounds = replace(check.bounds, difference=check.bounds.difference and FINE_DIFFERENCE)
-    differs = first_problem([parts.all_experts_problem(check.bounds), *(f.problem(bounds) for f in far)])
+    differs = first_problem([parts.all_experts_problem(check.bounds), *(f.problem(check.bounds) for f in far)])
     if differs is not None:
-        converted = partial(load_moe, folder, check.dtype, check.device)
-        place = check.place(lambda: use_all_experts_(converted()), lambda: check.load(out, experts))
-        differs = f"{differs}; {place}"
+        differs = f"{differs}; {check.place(converted, everything)}"
     problem = first_problem([parts.routers.problem, differs, stored.problem if stored else None])
     return ProofByParts(agreement, problem, check.how, far=far, stored=stored, fine=parts)

@@ -26,7 +26,7 @@ from tomoe.exporting.target import Options, Sizes, Target
 from tomoe.exporting.writing import write_checkpoint, write_config, write_tokenizer
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.structure import layer_parts
-from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM
+from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM, ToMoEMLP
 from tomoe.progress import StageCallback
 
 PROBE_TOKENS = 8
@@ -168,6 +168,11 @@ def check_rotary(moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
     )
     if not same:
         raise UserError(f"{config.model_type} makes other rotary frequencies of this config than the model itself")
+
+
+def converted_mlps(moe: ToMoEForCausalLM) -> list[ToMoEMLP]:
+    """The MLPs that hold experts, in the order of their layers."""
+    return [layer.mlp for layer in moe.model.layers]
 
 
 def empty_stock(config: PreTrainedConfig) -> Any:
