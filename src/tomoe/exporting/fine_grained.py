@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tomoe.exporting.overlapping import QWEN_PROJECTIONS
 from tomoe.exporting.proof_by_parts import StockRouter, verify_by_parts
 from tomoe.exporting.routers import RouterForm, stored_router
-from tomoe.exporting.stock import Stock, converted_mlps, padded
+from tomoe.exporting.stock import Stock, expert_mlps, padded
 from tomoe.exporting.target import Options, Sizes
 from tomoe.exporting.verification import Check, Proof
 from tomoe.model.hooks import hooked, input_of
@@ -57,7 +57,7 @@ class FineLayout:
 def fine_layout(moe: ToMoEForCausalLM, multiple: int | None = None) -> FineLayout:
     """One width, shared part and k for all layers, the smallest that hold each of them; w is a multiple of `multiple`."""
     multiple = multiple or FINE_MULTIPLE
-    every = converted_mlps(moe)
+    every = expert_mlps(moe)
     # engines want at least one layer with experts
     whole = 0
     while whole < len(every) - 1 and experts_per_token(every[whole]) == every[whole].num_experts:
@@ -100,7 +100,7 @@ class FineGrained(Stock[FineLayout]):
         scales = router_scales(moe, self.form)
 
         def of_layer(i: int) -> Iterator[tuple[str, Tensor]]:
-            mlp = converted_mlps(moe)[i]
+            mlp = expert_mlps(moe)[i]
             if i < layout.whole:
                 yield from self._named("", whole_matrices(mlp))
                 return
@@ -117,7 +117,7 @@ class FineGrained(Stock[FineLayout]):
             yield f"{self.block}.{place}{name}.weight", t
 
     def bytes(self, moe: ToMoEForCausalLM, layout: FineLayout) -> int:
-        routers = (len(converted_mlps(moe)) - layout.whole) * layout.experts * moe.config.hidden_size
+        routers = (len(expert_mlps(moe)) - layout.whole) * layout.experts * moe.config.hidden_size
         wider = torch.float32.itemsize - moe.dtype.itemsize if self.float32_routers else 0
         return super().bytes(moe, layout) + routers * wider
 

@@ -170,7 +170,7 @@ def check_rotary(moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
         raise UserError(f"{config.model_type} makes other rotary frequencies of this config than the model itself")
 
 
-def converted_mlps(moe: ToMoEForCausalLM) -> list[ToMoEMLP]:
+def expert_mlps(moe: ToMoEForCausalLM) -> list[ToMoEMLP]:
     """The MLPs that hold experts, in the order of their layers."""
     return [layer.mlp for layer in moe.model.layers]
 
