@@ -55,6 +55,7 @@ CASES = {
     "relu without gate": Case(gated=False, activation="relu"),
     "an activation of its own": Case(activation="mish"),
     "many tokens": Case(tokens=300),
+    "many groups of neurons": Case(tokens=83, experts=8, width=350, union=700, hidden=45),
     "fine": Case(experts=6, width=5, top_k=3),
     "fine, one token": Case(tokens=1, experts=6, width=5, top_k=2),
     "fine, nothing shared": Case(experts=8, width=5, top_k=3),

@@ -19,7 +19,6 @@ from test_experts import (
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tomoe.moe.fold import neuron_order
 from tomoe.moe.kernels import build, native
 from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, choose_backend
 
@@ -146,19 +145,6 @@ def test_another_device_does_not_ask_the_processor(monkeypatch: pytest.MonkeyPat
         assert native.choose_native(fine, x) is None
 
 
-def in_panels(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    monkeypatch.setattr(native, "uses_panels", lambda count, *_: count >= tokens)
-
-
-@compiled
-@pytest.mark.parametrize("name", CASES)
-def test_panels_compute_the_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of matrices, whatever the number of tokens: in float32 to rounding, in bfloat16 as every backend."""
-    in_panels(monkeypatch, 1)
-    test_experts.test_backends_compute_the_experts(name, "native")
-    test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
-
-
 @compiled
 @pytest.mark.parametrize("name", CASES)
 def test_registers_of_the_other_width_compute_the_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,32 +153,8 @@ def test_registers_of_the_other_width_compute_the_experts(name: str, monkeypatch
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, f"-DWIDE_REGISTERS={int(not wide)}"))
     other = native._typed(build.load.__wrapped__(native.SOURCE))
     monkeypatch.setattr(native, "kernel", lambda: other)
-    for tokens in (1, 1000):
-        in_panels(monkeypatch, tokens)
-        test_experts.test_backends_compute_the_experts(name, "native")
-        test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
-
-
-@compiled
-@pytest.mark.parametrize("dtype", native.DTYPES)
-def test_panels_of_several_experts_and_tiles_of_several_groups(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An MLP of 1,300 neurons in eight experts: groups of five that join in tiles, and more words of down rows than one chunk."""
-    case = Case(tokens=83, experts=8, width=700, union=1300, hidden=45)
-    mlp, (x, expert_ids) = make_mlp(case, dtype), make_inputs(case, dtype)
-    order = torch.zeros(8, 1300, dtype=torch.bool).scatter_(1, mlp.expert_rows.long(), True)
-    order = neuron_order(order)
-    place = torch.full((1300,), -1).index_put_((order,), torch.arange(len(order)))
-    mlp.expert_rows.copy_(place[mlp.expert_rows.long()].sort().values)
-    results = []
-    for tokens in (1, 1000):  # in panels, and row after row
-        in_panels(monkeypatch, tokens)
-        results.append(EXPERT_BACKENDS["native"](mlp, x, expert_ids))
-    meant, sizes = one_by_one(mlp, x, expert_ids)
-    unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
-    for found in results:
-        assert ((found.double() - meant).abs() <= 6 * unit * sizes + unit * meant.abs()).all()
+    test_experts.test_backends_compute_the_experts(name, "native")
+    test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
 
 
 @compiled
@@ -255,9 +217,7 @@ def test_activations_far_out(activation: str) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("panels_from", [1, 1000])
-def test_numbers_that_are_none_stay_none(panels_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_panels(monkeypatch, panels_from)
+def test_numbers_that_are_none_stay_none() -> None:
     for dtype in native.DTYPES:
         mlp, (x, expert_ids) = make_mlp(Case(), dtype), make_inputs(Case(), dtype)
         x[3, 5] = torch.nan
@@ -267,9 +227,7 @@ def test_numbers_that_are_none_stay_none(panels_from: int, monkeypatch: pytest.M
 
 
 @compiled
-@pytest.mark.parametrize("panels_from", [1, 1000])
-def test_any_number_of_threads_gives_the_same_bytes(panels_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_panels(monkeypatch, panels_from)
+def test_any_number_of_threads_gives_the_same_bytes() -> None:
     mlp, (x, expert_ids) = make_mlp(CASES["wide"]), make_inputs(CASES["wide"])
     before = torch.get_num_threads()
     try:
@@ -285,11 +243,13 @@ def test_any_number_of_threads_gives_the_same_bytes(panels_from: int, monkeypatc
 
 
 @compiled
-def test_tokens_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    mlp, (x, expert_ids) = make_mlp(Case()), make_inputs(Case())
-    whole = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of overlapping experts are sorted first; each gets what is its own."""
     monkeypatch.setattr(native, "CHUNK", 10)
-    torch.testing.assert_close(EXPERT_BACKENDS["native"](mlp, x, expert_ids), whole, atol=1e-5, rtol=0)
+    monkeypatch.setattr(native, "SORTED_CHUNK", 7)
+    test_experts.test_backends_compute_the_experts(name, "native")
+    test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
 
 
 @compiled

@@ -7,7 +7,6 @@
 // activations are rounded to the weights' type.
 
 #include "dots.h"
-#include "panels.h"
 #include "router.h"
 #include "vectors.h"
 
@@ -302,29 +301,24 @@ void run_rows(const Weights<W>& w, const W* x, const Meetings& groups, int64_t n
     }
 }
 
-// How neurons belong to experts, and how they are run: row by row, or in products of matrices (many tokens, one expert each).
-enum Way { OVERLAPPING_ROWS, OVERLAPPING_PANELS, FINE_ROWS };
-
 template <class W>
-void run(int way, const void* x, const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t size,
+void run(bool fine, const void* x, const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t size,
          int64_t neurons, const uint64_t* members, const void* gate, const void* up, const void* down,
          const void* gate_bias, const void* up_bias, int kind, void* y, int threads) {
     const Weights<W> weights{size, (const W*)gate, (const W*)up, (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind};
-    if (way == OVERLAPPING_PANELS)
-        return run_panels<W>(weights, (const W*)x, expert_ids, num_tokens, neurons, members, (W*)y, threads);
-    const Meetings groups = way == FINE_ROWS ? meet_fine(expert_ids, top_k, num_tokens, neurons, members)
-                                             : meet_overlapping(expert_ids, num_tokens, neurons, members);
+    const Meetings groups = fine ? meet_fine(expert_ids, top_k, num_tokens, neurons, members)
+                                 : meet_overlapping(expert_ids, num_tokens, neurons, members);
     run_rows<W>(weights, (const W*)x, groups, num_tokens, (W*)y, threads);
 }
 
 }  // namespace
 
 // 0: done; 1: not enough memory.
-extern "C" int tomoe_experts(int is_bf16, int way, const void* x, const int64_t* expert_ids, int64_t top_k,
+extern "C" int tomoe_experts(int is_bf16, int fine, const void* x, const int64_t* expert_ids, int64_t top_k,
                              int64_t num_tokens, int64_t size, int64_t neurons, const uint64_t* members, const void* gate, const void* up,
                              const void* down, const void* gate_bias, const void* up_bias, int kind, void* y, int threads) {
     try {
-        (is_bf16 ? run<bf16> : run<float>)(way, x, expert_ids, top_k, num_tokens, size, neurons, members, gate, up, down,
+        (is_bf16 ? run<bf16> : run<float>)(fine, x, expert_ids, top_k, num_tokens, size, neurons, members, gate, up, down,
                                            gate_bias, up_bias, kind, y, threads);
     } catch (const std::bad_alloc&) {
         return 1;

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import math
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -29,8 +28,8 @@ PROCESSOR = torch.cpu.get_capabilities()
 # Tokens of several experts meet one row after another. In bfloat16, processors that multiply matrices (AMX) do the whole
 # dense MLP in that time from this many tokens on; others never do.
 FINE_BFLOAT16_TOKENS = 12 if PROCESSOR.get("amx_bf16") else math.inf
-# Tokens whose activations are kept at once.
-CHUNK = 1024
+# Tokens whose activations are kept at once, and the same of overlapping experts, which are sorted.
+CHUNK, SORTED_CHUNK = 1024, 256 if PROCESSOR.get("avx512_f") else 128
 # In the order of the kernel's own list.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, lambda x: F.gelu(x, approximate="tanh"))
 
@@ -100,36 +99,24 @@ def call(
     kind: int,
     fine: bool,
 ) -> Float[Tensor, "T D"]:
-    """Run the kernel on at most CHUNK tokens at a time. Raises RuntimeError if it could not be compiled."""
+    """Run the kernel on a chunk of the tokens at a time. Raises RuntimeError if it could not be compiled."""
     run = kernel()
     if run is None:
         raise RuntimeError(
             "the native kernel is missing (no C++ compiler, or TOMOE_NATIVE=0); run torch.compile on the model again"
         )
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
-
-    def piece(x: Tensor, expert_ids: Tensor) -> Tensor:
-        # panels hold tokens of one expert each
-        panels = not fine and uses_panels(x.shape[0], members.shape[0], x.dtype)
-        way = Way.FINE_ROWS if fine else Way.OVERLAPPING_PANELS if panels else Way.OVERLAPPING_ROWS
-        return run(x, expert_ids, members, weights, kind, way)
-
-    if x.shape[0] <= CHUNK:
-        return piece(x, expert_ids)
-    return torch.cat([piece(*some) for some in zip(x.split(CHUNK), expert_ids.split(CHUNK), strict=True)])
-
-
-def uses_panels(tokens: int, neurons: int, dtype: torch.dtype) -> bool:
-    """Whether overlapping experts run faster in panels of tokens than one row after another.
-
-    Where the processor multiplies pairs of bfloat16, rows of that type are faster for any number of tokens. Eight experts,
-    each a random half of 4,096 neurons, make groups of sixteen, for which rows stay faster longer.
-    """
-    if dtype == torch.bfloat16 and PROCESSOR.get("avx512_bf16"):
-        return False
-    if neurons >= 4096:
-        return tokens >= 192
-    return tokens >= (64 if PROCESSOR.get("avx512_f") else 80)
+    count = x.shape[0]
+    if count <= (CHUNK if fine else SORTED_CHUNK):
+        return run(x, expert_ids, members, weights, kind, fine)
+    chunks: Sequence[slice | Tensor] = [slice(first, first + CHUNK) for first in range(0, count, CHUNK)]
+    if not fine:
+        # A chunk of sorted tokens goes to one or two of the overlapping experts, and needs their neurons only.
+        chunks = expert_ids[:, 0].argsort(stable=True).split(SORTED_CHUNK)
+    y = torch.empty_like(x)
+    for some in chunks:
+        y[some] = run(x[some], expert_ids[some], members, weights, kind, fine)
+    return y
 
 
 SCHEMA = (
@@ -177,15 +164,7 @@ def membership(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[T
     return members
 
 
-class Way(IntEnum):
-    """How the kernel runs experts, as it numbers the ways itself."""
-
-    OVERLAPPING_ROWS = 0
-    OVERLAPPING_PANELS = 1
-    FINE_ROWS = 2
-
-
-Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int, Way], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int, bool], Tensor]
 
 
 @cache
@@ -195,7 +174,7 @@ def kernel() -> Kernel | None:
     if library is None:
         return None
     run = _typed(library)
-    if not all(_agrees_with_pytorch(run, dtype, way) for dtype in DTYPES for way in Way):
+    if not all(_agrees_with_pytorch(run, dtype, fine) for dtype in DTYPES for fine in (False, True)):
         log.warning("the native kernel computes something else than PyTorch on this machine; it is not used")
         return None
     return run
@@ -211,11 +190,11 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     ]  # fmt: skip
 
     def run(
-        x: Tensor, expert_ids: Tensor, members: Tensor, weights: Sequence[Tensor | None], kind: int, way: Way
+        x: Tensor, expert_ids: Tensor, members: Tensor, weights: Sequence[Tensor | None], kind: int, fine: bool
     ) -> Tensor:
         y = torch.empty_like(x)
         failed = compiled(
-            x.dtype == torch.bfloat16, way, x.data_ptr(), expert_ids.data_ptr(), expert_ids.shape[1], *x.shape,
+            x.dtype == torch.bfloat16, fine, x.data_ptr(), expert_ids.data_ptr(), expert_ids.shape[1], *x.shape,
             len(members), members.data_ptr(),
             *(None if w is None else w.data_ptr() for w in weights), kind, y.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
@@ -226,7 +205,7 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     return run
 
 
-def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, way: Way) -> bool:
+def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, fine: bool) -> bool:
     """Compare what the compiler made of the source with PyTorch, on nine tokens of 70 dims and 40 neurons in three experts."""
     tokens, size, union = 9, 70, 40
     x, gate, up, down = (
@@ -234,13 +213,13 @@ def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, way: Way) -> bool:
         for rows, seed in ((tokens, 977), (union, 1009), (union, 1511), (union, 2003))
     )
     expert_ids, members = (torch.arange(tokens) % 3)[:, None], torch.arange(union)
-    if way == Way.FINE_ROWS:
+    if fine:
         members = members % 4
         used = (members == 0) | (members == 1 + expert_ids)
     else:
         members = members % 8
         used = (members >> expert_ids & 1).bool()
-    y = run(x, expert_ids, members, (gate, up, down, None, None), 0, way)
+    y = run(x, expert_ids, members, (gate, up, down, None, None), 0, fine)
     h = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t()) * used
     expected = h @ down.float()
     return bool((y - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * expected.abs().max())

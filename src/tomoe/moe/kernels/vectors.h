@@ -41,9 +41,7 @@ typedef uint32_t EightWords __attribute__((vector_size(32)));
 typedef uint16_t EightHalves __attribute__((vector_size(16)));
 constexpr bool WIDE = WIDE_REGISTERS;
 constexpr int WIDTH = WIDE ? LANES : 8;
-constexpr int PARTS = LANES / WIDTH;  // of a vector
 typedef std::conditional_t<WIDE, Floats, Eight> Part;
-typedef std::conditional_t<WIDE, Words, EightWords> PartWords;
 struct bf16 {
     uint16_t bits;
 };
