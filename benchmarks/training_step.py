@@ -15,7 +15,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -24,10 +23,9 @@ from tomoe.model.loading import load_dense
 from tomoe.model.structure import shape_of
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import settle_layout
-from tomoe.pruning.objective import micro_step
+from tomoe.pruning.objective import MaskStep
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.loop import make_optimizer
-from tomoe.training.teacher import TeacherCache, hidden_states
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -66,11 +64,12 @@ def main() -> None:
         torch.nn.functional.cross_entropy(logits[0].float(), ids[0]).backward()
 
     folder = tempfile.TemporaryDirectory()
-    teacher = TeacherCache(Path(folder.name), model) if args.keep_teacher else hidden_states
+    section = recipe.train.model_copy(update={"teacher_cache": folder.name if args.keep_teacher else ""})
+    learn = MaskStep(model, net, recipe.loss, section, recipe.active, 0)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        micro_step(model, net, recipe, sequences, 0, 0, teacher)
+        learn(sequences, 0, 0)
         optimizer.step()
 
     timed: dict[str, list[float]] = {"forward": [], "forward_backward": [], "step": []}

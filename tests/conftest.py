@@ -52,7 +52,8 @@ from tomoe.pruning.fine_grained import FineNetwork
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import FineLayout, OverlappingLayout
 from tomoe.pruning.mask_network import MaskNetwork
-from tomoe.recipe.conversion import AttentionSection, SamplingSection
+from tomoe.pruning.objective import MaskStep
+from tomoe.recipe.conversion import AttentionSection, Recipe, SamplingSection
 
 if TYPE_CHECKING:  # they import this file
     from launcher import Launcher
@@ -140,6 +141,11 @@ def make_network(
     if isinstance(net, FineNetwork):
         partition_(net, generator)
     return net
+
+
+def mask_step(model: PreTrainedModel, net: MaskNetwork, recipe: Recipe) -> MaskStep:
+    """The step function of a recipe."""
+    return MaskStep(model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
 
 
 def partition_(net: FineNetwork, generator: torch.Generator) -> None:

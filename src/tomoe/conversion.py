@@ -32,7 +32,7 @@ from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import Layout, settle_layout
 from tomoe.pruning.mask_network import MaskNetwork
-from tomoe.pruning.objective import mask_step
+from tomoe.pruning.objective import MaskStep
 from tomoe.pruning.repair.plan import forget_repair, repair_plan
 from tomoe.pruning.rotation import value_rotations
 from tomoe.recipe.conversion import Recipe
@@ -75,7 +75,7 @@ def begin(
     started with other weights.
     """
     tracking.check(recipe.report_to)
-    check_accumulation(recipe)
+    check_accumulation(recipe.train)
     model, tokenizer, layout = open_dense(recipe, base)
 
     def text() -> Corpus | None:
@@ -159,7 +159,8 @@ def _train(
         readable = base.original() if base.quantization != "none" and reads_weights else model
         start_(net, recipe, readable, corpus.calibration, on_progress)
         watch.ended("carving" if recipe.start == "carved" else "start")
-    run_training(Training(model, net, recipe, corpus, run, mask_step(model, net, recipe)), recipe, "train", on_progress)
+    step = MaskStep(model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
+    run_training(Training(model, net, recipe.train, recipe.seed, corpus, run, step), recipe, "train", on_progress)
     if recipe.train.steps:
         watch.ended("learning")
     return net

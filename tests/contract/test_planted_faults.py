@@ -144,7 +144,7 @@ def test_noise_left_on(dense: PreTrainedModel, attention: str) -> None:
 
 
 def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def noisy(router: ExpertRouter, x: Tensor, top_k: int | None) -> Routing:
+    def noisy(router: ExpertRouter, x: Tensor, top_k: int | None = None) -> Routing:
         logits = router(x)
         return route(logits + gumbel_noise(tuple(logits.shape), 0, logits.device), top_k)
 

@@ -42,7 +42,7 @@ class PseudoMoE:
             for layer in plan.layers
         ]
         self.masks = planned_masks(replace(plan, layers=tuple(layers)), dense.device)
-        self.routers = [m.router.requires_grad_(False) for m in self.masks]
+        self.routers = [m.experts.router.requires_grad_(False) for m in self.masks]
         if recipe.routers == "frozen":
             # a frozen router chooses, and passes no gradient on to its input
             for router in self.routers:

@@ -68,7 +68,9 @@ def trained(
     run = RunFolder(folder, "weights")
     run.begin(made, resume=False)
     teacher = make_pico(family)
-    training = Training(learner.model, learner.learned, made, Text(), run, step_of(made, learner, teacher))
+    training = Training(
+        learner.model, learner.learned, made.train, made.seed, Text(), run, step_of(made, learner, teacher)
+    )
     for group in training.optimizer.param_groups:
         # at 1e-8 a single weight whose gradient is rounding (8e-9) moves as far as any other
         group["eps"] = 1e-6
@@ -285,7 +287,8 @@ def adapted(family: str, folder: Path, form: str) -> tuple[Float[Tensor, "B S V"
     learner = student(made, make_pico(family), plan)
     run = RunFolder(folder, "weights")
     run.begin(made, resume=False)
-    Training(learner.model, learner.learned, made, Text(), run, step_of(made, learner, make_pico(family))).train()
+    step = step_of(made, learner, make_pico(family))
+    Training(learner.model, learner.learned, made.train, made.seed, Text(), run, step).train()
     ids = tokens(2, 12, seed=9)
     learner.learned.write_()
     for router in learner.routers:  # as the result has them: a near tie may fall the other way

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import FAMILIES, make_pico, make_plan, tokens
+from conftest import FAMILIES, make_pico, make_plan, mask_step, tokens
 from pico_files import CommandLine, small, write_pico
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
@@ -17,7 +17,6 @@ from tomoe.memory import estimate
 from tomoe.model.structure import shape_of
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import OverlappingLayout
-from tomoe.pruning.objective import micro_step
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.loop import activation_checkpointing, make_optimizer
@@ -58,7 +57,7 @@ def kept_for_backward(family: str, recipe: Recipe, monkeypatch: pytest.MonkeyPat
         checkpointing,
         torch.autograd.graph.saved_tensors_hooks(note, lambda t: t),
     ):
-        micro_step(model, net, recipe, text, 0, 0)
+        mask_step(model, net, recipe)(text, 0, 0)
     return sum(t.untyped_storage().nbytes() for t in held.values())
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from conftest import make_network, make_pico, tokens
+from conftest import make_network, make_pico, mask_step, tokens
 from pico_files import CommandLine, pico_recipe, small, write_pico, write_text
 from stored_models import write_gguf
 from tomoe import conversion
@@ -26,7 +26,6 @@ from tomoe.model.loading import fingerprint, load_config, load_dense
 from tomoe.model.structure import check_output, layer_parts, shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import REPAIRED
-from tomoe.pruning.objective import micro_step
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.teacher import TeacherCache, hidden_states
@@ -87,7 +86,7 @@ def test_masks_learn_what_they_would_from_the_unpacked_weights(quantization: str
     grads = []
     for model in (packed, plain):
         net = make_network(plain, "per_token")
-        micro_step(model, net, pico_recipe(folder), sequences, 0, 0)
+        mask_step(model, net, pico_recipe(folder))(sequences, 0, 0)
         grads.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
     assert float(grads[1].norm()) > 0
     # a rounded activation near the middle between two levels falls to the other side: over all layers that adds up

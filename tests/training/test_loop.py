@@ -10,15 +10,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, make_pico, tokens
+from conftest import ATTENTION_MODES, make_pico, mask_step, tokens
 from tomoe import distributed
 from tomoe.conversion import begin
 from tomoe.errors import UserError
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.structure import shape_of
 from tomoe.progress import no_progress
+from tomoe.pruning.forms import mask_network
+from tomoe.pruning.layouts import OverlappingLayout
 from tomoe.pruning.mask_network import MaskNetwork
-from tomoe.pruning.objective import budget_target, mask_step, micro_step
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.loop import Row, Training, learning_rate
 from tomoe.training.run_folder import RunFolder
@@ -50,14 +51,20 @@ def small_recipe(*changes: str) -> Recipe:
     )
 
 
+def network(model: PreTrainedModel, recipe: Recipe) -> MaskNetwork:
+    layout, size = OverlappingLayout(recipe.experts.num_experts, width_multiple=1), recipe.experts.embedding_size
+    return mask_network(shape_of(model), layout, size, recipe.attention, recipe.sampling, recipe.seed)
+
+
 def train(
     model: PreTrainedModel, folder: Path, *changes: str, text: Text | None = None
 ) -> tuple[MaskNetwork, list[Row]]:
     recipe = small_recipe(*changes)
-    net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, recipe.seed)
+    net = network(model, recipe)
     run, rows = RunFolder(folder), []
     run.begin(recipe, resume=False)
-    Training(model, net, recipe, text or Text(), run, mask_step(model, net, recipe)).train(rows.append)
+    step = mask_step(model, net, recipe)
+    Training(model, net, recipe.train, recipe.seed, text or Text(), run, step).train(rows.append)
     return net, rows
 
 
@@ -72,8 +79,11 @@ def test_learning_rate_follows_its_schedule() -> None:
 
 def test_the_budget_warms_up_from_the_whole_model() -> None:
     recipe = small_recipe("active=0.6", "train.budget_warmup_steps=10")
-    assert [budget_target(recipe, step) for step in (0, 5, 10, 500)] == pytest.approx([1.0, 0.8, 0.6, 0.6])
-    assert budget_target(small_recipe("active=0.6"), 0) == pytest.approx(0.6)
+    model = make_pico("llama")
+    warming = mask_step(model, network(model, recipe), recipe)
+    assert [warming.target(step) for step in (0, 5, 10, 500)] == pytest.approx([1.0, 0.8, 0.6, 0.6])
+    cold = small_recipe("active=0.6")
+    assert mask_step(model, network(model, cold), cold).target(0) == pytest.approx(0.6)
 
 
 @pytest.mark.slow
@@ -116,9 +126,9 @@ def test_accumulated_micro_batches_are_one_batch() -> None:
             "experts.num_experts=1",
         ]
         recipe = small_recipe(*changes, "loss.balance_weight=0.0")
-        net = MaskNetwork(shape_of(model), recipe.experts, recipe.attention, recipe.sampling, recipe.seed)
+        net = network(model, recipe)
         for micro in range(accumulation):
-            micro_step(model, net, recipe, text.batch(0, micro, size, accumulation, 0), 0, micro)
+            mask_step(model, net, recipe)(text.batch(0, micro, size, accumulation, 0), 0, micro)
         return [p.grad for name, p in net.named_parameters() if p.grad is not None and "router" not in name]
 
     for one, two in zip(gradients(2, 1), gradients(1, 2), strict=True):
@@ -166,10 +176,10 @@ def test_an_update_that_is_not_finite_is_never_saved(
     llama: PreTrainedModel, tmp_path: Path, last: bool, stopped: bool
 ) -> None:
     recipe = small_recipe("train.steps=4", "train.save_every=2")
-    net = MaskNetwork(shape_of(llama), recipe.experts, recipe.attention, recipe.sampling, recipe.seed)
+    net = network(llama, recipe)
     run, broken = RunFolder(tmp_path), 4 if last else 2
     run.begin(recipe, resume=False)
-    training = Training(llama, net, recipe, Text(), run, mask_step(llama, net, recipe))
+    training = Training(llama, net, recipe.train, recipe.seed, Text(), run, mask_step(llama, net, recipe))
     update = training.optimizer.step
 
     def overflow(*_: object) -> None:

@@ -10,11 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tomoe.pruning.allocation import Site
-from tomoe.pruning.routing import Routing
+from tomoe.pruning.routing import ExpertRouter, Routing
 
 
 class Experts(ABC):
     """The experts of one layer that a token chooses from: of a step of learning, or of a plan."""
+
+    router: ExpertRouter
 
     @abstractmethod
     def choose(self, x: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:

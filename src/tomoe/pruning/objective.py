@@ -22,9 +22,8 @@ from tomoe.pruning.losses import (
 )
 from tomoe.pruning.mask_network import MaskNetwork, SampledLayerMasks
 from tomoe.pruning.masking import masked
-from tomoe.recipe.conversion import LossSection, Recipe
+from tomoe.recipe.conversion import LossSection, TrainSection
 from tomoe.seeds import derive_seed
-from tomoe.training.loop import StepFn
 from tomoe.training.teacher import TeacherCache, hidden_states
 
 
@@ -53,48 +52,43 @@ def objective(
     return loss, {"distill": distill, **terms, "active_fraction": fraction}
 
 
-def budget_target(recipe: Recipe, step: int) -> float:
-    """Return the active fraction that a step aims at: it falls from 1 to `active` during the budget warm-up."""
-    warmup_steps = recipe.train.budget_warmup_steps
-    progress = min(1.0, step / warmup_steps) if warmup_steps else 1.0
-    return 1.0 - (1.0 - recipe.active) * progress
+class MaskStep:
+    """The step function that learns masks and routers; the frozen dense model is the teacher, too."""
 
+    def __init__(
+        self, model: PreTrainedModel, net: MaskNetwork, loss: LossSection, train: TrainSection, active: float, seed: int
+    ):
+        self.model, self.net, self.loss, self.train, self.active, self.seed = model, net, loss, train, active, seed
+        # gives the dense model's final hidden states [T, D] of ids and mask [B, S]
+        self.teacher: Callable[[PreTrainedModel, Tensor, Tensor], Tensor] = hidden_states
+        if train.teacher_cache:
+            self.teacher = TeacherCache(Path(train.teacher_cache), model)
 
-def micro_step(
-    model: PreTrainedModel,
-    net: MaskNetwork,
-    recipe: Recipe,
-    batch: Any,
-    step: int,
-    micro: int,
-    teacher_hidden: Callable[[PreTrainedModel, Tensor, Tensor], Tensor] = hidden_states,
-) -> dict[str, float]:
-    """Run forward and backward on one batch; leaves gradients (of the mean over micro-batches) in `net`.
+    def target(self, step: int) -> float:
+        """Return the active fraction that a step aims at: it falls from 1 to `active` during the budget warm-up."""
+        warmup_steps = self.train.budget_warmup_steps
+        progress = min(1.0, step / warmup_steps) if warmup_steps else 1.0
+        return 1.0 - (1.0 - self.active) * progress
 
-    Returns the loss and its terms. `teacher_hidden` gives the dense model's final hidden states [T, D] of ids and mask
-    [B, S].
-    """
-    ids, mask = batch.input_ids.to(model.device), batch.mask.to(model.device)
-    masks = net(derive_seed(recipe.seed, "step", step), derive_seed(recipe.seed, "tokens", step, micro))
-    valid = None if bool(mask.all()) else mask.flatten()
-    for layer_masks in masks:
-        layer_masks.valid = valid
-    teacher = None
-    if recipe.loss.objective == "kl":
-        with torch.no_grad():
-            teacher = teacher_hidden(model, ids, mask)
-    # around the backward pass too: activation checkpointing runs layers again there
-    with masked(model, masks):
-        student = hidden_states(model, ids, mask)
-        distill = distill_loss(student, teacher, ids, mask, model.lm_head)
-        target, uniform = budget_target(recipe, step), net.layout.uniform
-        loss, terms = objective(distill, masks, net.shape, target, recipe.loss, uniform_layers=uniform)
-        (loss / recipe.train.gradient_accumulation_steps).backward()
-    return {"loss": loss.item(), **{name: t.item() for name, t in terms.items()}}
+    def __call__(self, batch: Any, step: int, micro: int) -> dict[str, float]:
+        """Run forward and backward on one batch; leaves gradients (of the mean over micro-batches) in the mask network.
 
-
-def mask_step(model: PreTrainedModel, net: MaskNetwork, recipe: Recipe) -> StepFn:
-    """Return the step function that learns masks and routers; the teacher is the dense model itself."""
-    folder = recipe.train.teacher_cache
-    teacher_hidden = TeacherCache(Path(folder), model) if folder else hidden_states
-    return lambda batch, step, micro: micro_step(model, net, recipe, batch, step, micro, teacher_hidden)
+        Returns the loss and its terms.
+        """
+        model, net = self.model, self.net
+        ids, mask = batch.input_ids.to(model.device), batch.mask.to(model.device)
+        masks = net(derive_seed(self.seed, "step", step), derive_seed(self.seed, "tokens", step, micro))
+        valid = None if bool(mask.all()) else mask.flatten()
+        for layer_masks in masks:
+            layer_masks.valid = valid
+        teacher = None
+        if self.loss.objective == "kl":
+            with torch.no_grad():
+                teacher = self.teacher(model, ids, mask)
+        # around the backward pass too: activation checkpointing runs layers again there
+        with masked(model, masks):
+            student = hidden_states(model, ids, mask)
+            distill = distill_loss(student, teacher, ids, mask, model.lm_head)
+            loss, terms = objective(distill, masks, net.shape, self.target(step), self.loss, net.layout.uniform)
+            (loss / self.train.gradient_accumulation_steps).backward()
+        return {"loss": loss.item(), **{name: t.item() for name, t in terms.items()}}

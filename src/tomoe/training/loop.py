@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tomoe import distributed
 from tomoe.errors import UserError
-from tomoe.recipe.run import LoopSection, RunRecipe
+from tomoe.recipe.run import LoopSection
 from tomoe.training.run_folder import RunFolder
 
 Row = dict[str, Any]
@@ -52,10 +52,10 @@ def make_optimizer(net: nn.Module, train: LoopSection, fused: bool = False) -> t
     return torch.optim.AdamW(trainable, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused or None)
 
 
-def check_accumulation(recipe: RunRecipe) -> None:
+def check_accumulation(train: LoopSection) -> None:
     """Raises UserError if the processes cannot divide the forward passes of a step evenly."""
-    passes, processes = recipe.train.gradient_accumulation_steps, distributed.world_size()
-    if recipe.train.steps and passes % processes:
+    passes, processes = train.gradient_accumulation_steps, distributed.world_size()
+    if train.steps and passes % processes:
         raise UserError(
             f"a step has {passes} forward passes (train.gradient_accumulation_steps), which {processes} processes cannot "
             f"share evenly; set it to {processes} or a multiple"
@@ -72,15 +72,16 @@ class Training:
         self,
         model: PreTrainedModel,
         net: nn.Module,
-        recipe: RunRecipe,
+        loop: LoopSection,
+        seed: int,
         corpus: BatchSource,
         run: RunFolder,
         step_fn: StepFn,
         fused: bool = False,
     ):
-        check_accumulation(recipe)
-        self.model, self.net, self.recipe, self.corpus, self.run = model, net, recipe, corpus, run
-        self.optimizer, self.step_fn = make_optimizer(net, recipe.train, fused), step_fn
+        check_accumulation(loop)
+        self.model, self.net, self.loop, self.seed, self.corpus, self.run = model, net, loop, seed, corpus, run
+        self.optimizer, self.step_fn = make_optimizer(net, loop, fused), step_fn
         self.step, self.nonfinite_steps = 0, 0
         self.saved, self.updating = -1, False
 
@@ -107,7 +108,7 @@ class Training:
         Raises UserError after too many steps in a row without a finite loss, if an update left values that are not finite,
         and if another process of the run is gone.
         """
-        train = self.recipe.train
+        train = self.loop
         with activation_checkpointing(self.model) if train.gradient_checkpointing else nullcontext():
             if self.step == 0:
                 self.save()
@@ -157,16 +158,14 @@ class Training:
 
     def one_step(self) -> Row:
         """Run the forward passes of a step (this process its share), then one update, unless something is not finite."""
-        start, train = time.perf_counter(), self.recipe.train
+        start, train = time.perf_counter(), self.loop
         rate = learning_rate(train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         rows, tokens = [], 0
         for micro in range(distributed.rank(), train.gradient_accumulation_steps, distributed.world_size()):
-            batch = self.corpus.batch(
-                self.step, micro, train.batch_size, train.gradient_accumulation_steps, self.recipe.seed
-            )
+            batch = self.corpus.batch(self.step, micro, train.batch_size, train.gradient_accumulation_steps, self.seed)
             tokens += int(batch.mask.sum())
             rows.append(self.step_fn(batch, self.step, micro))
         distributed.sum_gradients_(self.net)
