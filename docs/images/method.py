@@ -24,7 +24,7 @@ SHARED, FINE = 8, 2  # neurons of the shared part and of a fine-grained expert
 ROW, BAR = 10, 8  # distance of two neurons, height of one
 TOP = 186  # of the first neuron in every panel
 STEP, PART = 47, 42  # distance of the three matrices of a neuron, width of each
-# Paul Tol's light scheme, as in the report: told apart by the colour-blind
+# Paul Tol's light scheme, as in the report: told apart by the color-blind
 COLORS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00")
 INK, SOFT, LINE, CARD = "#1f2933", "#52606d", "#9aa5b1", "#fbfbf9"
 GATE, UP, DOWN = "#b8c2cc", "#cbd2d9", "#dde2e7"
