@@ -1,4 +1,4 @@
-"""The ranks that `torchrun` started, and the few collectives that they need. Imports torch only if there are several.
+"""The ranks that `torchrun` started, and the few collectives that they need.
 
 The forward passes of a step (`train.gradient_accumulation_steps`) are divided among the ranks, so a step is the same for any
 number of ranks: same text, same draws, same gradient up to the order of its sum. All trained parameters are small and
@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tomoe.errors import UserError, shortened
 from tomoe.files import remove_leftovers
 from tomoe.locks import folder_lock
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 # rank 0 prepares text, runs tasks and folds while the others wait
 TIMEOUT = timedelta(hours=12)
@@ -39,27 +40,13 @@ class OtherRankFailed(SystemExit):
 
 
 def rank() -> int:
-    """The number of this process, from 0: in its group, or as torchrun set it if torch is not imported yet."""
-    if dist := _initialized():
-        return int(dist.get_rank())
-    return 0 if "torch" in sys.modules or not _launched() else int(os.environ.get("RANK", "0"))
+    """The number of this process in its group, from 0; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
     """The number of processes in the group; 1 without one."""
-    dist = _initialized()
-    return int(dist.get_world_size()) if dist else 1
-
-
-def _initialized() -> Any:
-    """torch.distributed if this process is in a group, else None. Does not import torch."""
-    dist = sys.modules.get("torch.distributed")
-    return dist if dist is not None and dist.is_initialized() else None
-
-
-def _launched() -> bool:
-    """Whether torchrun started several processes."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @contextmanager
@@ -68,12 +55,9 @@ def process_group() -> Iterator[None]:
 
     Gloo on the CPU, and NCCL beside it if there is CUDA. Raises UserError if the others do not answer.
     """
-    if not _launched() or _initialized():
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
         return
-    import torch
-    import torch.distributed as dist
-
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
@@ -93,9 +77,6 @@ def on_rank_zero(work: Callable[[], object]) -> bool:
     """
     if world_size() == 1:
         return bool(work())
-    import torch
-    import torch.distributed as dist
-
     # 0: failed, 1: returned something false, 2: something true
     outcome = torch.zeros(1)
     try:
@@ -144,8 +125,6 @@ def broadcast_(tensors: Iterable[Tensor], source: int = 0) -> None:
     """Fill these tensors with those of rank `source`; all ranks leave together. Raises UserError if one is gone."""
     if world_size() == 1:
         return
-    import torch.distributed as dist
-
     for t in tensors:
         _collective(partial(dist.broadcast, t, source))
     _collective(dist.barrier)
@@ -156,9 +135,6 @@ def sum_gradients_(net: nn.Module) -> None:
     gradients = [p.grad for p in net.parameters() if p.grad is not None]
     if world_size() == 1 or not gradients:
         return
-    import torch
-    import torch.distributed as dist
-
     flat = torch.cat([g.flatten() for g in gradients])
     _collective(partial(dist.all_reduce, flat))
     for g, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
@@ -169,9 +145,6 @@ def all_reduce_scalars(values: Iterable[float]) -> list[float]:
     """The sum of each number over all ranks. Raises UserError if a rank is gone."""
     if world_size() == 1:
         return [float(value) for value in values]
-    import torch
-    import torch.distributed as dist
-
     t = torch.tensor(list(values), dtype=torch.float64)
     _collective(partial(dist.all_reduce, t))
     return [float(v) for v in t]
@@ -184,8 +157,6 @@ def rank_indices(count: int) -> range:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether every rank holds only a part of the model, so that it runs in all of them at once or not at all."""
-    from torch.distributed.tensor import DTensor
-
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -193,14 +164,12 @@ def all_reduce_(t: Tensor) -> None:
     """Combine what every rank filled in for its share, leaving zeros elsewhere. Raises UserError if a rank is gone."""
     if world_size() == 1:
         return
-    import torch.distributed as dist
-
     _collective(partial(dist.all_reduce, t), RESTART)
 
 
 def leave_group() -> None:
     """From now on every process is alone: rank 0 of 1."""
-    if dist := _initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

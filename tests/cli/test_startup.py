@@ -50,26 +50,6 @@ def test_no_command_imports_torch_before_its_arguments_are_right(args: list[str]
     assert done.stderr.splitlines()[-1] == "imported []"
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["convert", "dense", "-o", "moe"], "already holds a model"),
-        (["carve", "dense", "-o", "dense", "--force"], "holds the input model"),
-        (["train", "dense", "-o", "moe/run"], "already holds a run"),
-        (["finetune", "moe", "-o", "dense"], "already holds a model"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_a_folder_in_use_is_refused_before_torch_is_imported(
-    converted: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], words: str
-) -> None:
-    monkeypatch.chdir(converted)
-    done = fresh(COMMAND, *command)
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr
-    assert done.stderr.splitlines()[-1] == "imported []"
-
-
 def test_importing_tomoe_imports_neither_torch_nor_transformers() -> None:
     script = "import tomoe, sys; from tomoe import UserError; assert not {'torch', 'transformers'} & set(sys.modules)"
     done = fresh(script)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +14,7 @@ from transformers import PreTrainedModel
 from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
+from tomoe.finetuning import students
 from tomoe.finetuning.students import FinetuneStep, MoEStudent, check_adapters
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEForCausalLM
@@ -319,14 +317,7 @@ def test_merged_adapters_compute_what_they_computed_beside_the_weights(family: s
 
 
 def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Callable[..., Any] = builtins.__import__
-
-    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "peft":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setattr(students, "find_spec", lambda name: None)
     check_adapters(recipe())
     with pytest.raises(UserError, match=r"needs the package peft.*pip install 'tomoe-llm\[finetune\]'"):
         check_adapters(recipe("weights=lora"))

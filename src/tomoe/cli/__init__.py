@@ -1,20 +1,61 @@
-"""The command line: a verb is a file is a subcommand. One verb reads one artifact and writes the next.
-
-What needs PyTorch is imported inside the verbs, after their arguments were checked.
-"""
+"""The command line: a verb is a file is a subcommand. One verb reads one artifact and writes the next."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 import tomoe
+from tomoe.errors import UserError
+
+# What the verbs call, and what imports PyTorch, transformers or matplotlib: seconds, which help and typing mistakes would
+# have to wait for. A verb writes `from tomoe.report import build`, not the names in it, and the module is loaded when the
+# first of its names is used.
+LOADED_LATER = (
+    "conversion", "distributed", "evaluation.benchmark", "evaluation.rows", "evaluation.routing_trace", "evaluation.run",
+    "evaluation.tables", "evaluation.tasks", "evaluation.timings", "exporting.publish", "exporting.run", "exporting.target",
+    "finetuning.repair", "finetuning.run", "memory.doctor", "memory.estimate", "model.checks", "model.generation",
+    "moe.active_experts", "plan", "report.build", "report.card", "report.html", "report.summary", "report.warnings", "sweep",
+    "training.run_folder",
+)  # fmt: skip
+
+
+class _LoadedLater(ModuleType):
+    """A module of tomoe in its place, which loads itself when a name in it is first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        # whoever looks through all modules reads such names, even while PyTorch is being imported
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        assert self.__spec__ is not None
+        assert self.__spec__.loader is not None
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def _load_later(name: str) -> None:
+    if name not in sys.modules:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        module.__class__ = _LoadedLater
+        parent, _, child = name.rpartition(".")
+        setattr(sys.modules[parent], child, module)
+
+
+for _name in LOADED_LATER:
+    _load_later(f"tomoe.{_name}")
+
+# ruff: noqa: E402  (the verbs come after the modules that they load later)
+from tomoe import distributed
 from tomoe.cli.apply import apply
 from tomoe.cli.benchmark import benchmark
 from tomoe.cli.carve import carve
@@ -34,22 +75,9 @@ from tomoe.cli.stopping import Stopped, stoppable
 from tomoe.cli.sweep import sweep
 from tomoe.cli.train import train
 from tomoe.cli.words import no_warnings, one_line
-from tomoe.errors import UserError
-
-
-class Verbs(TyperGroup):
-    """The verbs. Without a default, typer would import pydantic for the value of --help, before any verb is looked at."""
-
-    def get_help_option(self, ctx: Any) -> Any:
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.default = False
-        return option
-
 
 app = typer.Typer(
     name="tomoe",
-    cls=Verbs,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -85,7 +113,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 2 an error that the user can fix (one line on stderr), 130 or 143 stopped."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        with no_warnings(), stoppable(), _process_group():
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        with no_warnings(), stoppable(), distributed.process_group() if several else nullcontext():
             app(list(sys.argv[1:] if args is None else args), prog_name="tomoe")
     except UserError as error:
         _fail(2, str(error))
@@ -95,24 +124,12 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except Stopped as stopped:
         _fail(128 + stopped.signum, str(stopped))
     except RuntimeError as error:
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+        # torch.OutOfMemoryError; whatever raised it has imported torch
+        if type(error).__name__ != "OutOfMemoryError":
             raise
         hint = "try train.gradient_checkpointing=true or a smaller data.seq_len"
         _fail(2, f"the device ran out of memory ({error}); {hint}")
     sys.exit(0)
-
-
-@contextmanager
-def _process_group() -> Iterator[None]:
-    """Join the processes that torchrun started; without torchrun, PyTorch is not needed yet."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        yield
-        return
-    from tomoe import distributed
-
-    with distributed.process_group():
-        yield
 
 
 def _fail(code: int, sentence: str) -> NoReturn:

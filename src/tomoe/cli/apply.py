@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from tomoe import conversion
 from tomoe.cli import options
+from tomoe.cli.screen import Screen
 
 
 def apply(
@@ -21,11 +23,8 @@ def apply(
     force: options.Force = False,
 ) -> None:
     """Build the MoE from a plan and its dense model."""
-    from tomoe.cli.screen import Screen
-    from tomoe.conversion import apply_plan
-
     with Screen() as screen:
-        applied = apply_plan(plan, model, out, dtype, force)
+        applied = conversion.apply_plan(plan, model, out, dtype, force)
     checked = "" if applied.source else " The plan has no fingerprint, so only the sizes of the weights were checked."
     screen.say(
         f"The MoE is in {out}, with {applied.active_fraction():.2%} of the decoder parameters active.{checked} "

@@ -6,8 +6,12 @@ from typing import Annotated
 
 import typer
 
+from tomoe import files
 from tomoe.cli import options
+from tomoe.cli.screen import Screen, results
 from tomoe.errors import UserError
+from tomoe.evaluation import benchmark as pairs_of_runs
+from tomoe.evaluation import timings
 
 
 def benchmark(
@@ -30,19 +34,14 @@ def benchmark(
     for name in (dense, moe):
         options.check_model(name)
 
-    from tomoe.cli.screen import Screen, results
-    from tomoe.evaluation.benchmark import benchmark as run_benchmark
-    from tomoe.evaluation.timings import to_json, to_rich
-    from tomoe.files import atomic_write
-
     with Screen() as screen:
-        measured = run_benchmark(
+        measured = pairs_of_runs.benchmark(
             dense, moe, sizes["batch"], sizes["prompt"], text=text, pairs=pairs, seconds=seconds, threads=threads,
             dtype=dtype, device=device, on_progress=screen.on_progress,
         )  # fmt: skip
-    results().print(to_rich(measured))
+    results().print(timings.to_rich(measured))
     if json_file is not None:
-        atomic_write(json_file, to_json(measured))
+        files.atomic_write(json_file, timings.to_json(measured))
 
 
 def _numbers(option: str, text: str) -> list[int]:

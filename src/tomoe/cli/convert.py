@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from tomoe import conversion, distributed
 from tomoe.cli import options
 from tomoe.cli.export import Format, export
 from tomoe.cli.options import quoted
+from tomoe.cli.screen import Screen, results, show_warnings
 from tomoe.cli.stopping import resumable
-
-if TYPE_CHECKING:
-    from tomoe.recipe.conversion import Recipe
+from tomoe.evaluation import tables
+from tomoe.memory import estimate
+from tomoe.recipe.conversion import Recipe
+from tomoe.report import build, card, warnings
 
 Target = Annotated[
     Format | None,
@@ -32,10 +35,10 @@ def convert(
 ) -> None:
     """Convert a dense model to a Mixture-of-Experts and measure both."""
     target = None if format in (None, "auto") else format
-    conversion = chosen.make(target=target)
-    first = run_conversion(conversion, out, resume, force, skip_memory_check)
+    recipe = chosen.make(target=target)
+    first = run_conversion(recipe, out, resume, force, skip_memory_check)
     if format is not None and first:
-        export(out, out / f"export-{format}", format, device=conversion.device, force=force or resume)
+        export(out, out / f"export-{format}", format, device=recipe.device, force=force or resume)
 
 
 def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_memory_check: bool = False) -> bool:
@@ -43,23 +46,15 @@ def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_me
     options.check_model(recipe.model)
     options.check_out(out, out / "run", recipe, resume, force)
 
-    from tomoe import conversion, distributed
-    from tomoe.cli.screen import Screen, results, show_warnings
-    from tomoe.evaluation.tables import to_rich
-    from tomoe.memory.estimate import check_memory
-    from tomoe.report.build import write_reports
-    from tomoe.report.card import write_card
-    from tomoe.report.warnings import find_warnings
-
     if not skip_memory_check:
-        check_memory(recipe, folds=True)
+        estimate.check_memory(recipe, folds=True)
     first = distributed.rank() == 0
     # until the report is written: the conversion locks OUT for itself only
     with Screen() as screen, distributed.locked(out, "convert"), resumable(out / "run"):
         plan, dense = conversion.convert_dense(recipe, out, resume, force, screen.on_progress)
         if recipe.offload:
             if first:
-                write_card(out, plan)
+                card.write_card(out, plan)
                 command = f"tomoe evaluate {quoted(recipe.model)} {quoted(out)} --offload"
                 screen.say(
                     f"The model is in {out}. It was not measured, because every sequence of text reads all weights from "
@@ -69,11 +64,11 @@ def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_me
         # not every process has memory for whole models
         if recipe.train.shard:
             distributed.leave_group()
-        rows = write_reports(out, screen.on_progress, dense) if first or not recipe.train.shard else []
+        rows = build.write_reports(out, screen.on_progress, dense) if first or not recipe.train.shard else []
     if first:
         console = results()
-        console.print(to_rich(rows))
-        show_warnings(console, find_warnings(plan, rows))
+        console.print(tables.to_rich(rows))
+        show_warnings(console, warnings.find_warnings(plan, rows))
         console.say(f"\nModel, plan, card and report are in {out}. To try next:")
         for command, purpose in next_commands(recipe, out):
             console.say(f"  {command}", f"      {purpose}")

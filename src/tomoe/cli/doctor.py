@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import typer
 
 from tomoe.cli import options
+from tomoe.cli.screen import Screen, results
 from tomoe.errors import UserError
-
-if TYPE_CHECKING:
-    from tomoe.memory.doctor import Diagnosis
+from tomoe.files import format_bytes
+from tomoe.memory import doctor as examination
 
 
 @options.makes_recipe("seed", "data", "start", "repair")
@@ -21,11 +20,8 @@ def doctor(chosen: options.RecipeOptions, as_json: options.AsJson = False) -> No
     conversion = chosen.make()
     options.check_model(chosen.model)
 
-    from tomoe.cli.screen import Screen
-    from tomoe.memory.doctor import examine
-
     with Screen():
-        diagnosis = examine(conversion)
+        diagnosis = examination.examine(conversion)
     if as_json:
         typer.echo(json.dumps(asdict(diagnosis), indent=2))
     else:
@@ -40,10 +36,7 @@ def doctor(chosen: options.RecipeOptions, as_json: options.AsJson = False) -> No
     raise UserError(f"this machine has too little free memory for {', '.join(diagnosis.lacking)}{hint}")
 
 
-def _show(diagnosis: Diagnosis, active: float) -> None:
-    from tomoe.cli.screen import results
-    from tomoe.files import format_bytes
-
+def _show(diagnosis: examination.Diagnosis, active: float) -> None:
     console, sizes, available = results(), diagnosis.sizes, diagnosis.available
     shape = sizes.shape
     console.say(

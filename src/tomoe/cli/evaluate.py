@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from tomoe import distributed, plan
 from tomoe.cli import options
-from tomoe.cli.words import quiet_libraries
+from tomoe.cli.screen import Screen, quiet_libraries, results, show_warnings
 from tomoe.errors import UserError
-
-if TYPE_CHECKING:
-    from tomoe.evaluation.rows import Row
-    from tomoe.evaluation.tasks import TaskSet
+from tomoe.evaluation import rows, run, tables
+from tomoe.evaluation import tasks as task_sets
+from tomoe.files import atomic_write, basename
+from tomoe.report import warnings
 
 
 def evaluate(
@@ -50,39 +51,29 @@ def evaluate(
     for name in models:
         options.check_model(name)
 
-    from tomoe import distributed
-    from tomoe.cli.screen import Screen
-    from tomoe.evaluation.rows import to_json
-    from tomoe.evaluation.run import dial_settings, save_dials
-    from tomoe.evaluation.run import evaluate as run_evaluation
-    from tomoe.evaluation.tables import to_markdown
-    from tomoe.files import atomic_write, basename
-
     quiet_libraries()
-    settings = dial_settings(models, active or ())
+    settings = run.dial_settings(models, active or ())
     with Screen() as screen:
         for name, point in settings:
             if point is not None:
                 screen.say(f"{basename(name)}: {point}")
-        rows = run_evaluation(
+        measured = run.evaluate(
             models, text, context=context, stride=stride, tokens=tokens, tasks=task_set, active=active or (), dtype=dtype,
             device=device, offload=offload, on_progress=screen.on_progress,
         )  # fmt: skip
     if distributed.rank():
         return
     if json_file is not None:
-        atomic_write(json_file, to_json(rows))
+        atomic_write(json_file, rows.to_json(measured))
     if markdown_file is not None:
-        atomic_write(markdown_file, to_markdown(rows))
-    _show([name for name, _ in settings], rows)
+        atomic_write(markdown_file, tables.to_markdown(measured))
+    _show([name for name, _ in settings], measured)
     if active:
-        _keep(lambda: save_dials(settings, rows))
+        _keep(lambda: run.save_dials(settings, measured))
 
 
 def _keep(save: Callable[[], list[Path]]) -> None:
     """Keep the points in their folders. A folder that cannot be written, of somebody else, was measured all the same."""
-    from tomoe.cli.screen import results
-
     try:
         files = save()
     except UserError as error:
@@ -92,32 +83,27 @@ def _keep(save: Callable[[], list[Path]]) -> None:
         results().say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")
 
 
-def _show(names: Sequence[str], rows: Sequence[Row]) -> None:
+def _show(names: Sequence[str], measured: Sequence[rows.Row]) -> None:
     """Print the tables, then warnings; `names` are the models of the rows."""
-    from tomoe.cli.screen import results, show_warnings
-    from tomoe.evaluation.tables import tasks_to_rich, to_rich
-    from tomoe.plan import Plan
-    from tomoe.report.warnings import find_warnings
-
     console = results()
-    console.print(to_rich(rows))
-    if (scores := tasks_to_rich(rows)) is not None:
+    console.print(tables.to_rich(measured))
+    if (scores := tables.tasks_to_rich(measured)) is not None:
         console.print(scores)
-    plans = {name: Plan.load(Path(name)) for name in names if (Path(name) / "plan.json").is_file()}
-    for name, row in zip(names, rows, strict=True):
+    plans = {name: plan.Plan.load(Path(name)) for name in names if (Path(name) / "plan.json").is_file()}
+    for name, row in zip(names, measured, strict=True):
         # what is wrong with a plan is said once
-        show_warnings(console, find_warnings(plans.pop(name, None), [row]), row.name)
+        show_warnings(console, warnings.find_warnings(plans.pop(name, None), [row]), row.name)
 
 
 def _tasks(
     suite: str | None, names: str | None, folder: Path | None, limit: int | None, batch_size: int
-) -> TaskSet | None:
+) -> task_sets.TaskSet | None:
     """The requested tasks, before any model is loaded. Raises UserError if one does not exist."""
     if suite is None and names is None:
         if folder is not None or limit is not None:
             raise UserError("--task-dir and --limit need tasks; name some with --tasks, or a suite with --suite")
         return None
-    from tomoe.evaluation.tasks import SUITES, TaskSet, parse_tasks
-
-    specs = (*(SUITES[suite] if suite else ()), *(parse_tasks(names) if names is not None else ()))
-    return TaskSet(specs, folder, limit=limit, batch_size=batch_size)
+    specs = task_sets.parse_tasks(names) if names is not None else ()
+    if suite:
+        specs = (*task_sets.SUITES[suite], *specs)
+    return task_sets.TaskSet(specs, folder, limit=limit, batch_size=batch_size)

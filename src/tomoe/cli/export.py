@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from tomoe.cli import options
-
-if TYPE_CHECKING:
-    from tomoe.exporting.run import Exported
+from tomoe.cli.screen import Screen, results
+from tomoe.exporting import run, target
 
 Format = Literal["auto", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gguf", "hf"]
 Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"]
@@ -43,22 +42,16 @@ def export(
     force: options.Force = False,
 ) -> None:
     """Write a stock MoE (Mixtral, Qwen, Glm4) or GGUF, and verify it on text."""
-    from tomoe.cli.screen import Screen
-    from tomoe.exporting.run import export as run_export
-    from tomoe.exporting.target import Options
-
     with Screen() as screen:
-        exported = run_export(
+        exported = run.export(
             folder, format, out, text=text, tokens=tokens, dtype=dtype, device=device,
-            options=Options(width_multiple, weights), force=force, say=screen.say, on_progress=screen.on_progress,
+            options=target.Options(width_multiple, weights), force=force, say=screen.say, on_progress=screen.on_progress,
         )  # fmt: skip
     _show(exported)
 
 
-def _show(exported: Exported) -> None:
+def _show(exported: run.Exported) -> None:
     """The verification, and how to load what was written."""
-    from tomoe.cli.screen import results
-
     console, proof = results(), exported.proof
     if proof is None:
         console.say(

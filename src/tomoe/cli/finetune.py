@@ -6,8 +6,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from tomoe import distributed, plan
 from tomoe.cli import options
+from tomoe.cli.screen import Screen, results, show_warnings
 from tomoe.cli.stopping import resumable
+from tomoe.evaluation import tables
+from tomoe.finetuning import run
+from tomoe.recipe.finetuning import FinetuneRecipe
+from tomoe.report import warnings
 
 
 def finetune(
@@ -30,8 +36,6 @@ def finetune(
     force: options.Force = False,
 ) -> None:
     """Fine-tune weights and routers to recover quality."""
-    from tomoe.recipe.finetuning import FinetuneRecipe
-
     named: dict[str, object] = {
         "model": str(folder), "dense": dense, "weights": weights, "loss.objective": objective,
         "data.sources": data or None, "train.steps": steps, "seed": seed,
@@ -39,19 +43,12 @@ def finetune(
     tuning = FinetuneRecipe.load(recipe, options.overrides(named) + (changes or []))
     options.check_out(out, out / "run", tuning, resume, force)
 
-    from tomoe import distributed
-    from tomoe.cli.screen import Screen, results, show_warnings
-    from tomoe.evaluation.tables import to_rich
-    from tomoe.finetuning import run
-    from tomoe.plan import Plan
-    from tomoe.report.warnings import find_warnings
-
     with Screen() as screen, resumable(out / "run"):
         run.finetune(tuning, out, resume, force, screen.on_progress)
         rows = run.measure(tuning, out, screen.on_progress)
     if distributed.rank():
         return
     console = results()
-    console.print(to_rich(rows))
-    show_warnings(console, find_warnings(Plan.load(out), rows[-1:]))
+    console.print(tables.to_rich(rows))
+    show_warnings(console, warnings.find_warnings(plan.Plan.load(out), rows[-1:]))
     console.say(f"\nModel, plan and card are in {out}: a converted model like any other.")

@@ -7,7 +7,10 @@ from typing import Annotated
 import typer
 
 from tomoe.cli import options
-from tomoe.cli.words import printable, quiet_libraries
+from tomoe.cli.screen import quiet_libraries
+from tomoe.cli.words import printable
+from tomoe.model import generation
+from tomoe.moe import active_experts
 
 
 def generate(
@@ -23,11 +26,9 @@ def generate(
     """Continue a prompt with a dense or a converted model."""
     options.check_model(model)
 
-    from tomoe.model.generation import generate as continue_prompt
-    from tomoe.moe.active_experts import ActiveExperts, load
-
     quiet_libraries()
     if active is not None:
-        typer.echo(ActiveExperts.of(model).nearest(active), err=True)
-    loaded, tokenizer = load(model, active=active)
-    typer.echo(printable(prompt + continue_prompt(loaded, tokenizer, prompt, max_new_tokens, temperature, seed)))
+        typer.echo(active_experts.ActiveExperts.of(model).nearest(active), err=True)
+    loaded, tokenizer = active_experts.load(model, active=active)
+    written = generation.generate(loaded, tokenizer, prompt, max_new_tokens, temperature, seed)
+    typer.echo(printable(prompt + written))

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
+from tomoe import files, plan
 from tomoe.cli import options
+from tomoe.cli.screen import describe_step, results, show_warnings
 from tomoe.errors import UserError
-
-if TYPE_CHECKING:
-    from tomoe.plan import Plan
-    from tomoe.report.warnings import Finding
+from tomoe.evaluation import rows as measured_rows
+from tomoe.model import checks
+from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.finetuning import FinetuneRecipe
+from tomoe.report import summary
+from tomoe.report import warnings as report_warnings
+from tomoe.training import run_folder
 
 # the folder of a run's checkpoints: masks of a conversion, weights of a fine-tuning
 LEARNED = ("masks", "weights")
@@ -31,12 +37,9 @@ def inspect(
     if verify:
         _verify(folder)
     elif (folder / "plan.json").exists():
-        from tomoe.evaluation.rows import read_rows
-        from tomoe.plan import Plan
-        from tomoe.report.warnings import find_warnings
-
-        plan = Plan.load(folder)
-        _show_plan(plan, find_warnings(plan, read_rows(folder)), as_json)
+        loaded = plan.Plan.load(folder)
+        findings = report_warnings.find_warnings(loaded, measured_rows.read_rows(folder))
+        _show_plan(loaded, findings, as_json)
     elif (run := _run_of(folder)) is not None:
         _show_run(*run, as_json)
     else:
@@ -52,26 +55,20 @@ def _run_of(folder: Path) -> tuple[Path, str] | None:
 
 
 def _verify(folder: Path) -> None:
-    from tomoe.cli.screen import results
-    from tomoe.files import failed_checksums
-    from tomoe.plan import Plan
-
     # a plan by itself holds the checksum of its tensors, and is refused with numbers that are not finite
     if (folder / "plan.json").is_file() and not (folder / "config.json").exists():
-        Plan.load(folder)
+        plan.Plan.load(folder)
         results().say(f"The tensors of the plan in {folder} are as they were written (sha256).")
         return
-    total, failed = failed_checksums(folder)
+    total, failed = files.failed_checksums(folder)
     if failed:
         raise UserError(
             f"{len(failed)} of {total} files in {folder} are not as they were written ({', '.join(failed)}); get them again, or "
             "make the model again from its plan with `tomoe apply`"
         )
-    from tomoe.model.checks import nonfinite_tensors
-
     if (folder / "plan.json").is_file():
-        Plan.load(folder)
-    if damaged := nonfinite_tensors(folder):
+        plan.Plan.load(folder)
+    if damaged := checks.nonfinite_tensors(folder):
         raise UserError(
             f"{len(damaged)} tensors in {folder} hold numbers that are not finite ({', '.join(damaged[:3])}); whoever made "
             "the checksums wrote them so: make the model again"
@@ -79,19 +76,14 @@ def _verify(folder: Path) -> None:
     results().say(f"All {total} files in {folder} are as they were written (sha256), and all weights are finite.")
 
 
-def _show_plan(plan: Plan, warnings: list[Finding], as_json: bool) -> None:
-    totals = plan.totals()
+def _show_plan(loaded: plan.Plan, findings: list[report_warnings.Finding], as_json: bool) -> None:
+    totals = loaded.totals()
     if as_json:
-        holds = {"layers": plan.describe(), "totals": totals, "warnings": [asdict(warning) for warning in warnings]}
+        holds = {"layers": loaded.describe(), "totals": totals, "warnings": [asdict(finding) for finding in findings]}
         typer.echo(json.dumps(holds, indent=2))
         return
-    from rich.table import Table
-
-    from tomoe.cli.screen import results, show_warnings
-    from tomoe.report.summary import conversion_summary, layer_table
-
     table = Table()
-    titles, body = layer_table(plan)
+    titles, body = summary.layer_table(loaded)
     for title in titles:
         table.add_column(title, justify="right")
     for row in body:
@@ -99,22 +91,17 @@ def _show_plan(plan: Plan, warnings: list[Finding], as_json: bool) -> None:
     console = results()
     console.print(table)
     console.say(
-        *(f"{name}: {text}" for name, text in conversion_summary(plan)),
+        *(f"{name}: {text}" for name, text in summary.conversion_summary(loaded)),
         f"{totals['active_decoder_params']:,} of {totals['decoder_params']:,} decoder parameters are active "
         f"({totals['active_fraction']:.2%}), {totals['stored_decoder_params']:,} are stored; "
         f"the routers add {totals['router_params']:,}.",
     )
-    show_warnings(console, warnings)
+    show_warnings(console, findings)
 
 
 def _show_run(folder: Path, learned: str, as_json: bool) -> None:
-    from tomoe.cli.screen import describe_step, results
-    from tomoe.recipe.conversion import Recipe
-    from tomoe.recipe.finetuning import FinetuneRecipe
-    from tomoe.training.run_folder import RunFolder
-
     recipe = (Recipe if learned == "masks" else FinetuneRecipe).load(folder / "recipe.json")
-    run = RunFolder(folder, learned)
+    run = run_folder.RunFolder(folder, learned)
     checkpoint = run.last()
     step = None if checkpoint is None else checkpoint.step
     rows = run.rows()

@@ -1,7 +1,4 @@
-"""Arguments and options that several commands share, and the recipe they make.
-
-Nothing here imports PyTorch: a typing mistake is reported at once.
-"""
+"""Arguments and options that several commands share, and the recipe they make."""
 
 from __future__ import annotations
 
@@ -13,15 +10,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from tomoe import distributed, files, locks
 from tomoe.errors import UserError
-
-if TYPE_CHECKING:
-    from tomoe.recipe.conversion import Recipe
-    from tomoe.recipe.finetuning import FinetuneRecipe
+from tomoe.model import catalog, names
+from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.finetuning import FinetuneRecipe
+from tomoe.training import run_folder
 
 PERCENT = re.compile(r"([0-9.]+)\s*%")
 
@@ -54,10 +52,8 @@ Model = Annotated[
 
 
 def converted_folder(folder: Path) -> Path:
-    """The folder. Raises UserError, before anything is imported, if it holds no model."""
-    from tomoe.model.names import check_finished
-
-    check_finished(folder)
+    """The folder. Raises UserError if it holds no model."""
+    names.check_finished(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no converted model (no config.json); name a folder that `tomoe convert` wrote")
     return folder
@@ -175,8 +171,6 @@ class RecipeOptions:
 
         Raises UserError for a wrong key or value.
         """
-        from tomoe.recipe.conversion import Recipe
-
         named = {
             "model": self.model, "active": self.active, "seed": self.seed, "data.sources": self.data or None,
             "train.steps": self.steps, "start": self.start, "attention.pruning": self.attention,
@@ -211,34 +205,26 @@ def overrides(named: Mapping[str, object]) -> list[str]:
 
 def check_model(name: str) -> None:
     """Raises UserError if there is no such model. Nothing is downloaded, and a hub id is taken on trust."""
-    from tomoe.model.catalog import names
-
-    if name not in names():
-        from tomoe.model.names import resolve
-
-        resolve(name)
+    if name not in catalog.names():
+        names.resolve(name)
 
 
 def check_out(out: Path | None, run: Path, recipe: Recipe | FinetuneRecipe, resume: bool, force: bool) -> None:
-    """Raises UserError, before PyTorch is imported, if the model folder `out` or the run folder `run` is in use.
+    """Raises UserError, before a model is loaded, if the model folder `out` or the run folder `run` is in use.
 
     Once more, with the folder locked, the command itself checks that.
     """
-    from tomoe.distributed import on_rank_zero
-    from tomoe.files import refuse_overwriting
-    from tomoe.locks import folder_lock
-    from tomoe.training.run_folder import RunFolder
 
     def check() -> None:
         folder = run if out is None else out
         # whoever writes there now is named first
-        with folder_lock(folder, "check") if folder.exists() else nullcontext():
+        with locks.folder_lock(folder, "check") if folder.exists() else nullcontext():
             if out is not None:
-                refuse_overwriting(out, force, recipe.model, resume)
-            RunFolder(run).resumes(recipe, resume, force)
+                files.refuse_overwriting(out, force, recipe.model, resume)
+            run_folder.RunFolder(run).resumes(recipe, resume, force)
 
     # another rank may look when rank 0 has begun to write
-    on_rank_zero(check)
+    distributed.on_rank_zero(check)
 
 
 def quoted(name: str | Path) -> str:

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from tomoe import conversion
 from tomoe.cli import options
+from tomoe.cli.screen import Screen
 
 
 def plan(
@@ -17,9 +19,6 @@ def plan(
     force: options.Force = False,
 ) -> None:
     """Turn the newest checkpoint of a run into a plan."""
-    from tomoe import conversion
-    from tomoe.cli.screen import Screen
-
     with Screen() as screen:
         extracted = conversion.plan(run, out, active, force)
     screen.say(

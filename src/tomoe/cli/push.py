@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from tomoe.cli.screen import Screen
+from tomoe.exporting import publish
+
 
 def push(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Plan, converted model or export.")],
@@ -14,11 +17,8 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
     """Upload a plan, a model or an export to the Hugging Face hub."""
-    from tomoe.cli.screen import Screen
-    from tomoe.exporting.publish import push_folder
-
     with Screen() as screen:
-        address, local = push_folder(path, repo, private)
+        address, local = publish.push_folder(path, repo, private)
     names = f" Its recipe names paths of this machine: {', '.join(local)}." if local else ""
     following = "" if (path / "config.json").exists() else f" To build the model: tomoe apply {repo} MODEL -o OUT"
     screen.say(f"Uploaded to {address}.{names}{following}")

@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from tomoe import plan
 from tomoe.cli import options
+from tomoe.cli.screen import Screen
+from tomoe.finetuning import repair as refitting
 
 
 def repair(
@@ -25,14 +28,9 @@ def repair(
     """Refit the down projections in closed form: minutes, no training."""
     named: dict[str, object] = {"repair.mode": mode, "repair.tokens": tokens}
     settings = options.overrides(named) + (changes or [])
-
-    from tomoe.cli.screen import Screen
-    from tomoe.finetuning.repair import repair as refit
-    from tomoe.plan import REPAIRED
-
     with Screen() as screen:
-        plan = refit(folder, out, settings, data or (), dense or "", force, screen.on_progress)
-        note = plan.notes[REPAIRED]
+        repaired = refitting.repair(folder, out, settings, data or (), dense or "", force, screen.on_progress)
+        note = repaired.notes[plan.REPAIRED]
         screen.say(
             f"The repaired model is in {out}: relative error of a layer {note['error_before']:.3f} before, "
             f"{note['error_after']:.3f} after. Next: tomoe evaluate MODEL {folder} {out} --text FILE"

@@ -6,7 +6,11 @@ from typing import Annotated
 
 import typer
 
+from tomoe import distributed
 from tomoe.cli import options
+from tomoe.cli.screen import Screen, results
+from tomoe.evaluation import tables
+from tomoe.report import build
 
 
 def report(
@@ -14,15 +18,10 @@ def report(
     again: Annotated[bool, typer.Option("--again", help="Repeat all measurements.")] = False,
 ) -> None:
     """Write report.html, self-contained, and its figures."""
-    from tomoe import distributed
-    from tomoe.cli.screen import Screen, results
-    from tomoe.evaluation.tables import to_rich
-    from tomoe.report.build import write_reports
-
     with Screen() as screen:
-        rows = write_reports(folder, screen.on_progress, again=again)
+        rows = build.write_reports(folder, screen.on_progress, again=again)
     if distributed.rank():
         return
     console = results()
-    console.print(to_rich(rows))
+    console.print(tables.to_rich(rows))
     console.say(f"\nThe page is {folder / 'report.html'}; its figures are in {folder / 'figures'}.")

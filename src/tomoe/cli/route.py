@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from tomoe.cli import options
-from tomoe.cli.words import printable, quiet_libraries
+from tomoe.cli.screen import quiet_libraries, results
+from tomoe.cli.words import printable
 from tomoe.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from tomoe.evaluation.routing_trace import RoutingTrace
+from tomoe.evaluation import routing_trace
+from tomoe.files import basename
+from tomoe.moe import active_experts
+from tomoe.report import html as pages
 
 # tokens from which on the shares of experts say something
 ENOUGH = 100
@@ -40,22 +42,16 @@ def route(
     passage = read_text(text, file)
     options.check_model(model)
 
-    from tomoe.cli.screen import results
-    from tomoe.evaluation.routing_trace import trace_text
-    from tomoe.files import basename
-    from tomoe.moe.active_experts import load
-    from tomoe.report.html import write_route_page
-
     quiet_libraries()
-    loaded, tokenizer = load(model)
-    trace = trace_text(loaded, tokenizer, passage, tokens)
+    loaded, tokenizer = active_experts.load(model)
+    trace = routing_trace.trace_text(loaded, tokenizer, passage, tokens)
     last = len(trace.experts) - 1
     if layer is not None and layer > last:
         raise UserError(f"there is no layer {layer}: the model has the layers 0 to {last}")
     if html is not None:
         source = file.name if file else "text"
         shown_first = trace.first_choice() if layer is None else layer
-        page = write_route_page(html, f"Experts of {basename(model)}", [(source, trace)], shown_first)
+        page = pages.write_route_page(html, f"Experts of {basename(model)}", [(source, trace)], shown_first)
         typer.echo(f"The page is {page}.")
         return
     console = results()
@@ -79,16 +75,12 @@ def read_text(text: str | None, file: Path | None) -> str:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from error
 
 
-def show_layer(console: Console, trace: RoutingTrace, layer: int, colored: bool) -> None:
+def show_layer(console: Console, trace: routing_trace.RoutingTrace, layer: int, colored: bool) -> None:
     """The tokens of a layer, on the color of their (strongest) expert, or with its number behind them.
 
     A long text stands below a line with the shares of the experts; of a short one there is one line a layer, so that the
     layers can be compared.
     """
-    from rich.text import Text
-
-    from tomoe.report.html import shown
-
     if not trace.has_choice(layer):
         console.print(Text(f"layer {layer}: every token uses the same experts\n"), soft_wrap=True)
         return
@@ -103,7 +95,7 @@ def show_layer(console: Console, trace: RoutingTrace, layer: int, colored: bool)
         head.append(f"  others {rest:.0%}")
     body = Text()
     for piece, expert in zip(trace.tokens, trace.experts[layer], strict=True):
-        token = printable(shown(piece))
+        token = printable(pages.shown(piece))
         if colored:
             body.append(token, style(expert))
         else:
@@ -118,6 +110,4 @@ def show_layer(console: Console, trace: RoutingTrace, layer: int, colored: bool)
 
 def style(expert: int) -> str:
     """Black on the color of the expert; the second eight are underlined."""
-    from tomoe.report.html import COLORS
-
-    return f"{'underline ' if expert // 8 % 2 else ''}#14171a on {COLORS[expert % 8]}"
+    return f"{'underline ' if expert // 8 % 2 else ''}#14171a on {pages.COLORS[expert % 8]}"

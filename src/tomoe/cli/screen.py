@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from tomoe import distributed
 from tomoe.cli.stopping import check
-from tomoe.cli.words import printable, quiet_libraries
-
-if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.progress import Progress, TaskID
-
-    from tomoe.report.warnings import Finding
+from tomoe.cli.words import printable
+from tomoe.report import warnings
 
 # seconds between two lines of progress if there is no terminal
 PLAIN_SECONDS = 10.0
@@ -50,17 +49,28 @@ class SafeConsole(Console):
             self.print(sentence, soft_wrap=True, markup=False)
 
 
+def quiet_libraries() -> None:
+    """Silence transformers and its companions but for errors; downloads keep their bars."""
+    # here, because it takes seconds: a typing mistake ends before
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name in ("torch", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def results() -> SafeConsole:
     """Where tables and answers go."""
     return SafeConsole(sys.stdout)
 
 
-def show_warnings(console: SafeConsole, warnings: Sequence[Finding], name: str = "") -> None:
+def show_warnings(console: SafeConsole, findings: Sequence[warnings.Finding], name: str = "") -> None:
     """One line for each, after an empty one; nothing if there are none."""
-    if warnings:
+    if findings:
         console.print()
-    for warning in warnings:
-        console.say(f"Warning: {name}: {warning.text}." if name else f"Warning: {warning.text}.")
+    for finding in findings:
+        console.say(f"Warning: {name}: {finding.text}." if name else f"Warning: {finding.text}.")
 
 
 def duration(seconds: float) -> str:
@@ -95,8 +105,6 @@ class Screen:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        from tomoe import distributed
-
         quiet_libraries()
         # this stderr, even if others are silenced
         self.console = console or SafeConsole(sys.stderr, quiet=distributed.rank() > 0)
@@ -112,8 +120,6 @@ class Screen:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            from rich.live import Live
-
             self.bars = _progress_bars(self.console)
             self.live = Live(Group(self.bars, self.detail), console=self.console, refresh_per_second=4)
             self.live.start()
@@ -178,8 +184,6 @@ class Screen:
 
 
 def _progress_bars(console: Console) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     return Progress(
         TextColumn("{task.description:<14}"), BarColumn(24), MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True), console=console, speed_estimate_period=120,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
+from tomoe import distributed
+from tomoe import sweep as grid
 from tomoe.cli import options
+from tomoe.cli.screen import Screen, duration, results
 from tomoe.cli.stopping import Stopped
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from tomoe.progress import ProgressCallback
-    from tomoe.sweep import Cell
+from tomoe.progress import ProgressCallback
 
 
 @options.makes_recipe("active")
@@ -37,13 +36,10 @@ def sweep(
     base = chosen.make()
     options.check_model(chosen.model)
 
-    from tomoe import distributed, sweep
-    from tomoe.cli.screen import Screen, duration, results
-
     axes, began = [options.with_fractions(axis) for axis in over], time.monotonic()
     with ExitStack() as stack:
 
-        def begin(cell: Cell, before: int, to_do: int) -> ProgressCallback:
+        def begin(cell: grid.Cell, before: int, to_do: int) -> ProgressCallback:
             stack.close()
             screen = Screen()
             left = (time.monotonic() - began) / max(before, 1) * (to_do - before)
@@ -53,7 +49,7 @@ def sweep(
             return stack.enter_context(screen).on_progress
 
         try:
-            lines = sweep.sweep(base, axes, out, sweep.Text(text, context, tokens), begin)
+            lines = grid.sweep(base, axes, out, grid.Text(text, context, tokens), begin)
         except Stopped as stopped:
             stopped.advice = "; run the same command again to resume"
             raise
@@ -65,8 +61,6 @@ def sweep(
 
 
 def _table(lines: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
     table = Table("cell", box=None, padding=(0, 2, 0, 0))
     for title in ("active", "perplexity", "dense", "KL", "same top-1"):
         table.add_column(title, justify="right")

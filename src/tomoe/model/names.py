@@ -1,4 +1,4 @@
-"""What the name of a model means: a folder, a .gguf file, a known name or a hub id. Needs no torch."""
+"""What the name of a model means: a folder, a .gguf file, a known name or a hub id."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import BitsAndBytesConfig
 
 from tomoe.errors import UserError
 
@@ -33,8 +34,6 @@ def quantization_config(quantization: str, dtype: torch.dtype) -> Any:
         raise UserError(
             f"train.quantization = {quantization} needs bitsandbytes; install it with: pip install 'tomoe-llm[quantized]'"
         )
-    from transformers import BitsAndBytesConfig
-
     # it warns at every product that activations are rounded, which int8 is meant to do
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if quantization == "int8":

@@ -1,17 +1,16 @@
-"""The sizes of a dense model. Needs no torch, so that counting and inspecting are quick.
+"""The sizes of a dense model: every number of parameters follows from them.
 
 Shapes: C dims of a head, Q choices of a head (one per rotary pair or unrotated dim), c kept dims.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-# jaxtyping takes long to import; whoever checks shapes has imported it before
-if TYPE_CHECKING or "jaxtyping" in sys.modules:
-    from jaxtyping import Bool, Float, Int
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 ORTHOGONAL = 1e-4
 """Largest error of the product of a rotation and its transpose; those of float32 are off by some 1e-6."""
@@ -43,17 +42,13 @@ class ModelShape:
         """Q: one choice per rotary pair, one per dim that RoPE does not rotate (Appendix A.2)."""
         return self.head_dim - self.rotary_size // 2
 
-    def expand_qk(self, mask: Float[Any, " Q"]) -> Float[Any, " C"]:
-        """A mask over choices (torch tensor) as a mask over head dims: the two dims of a pair share one entry."""
-        import torch
-
+    def expand_qk(self, mask: Float[Tensor, " Q"]) -> Float[Tensor, " C"]:
+        """A mask over choices as a mask over head dims: the two dims of a pair share one entry."""
         pairs = mask[: self.rotary_size // 2]
         return torch.cat([pairs, pairs, mask[self.rotary_size // 2 :]])
 
-    def qk_dims(self, kept: Bool[Any, " Q"]) -> Int[Any, " c"]:
+    def qk_dims(self, kept: Bool[Tensor, " Q"]) -> Int[Tensor, " c"]:
         """Kept head dims in the order of a pruned head: first halves of the pairs, second halves, unpaired dims."""
-        import torch
-
         num_pairs = self.rotary_size // 2
         pairs = kept[:num_pairs].nonzero().squeeze(1)
         return torch.cat([pairs, pairs + num_pairs, kept[num_pairs:].nonzero().squeeze(1) + self.rotary_size])
@@ -63,7 +58,7 @@ class ModelShape:
         """[G, C, C]: one matrix for each key/value head."""
         return (self.num_kv_heads, self.head_dim, self.head_dim)
 
-    def rotation_error(self, rotation: Any) -> str | None:
+    def rotation_error(self, rotation: Tensor) -> str | None:
         """What is wrong with a rotation of the values; None if nothing is."""
         if tuple(rotation.shape) != self.rotation_shape:
             return f"its value rotation has shape {tuple(rotation.shape)}, the model needs {self.rotation_shape}"

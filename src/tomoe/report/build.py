@@ -28,6 +28,7 @@ from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
+from tomoe.report.all_figures import all_figures, save_all
 from tomoe.report.card import write_card
 from tomoe.report.page import Generation, PageFacts, commands, write_page
 from tomoe.training.run_folder import RunFolder
@@ -87,8 +88,6 @@ def write_reports(
     (evaluation.json, report.json) is shown as it is. Several processes measure together, and process 0 writes. Raises
     UserError if `out` holds no conversion, holds damaged files, or cannot be written.
     """
-    from tomoe.report.all_figures import all_figures, save_all  # here: matplotlib is slow to import
-
     plan, recipe = Plan.load(out), Recipe.load(out / "recipe.json")
     rows, observed = ([], None) if again else _kept(out)
     if observed is None:

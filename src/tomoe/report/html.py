@@ -7,25 +7,23 @@ import hashlib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from tomoe.evaluation.routing_trace import RoutingTrace
 from tomoe.files import atomic_write
-
-if TYPE_CHECKING:
-    from tomoe.evaluation.routing_trace import RoutingTrace
-    from tomoe.report.style import CaptionedFigure
+from tomoe.report.style import CaptionedFigure, to_svg
 
 COLORS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00")
-Texts = Sequence[tuple[str, "RoutingTrace"]]  # (name, trace), all of one model
+Texts = Sequence[tuple[str, RoutingTrace]]  # (name, trace), all of one model
 # experts listed for a token: all of them, in every layer, would be most of the page
 LISTED = 8
 
 
 def render(template: str, **values: Any) -> str:
     """Render a page from one of our templates; every value that is not markup is escaped."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
     environment = Environment(
         loader=PackageLoader("tomoe", "report/templates"),
         autoescape=True,
@@ -44,7 +42,7 @@ def render(template: str, **values: Any) -> str:
     script = resources.files("tomoe.report").joinpath("templates/tokens.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(
-        **values, script=Markup(script), script_sha256=Markup(digest), colours=COLORS
+        **values, script=Markup(script), script_sha256=Markup(digest), colors=COLORS
     )
 
 
@@ -55,8 +53,6 @@ def write_route_page(path: Path, title: str, texts: Texts, layer: int = 0) -> Pa
 
 def figure_uri(drawn: CaptionedFigure) -> str:
     """A figure as the source of an <img>: what an SVG holds cannot reach the page from there."""
-    from tomoe.report.style import to_svg  # here: matplotlib is slow to import
-
     return svg_uri(to_svg(drawn))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 from huggingface_hub import ModelCard, try_to_load_from_cache
 from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -53,8 +54,6 @@ def _card_license(card: Path) -> str | None:
 def _gguf_license(file: Path) -> str | None:
     if not file.is_file():
         return None
-    import gguf
-
     try:
         field = gguf.GGUFReader(file).fields.get("general.license")
         return None if field is None else _plain(field.contents())

@@ -8,22 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tomoe
 from tomoe.evaluation.rows import Row
 from tomoe.evaluation.tables import count, footnote, table, task_footnote, task_table
+from tomoe.evaluation.token_losses import TokenLosses
 from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.html import Texts, render, svg_uri
+from tomoe.report.style import CaptionedFigure
 from tomoe.report.summary import conversion_summary, layer_table, recipe_of, routing, self_sampled, shown_name
 from tomoe.report.token_tables import loss_sentence, loss_table, typical_table
 from tomoe.report.warnings import find_warnings
-
-if TYPE_CHECKING:  # matplotlib takes longer to import than all the rest, and most commands draw nothing
-    from tomoe.evaluation.token_losses import TokenLosses
-    from tomoe.report.style import CaptionedFigure
 
 PAGE = "report.html"
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from tomoe.files import basename
+from tomoe.model.names import HUB_ID
 from tomoe.plan import FINETUNED, REPAIRED, Plan
 from tomoe.recipe.conversion import Recipe
 
@@ -31,8 +32,6 @@ def shown_name(model: str) -> str:
 
 def hub_id(model: str) -> str | None:
     """The name if it can be a hub id and is no local path, otherwise None."""
-    from tomoe.model.names import HUB_ID  # here: the hub's client takes half a second to import
-
     shaped = HUB_ID.fullmatch(model) and not model.endswith(".gguf")
     return model if shaped and not Path(model).exists() else None
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from tomoe.evaluation.token_losses import TokenLosses
 from tomoe.report.html import shown
-
-if TYPE_CHECKING:  # the report of a folder that was measured before needs no torch for this
-    from tomoe.evaluation.token_losses import TokenLosses
 
 # tokens in the table, and tokens before each that show where it stands
 WORST, BEFORE = 12, 6

@@ -16,18 +16,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tomoe.errors import UserError, shortened
 from tomoe.files import atomic_write, parse_json, read_json, read_text, sha256
 from tomoe.recipe.base import BaseRecipe
-
-# looking at a run needs no torch
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 KEEP = 2
 """Checkpoints that are kept: the last and the one before it."""
@@ -131,8 +129,6 @@ class RunFolder:
 
     def save(self, step: int, net: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Write `step-N` under a temporary name, then rename; older checkpoints go only after that."""
-        from safetensors.torch import save_file
-
         final = self.checkpoints / f"step-{step:06d}"
         part = self.checkpoints / f".part-{step:06d}"
         try:
@@ -194,8 +190,6 @@ class RunFolder:
 
     def restore(self, checkpoint: Checkpoint, net: nn.Module, optimizer: Optimizer | None) -> None:
         """Load the weights (and moments) of a checkpoint. Raises UserError if they are for another network."""
-        from safetensors.torch import load_file
-
         device = next(net.parameters()).device
         try:
             net.load_state_dict(load_file(checkpoint.folder / self.tensors[0], device=str(device)))
