@@ -131,6 +131,11 @@ _RAW: dict[str, Callable[[bytes, int, random.Random], bytes]] = {
 }  # fmt: skip
 
 
+def change(values: Any, draw: random.Random) -> str:
+    """One change of nested values, in place; returns the name of what was done."""
+    return _change(values, draw, [])
+
+
 def _json(data: bytes, draw: random.Random) -> tuple[str, bytes]:
     values, names, raw = json.loads(data), list[str](), list[str]()
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
