@@ -53,7 +53,7 @@ from transformers import PreTrainedModel
 from tomoe.budget import attention_params, decoder_params, mlp_params
 from tomoe.conversion import finish_plan, make_network, save_conversion
 from tomoe.data.corpus import Sequences
-from tomoe.evaluation.benchmark import benchmark
+from tomoe.evaluation.speed.benchmark import benchmark
 from tomoe.evaluation.tasks import TaskSet, parse_tasks
 from tomoe.files import format_bytes
 from tomoe.model.hooks import hooked

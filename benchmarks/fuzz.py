@@ -41,7 +41,7 @@ from huggingface_hub import HfApi
 from kills import exit_code, write_output_to
 
 from tomoe.cli import main as tomoe
-from tomoe.evaluation.timings import Cell
+from tomoe.evaluation.speed.timings import Cell
 from tomoe.files import write_sums
 from tomoe.locks import LOCK_FILE
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tomoe.evaluation import throughput, timings
-from tomoe.evaluation.benchmark import expert_backends
 from tomoe.evaluation.param_counts import model_facts
+from tomoe.evaluation.speed import throughput, timings
+from tomoe.evaluation.speed.benchmark import expert_backends
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import LayerPlan, Plan

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tomoe.errors import UserError
 from tomoe.moe.registration import register_when_imported
+from tomoe.version import __version__
 
 if TYPE_CHECKING:
     from tomoe.conversion import convert
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from tomoe.plan import Plan
     from tomoe.recipe.conversion import Recipe
 
-__version__ = "0.1.0"
 __all__ = [
     "Plan",
     "Recipe",

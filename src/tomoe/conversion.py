@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe import __version__, distributed
+from tomoe import distributed
 from tomoe.data.corpus import Corpus, Sequences, prepare
 from tomoe.data.sources import SELF
 from tomoe.errors import UserError
@@ -43,6 +43,7 @@ from tomoe.training import tracking
 from tomoe.training.cost import Stopwatch, write_cost
 from tomoe.training.loop import Training, check_accumulation
 from tomoe.training.run_folder import RunFolder
+from tomoe.version import __version__
 
 
 def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Layout]:

@@ -21,10 +21,10 @@ from typing import Any
 from tomoe import distributed
 from tomoe.conversion import convert_dense
 from tomoe.errors import UserError
-from tomoe.evaluation.rows import Row
+from tomoe.evaluation.results import Row
 from tomoe.evaluation.run import evaluate
 from tomoe.files import atomic_write, read_json
-from tomoe.model.arithmetic import measuring_dtype
+from tomoe.model.compute_dtype import measuring_dtype
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.build import write_reports

@@ -10,7 +10,7 @@ import pytest
 
 from pico_files import CommandLine, refused
 from tomoe.errors import UserError
-from tomoe.evaluation.rows import DIAL, from_json, read_rows
+from tomoe.evaluation.results import DIAL, from_json, read_rows
 from tomoe.evaluation.run import dial_settings, evaluate, save_dials
 from tomoe.moe.active_experts import ActiveExperts
 

@@ -19,7 +19,7 @@ from tomoe.data.evaluation_text import read_text
 from tomoe.errors import UserError
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.perplexity import Predictions, measure, sequences_sha256, sliding
-from tomoe.evaluation.rows import from_json, to_json
+from tomoe.evaluation.results import from_json, to_json
 from tomoe.evaluation.tables import task_table
 from tomoe.evaluation.tasks import SUITES, TaskSet, TaskSpec, parse_tasks
 from tomoe.model.loading import load_dense, load_tokenizer

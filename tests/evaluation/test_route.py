@@ -14,8 +14,8 @@ import torch
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine, refused
 from pico_tokenizer import make_tokenizer
+from tomoe.cli.console import output
 from tomoe.cli.route import show_layer
-from tomoe.cli.screen import results
 from tomoe.errors import UserError
 from tomoe.evaluation.routing_trace import RoutingTrace, pieces, trace_ids, trace_text
 from tomoe.moe.fold import fold
@@ -192,7 +192,7 @@ def test_layers_of_a_short_text_stand_below_each_other(capsys: pytest.CaptureFix
     """Percentages of two tokens say nothing, and thirty lines of them hide the tokens."""
     trace = RoutingTrace(["a", "b"], [[0, 1]] * 30, 2)
     for layer in (3, 12):
-        show_layer(results(), trace, layer, colored=False)
+        show_layer(output(), trace, layer, colored=False)
     assert capsys.readouterr().out == "layer  3: a₀b₁\nlayer 12: a₀b₁\n"
 
 

@@ -22,7 +22,7 @@ from tomoe.cli import main
 from tomoe.conversion import convert
 from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
-from tomoe.evaluation.rows import from_json
+from tomoe.evaluation.results import from_json
 from tomoe.evaluation.run import training_overlap
 from tomoe.finetuning.students import FinetuneStep
 from tomoe.plan import FINETUNED, Plan

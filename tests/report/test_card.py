@@ -15,7 +15,7 @@ from huggingface_hub import EvalResult, ModelCard
 from test_warnings import row, sound_plan
 
 from conftest import make_pico
-from tomoe.evaluation.rows import ExpertUsage, Row, TaskScore
+from tomoe.evaluation.results import ExpertUsage, Row, TaskScore
 from tomoe.model import catalog
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe

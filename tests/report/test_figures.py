@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from tomoe.errors import UserError
-from tomoe.evaluation.rows import ExpertUsage, Measurement, Row
+from tomoe.evaluation.results import ExpertUsage, Measurement, Row
 from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan, Plan
 from tomoe.report import figures, plan_figures, style

@@ -12,9 +12,9 @@ from page_samples import COST, EVIL
 from test_card import measured, plan_of
 
 from tomoe.errors import UserError
+from tomoe.evaluation.results import to_json
 from tomoe.evaluation.routing_trace import RoutingTrace
-from tomoe.evaluation.rows import to_json
-from tomoe.evaluation.timings import Cell
+from tomoe.evaluation.speed.timings import Cell
 from tomoe.files import sha256
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import all_figures, build, page

@@ -23,7 +23,7 @@ from tomoe.errors import UserError
 from tomoe.evaluation import param_counts, perplexity, tables, usage
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.perplexity import measure
-from tomoe.evaluation.rows import ExpertUsage, Measurement, Row, from_json, to_json, validated
+from tomoe.evaluation.results import ExpertUsage, Measurement, Row, from_json, to_json, validated
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import ALWAYS, LayerPlan, Plan

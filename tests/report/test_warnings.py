@@ -17,7 +17,7 @@ from pico_files import CommandLine
 from tomoe.data.corpus import Sequences
 from tomoe.evaluation.overlap import shared_share
 from tomoe.evaluation.param_counts import model_facts
-from tomoe.evaluation.rows import ExpertUsage, Measurement, Row, to_json
+from tomoe.evaluation.results import ExpertUsage, Measurement, Row, to_json
 from tomoe.plan import ALWAYS, LayerPlan, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.warnings import BUDGET, OVERLAP, find_warnings

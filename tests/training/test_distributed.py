@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from launcher import Launcher, assert_same_run, masks, train
 from pico_files import small, write_pico, write_text
 from tomoe.conversion import convert
-from tomoe.evaluation.rows import from_json
+from tomoe.evaluation.results import from_json
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
 

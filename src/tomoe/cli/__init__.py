@@ -12,19 +12,41 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-import tomoe
 from tomoe.errors import UserError
+from tomoe.version import __version__
 
 # What the verbs call, and what imports PyTorch, transformers or matplotlib: seconds, which help and typing mistakes would
 # have to wait for. A verb writes `from tomoe.report import build`, not the names in it, and the module is loaded when the
 # first of its names is used.
 LOADED_LATER = (
-    "conversion", "distributed", "evaluation.benchmark", "evaluation.rows", "evaluation.routing_trace", "evaluation.run",
-    "evaluation.tables", "evaluation.tasks", "evaluation.timings", "exporting.publish", "exporting.run", "exporting.target",
-    "finetuning.repair", "finetuning.run", "memory.doctor", "memory.estimate", "model.checks", "model.generation",
-    "moe.active_experts", "plan", "report.build", "report.card", "report.html", "report.summary", "report.warnings", "sweep",
+    "conversion",
+    "distributed",
+    "evaluation.results",
+    "evaluation.routing_trace",
+    "evaluation.run",
+    "evaluation.speed.benchmark",
+    "evaluation.speed.timings",
+    "evaluation.tables",
+    "evaluation.tasks",
+    "exporting.publish",
+    "exporting.run",
+    "exporting.target",
+    "finetuning.repair",
+    "finetuning.run",
+    "memory.doctor",
+    "memory.estimate",
+    "model.checks",
+    "model.generation",
+    "moe.active_experts",
+    "plan",
+    "report.build",
+    "report.card",
+    "report.html",
+    "report.summary",
+    "report.warnings",
+    "sweep",
     "training.run_folder",
-)  # fmt: skip
+)
 
 
 class _LoadedLater(ModuleType):
@@ -59,6 +81,7 @@ from tomoe import distributed
 from tomoe.cli.apply import apply
 from tomoe.cli.benchmark import benchmark
 from tomoe.cli.carve import carve
+from tomoe.cli.console import only_notes
 from tomoe.cli.convert import convert
 from tomoe.cli.doctor import doctor
 from tomoe.cli.evaluate import evaluate
@@ -71,10 +94,10 @@ from tomoe.cli.push import push
 from tomoe.cli.repair import repair
 from tomoe.cli.report import report
 from tomoe.cli.route import route
-from tomoe.cli.stopping import Stopped, stoppable
+from tomoe.cli.sanitize import one_line
+from tomoe.cli.signals import Stopped, stoppable
 from tomoe.cli.sweep import sweep
 from tomoe.cli.train import train
-from tomoe.cli.words import no_warnings, one_line
 
 app = typer.Typer(
     name="tomoe",
@@ -96,7 +119,7 @@ for panel, verbs in VERBS.items():
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"tomoe {tomoe.__version__}")
+        typer.echo(f"tomoe {__version__}")
         raise typer.Exit
 
 
@@ -114,7 +137,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        with no_warnings(), stoppable(), distributed.process_group() if several else nullcontext():
+        with only_notes(), stoppable(), distributed.process_group() if several else nullcontext():
             app(list(sys.argv[1:] if args is None else args), prog_name="tomoe")
     except UserError as error:
         _fail(2, str(error))

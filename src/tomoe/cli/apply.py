@@ -8,7 +8,7 @@ import typer
 
 from tomoe import conversion
 from tomoe.cli import options
-from tomoe.cli.screen import Screen
+from tomoe.cli.console import Screen
 
 
 def apply(

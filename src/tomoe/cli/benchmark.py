@@ -8,10 +8,10 @@ import typer
 
 from tomoe import files
 from tomoe.cli import options
-from tomoe.cli.screen import Screen, results
+from tomoe.cli.console import Screen, output
 from tomoe.errors import UserError
-from tomoe.evaluation import benchmark as pairs_of_runs
-from tomoe.evaluation import timings
+from tomoe.evaluation.speed import benchmark as pairs_of_runs
+from tomoe.evaluation.speed import timings
 
 
 def benchmark(
@@ -39,7 +39,7 @@ def benchmark(
             dense, moe, sizes["batch"], sizes["prompt"], text=text, pairs=pairs, seconds=seconds, threads=threads,
             dtype=dtype, device=device, on_progress=screen.on_progress,
         )  # fmt: skip
-    results().print(timings.to_rich(measured))
+    output().print(timings.to_rich(measured))
     if json_file is not None:
         files.atomic_write(json_file, timings.to_json(measured))
 

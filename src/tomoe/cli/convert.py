@@ -9,10 +9,10 @@ import typer
 
 from tomoe import conversion, distributed
 from tomoe.cli import options
+from tomoe.cli.console import Screen, output, show_warnings
 from tomoe.cli.export import Format, export
 from tomoe.cli.options import quoted
-from tomoe.cli.screen import Screen, results, show_warnings
-from tomoe.cli.stopping import resumable
+from tomoe.cli.signals import resumable
 from tomoe.evaluation import tables
 from tomoe.memory import estimate
 from tomoe.recipe.conversion import Recipe
@@ -66,7 +66,7 @@ def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_me
             distributed.leave_group()
         rows = build.write_reports(out, screen.on_progress, dense) if first or not recipe.train.shard else []
     if first:
-        console = results()
+        console = output()
         console.print(tables.to_rich(rows))
         show_warnings(console, warnings.find_warnings(plan, rows))
         console.say(f"\nModel, plan, card and report are in {out}. To try next:")

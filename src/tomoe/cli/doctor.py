@@ -8,7 +8,7 @@ from dataclasses import asdict
 import typer
 
 from tomoe.cli import options
-from tomoe.cli.screen import Screen, results
+from tomoe.cli.console import Screen, output
 from tomoe.errors import UserError
 from tomoe.files import format_bytes
 from tomoe.memory import doctor as examination
@@ -37,7 +37,7 @@ def doctor(chosen: options.RecipeOptions, as_json: options.AsJson = False) -> No
 
 
 def _show(diagnosis: examination.Diagnosis, active: float) -> None:
-    console, sizes, available = results(), diagnosis.sizes, diagnosis.available
+    console, sizes, available = output(), diagnosis.sizes, diagnosis.available
     shape = sizes.shape
     console.say(
         f"The structure fits: {shape.num_layers} layers of {shape.hidden_size} x {shape.mlp_size}, "

@@ -10,9 +10,9 @@ import typer
 
 from tomoe import distributed, plan
 from tomoe.cli import options
-from tomoe.cli.screen import Screen, quiet_libraries, results, show_warnings
+from tomoe.cli.console import Screen, output, quiet_libraries, show_warnings
 from tomoe.errors import UserError
-from tomoe.evaluation import rows, run, tables
+from tomoe.evaluation import results, run, tables
 from tomoe.evaluation import tasks as task_sets
 from tomoe.files import atomic_write, basename
 from tomoe.report import warnings
@@ -64,7 +64,7 @@ def evaluate(
     if distributed.rank():
         return
     if json_file is not None:
-        atomic_write(json_file, rows.to_json(measured))
+        atomic_write(json_file, results.to_json(measured))
     if markdown_file is not None:
         atomic_write(markdown_file, tables.to_markdown(measured))
     _show([name for name, _ in settings], measured)
@@ -77,15 +77,15 @@ def _keep(save: Callable[[], list[Path]]) -> None:
     try:
         files = save()
     except UserError as error:
-        results().say(f"The points are not kept for the report: {error}")
+        output().say(f"The points are not kept for the report: {error}")
         return
     for file in files:
-        results().say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")
+        output().say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")
 
 
-def _show(names: Sequence[str], measured: Sequence[rows.Row]) -> None:
+def _show(names: Sequence[str], measured: Sequence[results.Row]) -> None:
     """Print the tables, then warnings; `names` are the models of the rows."""
-    console = results()
+    console = output()
     console.print(tables.to_rich(measured))
     if (scores := tables.tasks_to_rich(measured)) is not None:
         console.print(scores)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from tomoe.cli import options
-from tomoe.cli.screen import Screen, results
+from tomoe.cli.console import Screen, output
 from tomoe.exporting import run, target
 
 Format = Literal["auto", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gguf", "hf"]
@@ -52,7 +52,7 @@ def export(
 
 def _show(exported: run.Exported) -> None:
     """The verification, and how to load what was written."""
-    console, proof = results(), exported.proof
+    console, proof = output(), exported.proof
     if proof is None:
         console.say(
             "Not verified, because llama.cpp is not installed: pip install xllamacpp, then export with --force."

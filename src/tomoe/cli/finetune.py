@@ -8,8 +8,8 @@ import typer
 
 from tomoe import distributed, plan
 from tomoe.cli import options
-from tomoe.cli.screen import Screen, results, show_warnings
-from tomoe.cli.stopping import resumable
+from tomoe.cli.console import Screen, output, show_warnings
+from tomoe.cli.signals import resumable
 from tomoe.evaluation import tables
 from tomoe.finetuning import run
 from tomoe.recipe.finetuning import FinetuneRecipe
@@ -48,7 +48,7 @@ def finetune(
         rows = run.measure(tuning, out, screen.on_progress)
     if distributed.rank():
         return
-    console = results()
+    console = output()
     console.print(tables.to_rich(rows))
     show_warnings(console, warnings.find_warnings(plan.Plan.load(out), rows[-1:]))
     console.say(f"\nModel, plan and card are in {out}: a converted model like any other.")

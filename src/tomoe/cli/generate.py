@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from tomoe.cli import options
-from tomoe.cli.screen import quiet_libraries
-from tomoe.cli.words import printable
+from tomoe.cli.console import quiet_libraries
+from tomoe.cli.sanitize import printable
 from tomoe.model import generation
 from tomoe.moe import active_experts
 

@@ -12,14 +12,13 @@ from rich.table import Table
 
 from tomoe import files, plan
 from tomoe.cli import options
-from tomoe.cli.screen import describe_step, results, show_warnings
+from tomoe.cli.console import describe_step, output, show_warnings
 from tomoe.errors import UserError
-from tomoe.evaluation import rows as measured_rows
+from tomoe.evaluation import results
 from tomoe.model import checks
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
-from tomoe.report import summary
-from tomoe.report import warnings as report_warnings
+from tomoe.report import summary, warnings
 from tomoe.training import run_folder
 
 # the folder of a run's checkpoints: masks of a conversion, weights of a fine-tuning
@@ -38,7 +37,7 @@ def inspect(
         _verify(folder)
     elif (folder / "plan.json").exists():
         loaded = plan.Plan.load(folder)
-        findings = report_warnings.find_warnings(loaded, measured_rows.read_rows(folder))
+        findings = warnings.find_warnings(loaded, results.read_rows(folder))
         _show_plan(loaded, findings, as_json)
     elif (run := _run_of(folder)) is not None:
         _show_run(*run, as_json)
@@ -58,7 +57,7 @@ def _verify(folder: Path) -> None:
     # a plan by itself holds the checksum of its tensors, and is refused with numbers that are not finite
     if (folder / "plan.json").is_file() and not (folder / "config.json").exists():
         plan.Plan.load(folder)
-        results().say(f"The tensors of the plan in {folder} are as they were written (sha256).")
+        output().say(f"The tensors of the plan in {folder} are as they were written (sha256).")
         return
     total, failed = files.failed_checksums(folder)
     if failed:
@@ -73,10 +72,10 @@ def _verify(folder: Path) -> None:
             f"{len(damaged)} tensors in {folder} hold numbers that are not finite ({', '.join(damaged[:3])}); whoever made "
             "the checksums wrote them so: make the model again"
         )
-    results().say(f"All {total} files in {folder} are as they were written (sha256), and all weights are finite.")
+    output().say(f"All {total} files in {folder} are as they were written (sha256), and all weights are finite.")
 
 
-def _show_plan(loaded: plan.Plan, findings: list[report_warnings.Finding], as_json: bool) -> None:
+def _show_plan(loaded: plan.Plan, findings: list[warnings.Finding], as_json: bool) -> None:
     totals = loaded.totals()
     if as_json:
         holds = {"layers": loaded.describe(), "totals": totals, "warnings": [asdict(finding) for finding in findings]}
@@ -88,7 +87,7 @@ def _show_plan(loaded: plan.Plan, findings: list[report_warnings.Finding], as_js
         table.add_column(title, justify="right")
     for row in body:
         table.add_row(*row)
-    console = results()
+    console = output()
     console.print(table)
     console.say(
         *(f"{name}: {text}" for name, text in summary.conversion_summary(loaded)),
@@ -109,7 +108,7 @@ def _show_run(folder: Path, learned: str, as_json: bool) -> None:
         last = rows[-1] if rows else None
         typer.echo(json.dumps({"recipe": recipe.model_dump(mode="json"), "checkpoint": step, "last": last}, indent=2))
         return
-    console = results()
+    console = output()
     kind = f"{recipe.active:.0%} active" if isinstance(recipe, Recipe) else f"fine-tuning, {recipe.weights}"
     console.say(
         f"Run on {recipe.model}, {kind}, {recipe.train.steps} steps.",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tomoe.cli.screen import Screen
+from tomoe.cli.console import Screen
 from tomoe.exporting import publish
 
 

@@ -8,7 +8,7 @@ import typer
 
 from tomoe import plan
 from tomoe.cli import options
-from tomoe.cli.screen import Screen
+from tomoe.cli.console import Screen
 from tomoe.finetuning import repair as refitting
 
 

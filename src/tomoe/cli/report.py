@@ -8,7 +8,7 @@ import typer
 
 from tomoe import distributed
 from tomoe.cli import options
-from tomoe.cli.screen import Screen, results
+from tomoe.cli.console import Screen, output
 from tomoe.evaluation import tables
 from tomoe.report import build
 
@@ -22,6 +22,6 @@ def report(
         rows = build.write_reports(folder, screen.on_progress, again=again)
     if distributed.rank():
         return
-    console = results()
+    console = output()
     console.print(tables.to_rich(rows))
     console.say(f"\nThe page is {folder / 'report.html'}; its figures are in {folder / 'figures'}.")

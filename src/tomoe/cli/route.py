@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tomoe.cli import options
-from tomoe.cli.screen import quiet_libraries, results
-from tomoe.cli.words import printable
+from tomoe.cli.console import output, quiet_libraries
+from tomoe.cli.sanitize import printable
 from tomoe.errors import UserError
 from tomoe.evaluation import routing_trace
 from tomoe.files import basename
@@ -54,7 +54,7 @@ def route(
         page = pages.write_route_page(html, f"Experts of {basename(model)}", [(source, trace)], shown_first)
         typer.echo(f"The page is {page}.")
         return
-    console = results()
+    console = output()
     # sixteen colors are too few: some of ours would fall together
     colored = not plain and console.color_system in ("256", "truecolor") and not console.no_color
     for i in range(last + 1) if layer is None else [layer]:

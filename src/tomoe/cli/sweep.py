@@ -12,8 +12,8 @@ from rich.table import Table
 from tomoe import distributed
 from tomoe import sweep as grid
 from tomoe.cli import options
-from tomoe.cli.screen import Screen, duration, results
-from tomoe.cli.stopping import Stopped
+from tomoe.cli.console import Screen, duration, output
+from tomoe.cli.signals import Stopped
 from tomoe.progress import ProgressCallback
 
 
@@ -55,7 +55,7 @@ def sweep(
             raise
     if distributed.rank():
         return
-    console = results()
+    console = output()
     console.print(_table(lines))
     console.say(f"\nTable and figure are {out / 'sweep.csv'} and {out / 'accuracy.svg'}.")
 

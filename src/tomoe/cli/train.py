@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tomoe import conversion
 from tomoe.cli import options
-from tomoe.cli.screen import Screen
-from tomoe.cli.stopping import resumable
+from tomoe.cli.console import Screen
+from tomoe.cli.signals import resumable
 from tomoe.memory import estimate
 
 

@@ -24,6 +24,7 @@ from tomoe.data.sampling import sample_documents
 from tomoe.data.sources import SELF, documents, find
 from tomoe.errors import UserError
 from tomoe.files import atomic_file, basename, parse_json
+from tomoe.model.shape import ceil_div
 from tomoe.model.tokens import check_ids
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.recipe.run import DataSection
@@ -61,7 +62,7 @@ class Sequences:
 
     def truncate(self, tokens: int) -> Sequences:
         """As many of the first sequences as this many tokens fill, at least one."""
-        return self.select(torch.arange(min(len(self), max(1, -(-tokens // self.input_ids.shape[1])))))
+        return self.select(torch.arange(min(len(self), max(1, ceil_div(tokens, self.input_ids.shape[1])))))
 
 
 def _read_part(tensors: dict[str, Tensor], part: str) -> Sequences:
@@ -290,7 +291,7 @@ def _read_source(
 
 def _whole_sequences(tokens: float, seq_len: int) -> int:
     """Tokens of as many whole sequences as hold this many tokens."""
-    return max(1, -(-int(tokens) // seq_len)) * seq_len
+    return max(1, ceil_div(int(tokens), seq_len)) * seq_len
 
 
 def _shuffled(texts: Iterable[str], seed: int) -> Iterator[str]:

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tomoe import distributed
 from tomoe.errors import UserError
-from tomoe.model.shape import head_dim, num_kv_heads
+from tomoe.model.shape import ceil_div, head_dim, num_kv_heads
 from tomoe.model.structure import CACHE
 from tomoe.progress import StageCallback, no_stage_progress
 
@@ -51,9 +51,9 @@ def sample_documents(
     Raises UserError if the model's logits are not finite.
     """
     length = min(length, *_max_lengths(model))
-    count = -(-tokens // length)
-    rounds = -(-count // max(1, min(batch_size, _CACHE_BYTES // _cache_bytes(model, length))))
-    rows = -(-count // rounds)
+    count = ceil_div(tokens, length)
+    rounds = ceil_div(count, max(1, min(batch_size, _CACHE_BYTES // _cache_bytes(model, length))))
+    rows = ceil_div(count, rounds)
     opening, vocabulary = _opening(tokenizer), ordinary_tokens(tokenizer)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.zeros(rounds, rows, length, dtype=torch.long)
@@ -179,7 +179,7 @@ class _GrowingLayer(DynamicLayer):
 
 def _cache_mask(tokens: int, device: torch.device) -> Float[Tensor, "1 1 1 T"]:
     """Added to the scores: 0 for the tokens in the cache, -inf for its free room."""
-    mask = torch.zeros(1, 1, 1, -(-tokens // CACHE_GROWTH) * CACHE_GROWTH, device=device)
+    mask = torch.zeros(1, 1, 1, ceil_div(tokens, CACHE_GROWTH) * CACHE_GROWTH, device=device)
     mask[..., tokens:] = -math.inf
     return mask
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.perplexity import Predictions, measure, new_tokens
-from tomoe.evaluation.rows import Row, TaskScore
+from tomoe.evaluation.results import Row, TaskScore
 from tomoe.evaluation.usage import ExpertCounter
 from tomoe.files import basename
 from tomoe.moe.active_experts import is_fine

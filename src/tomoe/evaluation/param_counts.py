@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from tomoe.budget import active_params, decoder_params
-from tomoe.evaluation.rows import ModelFacts
+from tomoe.evaluation.results import ModelFacts
 from tomoe.moe.active_experts import active_widths, dense_shape
 
 _NUMBERED = re.compile(r"\.\d+\.")  # inside one of the repeated layers

@@ -17,13 +17,14 @@ import transformers
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-import tomoe
 from tomoe import distributed
 from tomoe.errors import UserError
-from tomoe.evaluation.rows import Measurement
+from tomoe.evaluation.results import Measurement
 from tomoe.files import basename
+from tomoe.model.shape import ceil_div
 from tomoe.model.tokens import check_ids
 from tomoe.progress import StageCallback, no_stage_progress
+from tomoe.version import __version__
 
 CHUNK = 128  # positions whose float32 logits are alive at a time
 HIGHEST_NLL = 700.0  # nats; exp of more does not fit a float
@@ -72,7 +73,7 @@ def sliding(stream: Int[Tensor, " L"], context: int, stride: int) -> tuple[Int[T
     Of every window but the first only the last `stride` tokens are new, and `measure` scores these alone: every token of
     the stream but the first is predicted once, from between `context - stride` and `context - 1` tokens before it.
     """
-    windows = 1 + max(0, -(-(len(stream) - context) // stride))
+    windows = 1 + max(0, ceil_div(len(stream) - context, stride))
     short = context + (windows - 1) * stride - len(stream)
     real = torch.arange(len(stream) + short) < len(stream)
     return nn.functional.pad(stream, (0, short)).unfold(0, context, stride), real.unfold(0, context, stride)
@@ -139,7 +140,7 @@ def measure(
         dtype=str(first.dtype).removeprefix("torch."),
         device=first.device.type,
         seed=seed,
-        versions={m.__name__: str(m.__version__) for m in (torch, transformers, tomoe)},
+        versions={m.__name__: str(m.__version__) for m in (torch, transformers)} | {"tomoe": __version__},
     )
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import evaluating, forward_sequence, has_inner
-from tomoe.evaluation.rows import Count
+from tomoe.evaluation.results import Count
 from tomoe.evaluation.usage import routers
 from tomoe.model.hooks import hooked
 from tomoe.model.tokens import check_ids

@@ -15,13 +15,13 @@ from tomoe.errors import UserError
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.overlap import kept_corpora, shared_share
 from tomoe.evaluation.perplexity import sliding
-from tomoe.evaluation.rows import DIAL, Row, TaskScore, to_json
+from tomoe.evaluation.results import DIAL, Row, TaskScore, to_json
 from tomoe.evaluation.tasks import TaskSet
 from tomoe.files import atomic_write, basename
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
 from tomoe.moe.active_experts import ActiveExperts, ExpertSetting, use_experts_
-from tomoe.plan.head import PlanHead
+from tomoe.plan.manifest import Manifest
 from tomoe.progress import ProgressCallback, no_progress
 
 
@@ -135,7 +135,7 @@ def _loaded(
 def _dense_of(folder: str) -> str:
     """The dense model that a converted folder was made from. Raises UserError if it is not known or not found."""
     plan = Path(folder) / "plan.json"
-    name = str(PlanHead.read(plan.parent).metadata["recipe"].get("model", "")) if plan.is_file() else ""
+    name = str(Manifest.read(plan.parent).metadata["recipe"].get("model", "")) if plan.is_file() else ""
     try:
         if name:
             resolve(name)

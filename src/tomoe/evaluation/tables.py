@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tomoe.evaluation.rows import Row, TaskScore
+from tomoe.evaluation.results import Row, TaskScore
 from tomoe.files import format_bytes
 
 NONE = "-"

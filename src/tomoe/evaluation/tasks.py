@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.evaluation.rows import TaskScore
+from tomoe.evaluation.results import TaskScore
 from tomoe.evaluation.shared_prompts import Score, shared_scores
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, stage_callback
 

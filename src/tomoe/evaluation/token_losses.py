@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.evaluation.perplexity import evaluating
+from tomoe.evaluation.results import Number
 from tomoe.evaluation.routing_trace import RoutingTrace, pieces
-from tomoe.evaluation.rows import Number
 
 # times that an expert must get a token to be known for it, and tokens that are named
 OFTEN, TYPICAL = 3, 6

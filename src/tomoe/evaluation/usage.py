@@ -10,7 +10,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from tomoe import distributed
-from tomoe.evaluation.rows import ExpertUsage
+from tomoe.evaluation.results import ExpertUsage
 from tomoe.model.hooks import hooked
 from tomoe.moe.modeling_tomoe import route
 

@@ -28,7 +28,7 @@ from tomoe.exporting.target import Options, Sizes
 from tomoe.exporting.verification import Check, Proof
 from tomoe.model.hooks import hooked, input_of
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
-from tomoe.target_rules import FINE_MULTIPLE
+from tomoe.recipe.target_rules import FINE_MULTIPLE
 
 # Tokens that the reach of a router is measured on.
 PROBE_TOKENS = 256

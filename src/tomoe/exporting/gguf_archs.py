@@ -26,7 +26,7 @@ from tomoe.exporting.overlapping import QWEN_PROJECTIONS, Layout, expert_tensors
 from tomoe.exporting.stock import Places, attention_tensors, dense_problem, stock_problem
 from tomoe.exporting.verification import Proof
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
-from tomoe.target_rules import MAX_EXPERTS_PER_TOKEN
+from tomoe.recipe.target_rules import MAX_EXPERTS_PER_TOKEN
 
 LayoutT = TypeVar("LayoutT")
 MakeEntry = Callable[..., Entry]

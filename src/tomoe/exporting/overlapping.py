@@ -19,7 +19,7 @@ from tomoe.exporting.stock import Stock, padded
 from tomoe.exporting.target import Options, Sizes
 from tomoe.exporting.verification import Check, Proof, verify_exactly
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
-from tomoe.target_rules import STOCK_MULTIPLE
+from tomoe.recipe.target_rules import STOCK_MULTIPLE
 
 QWEN_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 FINE_PROBLEM = "its experts are fine-grained (experts.form = fine): a token uses several, each with the weight 1"

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, Qwen2MoeConfig
 from tomoe.exporting.overlapping import Layout, Overlapping, common_neurons, round_up
 from tomoe.exporting.stock import Places, attention_tensors, sliding_windows
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM, ToMoEMLP
-from tomoe.target_rules import STOCK_MULTIPLE
+from tomoe.recipe.target_rules import STOCK_MULTIPLE
 
 
 class Qwen2Moe(Overlapping):

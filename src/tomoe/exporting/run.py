@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import transformers
 
-import tomoe
 from tomoe import distributed
 from tomoe.data.evaluation_text import EvaluationText, held_out_text, read_text
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import sequences_sha256
-from tomoe.evaluation.rows import read_rows
+from tomoe.evaluation.results import read_rows
 from tomoe.exporting.far_tokens import far_tokens
 from tomoe.exporting.target import Options, Sizes
 from tomoe.exporting.targets import Choice, choose, export_folder, padding_notice
@@ -32,6 +31,7 @@ from tomoe.plan import Plan
 from tomoe.progress import ProgressCallback, StageCallback, no_progress
 from tomoe.report.card import write_card
 from tomoe.report.summary import recipe_of, shown_name
+from tomoe.version import __version__
 
 FORMAT = "tomoe-export-1"
 PROOF_TOKENS = 4096
@@ -133,7 +133,7 @@ def _metadata(exported: Exported, text: EvaluationText) -> dict[str, Any]:
             "sha256": sequences_sha256(text.sequences.input_ids, text.sequences.mask),
             "context_length": text.sequences.input_ids.shape[1],
         },
-        "versions": {m.__name__: str(m.__version__) for m in (torch, transformers, tomoe)},
+        "versions": {m.__name__: str(m.__version__) for m in (torch, transformers)} | {"tomoe": __version__},
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tomoe import __version__, distributed
+from tomoe import distributed
 from tomoe.conversion import save_conversion
 from tomoe.data.corpus import Corpus, prepare
 from tomoe.errors import UserError
@@ -21,6 +21,7 @@ from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report.card import write_card
 from tomoe.report.summary import shown_name
+from tomoe.version import __version__
 
 
 @distributed.locks_out("repair")

@@ -10,19 +10,18 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import tomoe
 from tomoe import distributed
 from tomoe.conversion import run_training
 from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
 from tomoe.data.sources import SELF
 from tomoe.errors import UserError
-from tomoe.evaluation.rows import Row, to_json
+from tomoe.evaluation.results import Row, to_json
 from tomoe.evaluation.run import compare_on
 from tomoe.files import atomic_write, basename, refuse_overwriting, sha256
 from tomoe.finetuning.students import FinetuneStep, MoEStudent, Teacher, check_adapters
 from tomoe.finetuning.text import finetuning_text
-from tomoe.model.arithmetic import compute_dtype, measuring_dtype
+from tomoe.model.compute_dtype import compute_dtype, measuring_dtype
 from tomoe.model.loading import fingerprint, load_dense, load_model, load_tokenizer, pick_device
 from tomoe.model.names import resolve
 from tomoe.moe.checkpoint import load_moe, save_moe, stored_dtype
@@ -37,6 +36,7 @@ from tomoe.training.cost import Stopwatch, write_cost
 from tomoe.training.loop import Training, check_accumulation
 from tomoe.training.run_folder import RunFolder
 from tomoe.training.teacher import TeacherCache, hidden_states
+from tomoe.version import __version__
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def save(
     Its plan keeps the neurons and has the routers as they are now. It belongs to the weights in this folder and no others,
     so its `source` is their hash; the dense model's hash is in its notes.
     """
-    moe, layers = student.finish(tomoe.__version__)
+    moe, layers = student.finish(__version__)
     for name, p in moe.named_parameters():
         if "router." not in name:
             p.data = p.data.to(getattr(torch, origin.stored))
@@ -200,7 +200,7 @@ def save(
         "learning_rate": t.learning_rate, "seed": recipe.seed,
         "sources": [shown_name(source) for source in corpus.sources],
         "dense": plan.notes.get(FINETUNED, {}).get("dense", plan.source),
-        "torch": torch.__version__, "transformers": transformers.__version__, "tomoe": tomoe.__version__,
+        "torch": torch.__version__, "transformers": transformers.__version__, "tomoe": __version__,
     }  # fmt: skip
     tuned_plan = replace(
         plan, layers=tuple(layers), source=moe.config.plan_source, notes=plan.notes | {FINETUNED: note}

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tomoe import distributed
-from tomoe.model.arithmetic import compute_dtype
+from tomoe.model.compute_dtype import compute_dtype
 from tomoe.model.loading import load_dense, pick_device
 from tomoe.model.offload import cast_
 from tomoe.recipe.conversion import Recipe

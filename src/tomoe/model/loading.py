@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError, shortened
-from tomoe.model.arithmetic import compute_dtype
+from tomoe.model.compute_dtype import compute_dtype
 from tomoe.model.dequantization import drop_entry_, settle_packing_
 from tomoe.model.hub import download_model
 from tomoe.model.names import check_no_adapter

@@ -73,6 +73,11 @@ class ModelShape:
         return asdict(self)
 
 
+def ceil_div(number: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-number // divisor)
+
+
 def num_kv_heads(config: Any) -> int:
     """Key/value heads of a transformers config; as many as query heads if it does not say."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

@@ -6,9 +6,9 @@ dims). It holds no dense weight, so it can be shared by itself.
 
 from __future__ import annotations
 
-from tomoe.plan.head import FINETUNED, REPAIRED
 from tomoe.plan.layer import LayerCounts, LayerPlan
 from tomoe.plan.layout import ALWAYS, always_used
+from tomoe.plan.manifest import FINETUNED, REPAIRED
 from tomoe.plan.plan import Plan
 
 __all__ = ["ALWAYS", "FINETUNED", "REPAIRED", "LayerCounts", "LayerPlan", "Plan", "always_used"]

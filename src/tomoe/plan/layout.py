@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tomoe.model.shape import ModelShape
+from tomoe.model.shape import ModelShape, ceil_div
 
 Shape = tuple[int, ...]
 StoredTensor = tuple[Shape, str]
@@ -41,7 +41,7 @@ def always_used(router_bias: Any) -> Any:
 def packed_shape(mask: Shape) -> Shape:
     """Shape of a neuron mask [..., F] that is stored as bytes of eight neurons, the first of them in the lowest bit."""
     *rows, neurons = mask
-    return (*rows, -(-neurons // 8))
+    return (*rows, ceil_div(neurons, 8))
 
 
 def layer_shapes(s: ModelShape, n: int, fine: bool) -> dict[str, Shape]:

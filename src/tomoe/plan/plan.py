@@ -19,9 +19,9 @@ from tomoe.budget import active_params, decoder_params
 from tomoe.errors import UserError
 from tomoe.files import atomic_write, sha256
 from tomoe.model.shape import ModelShape
-from tomoe.plan.head import FINE_FORMAT, FORMAT, REPAIRED, ROTATED_FORMAT, PlanHead, damage_in_a_sentence
 from tomoe.plan.layer import LayerCounts, LayerPlan
 from tomoe.plan.layout import FINE, MASKS, NEURON_MASKS, REFIT, ROTATION, ROUTER, TENSORS, checked_layers
+from tomoe.plan.manifest import FINE_FORMAT, FORMAT, REPAIRED, ROTATED_FORMAT, Manifest, damage_in_a_sentence
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Plan:
 
         Raises UserError if the folder holds no plan, a damaged one, or one of an unknown format.
         """
-        head = PlanHead.read(folder)
+        head = Manifest.read(folder)
         if sha256(head.tensors) != head.checksum:
             raise UserError(
                 f"{head.tensors} does not belong to plan.json beside it (checksums differ); copy both files again"
@@ -204,7 +204,7 @@ def _unpacked(packed: UInt8[Tensor, "*N bytes"], neurons: int) -> Bool[Tensor, "
     return mask[..., :neurons]
 
 
-def _read_layers(head: PlanHead) -> tuple[LayerPlan, ...]:
+def _read_layers(head: Manifest) -> tuple[LayerPlan, ...]:
     """Read the layers, with routers in float32 whatever they are stored in. Raises as `checked_layers` does."""
     layers = []
     with safe_open(head.tensors, "pt") as file:

@@ -13,7 +13,7 @@ from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
-from tomoe.target_rules import FINE_MULTIPLE, MAX_EXPERTS_PER_TOKEN, STOCK_MULTIPLE, TARGET_RULES, TargetRules
+from tomoe.recipe.target_rules import FINE_MULTIPLE, MAX_EXPERTS_PER_TOKEN, STOCK_MULTIPLE, TARGET_RULES, TargetRules
 
 FINE_EXPERTS = (256, 128, 64)
 """Numbers of fine-grained experts unless the recipe gives one: more are better (docs/lab/log.md), but a router costs a token as

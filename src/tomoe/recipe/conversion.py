@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from tomoe.errors import UserError
 from tomoe.recipe.base import Section
 from tomoe.recipe.run import DataSection, LoopSection, RunRecipe
-from tomoe.target_rules import TARGET_RULES, Form
+from tomoe.recipe.target_rules import TARGET_RULES, Form
 
 # Where to compute and how often to write do not change what is learned.
 _NOT_IN_DIGEST = frozenset(

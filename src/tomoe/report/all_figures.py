@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tomoe.evaluation.rows import Row
+from tomoe.evaluation.results import Row
 from tomoe.plan import Plan
 from tomoe.report.figures import Rows, cost_figure, dial_figure, throughput_figure, training_figure, usage_figure
 from tomoe.report.plan_figures import (

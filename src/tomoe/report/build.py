@@ -16,10 +16,10 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from tomoe import distributed
 from tomoe.data.evaluation_text import EvaluationText, held_out_text
 from tomoe.errors import UserError
+from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, read_rows, to_json, validated
 from tomoe.evaluation.routing_trace import RoutingTrace, trace_ids, trace_text
-from tomoe.evaluation.rows import DIAL, Count, Name, NotNegative, Row, read_rows, to_json, validated
 from tomoe.evaluation.run import compare_on
-from tomoe.evaluation.timings import Cell
+from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.token_losses import TokenLosses, token_losses, typical_tokens
 from tomoe.files import atomic_write, basename, read_json, sha256
 from tomoe.model.base_weights import BaseWeights

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from tomoe.data.sources import SOURCES
-from tomoe.evaluation.rows import Row
+from tomoe.evaluation.results import Row
 from tomoe.evaluation.tables import escape_markdown, to_markdown
 from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.model import catalog

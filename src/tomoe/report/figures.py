@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, ScalarFormatter
 
 from tomoe.errors import UserError
-from tomoe.evaluation.rows import ExpertUsage, Row
+from tomoe.evaluation.results import ExpertUsage, Row
 from tomoe.files import format_bytes
 from tomoe.plan import FINETUNED, REPAIRED, Plan
 from tomoe.report.plan_figures import layer_axis

@@ -10,8 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import tomoe
-from tomoe.evaluation.rows import Row
+from tomoe.evaluation.results import Row
 from tomoe.evaluation.tables import count, footnote, table, task_footnote, task_table
 from tomoe.evaluation.token_losses import TokenLosses
 from tomoe.files import atomic_write, basename, format_bytes
@@ -22,6 +21,7 @@ from tomoe.report.style import CaptionedFigure
 from tomoe.report.summary import conversion_summary, layer_table, recipe_of, routing, self_sampled, shown_name
 from tomoe.report.token_tables import loss_sentence, loss_table, typical_table
 from tomoe.report.warnings import find_warnings
+from tomoe.version import __version__
 
 PAGE = "report.html"
 
@@ -74,7 +74,7 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         memory=_memory(facts), benchmark=None if facts.timed else _benchmark_command(out, facts.plan),
         loss_titles=loss_titles, loss_body=loss_body, losses=facts.losses and loss_sentence(facts.losses),
         typical_titles=typical_titles, typical_body=typical_body,
-        commands=facts.commands, version=tomoe.__version__,
+        commands=facts.commands, version=__version__,
     )  # fmt: skip
     return atomic_write(out / PAGE, page)
 

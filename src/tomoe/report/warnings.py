@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tomoe.evaluation.rows import ExpertUsage, Row
+from tomoe.evaluation.results import ExpertUsage, Row
 from tomoe.plan import Plan
 from tomoe.report.summary import recipe_of
 

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from tomoe.cli import main
-from tomoe.cli.screen import Screen, duration
-from tomoe.cli.stopping import Stopped, check, stoppable
+from tomoe.cli.console import Screen, duration
+from tomoe.cli.signals import Stopped, check, stoppable
 
 ROW = {
     "distill": 1.25,
@@ -55,7 +55,7 @@ def test_without_a_terminal_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyP
 
 def test_a_log_tells_of_a_long_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the first stage reports there is nothing to count, and the log of a large model stood empty for minutes."""
-    monkeypatch.setattr(importlib.import_module("tomoe.cli.screen"), "PLAIN_SECONDS", 0.001)
+    monkeypatch.setattr(importlib.import_module("tomoe.cli.console"), "PLAIN_SECONDS", 0.001)
     screen, shown = a_screen(terminal=False)
     with screen:
         waiting = screen.waiting

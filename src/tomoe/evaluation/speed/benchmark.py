@@ -9,13 +9,14 @@ import torch
 import transformers
 
 from tomoe.data.evaluation_text import held_out_text, read_text
-from tomoe.evaluation import throughput
 from tomoe.evaluation.param_counts import model_facts
-from tomoe.evaluation.timings import Benchmark, Memory
+from tomoe.evaluation.speed import throughput
+from tomoe.evaluation.speed.timings import Benchmark, Memory
 from tomoe.files import basename
 from tomoe.model.loading import load_model, load_tokenizer, pick_device
 from tomoe.moe.modeling_tomoe import choose_backend
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
+from tomoe.version import __version__
 
 
 def benchmark(
@@ -57,7 +58,8 @@ def benchmark(
     cells, left_out = throughput.run_cells(pair, batches, prompts, stage_callback(on_progress, "benchmark"))
     return Benchmark(
         basename(dense), basename(moe), evaluation.name, model_facts(models[moe])["active_share"], memory[dense],
-        memory[moe], tuple(cells), tuple(left_out), {m.__name__: str(m.__version__) for m in (torch, transformers)},
+        memory[moe], tuple(cells), tuple(left_out),
+        {m.__name__: str(m.__version__) for m in (torch, transformers)} | {"tomoe": __version__},
     )  # fmt: skip
 
 

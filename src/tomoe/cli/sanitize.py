@@ -1,15 +1,10 @@
-"""What the command line does to text before it is shown."""
+"""Makes text from strangers harmless before the terminal shows it."""
 
 from __future__ import annotations
 
 import re
-import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
-from tomoe.errors import Note, shortened
+from tomoe.errors import shortened
 
 # control characters but newline and tab, changes of the writing direction, and halves of surrogate pairs
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -30,22 +25,3 @@ def one_line(sentence: str) -> str:
     """A sentence in one line of printable text; of an endless word, as damaged files hold them, only the beginning."""
     words = printable(" ".join(sentence.split())).split(" ")
     return " ".join(word if len(word) <= LONGEST_WORD else shortened(word) for word in words)
-
-
-@contextmanager
-def no_warnings() -> Iterator[None]:
-    """Inside the block, no Python warning is shown, unless the user asked for some (`python -W`); notes are, once each."""
-    noted: set[str] = set()
-
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        note = one_line(str(message))
-        if note not in noted:
-            noted.add(note)
-            print("tomoe: note:", note, file=sys.stderr)
-
-    with warnings.catch_warnings():
-        if not sys.warnoptions:
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("always", Note)
-            warnings.showwarning = show
-        yield

@@ -13,8 +13,8 @@ from pico_tokenizer import make_tokenizer
 from tomoe.conversion import convert, plan, train
 from tomoe.finetuning.repair import repair
 from tomoe.memory.estimate import least_memory, sizes_of
-from tomoe.model.arithmetic import compute_dtype, measuring_dtype
 from tomoe.model.base_weights import BaseWeights
+from tomoe.model.compute_dtype import compute_dtype, measuring_dtype
 from tomoe.model.loading import load_dense, load_model
 from tomoe.pruning.layouts import OverlappingLayout
 from tomoe.recipe.conversion import Recipe

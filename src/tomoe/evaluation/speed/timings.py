@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tomoe.evaluation.rows import Count, Name, NotNegative, Positive
+from tomoe.evaluation.results import Count, Name, NotNegative, Positive
 from tomoe.files import format_bytes
 
 FORMAT = "tomoe-benchmark-1"

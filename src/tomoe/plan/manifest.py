@@ -32,7 +32,7 @@ MAX_SIZES = {
 
 
 @dataclass(frozen=True)
-class PlanHead:
+class Manifest:
     """What plan.json says, and where the tensors are."""
 
     folder: Path
@@ -49,7 +49,7 @@ class PlanHead:
         return self.folder / "plan.safetensors"
 
     @classmethod
-    def read(cls, folder: Path) -> PlanHead:
+    def read(cls, folder: Path) -> Manifest:
         """Raises UserError if the folder holds no plan, a damaged one, or one of an unknown format."""
         path = folder / "plan.json"
         if not path.is_file() or not (folder / "plan.safetensors").is_file():
@@ -77,7 +77,7 @@ def damage_in_a_sentence(folder: Path) -> Iterator[None]:
 
 
 def _parse(head: dict[str, Any]) -> tuple[ModelShape, list[tuple[int, int]], Any, dict[str, Any]]:
-    """Return the fields of a PlanHead. Raises ValueError, KeyError or TypeError for values that no plan has."""
+    """Return the fields of a Manifest. Raises ValueError, KeyError or TypeError for values that no plan has."""
     shape = ModelShape(**head["shape"])
     if type(shape.gated) is not bool:
         raise ValueError(f"its model has {str(shape.gated)[:40]!r} as gated")

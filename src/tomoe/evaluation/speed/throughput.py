@@ -23,9 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tomoe.evaluation.timings import Cell
+from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.usage import ExpertCounter
 from tomoe.model.hooks import own_rows
+from tomoe.model.shape import ceil_div
 from tomoe.model.structure import CACHE
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.kernels.router import logits_in_pytorch
@@ -179,7 +180,7 @@ class Pair:
     def rows(self, batch: int, length: int) -> Int[Tensor, "B S"]:
         """Different stretches of the text, from its beginning again where it ends."""
         size = batch * length
-        return self.ids.repeat(-(-size // len(self.ids)))[:size].view(batch, length).to(self.dense.device)
+        return self.ids.repeat(ceil_div(size, len(self.ids)))[:size].view(batch, length).to(self.dense.device)
 
     @_same_attention()
     def measure(self, phase: str, batch: int, prompt: int) -> Cell | str:

@@ -14,10 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine, small
-from tomoe.evaluation import throughput, timings
-from tomoe.evaluation.benchmark import expert_backends
-from tomoe.evaluation.throughput import Pair
-from tomoe.evaluation.timings import Benchmark, Cell, Memory
+from tomoe.evaluation.speed import throughput, timings
+from tomoe.evaluation.speed.benchmark import expert_backends
+from tomoe.evaluation.speed.throughput import Pair
+from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, sdpa_attention

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tomoe.errors import UserError
-from tomoe.evaluation.rows import ExpertUsage, Measurement, Row, TaskScore, from_json, read_rows, to_json
+from tomoe.evaluation.results import ExpertUsage, Measurement, Row, TaskScore, from_json, read_rows, to_json
 from tomoe.evaluation.tables import escape_markdown, footnote, table, task_footnote, task_table, to_markdown
 from tomoe.report.page import tiles
 from tomoe.report.warnings import find_warnings

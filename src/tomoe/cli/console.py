@@ -6,7 +6,9 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import warnings as python_warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -16,8 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from tomoe import distributed
-from tomoe.cli.stopping import check
-from tomoe.cli.words import printable
+from tomoe.cli.sanitize import one_line, printable
+from tomoe.cli.signals import check
+from tomoe.errors import Note
 from tomoe.report import warnings
 
 # seconds between two lines of progress if there is no terminal
@@ -60,7 +63,26 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def results() -> SafeConsole:
+@contextmanager
+def only_notes() -> Iterator[None]:
+    """Inside the block, no Python warning is shown, unless the user asked for some (`python -W`); notes are, once each."""
+    noted: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        note = one_line(str(message))
+        if note not in noted:
+            noted.add(note)
+            print("tomoe: note:", note, file=sys.stderr)
+
+    with python_warnings.catch_warnings():
+        if not sys.warnoptions:
+            python_warnings.simplefilter("ignore")
+            python_warnings.simplefilter("always", Note)
+            python_warnings.showwarning = show
+        yield
+
+
+def output() -> SafeConsole:
     """Where tables and answers go."""
     return SafeConsole(sys.stdout)
 
