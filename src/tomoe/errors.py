@@ -1,4 +1,4 @@
-"""The exception for errors that the user can fix."""
+"""The exception for errors that the user can fix, and the warning that the command line shows."""
 
 _SHOWN = 200  # characters
 

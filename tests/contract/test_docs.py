@@ -32,6 +32,11 @@ def test_the_page_of_recipe_keys_is_current(generator: dict[str, Any]) -> None:
     )
 
 
+def test_the_table_of_modules_is_current() -> None:
+    page = (DOCS / "architecture.md").read_text("utf-8")
+    assert page == runpy.run_path(str(DOCS / "make_modules.py"))["make_page"](page), "run: python docs/make_modules.py"
+
+
 class _Base(BaseModel):
     """A section."""
 

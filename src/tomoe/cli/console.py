@@ -1,4 +1,4 @@
-"""What a user sees: progress on stderr, results on stdout."""
+"""Output of the command line: progress on stderr, results on stdout."""
 
 from __future__ import annotations
 

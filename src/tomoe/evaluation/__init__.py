@@ -1,0 +1,1 @@
+"""Measures any model: perplexity, tasks, use of experts, parameters, speed."""

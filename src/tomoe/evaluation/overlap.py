@@ -1,4 +1,4 @@
-"""Does the text that a model is measured on stand in the text that it was fitted on? Exact, on tokens."""
+"""Finds how much of an evaluation text stands, token by token, in the text that a model was fitted on."""
 
 from __future__ import annotations
 

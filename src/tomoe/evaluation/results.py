@@ -1,4 +1,4 @@
-"""What was measured of a model, as plain data, and its JSON (evaluation.json)."""
+"""Measurements of a model as plain data, and their JSON (evaluation.json)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Improves a converted folder: its weights are trained, or its projections repaired."""

@@ -1,0 +1,1 @@
+"""Tells whether a conversion fits into the memory of this machine."""

@@ -1,4 +1,4 @@
-"""Before anything runs: does the model fit the method, does a conversion fit this machine, and what would help?"""
+"""Tells before anything runs whether a conversion fits the method and this machine, and what would help."""
 
 from __future__ import annotations
 

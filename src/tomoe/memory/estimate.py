@@ -1,4 +1,4 @@
-"""Will it fit? Lower bounds of the memory that a conversion needs, by arithmetic on the config, and what is free here.
+"""Lower bounds of the memory that a conversion needs, by arithmetic on the config, and the memory that is free here.
 
 Nothing that could be freed, paged out or made smaller is counted, so a run is refused only if it cannot work.
 """

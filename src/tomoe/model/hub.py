@@ -1,4 +1,4 @@
-"""Download plans from the Hugging Face hub, upload plans and models to it. transformers itself downloads models."""
+"""Download plans from the Hugging Face hub, upload plans and models to it; transformers itself downloads models."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Runs the converted model: one modeling file, folding, the checkpoint, kernels."""

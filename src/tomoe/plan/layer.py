@@ -1,4 +1,4 @@
-"""What one decoder layer keeps: as tensors, and in numbers."""
+"""One decoder layer of a plan, as tensors and in numbers."""
 
 from __future__ import annotations
 

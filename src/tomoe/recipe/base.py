@@ -1,4 +1,4 @@
-"""What every recipe does: frozen keys in sections, read from a file, overridden, compared; errors are one sentence."""
+"""The base of every recipe: frozen keys in sections, read from a file, overridden, compared; errors are one sentence."""
 
 from __future__ import annotations
 

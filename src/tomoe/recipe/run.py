@@ -1,4 +1,4 @@
-"""What the recipes of all runs share: model, seed, device, training loop and text."""
+"""The keys that the recipes of all runs share: model, seed, device, training loop and text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was converted and how: the sentences that card and page share, read from the plan alone."""
+"""Sentences that card and page share: how a model was converted, read from its plan alone."""
 
 from __future__ import annotations
 

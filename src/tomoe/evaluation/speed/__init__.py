@@ -1,0 +1,1 @@
+"""Times a dense model and its MoE side by side."""

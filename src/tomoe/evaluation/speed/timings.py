@@ -1,4 +1,4 @@
-"""What a benchmark found, as plain data, as JSON and as a table."""
+"""The result of a benchmark as plain data, as JSON and as a table."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Refits projections in closed form to the masks of a plan."""
