@@ -2,9 +2,9 @@
 
 A repair that an existing plan has is left out.
 
-Same held-out and test text as benchmarks/quality.py, which carves from 8,192 tokens; here it is the default's number, unless
-`--set data.calibration_tokens=N` gives another. The text to refit to is drawn from the same sources, and
-the held-out sequences are never in it; the test text is of another kind. A line of OUT/repair.jsonl for each way.
+The start is carved from as many tokens as by default, unless `--set data.calibration_tokens=N` gives another number. The text
+to refit to is drawn from the same sources, and the held-out sequences are never in it; the test text is of another kind. A
+line of OUT/repair.jsonl for each way.
 
     python benchmarks/repair.py MODEL OUT --train a.txt,b.jsonl --test c.txt [--active 0.7,0.5 | --plan FOLDER]
         [--tokens 16384,32768] [--target local,half] [--ridge 0.01] [--rank 0,64] [--attention off] [--output]
