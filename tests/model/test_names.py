@@ -1,4 +1,4 @@
-"""What a model's name may mean, and what starts without torch."""
+"""What a model's name may mean."""
 
 from __future__ import annotations
 

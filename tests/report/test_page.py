@@ -13,7 +13,6 @@ import pytest
 import torch
 from page_samples import EVIL, hostile_facts
 
-from tomoe.errors import UserError
 from tomoe.evaluation.routing_trace import RoutingTrace
 from tomoe.evaluation.usage import ExpertUsage
 from tomoe.model.shape import ModelShape
@@ -179,9 +178,3 @@ def test_a_report_that_travels_names_no_folder(facts: page.PageFacts, tmp_path: 
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert str(tmp_path) not in text
     assert "text.txt" in text
-
-
-def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write"):
-        page.write_page(tmp_path / "file", page.PageFacts("t", large_plan()))

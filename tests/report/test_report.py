@@ -434,12 +434,6 @@ def test_card_summary_and_page_of_fine_grained_experts(llama: PreTrainedModel, t
     assert str(page.method_drawing("overlapping")) not in shown
 
 
-def test_a_card_that_cannot_be_written_is_named(llama: PreTrainedModel, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write"):
-        card.write_card(tmp_path / "file", some_plan(llama))
-
-
 def test_routing_is_counted_by_source(llama: PreTrainedModel) -> None:
     ids, mask = some_sequences()
     moe = fold(llama, some_plan(llama))
