@@ -1,10 +1,11 @@
-"""The stages of a conversion, which hand over files: train -> plan -> apply, and `convert`, which runs all of them.
+"""`convert`, its stages in their order, and the verbs that run some of them: train -> plan -> apply, which hand over files.
 
 recipe -> RUN (recipe, corpus, metrics, masks/step-N) -> PLAN (plan.json, plan.safetensors) -> OUT (a Hugging Face folder)
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -46,19 +47,72 @@ from tomoe.training.run_folder import RunFolder
 from tomoe.version import __version__
 
 
-def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Layout]:
-    """Load the dense model to learn from and its tokenizer, and settle how its experts divide a layer.
+def convert(
+    recipe: Recipe,
+    out: Path | str,
+    resume: bool = False,
+    force: bool = False,
+    on_progress: ProgressCallback = no_progress,
+) -> Plan:
+    """Convert the dense model of the recipe and write the MoE folder `out`; returns its plan.
 
-    Raises UserError if the model does not fit the recipe.
+    The run is kept in OUT/run: an interrupted conversion resumes with `resume`, bit by bit. Raises UserError for whatever
+    the user can mend; what was written before stays.
     """
-    if not recipe.model:
-        raise UserError("the recipe names no model; give a hub id, a folder, a .gguf file or a known name")
-    model = base.for_training()
-    check_output(model)
-    layout = settle_layout(recipe, shape_of(model))
-    if reason := TARGETS[recipe.target].supports_dense(model, recipe.experts.form):
-        raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")
-    return model, load_tokenizer(recipe.model), layout
+    return convert_dense(recipe, Path(out), resume, force, on_progress)[0]
+
+
+@distributed.locks_out("convert")
+def convert_dense(
+    recipe: Recipe,
+    out: Path,
+    resume: bool = False,
+    force: bool = False,
+    on_progress: ProgressCallback = no_progress,
+    same_text: Path | None = None,
+) -> tuple[Plan, PreTrainedModel | None]:
+    """Run the stages of `convert`: text, start, training (none if `train.steps` is 0), plan, repair, fold.
+
+    Returns the plan, and the dense model if the run has its original weights in memory. `same_text`: see `begin`.
+    """
+    run, base, watch = RunFolder(out / "run"), BaseWeights.of(recipe), Stopwatch()
+    refuse_overwriting(out, force, recipe.model, resume)
+    resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
+    opened = begin(recipe, base, run, resumes, on_progress, same_text)
+    watch.ended("text")
+    net = learn(recipe, base, opened, run, watch, on_progress)
+
+    def extract() -> tuple[Plan, PreTrainedModel]:
+        original, weights = opened.model if base.is_original else base.original(), run.origin_fingerprint()
+        steps, text = recipe.train.steps, opened.corpus
+        return finish_plan(net, original, recipe, text, steps, weights, on_progress, run.path, base.dtype), original
+
+    # ranks repair together; without repair rank 0 finishes alone
+    together = extract() if recipe.repair.mode != "none" else None
+    if together:
+        watch.ended("repair")
+
+    def finish() -> None:
+        extracted, original = together or extract()
+        save_conversion(extracted, base.stored_(original), opened.tokenizer, out, force or resumes)
+        forget_repair(run.path)
+        watch.ended("folding")
+        write_cost(run.path / "cost.json", recipe.train, original, opened.corpus, watch, resumes)
+
+    distributed.on_rank_zero(finish)
+    return Plan.load(out), opened.model if base.is_original else None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a run begins with."""
+
+    model: PreTrainedModel
+    """The dense model, as it learns."""
+    tokenizer: PreTrainedTokenizerBase
+    layout: Layout
+    """How experts divide its layers."""
+    corpus: Corpus
 
 
 def begin(
@@ -68,7 +122,7 @@ def begin(
     resumes: bool,
     on_progress: ProgressCallback,
     same_text: Path | None = None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Layout, Corpus]:
+) -> Opened:
     """Open model and text, then start the run or resume it.
 
     `same_text` is the corpus of another run with the same model and text settings. Nothing is written, and nothing of an
@@ -99,7 +153,46 @@ def begin(
             corpus.save(run.corpus)
 
     distributed.on_rank_zero(begin_run)
-    return model, tokenizer, layout, Corpus.load(run.corpus)
+    return Opened(model, tokenizer, layout, Corpus.load(run.corpus))
+
+
+def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Layout]:
+    """Load the dense model to learn from and its tokenizer, and settle how its experts divide a layer.
+
+    Raises UserError if the model does not fit the recipe.
+    """
+    if not recipe.model:
+        raise UserError("the recipe names no model; give a hub id, a folder, a .gguf file or a known name")
+    model = base.for_training()
+    check_output(model)
+    layout = settle_layout(recipe, shape_of(model))
+    if reason := TARGETS[recipe.target].supports_dense(model, recipe.experts.form):
+        raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")
+    return model, load_tokenizer(recipe.model), layout
+
+
+def learn(
+    recipe: Recipe,
+    base: BaseWeights,
+    opened: Opened,
+    run: RunFolder,
+    watch: Stopwatch,
+    on_progress: ProgressCallback,
+) -> MaskNetwork:
+    """Start the mask network, or take up its last checkpoint, and train it to the last step."""
+    model, corpus = opened.model, opened.corpus
+    net = empty_network(recipe, model, opened.layout)
+    # a checkpoint holds the start too, so a resumed run need not carve again
+    if not any(run.checkpoints.glob("step-*")):
+        reads_weights = recipe.start == "carved" or net.rotates_values
+        readable = base.original() if base.quantization != "none" and reads_weights else model
+        start_(net, recipe, readable, corpus.calibration, on_progress)
+        watch.ended("carving" if recipe.start == "carved" else "start")
+    step = MaskStep(model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
+    run_training(Training(model, net, recipe.train, recipe.seed, corpus, run, step), recipe, "train", on_progress)
+    if recipe.train.steps:
+        watch.ended("learning")
+    return net
 
 
 def empty_network(recipe: Recipe, model: PreTrainedModel, layout: Layout) -> MaskNetwork:
@@ -131,42 +224,6 @@ def make_network(
     return net
 
 
-@distributed.locks_out("train")
-def train(
-    recipe: Recipe, out: Path, resume: bool = False, force: bool = False, on_progress: ProgressCallback = no_progress
-) -> Path:
-    """Learn masks and routers in the run folder `out` and return it. Raises UserError for whatever the user can mend."""
-    run, base = RunFolder(out), BaseWeights.of(recipe)
-    resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
-    model, _, layout, corpus = begin(recipe, base, run, resumes, on_progress)
-    _train(recipe, base, model, layout, corpus, run, Stopwatch(), on_progress)
-    return out
-
-
-def _train(
-    recipe: Recipe,
-    base: BaseWeights,
-    model: PreTrainedModel,
-    layout: Layout,
-    corpus: Corpus,
-    run: RunFolder,
-    watch: Stopwatch,
-    on_progress: ProgressCallback,
-) -> MaskNetwork:
-    net = empty_network(recipe, model, layout)
-    # a checkpoint holds the start too, so a resumed run need not carve again
-    if not any(run.checkpoints.glob("step-*")):
-        reads_weights = recipe.start == "carved" or net.rotates_values
-        readable = base.original() if base.quantization != "none" and reads_weights else model
-        start_(net, recipe, readable, corpus.calibration, on_progress)
-        watch.ended("carving" if recipe.start == "carved" else "start")
-    step = MaskStep(model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
-    run_training(Training(model, net, recipe.train, recipe.seed, corpus, run, step), recipe, "train", on_progress)
-    if recipe.train.steps:
-        watch.ended("learning")
-    return net
-
-
 def run_training(training: Training, recipe: RunRecipe, stage: str, on_progress: ProgressCallback) -> None:
     """Train from the newest checkpoint to the last step; all processes start with the same weights, and rows are tracked."""
     run = training.run
@@ -176,6 +233,51 @@ def run_training(training: Training, recipe: RunRecipe, stage: str, on_progress:
     name = basename(run.path.parent if run.path.name == "run" else run.path)
     with tracking.tracked(tracker, run.path, recipe.flatten(), run.rows(), name) as run.on_row:
         training.train(lambda row: on_progress(stage, row["step"], recipe.train.steps, row))
+
+
+def finish_plan(
+    net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus: Corpus, steps: int, weights: str,
+    on_progress: ProgressCallback = no_progress, folder: Path | None = None, stored: torch.dtype | None = None,
+) -> Plan:  # fmt: skip
+    """Extract the plan, add its metadata (fingerprint of the dense weights, dense config, recipe, versions), repair it.
+
+    `stored` is the dtype of whole matrices in the plan (default: the model's). Repair keeps what does not fit in memory in a
+    file in `folder`, and needs every rank.
+    """
+    calibration = corpus.calibration.input_ids.to(model.device), corpus.calibration.mask.to(model.device)
+    bare = extract_plan(net, model, recipe.active, calibration)
+    notes = bare.notes | {
+        "steps": steps,
+        "seq_len": recipe.data.seq_len,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tomoe": __version__,
+    }
+    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
+    extracted = Plan(bare.shape, bare.layers, weights, config, recipe.model_dump(mode="json"), notes)
+    if recipe.repair.mode == "none":
+        return extracted
+    text = corpus.fitting_text(recipe.repair.tokens)
+    return repair_plan(extracted, model, text.input_ids, text.mask, recipe.repair, on_progress, folder, stored)
+
+
+def save_conversion(
+    plan: Plan, dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, force: bool
+) -> None:
+    save_moe(fold(dense, plan, __version__, lazily=True), plan, tokenizer, out, force)
+    Recipe(**plan.recipe).save(out / "recipe.json")
+
+
+@distributed.locks_out("train")
+def train(
+    recipe: Recipe, out: Path, resume: bool = False, force: bool = False, on_progress: ProgressCallback = no_progress
+) -> Path:
+    """Learn masks and routers in the run folder `out` and return it. Raises UserError for whatever the user can mend."""
+    run, base = RunFolder(out), BaseWeights.of(recipe)
+    resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
+    opened = begin(recipe, base, run, resumes, on_progress)
+    learn(recipe, base, opened, run, Stopwatch(), on_progress)
+    return out
 
 
 @distributed.locks_out("plan")
@@ -219,32 +321,6 @@ def plan(
     return extracted
 
 
-def finish_plan(
-    net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus: Corpus, steps: int, weights: str,
-    on_progress: ProgressCallback = no_progress, folder: Path | None = None, stored: torch.dtype | None = None,
-) -> Plan:  # fmt: skip
-    """Extract the plan, add its metadata (fingerprint of the dense weights, dense config, recipe, versions), repair it.
-
-    `stored` is the dtype of whole matrices in the plan (default: the model's). Repair keeps what does not fit in memory in a
-    file in `folder`, and needs every rank.
-    """
-    calibration = corpus.calibration.input_ids.to(model.device), corpus.calibration.mask.to(model.device)
-    bare = extract_plan(net, model, recipe.active, calibration)
-    notes = bare.notes | {
-        "steps": steps,
-        "seq_len": recipe.data.seq_len,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tomoe": __version__,
-    }
-    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
-    extracted = Plan(bare.shape, bare.layers, weights, config, recipe.model_dump(mode="json"), notes)
-    if recipe.repair.mode == "none":
-        return extracted
-    text = corpus.fitting_text(recipe.repair.tokens)
-    return repair_plan(extracted, model, text.input_ids, text.mask, recipe.repair, on_progress, folder, stored)
-
-
 @distributed.locks_out("apply")
 def apply_plan(plan: str, model: str | None, out: Path, dtype: str | None = None, force: bool = False) -> Plan:
     """Make the MoE from a plan (folder or hub id) and the dense weights it was made for; write the folder and its card.
@@ -275,68 +351,3 @@ def apply_plan(plan: str, model: str | None, out: Path, dtype: str | None = None
     command = f"tomoe apply {shown_name(plan)} {shown_name(model or named)} -o {basename(out)}"
     write_card(out, loaded, base_model=model or named, command=command)
     return loaded
-
-
-def save_conversion(
-    plan: Plan, dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, force: bool
-) -> None:
-    save_moe(fold(dense, plan, __version__, lazily=True), plan, tokenizer, out, force)
-    Recipe(**plan.recipe).save(out / "recipe.json")
-
-
-def convert(
-    recipe: Recipe,
-    out: Path | str,
-    resume: bool = False,
-    force: bool = False,
-    on_progress: ProgressCallback = no_progress,
-) -> Plan:
-    """Convert the dense model of the recipe and write the MoE folder `out`; returns its plan.
-
-    The run is kept in OUT/run: an interrupted conversion resumes with `resume`, bit by bit. Raises UserError for whatever
-    the user can mend; what was written before stays.
-    """
-    return convert_dense(recipe, Path(out), resume, force, on_progress)[0]
-
-
-@distributed.locks_out("convert")
-def convert_dense(
-    recipe: Recipe,
-    out: Path,
-    resume: bool = False,
-    force: bool = False,
-    on_progress: ProgressCallback = no_progress,
-    same_text: Path | None = None,
-) -> tuple[Plan, PreTrainedModel | None]:
-    """Run the stages of `convert`: text, start, training (none if `train.steps` is 0), plan, fold.
-
-    Returns the plan, and the dense model if the run has its original weights in memory. `same_text`: see `begin`.
-    """
-    run, base = RunFolder(out / "run"), BaseWeights.of(recipe)
-    refuse_overwriting(out, force, recipe.model, resume)
-    resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
-    watch = Stopwatch()
-    model, tokenizer, layout, corpus = begin(recipe, base, run, resumes, on_progress, same_text)
-    watch.ended("text")
-    net = _train(recipe, base, model, layout, corpus, run, watch, on_progress)
-
-    def extract() -> tuple[Plan, PreTrainedModel]:
-        original, weights = model if base.is_original else base.original(), run.origin_fingerprint()
-        steps = recipe.train.steps
-        made = finish_plan(net, original, recipe, corpus, steps, weights, on_progress, run.path, base.dtype)
-        return made, original
-
-    # ranks repair together; without repair rank 0 finishes alone
-    together = extract() if recipe.repair.mode != "none" else None
-    if together:
-        watch.ended("repair")
-
-    def finish() -> None:
-        extracted, original = together or extract()
-        save_conversion(extracted, base.stored_(original), tokenizer, out, force or resumes)
-        forget_repair(run.path)
-        watch.ended("folding")
-        write_cost(run.path / "cost.json", recipe.train, original, corpus, watch, resumes)
-
-    distributed.on_rank_zero(finish)
-    return Plan.load(out), model if base.is_original else None
