@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from tomoe.memory.estimate import Sizes, activation_bytes, least_memory, sizes_of, trainable_bytes, weight_bytes
+from tomoe.memory.estimate import Sizes, activation_bytes, least_memory, sizes_of, weight_bytes
 from tomoe.pruning.layouts import Layout, settle_layout
 from tomoe.recipe.conversion import Recipe
 
@@ -59,12 +60,12 @@ class Paper:
 
     def quantized(self, quantization: str) -> int:
         """Bytes of the weights with the projections of the decoder layers in int8 or nf4."""
-        return weight_bytes(self.sizes, self.recipe.changed([f"train.quantization={quantization}"]))
+        return weight_bytes(self.sizes, torch.bfloat16, quantization)
 
     def beside_weights(self) -> int:
         """All terms of training but the base, with activation checkpointing."""
         training, *_ = least_memory(self.sizes, self.checkpointed, self.layout)
-        return training.total - weight_bytes(self.sizes, self.recipe)
+        return training.total - weight_bytes(self.sizes, torch.bfloat16)
 
 
 def on_paper(name: str, tokens: int, attention: str) -> Paper:
@@ -72,7 +73,7 @@ def on_paper(name: str, tokens: int, attention: str) -> Paper:
         None,
         [
             "experts.form=overlapping", f"attention.pruning={attention}", "repair.mode=none", f"data.seq_len={tokens}",
-            "data.tokens=1000000",
+            "data.tokens=1000000", "train.steps=1", "train.compute_dtype=stored",
         ],
     )  # fmt: skip
     sizes = sizes_of(MODELS[name], recipe)
@@ -86,21 +87,21 @@ def gb(size: float) -> str:
 
 def terms(p: Paper, tokens: int) -> list[str]:
     training, *_ = least_memory(p.sizes, p.recipe, p.layout)
+    weights, learned, _, logits = training.parts.values()
+    activations = (activation_bytes(p.sizes.shape, torch.bfloat16, tokens, again) for again in (False, True))
     return [
-        p.name, f"{p.sizes.total / 1e9:.3f} B", f"{p.sizes.decoder_params / p.sizes.total:.0%}",
-        gb(weight_bytes(p.sizes, p.recipe)), gb(trainable_bytes(p.sizes, p.recipe, p.layout)),
-        f"{activation_bytes(p.sizes, p.recipe) / tokens / 1e6:.2f}",
-        f"{activation_bytes(p.sizes, p.checkpointed) / tokens / 1e6:.2f}", gb(training.parts["logits"]),
+        p.name, f"{p.sizes.total / 1e9:.3f} B", f"{p.sizes.decoder_params / p.sizes.total:.0%}", gb(weights), gb(learned),
+        *(f"{size / tokens / 1e6:.2f}" for size in activations), gb(logits),
     ]  # fmt: skip
 
 
 def totals(p: Paper) -> list[str]:
     plain, *_ = least_memory(p.sizes, p.recipe, p.layout)
     rest = p.beside_weights()
-    sharded = [gb(weight_bytes(p.sizes, p.recipe, n) + rest) for n in (4, 8)]
+    sharded = [gb(weight_bytes(p.sizes, torch.bfloat16, shards=n) + rest) for n in (4, 8)]
     *_, folding = least_memory(p.sizes, p.recipe.changed(["train.quantization=nf4"]), p.layout)
     return [
-        p.name, gb(plain.total), gb(weight_bytes(p.sizes, p.recipe) + rest), gb(p.quantized("int8") + rest),
+        p.name, gb(plain.total), gb(weight_bytes(p.sizes, torch.bfloat16) + rest), gb(p.quantized("int8") + rest),
         gb(p.quantized("nf4") + rest),
         *sharded, gb(folding.total),
     ]  # fmt: skip

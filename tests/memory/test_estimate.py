@@ -18,7 +18,8 @@ from tomoe.model.structure import shape_of
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import OverlappingLayout
 from tomoe.pruning.repair.plan import repair_plan
-from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.conversion import Recipe, RepairSection
+from tomoe.recipe.run import DataSection
 from tomoe.training.loop import activation_checkpointing, make_optimizer
 
 LAYOUT = OverlappingLayout(num_experts=4, width_multiple=32)
@@ -66,7 +67,7 @@ def kept_for_backward(family: str, recipe: Recipe, monkeypatch: pytest.MonkeyPat
 def test_what_waits_for_the_backward_pass(family: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = a_recipe(f"attention.pruning={attention}")
     config = make_pico(family, num_hidden_layers=4, intermediate_size=256).config
-    least = estimate.activation_bytes(estimate.sizes_of(config, recipe), recipe)
+    least = estimate.activation_bytes(estimate.sizes_of(config, recipe).shape, torch.float32, 32)
     found = kept_for_backward(family, recipe, monkeypatch)
     assert least <= found
     assert found < 4 * least, "so loose a bound refuses nothing"
@@ -78,8 +79,8 @@ def test_checkpointing_keeps_the_inputs_of_layers(monkeypatch: pytest.MonkeyPatc
     inputs = 4 * 32 * sizes.shape.hidden_size * 4
     assert inputs < kept_for_backward("llama", recipe, monkeypatch)
     # and one layer that runs again; the plain pass keeps three of them
-    plain = estimate.activation_bytes(sizes, recipe.changed(["train.gradient_checkpointing=false"]))
-    assert estimate.activation_bytes(sizes, recipe) == inputs + plain // 3
+    plain, checkpointed = (estimate.activation_bytes(sizes.shape, torch.float32, 32, on) for on in (False, True))
+    assert checkpointed == inputs + plain // 3
 
 
 @pytest.mark.parametrize("attention", ["off", "static", "per_token"])
@@ -93,12 +94,9 @@ def test_what_is_learned(attention: str) -> None:
     held = [t for m in (net.parameters(), net.buffers()) for t in m]
     held += [p.grad for p in net.parameters() if p.grad is not None]
     held += [t for slots in optimizer.state.values() for key, t in slots.items() if key != "step"]
-    sizes = estimate.sizes_of(model.config, recipe)
-    assert estimate.trainable_bytes(sizes, recipe, LAYOUT) == sum(t.nbytes for t in held)
-    carved = recipe.changed(["train.steps=0"])
-    assert estimate.trainable_bytes(sizes, carved, LAYOUT) == sum(
-        t.nbytes for m in (net.parameters(), net.buffers()) for t in m
-    )
+    assert estimate.trainable_bytes(net, learns=True) == sum(t.nbytes for t in held)
+    stored = sum(t.nbytes for m in (net.parameters(), net.buffers()) for t in m)
+    assert estimate.trainable_bytes(net, learns=False) == stored
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,13 +105,12 @@ def test_weights_and_shares_of_them(family: str) -> None:
     sizes = estimate.sizes_of(model.config, recipe)
     assert sizes.shape == shape_of(model)
     assert sizes.output == model.lm_head.weight.numel()
-    assert estimate.weight_bytes(sizes, recipe) == sum(p.nbytes for p in model.parameters())
-    halves, quarters = (estimate.weight_bytes(sizes, recipe, n) for n in (2, 4))
-    assert estimate.weight_bytes(sizes, recipe) > halves > quarters
+    assert estimate.weight_bytes(sizes, torch.float32) == sum(p.nbytes for p in model.parameters())
+    halves, quarters = (estimate.weight_bytes(sizes, torch.float32, shards=n) for n in (2, 4))
+    assert estimate.weight_bytes(sizes, torch.float32) > halves > quarters
     whole = sizes.decoder_params // 2 + sizes.output  # two layers: the one that runs, and the output matrix
     assert quarters == pytest.approx(4 * (whole + (sizes.total - whole) / 4), abs=4)
-    half = recipe.changed(["train.dtype=bfloat16", "train.compute_dtype=stored"])
-    assert 2 * estimate.weight_bytes(sizes, half) == estimate.weight_bytes(sizes, recipe)
+    assert 2 * estimate.weight_bytes(sizes, torch.bfloat16) == estimate.weight_bytes(sizes, torch.float32)
 
 
 @pytest.mark.slow
@@ -178,14 +175,16 @@ def test_repair_counts_equations_streams_and_the_plan(mode: str, monkeypatch: py
 
 
 def test_hidden_states_in_a_file_take_no_memory() -> None:
-    recipe = a_recipe("repair.target=half", "repair.tokens=100000", "data.tokens=200000")
-    sizes = estimate.sizes_of(make_pico("llama").config, recipe)
-    assert 0 < estimate.hidden_state_bytes(sizes, recipe) == 100_000 * (2 * 32 + sizes.shape.mlp_size) * 4
+    shape = shape_of(make_pico("llama"))
+
+    def counted(tokens: int, steps: int) -> int:
+        repair, data = RepairSection(tokens=tokens), DataSection(tokens=2 * tokens)
+        return estimate.hidden_state_bytes(shape, torch.float32, repair, steps, data)
+
+    assert counted(100_000, steps=0) == 100_000 * (2 * 32 + shape.mlp_size) * 4
     # after learning a layer is fitted to its own dense output: one stream
-    local = recipe.changed(["repair.target=auto", "train.steps=1"])
-    assert estimate.hidden_state_bytes(sizes, local) == 100_000 * (32 + sizes.shape.mlp_size) * 4
-    huge = recipe.changed(["repair.tokens=100000000", "data.tokens=200000000"])
-    assert estimate.hidden_state_bytes(sizes, huge) == 0
+    assert counted(100_000, steps=1) == 100_000 * (32 + shape.mlp_size) * 4
+    assert counted(100_000_000, steps=1) == 0
 
 
 def test_a_repair_that_cannot_fit_does_not_begin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

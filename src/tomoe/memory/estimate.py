@@ -28,9 +28,11 @@ from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import Layout, least_active, settle_layout
 from tomoe.pruning.losses import CHUNK
+from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.repair.layers import RepairSettings
 from tomoe.pruning.repair.plan import repair_bytes
-from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.conversion import Recipe, RepairSection
+from tomoe.recipe.run import DataSection
 
 _CGROUPS = Path("/sys/fs/cgroup")
 # bytes
@@ -93,65 +95,69 @@ def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
 
 def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout, shards: int = 1) -> tuple[MemoryEstimate, ...]:
     """Return what each stage needs in one process: training (or carving), with `shards` of them, repair if any, folding."""
-    t = recipe.train
-    quantized = t.quantization != "none"
-    computing = str(_compute(recipe)).removeprefix("torch.")
-    dtype = t.quantization if quantized and t.steps else computing
+    t, shape, computing = recipe.train, sizes.shape, BaseWeights.of(recipe).compute
+    stored: torch.dtype = getattr(torch, t.dtype)
+    name, quantized = str(computing).removeprefix("torch."), t.quantization != "none"
+    one_layer, packed = layer_bytes(sizes, stored), weight_bytes(sizes, computing, t.quantization, shards)
     training = {
-        f"weights in {dtype}": layer_bytes(sizes, recipe) if recipe.offload else weight_bytes(sizes, recipe, shards),
-        "masks, routers and their optimizer": trainable_bytes(sizes, recipe, layout),
+        f"weights in {t.quantization if quantized and t.steps else name}": one_layer if recipe.offload else packed,
+        "masks, routers and their optimizer": trainable_bytes(_network(shape, recipe, layout), t.steps > 0),
     }
     if t.steps:
-        training["activations for the backward pass"] = activation_bytes(sizes, recipe)
-        training["logits"] = 4 * CHUNK * sizes.output // sizes.shape.hidden_size * _FLOAT32
-    by_layer = recipe.offload or t.shard or quantized
-    folded = int(max(recipe.active, sizes.least_active) * sizes.decoder_params * getattr(torch, t.dtype).itemsize)
-    original = {f"weights in {computing}": layer_bytes(sizes, recipe) if by_layer else weight_bytes(sizes, recipe)}
-    refits = refit_bytes(sizes, recipe)
-    stages = [MemoryEstimate("training" if t.steps else "carving", training)]
-    if recipe.repair.mode != "none":
-        equations, states = equation_bytes(sizes), hidden_state_bytes(sizes, recipe)
-        stages.append(
-            MemoryEstimate("repair", original | {"normal equations": equations, "hidden states": states} | refits)
+        tokens = t.batch_size * recipe.data.seq_len
+        training["activations for the backward pass"] = activation_bytes(
+            shape, computing, tokens, t.gradient_checkpointing
         )
+        training["logits"] = 4 * CHUNK * sizes.output // shape.hidden_size * _FLOAT32
+    stages = [MemoryEstimate("training" if t.steps else "carving", training)]
+    by_layer = recipe.offload or t.shard or quantized
+    original = {f"weights in {name}": one_layer if by_layer else weight_bytes(sizes, computing)}
+    refits = {}
+    if recipe.repair.mode != "none":
+        on_gpu = pick_device(recipe.device).startswith("cuda")
+        # what is compared with the memory of a GPU should not count main memory
+        if not on_gpu:
+            refits = {"refitted projections": repair_bytes(shape, recipe.repair, stored.itemsize)}
+        states = 0 if on_gpu else hidden_state_bytes(shape, computing, recipe.repair, t.steps, recipe.data)
+        held = {"normal equations": equation_bytes(shape), "hidden states": states}
+        stages.append(MemoryEstimate("repair", original | held | refits))
+    folded = int(max(recipe.active, sizes.least_active) * sizes.decoder_params * stored.itemsize)
     folding = original | {"one file of the MoE": min(folded, CHECKPOINT_SHARD_BYTES)} | refits
     return (*stages, MemoryEstimate("folding", folding))
 
 
-def _compute(recipe: Recipe) -> torch.dtype:
-    return BaseWeights.of(recipe).compute
-
-
-def weight_bytes(sizes: Sizes, recipe: Recipe, shards: int = 1) -> int:
+def weight_bytes(sizes: Sizes, dtype: torch.dtype, quantization: str = "none", shards: int = 1) -> int:
     """Bytes of the frozen base in one process. If it is sharded, the layer that runs is whole, and so is the output matrix."""
-    itemsize = _compute(recipe).itemsize
-    if recipe.train.quantization != "none":
-        return (sizes.total - sizes.decoder_params) * itemsize + sizes.decoder_params * BITS[
-            recipe.train.quantization
-        ] // 8
+    if quantization != "none":
+        outside = sizes.total - sizes.decoder_params
+        return outside * dtype.itemsize + sizes.decoder_params * BITS[quantization] // 8
     if shards == 1:
-        return int(sizes.total * itemsize)
+        return sizes.total * dtype.itemsize
     whole = sizes.decoder_params // sizes.shape.num_layers + sizes.output
-    return int((sizes.total + (shards - 1) * whole) // shards * itemsize)
+    return (sizes.total + (shards - 1) * whole) // shards * dtype.itemsize
 
 
-def layer_bytes(sizes: Sizes, recipe: Recipe) -> int:
+def layer_bytes(sizes: Sizes, dtype: torch.dtype) -> int:
     """Bytes of a model that is read layer by layer: one layer, and what is outside of the layers."""
     outside = sizes.total - sizes.decoder_params
-    return int((outside + sizes.decoder_params // sizes.shape.num_layers) * getattr(torch, recipe.train.dtype).itemsize)
+    return (outside + sizes.decoder_params // sizes.shape.num_layers) * dtype.itemsize
 
 
-def trainable_bytes(sizes: Sizes, recipe: Recipe, layout: Layout) -> int:
-    """Bytes of the mask network in float32, and of the gradients and AdamW's two moments of its trained parameters."""
+def _network(shape: ModelShape, recipe: Recipe, layout: Layout) -> MaskNetwork:
+    """The mask network without values."""
+    size, sampling = recipe.experts.embedding_size, recipe.sampling
     with torch.device("meta"):
-        size, sampling = recipe.experts.embedding_size, recipe.sampling
-        net = mask_network(sizes.shape, layout, size, recipe.attention, sampling, recipe.seed)
+        return mask_network(shape, layout, size, recipe.attention, sampling, recipe.seed)
+
+
+def trainable_bytes(net: MaskNetwork, learns: bool) -> int:
+    """Bytes of a mask network in float32, and of the gradients and AdamW's two moments of its trained parameters."""
     stored = sum(t.numel() for t in (*net.parameters(), *net.buffers()))
-    trained = sum(p.numel() for p in net.parameters() if p.requires_grad) if recipe.train.steps else 0
+    trained = sum(p.numel() for p in net.parameters() if p.requires_grad) if learns else 0
     return _FLOAT32 * (stored + 3 * trained)
 
 
-def activation_bytes(sizes: Sizes, recipe: Recipe) -> int:
+def activation_bytes(s: ModelShape, dtype: torch.dtype, tokens: int, checkpointing: bool = False) -> int:
     """Bytes of the activations of one forward pass that are kept for the backward pass.
 
     For each layer and token these are, in the MLP of F neurons, 5 F numbers (gate, activated gate, up, product and mask;
@@ -159,44 +165,25 @@ def activation_bytes(sizes: Sizes, recipe: Recipe) -> int:
     float32). Nothing is kept below the first mask, so one layer less counts. With activation checkpointing it is the input
     of every layer, and all of these for one layer.
     """
-    s, itemsize = sizes.shape, _compute(recipe).itemsize
-    tokens = recipe.train.batch_size * recipe.data.seq_len
     heads = 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
-    layer = itemsize * ((5 if s.gated else 3) * s.mlp_size + heads + s.hidden_size) + _FLOAT32 * s.hidden_size
-    if recipe.train.gradient_checkpointing:
-        return tokens * (s.num_layers * itemsize * s.hidden_size + (layer if s.num_layers > 1 else 0))
+    layer = dtype.itemsize * ((5 if s.gated else 3) * s.mlp_size + heads + s.hidden_size) + _FLOAT32 * s.hidden_size
+    if checkpointing:
+        return tokens * (s.num_layers * dtype.itemsize * s.hidden_size + (layer if s.num_layers > 1 else 0))
     return tokens * (s.num_layers - 1) * layer
 
 
-def equation_bytes(sizes: Sizes) -> int:
+def equation_bytes(shape: ModelShape) -> int:
     """Bytes of one layer's normal equations while they are solved: a Gram matrix in float32, in float64, and its factor."""
-    return sizes.shape.mlp_size**2 * (_FLOAT32 + 2 * _FLOAT64)
+    return shape.mlp_size**2 * (_FLOAT32 + 2 * _FLOAT64)
 
 
-def repair_tokens(recipe: Recipe) -> int:
-    """Tokens that repair fits to: as many as the recipe asks for, or all that are not held out."""
-    data = recipe.data
-    return min(recipe.repair.tokens, max(data.tokens - data.evaluation_tokens, data.seq_len))
-
-
-def hidden_state_bytes(sizes: Sizes, recipe: Recipe) -> int:
-    """Bytes of main memory for the hidden states that repair keeps between layers; 0 if they go to a file.
-
-    With a GPU they are 0 as well: what is compared with its memory should not count main memory.
-    """
-    s, streams = sizes.shape, 1 if recipe.repair.target_after(recipe.train.steps) == "local" else 2
-    a_token = (streams * s.hidden_size + s.mlp_size) * _compute(recipe).itemsize
-    size = repair_tokens(recipe) * a_token
-    size //= distributed.world_size()
-    return 0 if size > RepairSettings.memory or pick_device(recipe.device).startswith("cuda") else size
-
-
-def refit_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
-    """What repair adds to the plan, in main memory: nothing to count without repair or with a GPU."""
-    if recipe.repair.mode == "none" or pick_device(recipe.device).startswith("cuda"):
-        return {}
-    itemsize = getattr(torch, recipe.train.dtype).itemsize
-    return {"refitted projections": repair_bytes(sizes.shape, recipe.repair, itemsize)}
+def hidden_state_bytes(s: ModelShape, dtype: torch.dtype, repair: RepairSection, steps: int, data: DataSection) -> int:
+    """Bytes of main memory for the hidden states that repair keeps between layers; 0 if they go to a file."""
+    streams = 1 if repair.target_after(steps) == "local" else 2
+    # as many as the recipe asks for, or all that are not held out
+    tokens = min(repair.tokens, max(data.tokens - data.evaluation_tokens, data.seq_len))
+    size = tokens * (streams * s.hidden_size + s.mlp_size) * dtype.itemsize // distributed.world_size()
+    return 0 if size > RepairSettings.memory else size
 
 
 def available_memory(device: str) -> AvailableMemory:
