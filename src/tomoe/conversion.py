@@ -24,7 +24,7 @@ from tomoe.model.hub import find_plan
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.model.names import HUB_ID
 from tomoe.model.structure import check_output, shape_of
-from tomoe.moe.checkpoint import save_moe
+from tomoe.moe.checkpoint import check_writing, save_moe
 from tomoe.moe.fold import fold
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
@@ -168,7 +168,9 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreT
     layout = settle_layout(recipe, shape_of(model))
     if reason := TARGETS[recipe.target].supports_dense(model, recipe.experts.form):
         raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")
-    return model, load_tokenizer(recipe.model), layout
+    tokenizer = load_tokenizer(recipe.model)
+    check_writing(model, tokenizer)
+    return model, tokenizer, layout
 
 
 def learn(

@@ -20,7 +20,7 @@ from tomoe.model.loading import fingerprint, load_dense, load_tokenizer, strip_r
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_pico("llama").save_pretrained(tmp_path / "model")
+    make_pico("llama", vocab_size=259).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -44,8 +44,8 @@ REMOTE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoMod
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda f: (f / "model.safetensors").write_bytes(b"cut off"), "weights are damaged"),
-        (lambda f: os.truncate(f / "model.safetensors", 20_000), "weights are damaged"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"cut off"), "if its files are damaged"),
+        (lambda f: os.truncate(f / "model.safetensors", 20_000), "if its files are damaged"),
         (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"model\.safetensors"),
         (lambda f: (f / "config.json").write_text("{"), "is not JSON"),

@@ -15,6 +15,7 @@ from conftest import make_pico, tokens
 from pico_files import CommandLine, fine, refused, write_pico, write_text
 from stored_models import KINDS, edit_config, edit_tensors, write_stored
 from tomoe.errors import UserError
+from tomoe.model import stored
 from tomoe.model.loading import fingerprint, load_dense
 from tomoe.model.offload import CannotOffload
 
@@ -189,6 +190,49 @@ def test_attention_runs_by_what_is_installed(tmp_path: Path) -> None:
             model = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
             assert model.config._attn_implementation == "sdpa"
             assert torch.equal(logits(model), logits(plain))
+
+
+# ---- what the input decides fails before the work, or not at all
+
+
+def test_settings_of_generation_that_cannot_be_written_are_dropped(tomoe: CommandLine, tmp_path: Path) -> None:
+    """Llama 2's: without sampling they say nothing, and transformers refuses to write them."""
+    write_pico(tmp_path / "dense")
+    values = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "max_length": 99}
+    (tmp_path / "dense" / "generation_config.json").write_text(json.dumps(values))
+    text = write_text(tmp_path / "text.txt")
+    options = [*fine(), "--active", "0.6", "--repair", "none"]
+    done = tomoe("carve", tmp_path / "dense", "-o", tmp_path / "moe", "--data", text, *options)
+    assert done.code == 0, done.err
+    assert "note" not in done.err
+    done = tomoe("export", tmp_path / "moe", "-o", tmp_path / "export")
+    assert done.code == 0, done.err
+    written = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    assert written.get("max_length") == 99
+    assert not {"temperature", "top_p"} & set(written)
+
+
+def test_a_tokenizer_that_cannot_be_written_is_found_before_the_work(tomoe: CommandLine, tmp_path: Path) -> None:
+    write_pico(tmp_path / "dense")
+    templates = [{"name": "default", "template": "x"}, {"name": "../outside", "template": "y"}]
+    path = tmp_path / "dense" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": templates}))
+    text = write_text(tmp_path / "text.txt")
+    done = tomoe("carve", tmp_path / "dense", "-o", tmp_path / "moe", "--data", text, *fine(), "--active", "0.6")
+    refused(done, "cannot write the config and tokenizer of this model: Invalid chat template name: '../outside'")
+    assert not (tmp_path / "moe").exists()
+
+
+def test_whatever_a_library_raises_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pico(tmp_path / "dense")
+    for error in (ImportError("install it"), AttributeError("no part"), IndexError(), KeyError("x"), Exception("odd")):
+
+        def fail(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(stored.AutoModelForCausalLM, "from_pretrained", fail)
+        with pytest.raises(UserError, match=f"cannot load the model .*/dense: .*{error.args[0] if error.args else ''}"):
+            load_dense(str(tmp_path / "dense"), torch.float32)
 
 
 # ---- files that are no model

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
@@ -23,6 +22,7 @@ from tomoe.exporting.qwen3_moe import Qwen3Moe
 from tomoe.exporting.stock import Stock, empty_stock
 from tomoe.exporting.target import Options, Sizes, Target
 from tomoe.files import atomic_folder, format_bytes
+from tomoe.model.trouble import writing
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback, no_stage_progress
 
@@ -76,12 +76,8 @@ def export_folder(out: Path) -> Iterator[Path]:
 
     If the block fails, `out` is as it was. Raises UserError if the files cannot be written.
     """
-    try:
-        with atomic_folder(out, "config.json", ("*",)) as part:
-            yield part
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise UserError(f"cannot write the export to {out}: {reason or error}") from error
+    with writing(f"the export to {out}"), atomic_folder(out, "config.json", ("*",)) as part:
+        yield part
 
 
 def write_export(

@@ -24,6 +24,7 @@ from tomoe.model.loading import load_config, pick_device
 from tomoe.model.quantized import BITS
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
+from tomoe.model.trouble import usable_config
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import Layout, least_active, settle_layout
@@ -76,12 +77,9 @@ class AvailableMemory:
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the model without weights. Raises UserError if no causal language model has such a config."""
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-            return model
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"transformers makes no causal language model of this config ({error})") from error
+    with usable_config(config.name_or_path or config.model_type), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:

@@ -18,7 +18,7 @@ from tomoe.model.names import check_no_adapter
 from tomoe.model.names import resolve as resolve
 from tomoe.model.offload import cast_, iter_weights, load_offloaded
 from tomoe.model.quantized import keep_differentiable_, quantization_config
-from tomoe.model.stored import StoredModel, is_gguf, read_config, untie_
+from tomoe.model.stored import StoredModel, is_gguf, read_config, untie_, writable_generation_
 from tomoe.model.tokens import fit_tokenizer_
 from tomoe.model.trouble import ADVICE, one_sentence
 
@@ -72,6 +72,7 @@ def load_dense(
         drop_entry_(loaded.config)
     if shards == 1:
         untie_(loaded)
+    writable_generation_(loaded)
     if is_gguf(stored.place):
         _forget_gguf(loaded, stored.place)
     loaded.eval().requires_grad_(False)

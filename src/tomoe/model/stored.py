@@ -5,6 +5,7 @@ transformers reports what it found while it loads; each entry of the report is s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,3 +116,15 @@ def untie_(model: PreTrainedModel) -> None:
         outputs = model.get_output_embeddings()
         if getattr(config, "tie_word_embeddings", False) and outputs is not None:
             config.tie_word_embeddings = outputs.weight is model.get_input_embeddings().weight
+
+
+def writable_generation_(model: PreTrainedModel) -> None:
+    """Drop the generation settings that transformers calls invalid: it reads them with a warning, and writes none of them."""
+    config = model.generation_config
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        for name in re.findall(r"^- `(\w+)`:", str(error), re.MULTILINE):
+            setattr(config, name, None)

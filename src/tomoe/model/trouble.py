@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from tomoe.errors import Note, UserError, shortened
@@ -25,7 +24,7 @@ HANDLED = (
     "we will default to dequantizing",
     "The modules are dequantized in",
     "parameters are on the meta device",
-    "is not sharded",
+    "generation flags are not valid",
 )
 
 ADVICE = {
@@ -46,10 +45,21 @@ def one_sentence(model: str, place: Path | str, part: str = "model") -> Iterator
 
 
 @contextmanager
-def usable_config(place: Path) -> Iterator[None]:
+def usable_config(place: Path | str) -> Iterator[None]:
     """Raise UserError, in one sentence, for whatever a config makes the libraries raise."""
     with _raising(f"the config of {place} cannot be used", False, ""):
         yield
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Raise UserError, in one sentence, for whatever keeps the libraries from writing; mistakes of ours pass."""
+    try:
+        yield
+    except (UserError, AssertionError):
+        raise
+    except Exception as error:
+        raise UserError(f"cannot write {what}: {reason(error)}") from error
 
 
 @contextmanager
@@ -72,12 +82,10 @@ def _raising(aim: str, on_hub: bool, advice: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """What a library means: two cases in our words, else its own, in one line."""
-    message = " ".join(str(error).split())
+    """What a library means, in its own words but for one case, in one line."""
+    message = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
     if "trust_remote_code" in message:
         return "it comes with its own code (trust_remote_code), which is not run here"
-    if isinstance(error, SafetensorError):
-        return f"its weights are damaged ({shortened(message)})"
     # the message of these is a key or a number
     bare = not message or isinstance(error, LookupError | ArithmeticError | AssertionError)
     return shortened(": ".join(filter(None, (type(error).__name__ if bare else "", message.rstrip(".:")))))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import warnings
 from copy import copy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from safetensors import SafetensorError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.files import atomic_folder, read_json, refuse_overwriting, write_sums
 from tomoe.model.loading import load_dense, pick_device, strip_remote_code_
+from tomoe.model.trouble import writing
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 
@@ -32,40 +33,39 @@ def save_moe(
     if `out` holds a model and `force` is not set, or if it cannot be written.
     """
     refuse_overwriting(out, force)
-    try:
-        with atomic_folder(out, "config.json", (*WEIGHTS, *MEASURED)) as part:
-            with warnings.catch_warnings():
-                # transformers warns of the memory that a shard takes, and these are small
-                warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
-                moe.save_pretrained(part, max_shard_size=CHECKPOINT_SHARD_BYTES)
-            plan.save(part)
-            if tokenizer is not None:
-                save_tokenizer(tokenizer, part)
-            mode = (part / "config.json").stat().st_mode
-            # only the owner could read the weights; config.json follows the umask
-            for weights in part.glob("*.safetensors"):
-                weights.chmod(mode)
-            write_sums(part)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise UserError(f"cannot write the model to {out}: {reason or error}") from error
+    with writing(f"the model to {out}"), atomic_folder(out, "config.json", (*WEIGHTS, *MEASURED)) as part:
+        with warnings.catch_warnings():
+            # transformers warns of the memory that a shard takes, and these are small
+            warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")
+            moe.save_pretrained(part, max_shard_size=CHECKPOINT_SHARD_BYTES)
+        plan.save(part)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, part)
+        mode = (part / "config.json").stat().st_mode
+        # only the owner could read the weights; config.json follows the umask
+        for weights in part.glob("*.safetensors"):
+            weights.chmod(mode)
+        write_sums(part)
+
+
+def check_writing(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write what a conversion takes over from the dense model besides its weights, and delete it again.
+
+    What the input decides must not fail after hours. Raises UserError if it cannot be written.
+    """
+    with writing("the config and tokenizer of this model"), TemporaryDirectory(prefix="tomoe-") as folder:
+        dense.config.save_pretrained(folder)
+        if dense.generation_config is not None:
+            dense.generation_config.save_pretrained(folder)
+        save_tokenizer(tokenizer, Path(folder))
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the tokenizer without `auto_map`, the dense model's pointer to code that would run at whoever loads it.
-
-    Raises OSError if it cannot be written.
-    """
+    """Write the tokenizer without `auto_map`, the dense model's pointer to code that would run at whoever loads it."""
     bare = copy(tokenizer)
     bare.init_kwargs = dict(tokenizer.init_kwargs)
     strip_remote_code_(bare)
-    try:
-        bare.save_pretrained(folder)
-    except Exception as error:
-        # a full disk is a plain Exception of the library `tokenizers`
-        if type(error) is not Exception:
-            raise
-        raise OSError(str(error)) from error
+    bare.save_pretrained(folder)
 
 
 def stored_dtype(folder: Path) -> str:
