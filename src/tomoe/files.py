@@ -123,7 +123,7 @@ def read_text(path: Path) -> str:
             raise UserError(
                 f"{path} has {status.st_size:,} bytes, more than any such file needs; it is damaged or malicious"
             )
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not text in UTF-8 ({error.reason} at byte {error.start:,}); it is damaged"

@@ -279,10 +279,10 @@ def _read_source(
     held_out, held_out_requested = None, 0
     if held_out_split is not None:
         held_out_requested = _whole_sequences(data.evaluation_tokens / len(data.sources), data.seq_len)
-        texts = documents(source, held_out_split, data.text_column)
+        texts = documents(source, held_out_split, data.text_column, tokenizer)
         held_out = _stream(_tokenized(tokenizer, texts), eos, held_out_requested)
         requested = max(data.seq_len, requested - held_out_requested)
-    texts = _shuffled(documents(source, "train", data.text_column), seed)
+    texts = _shuffled(documents(source, "train", data.text_column, tokenizer), seed)
     stream = _stream(_tokenized(tokenizer, texts), eos, requested)
     if len(stream) == 0 or (held_out is not None and len(held_out) == 0):
         raise UserError(f"the source {source} holds no text")

@@ -52,7 +52,7 @@ def read_text(source: str, tokenizer: PreTrainedTokenizerBase, context: int, tok
     Raises UserError if there is no text.
     """
     split = find(source).held_out or "train"
-    texts: Iterable[str] = documents(source, split)
+    texts: Iterable[str] = documents(source, split, tokenizer=tokenizer)
     if source in PUBLISHED:
         separator, max_documents = PUBLISHED[source]
         texts = [separator.join(islice(texts, max_documents))]

@@ -9,26 +9,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tomoe.data.chats import Chat, answered, chat_of, chat_writer
 from tomoe.errors import UserError, shortened
 from tomoe.model.names import HUB_ID
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SELF = "self"
 """The source that samples its text from the dense model (sampling.py)."""
 
+CHAT_COLUMNS = ("messages", "conversations")
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 # Parts of a long .txt file: longer than any sequence, short enough that a shuffle mixes the parts of a single file.
 _PART_CHARACTERS = 2**16
 
 Row = Mapping[str, Any]
+Document = str | Chat
 
 
 @dataclass(frozen=True)
 class Source:
     """A source and how to read it."""
 
-    read: Callable[[str, str | None], Iterator[str]]
+    read: Callable[[str, str | None], Iterator[Document]]
     """`read(split, text_column)` yields documents."""
     held_out: str | None = None
     """Its split for evaluation, if it has one."""
@@ -36,19 +42,21 @@ class Source:
     """Its data set on the hub, with `:config` if that has several; None for local text."""
 
 
-def _hub(split: str, text_column: str | None, *, name: str, column: str | None = None, **load: Any) -> Iterator[str]:
+def _hub(
+    split: str, text_column: str | None, *, name: str, column: str | None = None, **load: Any
+) -> Iterator[Document]:
     for row in _hub_rows(name, split, **load):
-        yield _text(row, text_column or column, f"the source {name}")
+        yield _document(row, text_column or column, f"the source {name}")
 
 
-def _wikitext(split: str, _: str | None, *, config: str) -> Iterator[str]:
+def _wikitext(split: str, _: str | None, *, config: str) -> Iterator[Document]:
     """Articles of WikiText; joined by blank lines they are the text that published perplexities are computed on.
 
     Rows are lines, and an article begins with a heading of the first level.
     """
     article: list[str] = []
     for row in _hub_rows("Salesforce/wikitext", split, config=config):
-        line = _text(row, "text", "the source wikitext")
+        line = str(_document(row, "text", "the source wikitext"))
         if re.fullmatch(r" = [^=].* = \n?", line) and any(earlier.strip() for earlier in article):
             yield "\n\n".join(article)
             article = []
@@ -57,11 +65,11 @@ def _wikitext(split: str, _: str | None, *, config: str) -> Iterator[str]:
         yield "\n\n".join(article)
 
 
-def _ptb(split: str, _: str | None) -> Iterator[str]:
+def _ptb(split: str, _: str | None) -> Iterator[Document]:
     """Penn Treebank. Its loader on the hub is a script, which `datasets` no longer runs: read the converted files."""
     folder = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank"
     for row in _hub_rows("parquet", split, data_files={split: f"{folder}/{split}/*.parquet"}):
-        yield _text(row, "sentence", "the source ptb")
+        yield _document(row, "sentence", "the source ptb")
 
 
 SOURCES: dict[str, Source] = {
@@ -105,19 +113,24 @@ def find(source: str) -> Source:
     )
 
 
-def documents(source: str, split: str = "train", text_column: str | None = None) -> Iterator[str]:
+def documents(
+    source: str, split: str = "train", text_column: str | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Iterator[str]:
     """Documents of a source in its own order, without blank ones.
 
     A .txt file is one document, or several separated by two blank lines; longer ones come in parts of about 65,536
     characters, cut at line ends. A row of .jsonl, .parquet or a data set on the hub is one document: its `text_column`,
-    else its column `text`, else `instruction`, `input` and `output` joined by newlines. Named sources know their columns
-    and ignore `text_column`. Local files have the split `train` only.
-    Raises UserError, also while iterating: no such source, hub out of reach, broken file, no text column.
+    else its column `text`, else a chat in `messages` or `conversations`, else `prompt` and `completion`, else `instruction`,
+    `input` and `output` joined by newlines. Named sources know their columns and ignore `text_column`. Chats are written
+    through the chat template of the tokenizer. Local files have the split `train` only.
+    Raises UserError, also while iterating: no such source, hub out of reach, broken file, no text column, no chat template.
     """
     if source == SELF:
         raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
     column = None if source in SOURCES else text_column
-    return (document for document in find(source).read(split, column) if document.strip())
+    found, write = find(source).read(split, column), chat_writer(tokenizer, source)
+    texts = (write(document) if isinstance(document, Chat) else document for document in found)
+    return (text for text in texts if text.strip())
 
 
 def _hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> Iterator[Row]:
@@ -126,8 +139,8 @@ def _hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> 
 
     try:
         yield from datasets.load_dataset(name, config, split=split, **load)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".") or type(error).__name__
         address = load.get("data_files", {}).get(split) or (f"{name}:{config}" if config else name)
         raise UserError(
             f"cannot load {address} ({split}) from the hub: {reason}; "
@@ -135,7 +148,7 @@ def _hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> 
         ) from None
 
 
-def _local(split: str, text_column: str | None, *, path: Path) -> Iterator[str]:
+def _local(split: str, text_column: str | None, *, path: Path) -> Iterator[Document]:
     if split != "train":
         raise UserError(f"{path} is local text, which has no split {split!r}")
     files = [path]
@@ -151,7 +164,7 @@ def _local(split: str, text_column: str | None, *, path: Path) -> Iterator[str]:
                 yield from _txt(file)
             else:
                 rows = _jsonl(file) if file.suffix == ".jsonl" else _parquet(file)
-                yield from (_text(row, text_column, str(file)) for row in rows)
+                yield from (_document(row, text_column, str(file)) for row in rows)
         except UnicodeDecodeError:
             raise UserError(f"{file} is not text in UTF-8") from None
         except OSError as error:
@@ -159,14 +172,14 @@ def _local(split: str, text_column: str | None, *, path: Path) -> Iterator[str]:
 
 
 def _txt(file: Path) -> Iterator[str]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding="utf-8-sig") as lines:
         while part := lines.readlines(_PART_CHARACTERS):
             yield from "".join(part).split("\n\n\n")
 
 
 def _jsonl(file: Path) -> Iterator[Row]:
     # line by line, because `datasets` infers one schema for all lines and fails if a field is null at first
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -180,29 +193,45 @@ def _jsonl(file: Path) -> Iterator[Row]:
 
 
 def _parquet(file: Path) -> Iterable[Row]:
-    import pyarrow  # type: ignore[import-untyped]
-    from pyarrow import parquet
+    from pyarrow import parquet  # type: ignore[import-untyped]
 
     try:
         with parquet.ParquetFile(file) as table:
             for batch in table.iter_batches():
                 yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except Exception as error:
         raise UserError(f"{file} is not a readable parquet file: {str(error).rstrip('.')}") from None
 
 
-def _text(row: Row, text_column: str | None, origin: str) -> str:
-    """The text of a row; "" if it is null."""
+def _document(row: Row, text_column: str | None, origin: str) -> Document:
+    """The text or the chat of a row; "" if it is null."""
+    if text_column is None and "text" not in row and (found := _usual_columns(row)) is not None:
+        return found
     column = text_column or "text"
-    if text_column is None and column not in row and "instruction" in row:
-        parts = [row.get(name) for name in ("instruction", "input", "output")]
-        return "\n".join(part for part in parts if isinstance(part, str) and part)
     if column not in row:
         raise UserError(
             f"{origin} has no column {column!r}, its columns are {', '.join(map(repr, row)) or 'none'}; "
-            "name the one that holds the text with data.text_column"
+            "call the one that holds text or chats 'text', or name it with data.text_column in a recipe"
         )
-    text = row[column]
-    if text is not None and not isinstance(text, str):
-        raise UserError(f"the column {column!r} of {origin} holds a {type(text).__name__}, but it should hold text")
-    return text or ""
+    value = row[column]
+    if value is None or isinstance(value, str):
+        return value or ""
+    if (chat := chat_of(value, row.get("tools"))) is None:
+        raise UserError(
+            f"the column {column!r} of {origin} holds a {type(value).__name__}, but it should hold text, or a list of "
+            "messages with role and content"
+        )
+    return chat
+
+
+def _usual_columns(row: Row) -> Document | None:
+    """What the columns hold that data sets without a column `text` usually have."""
+    for column in CHAT_COLUMNS:
+        if (chat := chat_of(row.get(column), row.get("tools"))) is not None:
+            return chat
+    if "prompt" in row and "completion" in row:
+        return answered(row["prompt"], row["completion"], row.get("tools"))
+    if "instruction" in row:
+        parts = [row.get(name) for name in ("instruction", "input", "context", "output", "response")]
+        return "\n".join(part for part in parts if isinstance(part, str) and part)
+    return None

@@ -70,7 +70,8 @@ class DataSection(Section):
     evaluation_tokens: int = Field(default=16_384, ge=1)
     """Tokens held out for evaluation."""
     text_column: str | None = None
-    """Column with the text, for hub, .jsonl and .parquet sources; default: `text`, else instruction, input and output."""
+    """Column with texts or chats, for hub, .jsonl and .parquet sources; default: `text`, else `messages` or `conversations`
+    (by the model's chat template), `prompt` and `completion`, or `instruction`, `input` and `output`."""
 
     @field_validator("sources", mode="before")
     @classmethod
