@@ -6,7 +6,9 @@ import importlib
 import io
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -131,3 +133,24 @@ def test_what_main_says(
         main([])
     assert left.value.code == code
     assert capsys.readouterr().err == f"tomoe: {sentence}\n"
+
+
+def test_a_terminal_that_takes_ascii_only(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in many containers, or behind a pipe on Windows."""
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    with pytest.raises(SystemExit) as left:
+        main(
+            [
+                "evaluate",
+                str(converted / "dense"),
+                "--text",
+                str(converted / "text.txt"),
+                "--tokens",
+                "256",
+                "--context=16",
+            ]
+        )
+    sys.stdout.flush()
+    assert left.value.code == 0
+    assert "perplexity" in written.getvalue().decode("ascii")

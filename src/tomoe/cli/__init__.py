@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -135,6 +136,10 @@ def _root(
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 done, 2 an error that the user can fix (one line on stderr), 130 or 143 stopped."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for stream in (sys.stdout, sys.stderr):
+        # a terminal or pipe that takes ASCII only shows the rest as escape sequences
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
         with only_notes(), stoppable(), distributed.process_group() if several else nullcontext():
