@@ -58,7 +58,8 @@ from tomoe.evaluation.tasks import TaskSet, parse_tasks
 from tomoe.files import format_bytes
 from tomoe.model.hooks import hooked
 from tomoe.model.loading import load_model
-from tomoe.model.structure import LayerParts, layer_parts, run_model, shape_of
+from tomoe.model.running import run_model
+from tomoe.model.structure import LayerParts, layer_parts, shape_of
 from tomoe.plan import REPAIRED, Plan
 from tomoe.pruning.fine_carving import RidgeRegression, balanced_assignment
 from tomoe.pruning.masking import LayerMasks, planned_masks
@@ -109,9 +110,7 @@ class BestMasks(StaticMasks):
         self.norm = parts.down.weight.float().norm(dim=0)
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        p = self.parts
-        hidden = p.activation(p.up(x)) if p.gate is None else p.activation(p.gate(x)) * p.up(x)
-        return largest(hidden.float().abs() * self.norm, self.width)
+        return largest(self.parts.of_mlp.hidden(x).float().abs() * self.norm, self.width)
 
 
 def largest(scores: Float[Tensor, "*n size"], count: int) -> Float[Tensor, "*n size"]:
@@ -151,8 +150,9 @@ def clustered(model: PreTrainedModel, text: Sequences, width: int) -> list[Exper
         rows = routed[nearest]
 
         def score(x: Float[Tensor, "T D"]) -> Float[Tensor, "T N"]:
-            up = x @ p.up.weight[rows].T
-            return (up if p.gate is None else p.activation(x @ p.gate.weight[rows].T) * up).abs()
+            mlp = p.of_mlp
+            up = x @ mlp.up.weight[rows].T
+            return (up if mlp.gate is None else mlp.activation(x @ mlp.gate.weight[rows].T) * up).abs()
 
         return ExpertMasks(expert, top_k, score)
 
@@ -223,7 +223,7 @@ def sparse_inputs(model: nn.Module, active: float) -> Iterator[None]:
 
     def handles() -> Iterator[RemovableHandle]:
         for p in layer_parts(model):
-            for module in filter(None, (p.q, p.k, p.v, p.o, p.gate, p.up, p.down)):
+            for module in filter(None, (p.q, p.k, p.v, p.o, p.of_mlp.gate, p.of_mlp.up, p.down)):
                 yield module.register_forward_pre_hook(cut)
 
     with hooked(handles()):
@@ -367,7 +367,7 @@ class Baselines:
 
 def neuron_norm(p: LayerParts) -> Float[Tensor, " F"]:
     """Squared norm of all weights of a neuron."""
-    rows = [w.weight.float().square().sum(1) for w in (p.gate, p.up) if w is not None]
+    rows = [w.weight.float().square().sum(1) for w in (p.of_mlp.gate, p.of_mlp.up) if w is not None]
     return torch.stack([*rows, p.down.weight.float().square().sum(0)]).sum(0)
 
 

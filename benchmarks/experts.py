@@ -30,6 +30,15 @@ from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEMLP, choose_backend
 
 SHARES = {"text": [0.29, 0.205, 0.155, 0.135, 0.11, 0.065, 0.03, 0.01], "uniform": [0.125] * 8}
 
+PARTS = {
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "fused": False,
+    "flat": False,
+    "activation": "act_fn",
+}
+
 
 def make(hidden: int, size: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[LlamaMLP, ToMoEMLP]:
     """A dense MLP, and the MoE of eight random halves of its neurons."""
@@ -38,8 +47,9 @@ def make(hidden: int, size: int, dtype: torch.dtype, generator: torch.Generator)
     members = torch.stack([torch.randperm(size, generator=generator) < size // 2 for _ in range(8)])
     order = neuron_order(members)
     config: Any = SimpleNamespace(
-        num_experts=8, expert_form="overlapping", expert_sizes=[size // 2], union_sizes=[len(order)], shared_sizes=[0],
-        num_experts_per_tok=1, expert_backend="auto",
+        tomoe_num_experts=8, tomoe_expert_form="overlapping", tomoe_expert_sizes=[size // 2],
+        tomoe_union_sizes=[len(order)], tomoe_shared_sizes=[0], tomoe_mlp_parts=PARTS, num_experts_per_tok=1,
+        top_k_key="num_experts_per_tok", tomoe_expert_backend="auto",
     )  # fmt: skip
     moe = ToMoEMLP(dense, config, 0).requires_grad_(False)
     torch.set_default_dtype(torch.float32)
@@ -61,8 +71,9 @@ def make_fine(hidden: int, size: int, dtype: torch.dtype, experts: int) -> tuple
     shared = size - experts * width
     top_k = round((size / 2 - shared) / width)
     config: Any = SimpleNamespace(
-        num_experts=experts, expert_form="fine", expert_sizes=[width], union_sizes=[size], shared_sizes=[shared],
-        layer_top_k=lambda layer: top_k, num_experts_per_tok=top_k, expert_backend="auto",
+        tomoe_num_experts=experts, tomoe_expert_form="fine", tomoe_expert_sizes=[width], tomoe_union_sizes=[size],
+        tomoe_shared_sizes=[shared], tomoe_mlp_parts=PARTS, tomoe_expert_backend="auto",
+        layer_top_k=lambda layer: top_k, num_experts_per_tok=top_k, top_k_key="num_experts_per_tok",
     )  # fmt: skip
     moe = ToMoEMLP(dense, config, 0).requires_grad_(False)
     torch.set_default_dtype(torch.float32)

@@ -95,13 +95,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def randomise(model: PreTrainedModel) -> PreTrainedModel:
+def randomise(model: PreTrainedModel, factor: float = 8.0) -> PreTrainedModel:
     """Weights large enough that attention and experts matter; biases and norms that can be got wrong."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.data.normal_(1.0 if "norm" in name and "bias" not in name else 0.0, 0.3)
         else:
-            parameter.data.mul_(8)
+            parameter.data.mul_(factor)
     return model.eval().requires_grad_(False)
 
 

@@ -15,7 +15,9 @@ from tomoe.moe.fold import fold
 def test_decoder_params_are_all_projection_weights(dense: PreTrainedModel) -> None:
     counted = 0
     for p in layer_parts(dense):
-        counted += sum(m.weight.numel() for m in (p.gate, p.up, p.down, p.q, p.k, p.v, p.o) if m is not None)
+        counted += sum(
+            m.weight.numel() for m in (p.of_mlp.gate, p.of_mlp.up, p.down, p.q, p.k, p.v, p.o) if m is not None
+        )
     assert decoder_params(shape_of(dense)) == counted
 
 

@@ -27,9 +27,16 @@ def attention_params(shape: ModelShape, qk_dims: Any, value_dims: Any) -> Any:
 def decoder_params(shape: ModelShape) -> int:
     """Count the projection weights of all decoder layers: T_total (Eq. 8, Sec. 3.4)."""
     attention = attention_params(shape, shape.head_dim, shape.head_dim)
-    return int(shape.num_layers * (mlp_params(shape, shape.mlp_size) + attention))
+    return int(shape.num_layers * (mlp_params(shape, shape.mlp_size) + attention)) + shape.other_params
+
+
+def layer_params(shape: ModelShape, width: Any, qk_dims: Any, value_dims: Any) -> Any:
+    """Count the projection weights of a converted layer with its share of what is always active."""
+    own = mlp_params(shape, width) + attention_params(shape, qk_dims, value_dims)
+    return own + shape.other_params / shape.num_layers if shape.other_params else own
 
 
 def active_params(shape: ModelShape, widths: Iterable[tuple[Any, Any, Any]]) -> Any:
-    """Count T(d_MoE) (Eq. 8, Sec. 3.4) from (MLP width, Q/K dims, V/O dims) per layer."""
-    return sum(mlp_params(shape, w) + attention_params(shape, qk, v) for w, qk, v in widths)
+    """Count T(d_MoE) (Eq. 8, Sec. 3.4) from (MLP width, Q/K dims, V/O dims) per converted layer."""
+    layers = sum(mlp_params(shape, w) + attention_params(shape, qk, v) for w, qk, v in widths)
+    return layers + shape.other_params

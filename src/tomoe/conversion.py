@@ -5,8 +5,10 @@ recipe -> RUN (recipe, corpus, metrics, masks/step-N) -> PLAN (plan.json, plan.s
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -164,7 +166,7 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreT
     if not recipe.model:
         raise UserError("the recipe names no model; give a hub id, a folder, a .gguf file or a known name")
     model = base.for_training()
-    check_output(model)
+    check_output(model, recipe.attention.pruning != "off")
     layout = settle_layout(recipe, shape_of(model))
     if reason := TARGETS[recipe.target].supports_dense(model, recipe.experts.form):
         raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")
@@ -255,7 +257,9 @@ def finish_plan(
         "transformers": transformers.__version__,
         "tomoe": __version__,
     }
-    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
+    # as transformers writes it: JSON has no infinity
+    whole: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    config = {k: v for k, v in whole.items() if not k.startswith("_")}
     extracted = Plan(bare.shape, bare.layers, weights, config, recipe.model_dump(mode="json"), notes)
     if recipe.repair.mode == "none":
         return extracted

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from pico_files import CommandLine, contents, fine, refused, small, write_pico
 
@@ -18,11 +18,15 @@ def test_a_model_that_is_nowhere(tomoe: CommandLine, tmp_path: Path, text: Path)
 
 
 def test_a_family_that_does_not_fit(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    config = GPT2Config(vocab_size=64, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
     refused(
-        tomoe("convert", tmp_path / "gpt2", "-o", tmp_path / "out", "--data", text, *small()), "gpt2", "cannot convert"
-    )
+        tomoe("convert", tmp_path / "mixtral", "-o", tmp_path / "out", "--data", text, *small()),
+        "mixtral", "cannot convert", "Mixtures of Experts already",
+    )  # fmt: skip
     assert not (tmp_path / "out").exists()
 
 

@@ -52,12 +52,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @contextmanager
 def running(moe: ToMoEForCausalLM, backend: str) -> Iterator[ToMoEForCausalLM]:
-    before = moe.config.expert_backend
-    moe.config.expert_backend = backend
+    before = moe.config.tomoe_expert_backend
+    moe.config.tomoe_expert_backend = backend
     try:
         yield moe
     finally:
-        moe.config.expert_backend = before
+        moe.config.tomoe_expert_backend = before
 
 
 def assert_same(found: Float[Tensor, "*shape V"], meant: Float[Tensor, "*shape V"]) -> None:

@@ -81,7 +81,7 @@ def chosen_experts(moe: Any, ids: Tensor, n: int) -> tuple[Tensor, list[Tensor]]
 
 def compare(case: Case, exported: Any, converted: ToMoEForCausalLM, ids: Tensor) -> tuple[float, float]:
     """The share of tokens that choose alike, as all tokens before them do, and the largest difference among them."""
-    n = converted.config.num_experts
+    n = converted.config.tomoe_num_experts
     meant, ours = chosen_experts(converted, ids, n)
     logits, theirs = chosen_experts(exported, ids, n)
     alike = torch.stack([(a == b).all(1) for a, b in zip(ours, theirs, strict=True)]).all(0).view(ids.shape)
@@ -149,7 +149,7 @@ def test_nothing_is_added_where_all_layers_choose_equally_many(tmp_path: Path) -
     sizes = TARGETS["glm4_moe"].sizes(moe, options)
     write_export(choose(moe, "glm4_moe"), moe, None, tmp_path / "out", options)
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    n, d = moe.config.num_experts, moe.config.hidden_size
+    n, d = moe.config.tomoe_num_experts, moe.config.hidden_size
     routers = sum(t.numel() for name, t in stored.items() if ".gate." in name)
     assert routers == 2 * (n * d + n)
     total = sum(t.numel() for t in stored.values())

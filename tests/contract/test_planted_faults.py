@@ -69,7 +69,7 @@ def test_output_mask_missing(family: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def biases(family: str) -> list[str]:
     dense = make_pico(family)
-    moe = fold(dense, make_plan(dense, "off"))
+    moe = fold(dense, make_plan(dense, "static"))
     replaced = [
         f"{part}.{name}"
         for part in ("mlp", "self_attn")
@@ -191,7 +191,7 @@ def test_largest_k_for_all_tokens(dense: PreTrainedModel, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("backend", [b for b in modeling_tomoe.EXPERT_BACKENDS if b != "auto"])
 def test_neurons_of_another_expert(dense: PreTrainedModel, backend: str) -> None:
     def damage(moe: ToMoEForCausalLM) -> None:
-        moe.config.expert_backend = backend
+        moe.config.tomoe_expert_backend = backend
         for layer in moe.model.layers:
             layer.mlp.expert_rows.copy_(layer.mlp.expert_rows.roll(1, 0))
 
@@ -224,7 +224,7 @@ def test_query_heads_on_the_wrong_key_heads(monkeypatch: pytest.MonkeyPatch) -> 
     right = modeling_tomoe.eager_attention
     dense = make_pico("qwen2")
     dense.set_attn_implementation("eager")
-    plan = make_plan(dense, "off")
+    plan = make_plan(dense, "static")
     assert difference(dense, plan) < 1e-4
     monkeypatch.setattr(modeling_tomoe, "eager_attention", eager)
     assert difference(dense, plan) > RED

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine, small
@@ -20,7 +19,7 @@ from tomoe.evaluation.speed.throughput import Pair
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, sdpa_attention
+from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS
 
 D, F, LAYERS, HEADS, KV, VOCAB, N = 32, 48, 2, 4, 2, 64, 4  # the pico qwen2
 C = D // HEADS
@@ -38,7 +37,9 @@ def flops(pair: Pair, new: int, seen: int, moe: bool) -> int:
     """2 m n k for every product: projections of the new tokens, scores and sums over all seen ones, one row of logits."""
     config, total = pair.moe.config, 2 * D * VOCAB
     for i in range(LAYERS):
-        qk, values, width = (config.qk_dims[i], config.value_dims[i], config.expert_sizes[i]) if moe else (C, C, F)
+        qk, values, width = (
+            (config.tomoe_qk_dims[i], config.tomoe_value_dims[i], config.tomoe_expert_sizes[i]) if moe else (C, C, F)
+        )
         projections = D * (HEADS * qk + KV * qk + KV * values + HEADS * values) + 3 * D * width + (N * D if moe else 0)
         total += 2 * new * projections + 2 * HEADS * new * seen * (qk + values)
     return total
@@ -50,7 +51,7 @@ def test_operations_are_those_of_the_closed_form(pair: Pair) -> None:
     found = throughput.count_flops(pair.moe, ids)
     assert found == (flops(pair, 12, 12, True), flops(pair, 1, 13, True))
     assert found[0] < flops(pair, 12, 12, False)
-    assert pair.moe.config.expert_backend == "auto"
+    assert pair.moe.config.tomoe_expert_backend == "auto"
 
 
 def test_bytes_of_weights_are_those_that_a_pass_needs(pair: Pair) -> None:
@@ -59,7 +60,10 @@ def test_bytes_of_weights_are_those_that_a_pass_needs(pair: Pair) -> None:
     whole = sum(p.numel() for p in pair.dense.parameters()) * 4
     assert throughput.weight_bytes(pair.dense) == whole
     assert throughput.touched_bytes(pair.dense, ids) == whole - embedding + D * 4  # one row of the table
-    idle = [3 * D * 4 * (u - w) for u, w in zip(pair.moe.config.union_sizes, pair.moe.config.expert_sizes, strict=True)]
+    idle = [
+        3 * D * 4 * (u - w)
+        for u, w in zip(pair.moe.config.tomoe_union_sizes, pair.moe.config.tomoe_expert_sizes, strict=True)
+    ]
     mine = throughput.weight_bytes(pair.moe)
     stored = sum(t.numel() * t.element_size() for t in pair.moe.state_dict().values())
     assert mine == stored
@@ -100,7 +104,7 @@ def test_cache_bytes(pair: Pair) -> None:
     ids = pair.rows(1, 7)
     assert throughput.cache_bytes_per_token(pair.dense, ids) == LAYERS * KV * 2 * C * 4
     config = pair.moe.config
-    kept = sum(config.qk_dims) + sum(config.value_dims)
+    kept = sum(config.tomoe_qk_dims) + sum(config.tomoe_value_dims)
     assert kept < LAYERS * 2 * C
     assert throughput.cache_bytes_per_token(pair.moe, ids) == KV * kept * 4
 
@@ -203,11 +207,11 @@ def test_which_way_the_experts_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     assert expert_backends(moe, 4) in EXPERT_BACKENDS
     monkeypatch.setattr(modeling_tomoe, "BACKEND_CHOICES", [])  # without kernels of the package
     assert [expert_backends(moe, n) for n in (4, 4000)] == ["masked", "runs"]
-    moe.config.expert_backend = "runs"
+    moe.config.tomoe_expert_backend = "runs"
     try:
         assert expert_backends(moe, 4) == "runs"
     finally:
-        moe.config.expert_backend = "auto"
+        moe.config.tomoe_expert_backend = "auto"
 
 
 @pytest.mark.slow
@@ -238,13 +242,3 @@ def test_the_command(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
     assert "'1,x'" in refused.err
     assert "whole numbers" in refused.err
     assert tomoe("benchmark", model, model).code == 2
-
-
-def test_the_dense_model_is_timed_with_the_attention_of_the_moe(pair: Pair) -> None:
-    """It is faster than PyTorch's for one token, and no merit of the experts."""
-    seen = []
-    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    watched = replace(pair, describe=lambda *_: seen.append(ALL_ATTENTION_FUNCTIONS["sdpa"]) or "some way")
-    assert isinstance(watched.measure("decode", 1, 4), Cell)
-    assert seen == [sdpa_attention]
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before

@@ -47,7 +47,7 @@ def fine_mlp(seed: int, top_k: int, scale: float) -> ToMoEMLP:
     mlp.router.weight.data.normal_(0.3 * scale, scale, generator=generator)
     mlp.router.bias.data.normal_(0, scale, generator=generator)
     mlp.router.bias.data[0] = ALWAYS
-    mlp.config.experts_per_token = [top_k, top_k]
+    mlp.config.tomoe_experts_per_token = [top_k, top_k]
     mlp.config.num_experts_per_tok = top_k
     return mlp
 

@@ -71,7 +71,7 @@ def test_the_result_is_a_converted_model_like_any_other(tomoe: CommandLine, plac
         assert not torch.equal(own.router_weight, old.router_weight)
         assert torch.equal(own.expert_masks, old.expert_masks)
     assert (plan.notes[FINETUNED]["steps"], plan.notes[FINETUNED]["dense"]) == (4, before.source)
-    assert plan.source == moe.config.plan_source != before.source
+    assert plan.source == moe.config.tomoe_plan_source != before.source
     assert Recipe.load(out / "recipe.json") == Recipe.load(place / "out" / "recipe.json")
     assert [row.name for row in from_json((out / "evaluation.json").read_text())] == ["dense", "out", "tuned"]
     card = (out / "README.md").read_text()

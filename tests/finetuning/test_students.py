@@ -48,7 +48,7 @@ def student(
     if pseudo:
         return PseudoMoE(dense, plan, made)
     moe = fold(dense, plan)
-    moe.config.expert_backend = backend
+    moe.config.tomoe_expert_backend = backend
     return MoEStudent(moe, plan, made)
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config
+from transformers import MambaConfig
 
 from conftest import FAMILIES, make_pico
 from pico_files import CommandLine, write_pico
@@ -28,8 +28,9 @@ def test_counts_from_the_config_are_those_of_the_weights(family: str) -> None:
 
 
 def test_what_does_not_fit_is_refused_without_weights() -> None:
-    with pytest.raises(UserError, match="decoder layers"):
-        estimate.sizes_of(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64), Recipe())
+    config = MambaConfig(num_hidden_layers=1, hidden_size=32, vocab_size=64, state_size=4)
+    with pytest.raises(UserError, match="no up and down projections that are known"):
+        estimate.sizes_of(config, Recipe())
 
 
 @pytest.fixture

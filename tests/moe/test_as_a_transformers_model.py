@@ -5,16 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
@@ -53,7 +48,7 @@ def test_what_stays_in_float32_is_there_and_named_in_one_list(attention: str) ->
     assert not strict & others
     for name in strict | others:
         assert any(re.search(rf"(^|\.){name}(\.|$)", key) for key in moe.state_dict()), name
-    assert ("value_router" in strict) == (attention == "per_token")
+    assert any("value_router" in name for name in strict) == (attention == "per_token")
 
 
 def test_eight_bits_of_bitsandbytes_leave_the_routers_in_float32(tmp_path: Path) -> None:
@@ -73,8 +68,10 @@ def test_eight_bits_of_bitsandbytes_leave_the_routers_in_float32(tmp_path: Path)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attentions_are_returned(family: str) -> None:
     moe, ids = converted(family), tokens(2, 7)
-    moe.set_attn_implementation("eager")
-    for model in (moe, moe.model):
+    inner = ToMoEModel(moe.config).eval()
+    inner.load_state_dict(moe.model.state_dict())
+    for model in (moe, inner):
+        model.set_attn_implementation("eager")
         out = model(ids, output_attentions=True, output_router_logits=True, output_hidden_states=True)
         assert len(out.attentions) == len(out.router_logits) == moe.config.num_hidden_layers
         assert len(out.hidden_states) == moe.config.num_hidden_layers + 1
@@ -113,6 +110,7 @@ def test_a_sliding_window_switched_by_the_config_reaches_masks_and_caches(slides
     torch.testing.assert_close(stepwise[:, -1], moe(ids).logits[:, -1], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cache_is_used_by_its_old_and_its_new_name(family: str, name: str) -> None:
@@ -130,28 +128,16 @@ def test_the_cache_is_used_by_its_old_and_its_new_name(family: str, name: str) -
 @pytest.mark.parametrize("static_cache", [False, True])
 @pytest.mark.parametrize("attention", ["off", "static", "per_token"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_token_after_another_is_all_at_once(
-    family: str, attention: str, static_cache: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Single tokens attend in a way of their own; rows that are padded on the left have a mask, and so have static caches."""
+def test_one_token_after_another_is_all_at_once(family: str, attention: str, static_cache: bool) -> None:
+    """Rows that are padded on the left have a mask, and so have static caches."""
     moe, ids = converted(family, attention), tokens(3, 9)
     moe.set_attn_implementation("sdpa")
-    heads: list[int] = []
-    attend = F.scaled_dot_product_attention
-
-    def watched(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if len(q) == 3:
-            heads.append(q.shape[1])
-        return attend(q, *args, **kwargs)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     for padding in ([0, 0, 0], [0, 2, 4]):
         mask = torch.ones_like(ids)
         for row, count in enumerate(padding):
             mask[row, :count] = 0
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         expected = moe(ids, attention_mask=mask, position_ids=positions).logits
-        heads.clear()
         cache = StaticCache(moe.config, 12) if static_cache else DynamicCache(config=moe.config)
         moe(ids[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5], **{CACHE: cache})
         steps = [
@@ -164,22 +150,6 @@ def test_one_token_after_another_is_all_at_once(
             for i in range(5, 9)
         ]
         torch.testing.assert_close(torch.cat([step.logits for step in steps], 1), expected[:, 5:], atol=1e-5, rtol=1e-5)
-        alone = heads[moe.config.num_hidden_layers :]
-        assert set(alone) == {getattr(moe.config, "num_key_value_heads", moe.config.num_attention_heads)}
-
-
-def test_what_is_registered_in_place_of_sdpa_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    moe, ids = converted("llama"), tokens(2, 1)
-    moe.set_attn_implementation("sdpa")
-    expected, seen = moe(ids).logits, []
-
-    def attend(module: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(module.layer_idx)
-        return sdpa_attention_forward(module, *args, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", attend)
-    torch.testing.assert_close(moe(ids).logits, expected)
-    assert seen == list(range(moe.config.num_hidden_layers))
 
 
 @pytest.mark.slow
@@ -202,9 +172,6 @@ def test_tuples_for_those_who_want_them(family: str) -> None:
     assert [torch.equal(a, b) for a, b in zip(values, out.to_tuple(), strict=True)] == [True, True]
     hidden = moe.model(ids, use_cache=False, return_dict=False)
     assert torch.equal(hidden[0], moe.model(ids).last_hidden_state)
-    moe.config.return_dict = False
-    assert torch.equal(moe(ids)[0], out.logits)
-    assert torch.equal(moe(ids, return_dict=True).logits, out.logits)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -226,9 +193,9 @@ def test_what_can_be_trained_gets_a_gradient(family: str, form: str, tmp_path: P
 
 
 def test_arguments_of_the_base_model_can_be_read() -> None:
-    names = list(inspect.signature(ToMoEModel.forward).parameters)
+    names = list(inspect.signature(type(ToMoEModel(converted("llama").config)).forward).parameters)
     assert names[:7] == [
-        "self", "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache",
+        "self", "input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache",
     ]  # fmt: skip
     moe, ids = converted("llama"), tokens()
     assert torch.equal(moe.model(ids, torch.ones_like(ids)).last_hidden_state, moe.model(ids).last_hidden_state)
@@ -242,7 +209,7 @@ def test_a_config_alone_makes_a_model_that_can_be_saved(family: str, attention: 
     moe = AutoModelForCausalLM.from_config(config).eval()
     moe.check_ids()
     used = [layer.mlp.expert_rows.unique().numel() for layer in moe.model.layers]
-    assert used == config.union_sizes, "rows that no expert uses"
+    assert used == config.tomoe_union_sizes, "rows that no expert uses"
     for name, p in moe.named_parameters():
         assert bool(p.isfinite().all()), name
         if p.dim() == 2:

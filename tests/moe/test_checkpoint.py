@@ -53,8 +53,8 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
         "AutoModelForCausalLM": "modeling_tomoe.ToMoEForCausalLM",
     }
     assert config["model_type"] == "tomoe"
-    assert config["dense_model_type"] == "llama"
-    assert config["expert_sizes"] == [layer.width for layer in plan.counts]
+    assert config["tomoe_dense_type"] == "llama"
+    assert config["tomoe_expert_sizes"] == [layer.width for layer in plan.counts]
     assert Plan.load(out).widths() == plan.widths()
 
 

@@ -70,6 +70,16 @@ ALL = pytest.mark.parametrize("name", CASES)
 BACKENDS = pytest.mark.parametrize("backend", list(EXPERT_BACKENDS))
 
 
+PARTS = {
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "fused": False,
+    "flat": False,
+    "activation": "act_fn",
+}
+
+
 def make_mlp(case: Case, dtype: torch.dtype = torch.float32) -> ToMoEMLP:
     """Random weights; expert i has neuron i, the rest of each is drawn, and the same at every call."""
     dense = nn.Module()
@@ -78,14 +88,16 @@ def make_mlp(case: Case, dtype: torch.dtype = torch.float32) -> ToMoEMLP:
         dense.register_module(name, nn.Linear(case.hidden, case.union, bias=case.bias, dtype=dtype))
     dense.down_proj = nn.Linear(case.union, case.hidden, bias=case.bias, dtype=dtype)
     config = SimpleNamespace(
-        num_experts=case.experts,
-        expert_form="fine" if case.top_k else "overlapping",
-        expert_sizes=[case.width],
-        union_sizes=[case.union],
-        shared_sizes=[case.shared],
+        tomoe_num_experts=case.experts,
+        tomoe_expert_form="fine" if case.top_k else "overlapping",
+        tomoe_expert_sizes=[case.width],
+        tomoe_union_sizes=[case.union],
+        tomoe_shared_sizes=[case.shared],
+        tomoe_mlp_parts=PARTS | ({} if case.gated else {"gate": None}),
         layer_top_k=lambda layer: case.top_k,
         num_experts_per_tok=case.top_k,
-        expert_backend="auto",
+        top_k_key="num_experts_per_tok",
+        tomoe_expert_backend="auto",
     )
     mlp = ToMoEMLP(dense, config, 0)
     generator = torch.Generator().manual_seed(0)
@@ -165,7 +177,7 @@ def test_gradients_are_those_of_the_reference(name: str, backend: str, monkeypat
 
     def gradients(backend: str) -> dict[str, Tensor]:
         mlp = make_mlp(case).requires_grad_()
-        mlp.config.expert_backend = backend
+        mlp.config.tomoe_expert_backend = backend
         x = make_inputs(case)[0].requires_grad_()
         (mlp(x) * torch.linspace(-1, 1, x.numel()).view_as(x)).sum().backward()
         return {"x": x.grad} | {name: p.grad for name, p in mlp.named_parameters()}
@@ -179,7 +191,7 @@ def test_gradients_are_those_of_the_reference(name: str, backend: str, monkeypat
 @BACKENDS
 def test_any_batch_shape(backend: str) -> None:
     mlp = make_mlp(CASES["biases"])
-    mlp.config.expert_backend = backend
+    mlp.config.tomoe_expert_backend = backend
     x = make_inputs(Case(tokens=24))[0]
     expected = mlp(x)
     for shape in ((2, 12, 32), (24, 1, 32), (2, 3, 4, 32)):
@@ -266,7 +278,7 @@ def test_experts_compile_without_a_break(backend: str) -> None:
     case = CASES["plain"]
     mlp, (x, _) = make_mlp(case, torch.bfloat16), make_inputs(case, torch.bfloat16)
     mlp.router.float()
-    mlp.config.expert_backend = backend
+    mlp.config.tomoe_expert_backend = backend
     torch.compiler.reset()
     with torch.no_grad():
         compiled = torch.compile(mlp, fullgraph=True, backend="eager")

@@ -160,7 +160,7 @@ def test_running_layer_by_layer_gives_the_hidden_states_of_the_whole_model(famil
         hidden, handed = layer_inputs(model, ids[rows], real[rows])
         for i, layer in enumerate(decoder_layers(model)):
             assert torch.equal(hidden, meant.hidden_states[i])
-            hidden = layer(hidden, **handed[i])
+            hidden = layer(hidden, *handed[i].args, **handed[i].kwargs)
 
 
 def final_error(model: PreTrainedModel, masks: list[LayerMasks], made: list[LayerRepair | None]) -> float:
@@ -369,7 +369,7 @@ def test_progress_says_what_was_gained_and_what_was_raised() -> None:
 def test_activations_that_are_not_finite_are_refused() -> None:
     model = make_pico("llama")
     masks = planned_masks(make_plan(model, "off"))
-    layer_parts(model)[1].up.weight.data[3] = torch.nan
+    layer_parts(model)[1].of_mlp.up.weight.data[3] = torch.nan
     with pytest.raises(UserError, match="not finite"):
         repair(model, masks, *calibration())
 

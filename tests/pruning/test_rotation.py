@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from conftest import FAMILIES, make_network, make_pico, make_plan, tokens
 from tomoe.model.heads import rotate_heads, rotate_weights
 from tomoe.model.loading import load_dense
-from tomoe.model.structure import layer_parts, run_model, shape_of
+from tomoe.model.running import run_model
+from tomoe.model.structure import layer_parts, shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.calibration import attention_importance
 from tomoe.pruning.carving import carve_

@@ -65,7 +65,7 @@ def compare(
 
 def experts_per_token(model: Any) -> int | None:
     """The most fine-grained experts that a token uses in any layer; None for other models."""
-    return model.config.num_experts_per_tok if is_fine(getattr(model, "config", None)) else None
+    return getattr(model.config, model.config.top_k_key) if is_fine(getattr(model, "config", None)) else None
 
 
 def _other_number(model: Any) -> str:
@@ -73,4 +73,4 @@ def _other_number(model: Any) -> str:
     number = experts_per_token(model)
     if number is None or number == model.config.planned_top_k:
         return ""
-    return f", {number} of {model.config.num_experts} experts"
+    return f", {number} of {model.config.tomoe_num_experts} experts"

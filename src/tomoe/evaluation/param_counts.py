@@ -10,7 +10,8 @@ from torch import nn
 
 from tomoe.budget import active_params, decoder_params
 from tomoe.evaluation.results import ModelFacts
-from tomoe.moe.active_experts import active_widths, dense_shape
+from tomoe.moe.active_experts import active_widths, dense_shape, stored_widths
+from tomoe.moe.modeling_tomoe import ToMoEConfig
 
 _NUMBERED = re.compile(r"\.\d+\.")  # inside one of the repeated layers
 _ROUTERS = re.compile(r"(\.router|\.mlp\.gate)\.")
@@ -26,13 +27,13 @@ def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
     total = sum(p.numel() for p in model.parameters())
     config: Any = getattr(model, "config", None)
     share: float | None
-    if getattr(config, "expert_sizes", None) is None:
+    if not isinstance(config, ToMoEConfig):
         stored, active = _count_decoder(model)
         share = None if any(_EXPERTS in name for name, _ in model.named_parameters()) else 1.0
     else:
         shape = dense_shape(config)
-        stored_widths = zip(config.union_sizes, config.qk_dims, config.value_dims, strict=True)
-        stored, active = int(active_params(shape, stored_widths)), int(active_params(shape, active_widths(config)))
+        stored = int(active_params(shape, stored_widths(config, shape)))
+        active = int(active_params(shape, active_widths(config, shape)))
         share = active / decoder_params(shape)
     return ModelFacts(
         total_params=total,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from tomoe.model.hooks import hooked
-from tomoe.model.structure import decoder_layers
+from tomoe.model.mlp import decoder_layers
 
 # Tokens behind the edge of a window or of the original context.
 BEHIND = 32

@@ -23,6 +23,7 @@ from tomoe.exporting.stock import sliding_windows
 from tomoe.exporting.target import Options, Precision, Sizes, Target
 from tomoe.exporting.verification import Check, Proof
 from tomoe.model.loading import load_tokenizer
+from tomoe.model.shape import num_kv_heads
 from tomoe.model.structure import layer_parts
 from tomoe.moe.checkpoint import load_moe
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -76,7 +77,7 @@ class Gguf(Target):
 
 def _arch(moe: ToMoEForCausalLM) -> GgufArch[Any]:
     first: Any = moe.model.layers[0]
-    return arch_of(moe.config.expert_form, first.self_attn.q_norm is not None)
+    return arch_of(moe.config.tomoe_expert_form, getattr(first.self_attn, "q_norm", None) is not None)
 
 
 def context_length(moe: ToMoEForCausalLM) -> int:
@@ -153,7 +154,7 @@ def _write_sizes(writer: GGUFWriter, moe: ToMoEForCausalLM, precision: Precision
     writer.add_context_length(context_length(moe))
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(first.k_proj.out_features // first.qk_size)
+    writer.add_head_count_kv(num_kv_heads(config))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)

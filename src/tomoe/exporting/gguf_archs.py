@@ -111,12 +111,12 @@ class CopiedExperts(GgufArch[Layout]):
         return widest(moe, multiple)
 
     def describe(self, moe: ToMoEForCausalLM, layout: Layout) -> tuple[str, bool, int]:
-        words = f"{moe.config.num_experts} experts of {layout.width:,} neurons in each layer"
+        words = f"{moe.config.tomoe_num_experts} experts of {layout.width:,} neurons in each layer"
         return words, has_copies(moe, layout), 0
 
     def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: Layout) -> None:
         writer.add_feed_forward_length(layout.width)
-        writer.add_expert_count(moe.config.num_experts)
+        writer.add_expert_count(moe.config.tomoe_num_experts)
         writer.add_expert_used_count(1)
 
     def experts(self, moe: ToMoEForCausalLM, layout: Layout, entry: MakeEntry) -> Callable[[int], Iterator[Entry]]:
@@ -172,7 +172,7 @@ class Qwen3Moe(CopiedExperts):
     def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: Layout) -> None:
         writer.add_feed_forward_length(layout.width)
         writer.add_expert_feed_forward_length(layout.width)
-        writer.add_expert_count(moe.config.num_experts)
+        writer.add_expert_count(moe.config.tomoe_num_experts)
         writer.add_expert_used_count(1)
 
 

@@ -36,7 +36,7 @@ class Glm4Moe(FineGrained):
             rope_parameters=dict(moe.config.rope_parameters) | {"partial_rotary_factor": 1.0},
             tie_word_embeddings=False,
             attention_bias=attention.q_proj.bias is not None,
-            use_qk_norm=attention.q_norm is not None,
+            use_qk_norm=getattr(attention, "q_norm", None) is not None,
             n_routed_experts=layout.experts,
             num_experts_per_tok=layout.top_k,
             n_shared_experts=layout.shared // layout.width,

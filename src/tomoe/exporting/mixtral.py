@@ -20,6 +20,6 @@ class Mixtral(Overlapping):
 
     def config(self, moe: ToMoEForCausalLM, layout: Layout) -> PreTrainedConfig:
         return self.make_config(
-            moe, intermediate_size=layout.width, num_local_experts=moe.config.num_experts, num_experts_per_tok=1,
+            moe, intermediate_size=layout.width, num_local_experts=moe.config.tomoe_num_experts, num_experts_per_tok=1,
             sliding_window=sliding_windows(moe)[0],
         )  # fmt: skip

@@ -57,7 +57,8 @@ class Overlapping(Stock[Layout]):
 
     def describe(self, moe: ToMoEForCausalLM, layout: Layout) -> Sizes:
         shared = f" and a shared one of {layout.shared:,}" if layout.shared else ""
-        words = f"{moe.config.num_experts} experts of {layout.width:,} neurons{shared} in each of {len(moe.model.layers)} layers"
+        number, layers = moe.config.tomoe_num_experts, len(moe.model.layers)
+        words = f"{number} experts of {layout.width:,} neurons{shared} in each of {layers} layers"
         return Sizes(self.bytes(moe, layout), words, has_copies(moe, layout))
 
     def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
@@ -83,7 +84,7 @@ def widest(moe: ToMoEForCausalLM, multiple: int | None) -> Layout:
 
 def has_copies(moe: ToMoEForCausalLM, layout: Layout) -> bool:
     """Whether neurons are stored more than once, or experts are padded."""
-    return moe.config.num_experts * layout.width + layout.shared > min(moe.config.union_sizes)
+    return moe.config.tomoe_num_experts * layout.width + layout.shared > min(moe.config.tomoe_union_sizes)
 
 
 def expert_tensors(mlp: ToMoEMLP, layout: Layout, names: tuple[str, str, str]) -> dict[str, Tensor]:

@@ -177,7 +177,7 @@ class ProofByParts(Proof):
 
 def use_all_experts_(moe: ToMoEForCausalLM) -> ToMoEForCausalLM:
     """Let tokens use all fine-grained experts: then no router decides."""
-    moe.config.num_experts_per_tok = moe.config.num_experts
+    setattr(moe.config, moe.config.top_k_key, moe.config.tomoe_num_experts)
     return moe
 
 

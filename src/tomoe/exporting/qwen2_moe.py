@@ -5,12 +5,12 @@ It always has biases of Q, K and V, zeros if the model has none: vLLM does not f
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, Qwen2MoeConfig
 
 from tomoe.exporting.overlapping import Layout, Overlapping, common_neurons, round_up
 from tomoe.exporting.stock import Places, attention_tensors, sliding_windows
-from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM, ToMoEMLP
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import STOCK_MULTIPLE
 
 
@@ -39,12 +39,12 @@ class Qwen2Moe(Overlapping):
         window = next((w for w in windows if w is not None), None)
         return self.make_config(
             moe, moe_intermediate_size=layout.width, shared_expert_intermediate_size=layout.shared,
-            num_experts=moe.config.num_experts, num_experts_per_tok=1, norm_topk_prob=True, decoder_sparse_step=1,
+            num_experts=moe.config.tomoe_num_experts, num_experts_per_tok=1, norm_topk_prob=True, decoder_sparse_step=1,
             mlp_only_layers=[], sliding_window=window, use_sliding_window=bool(window),
             layer_types=["full_attention" if w is None else "sliding_attention" for w in windows],
         )  # fmt: skip
 
-    def attention_tensors(self, attention: ToMoEAttention) -> dict[str, Tensor]:
+    def attention_tensors(self, attention: nn.Module) -> dict[str, Tensor]:
         weights = attention_tensors(attention)
         names = ("q_proj", "k_proj", "v_proj")
         zeros = {f"{name}.bias": weights[f"{name}.weight"].new_zeros(len(weights[f"{name}.weight"])) for name in names}

@@ -20,7 +20,7 @@ class Qwen3Moe(Overlapping):
     def config(self, moe: ToMoEForCausalLM, layout: Layout) -> PreTrainedConfig:
         window = sliding_windows(moe)[0]
         return self.make_config(
-            moe, moe_intermediate_size=layout.width, num_experts=moe.config.num_experts, num_experts_per_tok=1,
+            moe, moe_intermediate_size=layout.width, num_experts=moe.config.tomoe_num_experts, num_experts_per_tok=1,
             norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
             sliding_window=window, use_sliding_window=bool(window),
         )  # fmt: skip

@@ -24,9 +24,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from tomoe.errors import UserError
 from tomoe.exporting.target import Options, Sizes, Target
 from tomoe.exporting.writing import write_checkpoint, write_config, write_tokenizer
+from tomoe.model.attention import Attention, attention_of
 from tomoe.model.hooks import hooked, input_of
-from tomoe.model.structure import layer_parts
-from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM, ToMoEMLP
+from tomoe.model.mlp import converted_mlps, decoder_layers
+from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM, ToMoEMLP, sliding_window
 from tomoe.progress import StageCallback
 
 PROBE_TOKENS = 8
@@ -48,25 +49,34 @@ class Places:
 
 def dense_problem(dense: PreTrainedModel, places: Places) -> str | None:
     """Why no MoE made from this dense model could become a class with these places, judging by its parts."""
-    parts = layer_parts(dense)[0]
-    normed = getattr(parts.attention, "q_norm", None) is not None
-    biases = any(p is not None and p.bias is not None for p in (parts.gate, parts.up, parts.down))
-    return _unsupported_part(places, parts.gate is not None, biases, parts.q, parts.o, normed) or _missing_part(dense)
+    mlps = converted_mlps(dense)
+    if len(mlps) < len(decoder_layers(dense)):
+        return "some of its layers have no MLP that is converted"
+    try:
+        first = attention_of(dense, mlps[0].layer)
+    except UserError as error:
+        return f"its attention is another ({error})"
+    biases = any(p is not None and p.bias is not None for p in (mlps[0].gate, mlps[0].up, mlps[0].down))
+    return _unsupported_part(places, mlps[0].gate is not None, biases, first) or _missing_part(dense)
 
 
 def stock_problem(moe: ToMoEForCausalLM, places: Places) -> str | None:
     """Why a class with these places cannot compute what this MoE computes, as half a sentence; None if it can."""
-    attentions: list[Any] = [layer.self_attn for layer in moe.model.layers]
-    mlp: Any = moe.model.layers[0].mlp
-    first = attentions[0]
-    if any(a.value_router is not None for a in attentions):
+    mlps, layers = moe.mlps(), decoder_layers(moe)
+    if len(mlps) < len(layers):
+        return "some of its layers have no MLP that was converted"
+    mlp = mlps[0]
+    try:
+        parts = attention_of(moe, layers[0])
+    except UserError as error:
+        return f"its attention is another ({error})"
+    first: Any = parts.module
+    if any(getattr(layer.self_attn, "value_router", None) is not None for layer in layers):
         return (
             "it chooses V/O dims for each token (attention.pruning = per_token), and stock attention has no such choice"
         )
     biases = any(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, mlp.down_bias))
-    normed = first.q_norm is not None
-    problem = _unsupported_part(places, mlp.gate_proj is not None, biases, first.q_proj, first.o_proj, normed)
-    if problem:
+    if problem := _unsupported_part(places, mlp.gate_proj is not None, biases, parts):
         return problem
     if 2 * moe.model.rotary_emb.inv_freq.numel() != first.head_dim:
         return "its rotary embedding turns only a part of each head"
@@ -91,16 +101,15 @@ def _missing_part(model: Any) -> str | None:
     return None
 
 
-def _unsupported_part(
-    places: Places, gated: bool, biases: bool, q: nn.Linear, o: nn.Linear, normed: bool
-) -> str | None:
+def _unsupported_part(places: Places, gated: bool, biases: bool, attention: Attention) -> str | None:
+    normed = getattr(attention.module, "q_norm", None) is not None
     if not gated:
         return "its MLP has no gate projection"
     if biases:
         return "its MLP has biases"
-    if o.bias is not None:
+    if attention.o.bias is not None:
         return "its attention output has a bias"
-    if q.bias is not None and not places.biased:
+    if attention.q.bias is not None and not places.biased:
         return "its Q, K and V projections have biases"
     if places.normed is not None and normed != places.normed:
         return "it normalizes Q and K" if normed else "it does not normalize Q and K"
@@ -109,7 +118,7 @@ def _unsupported_part(
 
 def sliding_windows(moe: ToMoEForCausalLM) -> list[int | None]:
     """How many of the last tokens a token sees in each layer; None: all."""
-    return [layer.self_attn.sliding_window for layer in moe.model.layers]
+    return [sliding_window(layer.self_attn, moe.config) for layer in moe.model.layers]
 
 
 def _unsupported_windows(moe: ToMoEForCausalLM, places: Places) -> str | None:
@@ -188,11 +197,16 @@ def padded(t: Float[Tensor, "n m"], size: int, dim: int) -> Float[Tensor, "_ _"]
     return torch.cat([t, t.new_zeros(shape)], dim).contiguous()
 
 
-def attention_tensors(attention: ToMoEAttention) -> dict[str, Tensor]:
-    """Fill whole heads: kept Q/K dims at their places, V/O dims at the first places, zeros elsewhere.
+def attention_tensors(attention: nn.Module) -> dict[str, Tensor]:
+    """The tensors of an attention by their names in it, with whole heads.
+
+    A pruned one is filled: kept Q/K dims at their places, V/O dims at the first places, zeros elsewhere.
 
     A norm over a head takes its mean over all C dims, of which the dropped ones are zero: as in the dense model.
     """
+    if not isinstance(attention, ToMoEAttention):
+        state: dict[str, Tensor] = attention.state_dict()
+        return state
     size, half = attention.head_dim, attention.head_dim // 2
     pairs = attention.rotary_ids.long()
     qk = torch.cat([pairs, pairs + half])
@@ -234,7 +248,7 @@ class Stock(Target, Generic[LayoutT]):
     how_well: ClassVar[str] = "exactly"
 
     def supports(self, moe: ToMoEForCausalLM) -> str | None:
-        return self.form_problem(moe.config.expert_form) or stock_problem(moe, self.places)
+        return self.form_problem(moe.config.tomoe_expert_form) or stock_problem(moe, self.places)
 
     def supports_dense(self, dense: PreTrainedModel, form: str) -> str | None:
         return self.form_problem(form) or dense_problem(dense, self.places)
@@ -287,7 +301,7 @@ class Stock(Target, Generic[LayoutT]):
         yield "model.norm.weight", inner.norm.weight
         yield from self.output_tensors(moe)
 
-    def attention_tensors(self, attention: ToMoEAttention) -> dict[str, Tensor]:
+    def attention_tensors(self, attention: nn.Module) -> dict[str, Tensor]:
         """The tensors of a layer's attention."""
         return attention_tensors(attention)
 

@@ -192,7 +192,7 @@ def save(
     for name, p in moe.named_parameters():
         if "router." not in name:
             p.data = p.data.to(getattr(torch, origin.stored))
-    moe.config.plan_source = fingerprint(moe)
+    moe.config.tomoe_plan_source = fingerprint(moe)
     t, plan = recipe.train, origin.plan
     note = {
         "weights": recipe.weights, "routers": recipe.routers, "objective": recipe.loss.objective,
@@ -203,7 +203,7 @@ def save(
         "torch": torch.__version__, "transformers": transformers.__version__, "tomoe": __version__,
     }  # fmt: skip
     tuned_plan = replace(
-        plan, layers=tuple(layers), source=moe.config.plan_source, notes=plan.notes | {FINETUNED: note}
+        plan, layers=tuple(layers), source=moe.config.tomoe_plan_source, notes=plan.notes | {FINETUNED: note}
     )
     save_moe(moe, tuned_plan, tokenizer, out, force)
     if plan.recipe:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from tomoe.errors import UserError
 from tomoe.model.hooks import hooked
+from tomoe.model.running import family_head
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.losses import balance_penalty, distill_loss
@@ -77,8 +78,7 @@ class MoEStudent:
 
     def __init__(self, moe: ToMoEForCausalLM, plan: Plan, recipe: FinetuneRecipe):
         self.model, self.plan = moe, plan
-        base: Any = moe.model
-        self.mlps: list[Any] = [layer.mlp for layer in base.layers]
+        self.mlps = moe.mlps()
         self.routers: list[nn.Linear] = [mlp.router for mlp in self.mlps]
         frozen = {id(p) for name, p in moe.named_parameters() if "router." in name} | _frozen_embeddings(moe)
         names = [name for name, _ in moe.named_parameters()]
@@ -137,14 +137,13 @@ class FinetuneStep:
         model, recipe = self.student.model, self.recipe
         ids, mask = batch.input_ids.to(model.device), batch.mask.to(model.device)
         self.student.learned.write_()
-        head: Any = model.get_output_embeddings()
         teacher_hidden = None
         if self.teacher is not None:
             with torch.no_grad():
                 teacher_hidden = self.teacher(ids, mask)
         with self.student.running(mask.flatten()) as routings:
             hidden = hidden_states(model, ids, mask)
-            distill = distill_loss(hidden, teacher_hidden, ids, mask, head)
+            distill = distill_loss(hidden, teacher_hidden, ids, mask, family_head(model))
             balance = balance_penalty(routings())
             loss = distill
             if recipe.loss.balance_weight and recipe.routers == "learned":

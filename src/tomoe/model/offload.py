@@ -12,7 +12,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tomoe.errors import UserError
+from tomoe.model.mlp import named_layers
 from tomoe.model.stored import StoredModel
-from tomoe.model.structure import decoder_layers
-
-LAYERS = "model.layers."
 
 
 class _LayerHook(AlignDevicesHook):
@@ -70,7 +68,7 @@ def load_offloaded(stored: StoredModel, dtype: torch.dtype, device: torch.device
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    hooks: list[Any] = [module._hf_hook for module in decoder_layers(model).modules() if hasattr(module, "_hf_hook")]
+    hooks: list[Any] = [module._hf_hook for module in named_layers(model)[1].modules() if hasattr(module, "_hf_hook")]
     weights = next(hook.weights_map.dataset for hook in hooks if getattr(hook, "weights_map", None) is not None)
     weakref.finalize(weights, shutil.rmtree, scratch, ignore_errors=True)
     # transformers would cast every tensor to one dtype, those that a family keeps in float32 too
@@ -85,8 +83,7 @@ def load_offloaded(stored: StoredModel, dtype: torch.dtype, device: torch.device
 
 def _device_map(model: PreTrainedModel, device: torch.device) -> dict[str, str]:
     """`disk` for the decoder layers, the device for every other part."""
-    layers = decoder_layers(model)
-    path = next(name for name, module in model.named_modules() if module is layers)
+    path = named_layers(model)[0]
     places, parent = {path: "disk"}, ""
     for step in path.split("."):
         module = model.get_submodule(parent)
@@ -100,7 +97,7 @@ def _device_map(model: PreTrainedModel, device: torch.device) -> dict[str, str]:
 def cast_(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast parameters to the dtype, except those that the model keeps in float32; buffers stay as they are."""
     for name, parameter in model.named_parameters():
-        keeps_fp32 = set(name.split(".")) & set(model._keep_in_fp32_modules_strict or ())
+        keeps_fp32 = any(f".{module}." in f".{name}." for module in model._keep_in_fp32_modules_strict or ())
         parameter.data = parameter.data.to(torch.float32 if keeps_fp32 else dtype)
 
 
@@ -111,12 +108,33 @@ def offload_layers_(
 
     With `buffers`, its buffers too; otherwise these stay in memory.
     """
-    for i, layer in enumerate(decoder_layers(model)):
-        layer_weights = PrefixedDataset(weights, f"{LAYERS}{i}.")
+    prefix, layers = named_layers(model)
+    for i, layer in enumerate(layers):
+        layer_weights = PrefixedDataset(weights, f"{prefix}.{i}.")
         hook = _LayerHook(device, True, weights_map=layer_weights, offload_buffers=buffers, place_submodules=True)
-        add_hook_to_module(layer, hook)
+        with _persistent(layer):
+            add_hook_to_module(layer, hook)
     # this tells transformers, when it saves the model, where the layers are
-    cast(Any, model).hf_device_map = {"": str(device), "model.layers": "disk"}
+    cast(Any, model).hf_device_map = {"": str(device), prefix: "disk"}
+
+
+@contextmanager
+def _persistent(layer: nn.Module) -> Iterator[None]:
+    """Inside the block the layer has no buffers that a checkpoint leaves out; afterwards they hold what they held before.
+
+    accelerate (1.15) looks for the buffers of parts under the name that they have in their own module.
+    """
+    left_out = {module: module._non_persistent_buffers_set for module in layer.modules()}
+    values = {(module, name): module._buffers[name] for module, names in left_out.items() for name in names}
+    for module in left_out:
+        module._non_persistent_buffers_set = set()
+    try:
+        yield
+    finally:
+        for module, names in left_out.items():
+            module._non_persistent_buffers_set = names
+        for (module, name), value in values.items():
+            module._buffers[name] = value
 
 
 def materialized(layer: nn.Module) -> AbstractContextManager[None]:
@@ -130,10 +148,11 @@ def iter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
 
     Tensors of offloaded layers are read from disk, quantized ones are dequantized.
     """
+    prefix, layers = named_layers(model)
     for name, tensor in sorted(model.state_dict().items()):
         if cast(Any, tensor).is_meta:
-            number, _, leaf = name.removeprefix(LAYERS).partition(".")
-            hook: Any = decoder_layers(model)[int(number)]._hf_hook
+            number, _, leaf = name.removeprefix(f"{prefix}.").partition(".")
+            hook: Any = layers[int(number)]._hf_hook
             yield name, hook.weights_map[leaf].to(tensor.dtype), True
         else:
             subclass = type(tensor) not in (Tensor, nn.Parameter)

@@ -21,21 +21,23 @@ class ModelShape:
     """Sizes of the decoder; every budget number follows from them."""
 
     num_layers: int
-    """L"""
+    """L: decoder layers whose MLP is converted."""
     hidden_size: int
     """D"""
     mlp_size: int
     """F: the neurons that experts are made of."""
-    num_heads: int
-    """H"""
-    num_kv_heads: int
+    num_heads: int = 0
+    """H; this and the other sizes of attention are 0 where ToMoE cannot prune it."""
+    num_kv_heads: int = 0
     """G"""
-    head_dim: int
+    head_dim: int = 0
     """C"""
-    rotary_size: int
+    rotary_size: int = 0
     """R: the first dims of a head, which RoPE rotates in pairs (j, j + R/2)."""
-    gated: bool
+    gated: bool = True
     """Whether the MLP computes act(gate x) * up x, otherwise act(up x)."""
+    other_params: int = 0
+    """Parameters of all other matrices of the decoder layers: attention that cannot be pruned, state spaces, whole layers."""
 
     @property
     def num_qk_choices(self) -> int:

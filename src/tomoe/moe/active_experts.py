@@ -55,22 +55,22 @@ class ActiveExperts:
     def setting(self, experts_per_token: int) -> ExpertSetting:
         """Return what so many experts a token (1 to all) make active."""
         config = copy(self.config)
-        config.num_experts_per_tok = experts_per_token
-        active = active_params(self.shape, active_widths(config)) / decoder_params(self.shape)
+        setattr(config, config.top_k_key, experts_per_token)
+        active = active_params(self.shape, active_widths(config, self.shape)) / decoder_params(self.shape)
         top_ks = {config.layer_top_k(i) for i in range(self.shape.num_layers)}
-        return ExpertSetting(experts_per_token, config.num_experts, active, len(top_ks) == 1)
+        return ExpertSetting(experts_per_token, config.tomoe_num_experts, active, len(top_ks) == 1)
 
     def nearest(self, active: float) -> ExpertSetting:
         """Return the setting whose active fraction is nearest to `active`. Raises UserError unless that is in (0, 1]."""
         if not 0 < active <= 1:
             raise UserError(f"active is {active}, but it should be above 0 and at most 1")
-        settings = [self.setting(k) for k in range(1, self.config.num_experts + 1)]
+        settings = [self.setting(k) for k in range(1, self.config.tomoe_num_experts + 1)]
         return min(settings, key=lambda setting: abs(setting.active_fraction - active))
 
 
 def is_fine(config: Any) -> bool:
     """Whether a config is that of a converted model with fine-grained experts."""
-    return getattr(config, "expert_form", None) == "fine"
+    return getattr(config, "tomoe_expert_form", None) == "fine"
 
 
 def _why_not(name: str, config: PreTrainedConfig) -> str:
@@ -97,20 +97,29 @@ def dense_shape(config: ToMoEConfig) -> ModelShape:
     return shape_of(dense)
 
 
-def active_widths(config: ToMoEConfig) -> list[tuple[int, int, int]]:
+def active_widths(config: ToMoEConfig, shape: ModelShape) -> list[tuple[int, int, int]]:
     """Return (MLP width, Q/K dims, V/O dims of a token) of every layer, with as many experts as the config says now."""
     widths = [
         shared + config.layer_top_k(i) * size
-        for i, (shared, size) in enumerate(zip(config.shared_sizes, config.expert_sizes, strict=True))
+        for i, (shared, size) in enumerate(zip(config.tomoe_shared_sizes, config.tomoe_expert_sizes, strict=True))
     ]
-    return list(zip(widths, config.qk_dims, config.value_top_k, strict=True))
+    if not config.prunes_attention:
+        return [(width, shape.head_dim, shape.head_dim) for width in widths]
+    return list(zip(widths, config.tomoe_qk_dims, config.tomoe_value_top_k, strict=True))
+
+
+def stored_widths(config: ToMoEConfig, shape: ModelShape) -> list[tuple[int, int, int]]:
+    """Return (neurons, Q/K dims, V/O dims) that every layer stores."""
+    if not config.prunes_attention:
+        return [(size, shape.head_dim, shape.head_dim) for size in config.tomoe_union_sizes]
+    return list(zip(config.tomoe_union_sizes, config.tomoe_qk_dims, config.tomoe_value_dims, strict=True))
 
 
 def use_experts_(model: PreTrainedModel, experts_per_token: int) -> None:
     """Let a loaded model use so many fine-grained experts a token from now on."""
     config: Any = model.config
     assert is_fine(config), "only fine-grained experts can be used in other numbers"
-    config.num_experts_per_tok = experts_per_token
+    setattr(config, config.top_k_key, experts_per_token)
 
 
 def load(

@@ -1,9 +1,11 @@
 """A dense decoder turned into a Mixture-of-Experts by ToMoE: one file for all families.
 
 This file imports torch and transformers only. It is copied beside the weights, so that
-`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works where tomoe is not installed. The family's own
-code (embeddings, norms, rotary embedding, decoder layer, cache) stays in charge; only each layer's `mlp` and
-`self_attn` are replaced, by one class each. The ways to run the experts stand at the end of the file.
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works where tomoe is not installed.
+
+A converted model is the family's own class with another MLP in its layers. `ToMoEConfig` and `ToMoEForCausalLM` are names
+for one class a family, made when they are needed: each inherits everything from the family's class (forward pass, cache,
+generation, initialization, tensor-parallel plan) and adds what stands here. The ways to run the experts stand at the end.
 
 Letters: B batch, S sequence, T = B S tokens, D hidden size, N experts, k experts of a token, W width of an expert, U neurons
 that some expert uses, H query heads, G key/value heads, C head dim, c kept dims of Q and K, P kept rotary pairs.
@@ -11,6 +13,8 @@ that some expert uses, H query heads, G key/value heads, C head dim, c kept dims
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,103 +23,164 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.generic import can_return_tuple
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
 
-# What the family's own code calls the cache: transformers renamed argument and output in 5.24. Callers may use either name.
+# What the family's own code calls the cache: transformers renamed it in 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-LAYER_SIZES = ("expert_sizes", "union_sizes", "shared_sizes", "experts_per_token", "rotary_pairs", "qk_dims", "value_dims",
-               "value_top_k")  # fmt: skip
+# Of the checkpoint. Folders of format 1 kept the names of a few families and nothing of what others compute.
+FORMAT = 2
+MLP_SIZES = ("expert_sizes", "union_sizes", "shared_sizes", "experts_per_token")
+# What families call the modules that a conversion replaces, in the names of their tensor-parallel plans.
+MLP_MODULES = {"mlp", "feed_forward", "ffn", "mixer", "shared_mlp"}
+ATTENTION_SIZES = ("rotary_pairs", "qk_dims", "value_dims", "value_top_k")
 
 
 class ToMoEConfig(PreTrainedConfig):
-    """The dense model's config, flat, plus what the plan chose; lists hold one number per layer.
+    """The family's own config, with what the plan chose beside it under names that begin with `tomoe_`.
 
-    dense_model_type: the family; expert_form: overlapping (top-1, experts share neurons) or fine (top-k, experts share
-    nothing, added to a shared part of shared_sizes neurons); num_experts: N; experts_per_token: k; num_experts_per_tok:
-    `planned_top_k`, or when loading another one (`layer_top_k`); expert_sizes: W; union_sizes: U; rotary_pairs: P; qk_dims:
-    c, which is 2 P and the kept dims that RoPE leaves alone; value_dims: kept dims of V and O; value_top_k: how many of them
-    a token uses (fewer if a value router chooses); expert_backend: a name in EXPERT_BACKENDS; plan_source: hash of the dense
-    weights; output_router_logits, router_aux_loss_coef: as in stock MoEs, for the balance loss (see `balance_loss`).
+    Lists hold one number for each converted layer. tomoe_format: of the checkpoint; tomoe_dense_type, tomoe_dense_class:
+    the family's config and model; tomoe_mlps: the names of the MLPs that were replaced; tomoe_mlp_parts: what the family
+    calls their parts; tomoe_expert_form: overlapping (top-1, experts share neurons) or fine (top-k, experts share nothing,
+    added to a shared part of shared_sizes neurons); tomoe_num_experts: N; tomoe_experts_per_token: k; tomoe_expert_sizes:
+    W; tomoe_union_sizes: U; tomoe_expert_backend: a name in EXPERT_BACKENDS; tomoe_plan_source: hash of the dense weights.
+
+    Only where attention is pruned: tomoe_rotary_pairs: P; tomoe_qk_dims: c, which is 2 P and the kept dims that RoPE leaves
+    alone; tomoe_value_dims: kept dims of V and O; tomoe_value_top_k: how many of them a token uses (fewer if a value router
+    chooses); tomoe_value_embedding_size: of that router.
+
+    `num_experts_per_tok`, which engines and users know, is the k of the layers that leave experts out, or when loading
+    another one (`layer_top_k`). In a family that has such a key itself it is `tomoe_num_experts_per_tok`.
+    `output_router_logits` and `router_aux_loss_coef` mean what they mean in stock MoEs (see `balance_loss`).
+
     Raises ValueError, before anything is allocated, if these numbers contradict each other or the dense sizes.
     """
 
     model_type = "tomoe"
-    # Heads are split over ranks. Experts share rows, which no rule here can slice, so every rank holds the MLPs whole.
-    base_model_tp_plan = {f"layers.*.self_attn.{p}_proj": "rowwise" if p == "o" else "colwise" for p in "qkvo"}
-
-    dense_model_type: str | None = None
-    expert_form: str = "overlapping"
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    experts_per_token: list[int] = field(default_factory=list)
-    shared_sizes: list[int] = field(default_factory=list)
-    expert_sizes: list[int] = field(default_factory=list)
-    union_sizes: list[int] = field(default_factory=list)
-    rotary_pairs: list[int] = field(default_factory=list)
-    qk_dims: list[int] = field(default_factory=list)
-    value_dims: list[int] = field(default_factory=list)
-    value_top_k: list[int] = field(default_factory=list)
-    value_embedding_size: int = 0
-    expert_backend: str = "auto"
-    plan_source: str | None = None
+    tomoe_dense_type: str = ""
+    tomoe_dense_class: str = ""
+    tomoe_format: int = FORMAT
+    tomoe_mlps: list[str] = field(default_factory=list)
+    tomoe_mlp_parts: dict[str, Any] = field(default_factory=dict)
+    tomoe_expert_form: str = "overlapping"
+    tomoe_num_experts: int = 0
+    tomoe_experts_per_token: list[int] = field(default_factory=list)
+    tomoe_shared_sizes: list[int] = field(default_factory=list)
+    tomoe_expert_sizes: list[int] = field(default_factory=list)
+    tomoe_union_sizes: list[int] = field(default_factory=list)
+    tomoe_rotary_pairs: list[int] = field(default_factory=list)
+    tomoe_qk_dims: list[int] = field(default_factory=list)
+    tomoe_value_dims: list[int] = field(default_factory=list)
+    tomoe_value_top_k: list[int] = field(default_factory=list)
+    tomoe_value_embedding_size: int = 0
+    tomoe_expert_backend: str = "auto"
+    tomoe_plan_source: str | None = None
     tomoe_version: str | None = None
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.1
+
+    def __new__(cls, **values: Any) -> ToMoEConfig:
+        if cls is ToMoEConfig and values.get("tomoe_dense_type"):
+            cls = config_class(known_family(values["tomoe_dense_type"]))
+        return super().__new__(cls)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, in the family's class. Raises ValueError for a folder of an older format."""
+        if cls is not ToMoEConfig:
+            return super().from_dict(config_dict, **kwargs)
+        if "dense_model_type" in config_dict and "tomoe_format" not in config_dict:
+            raise ValueError(
+                "this folder was written by an older version of tomoe, whose format is no longer read; make it again from "
+                "its own plan: tomoe apply FOLDER MODEL -o NEW"
+            )
+        if config_dict.get("tomoe_format") != FORMAT:
+            raise ValueError(
+                f"the folder has format {str(config_dict.get('tomoe_format'))[:40]!r}, and {FORMAT} is read here"
+            )
+        return config_class(known_family(config_dict.get("tomoe_dense_type"))).from_dict(config_dict, **kwargs)
+
+    def __reduce__(self) -> Any:
+        # Classes of one name cannot be found by it.
+        return _new_config, (self.tomoe_dense_type,), self.__dict__
 
     def __post_init__(self, **dense_values: Any) -> None:
         super().__post_init__(**dense_values)
         # transformers writes only the class that was saved, and serving engines ask for AutoModel.
         classes = {"AutoConfig": "ToMoEConfig", "AutoModel": "ToMoEModel", "AutoModelForCausalLM": "ToMoEForCausalLM"}
         self.auto_map = {auto: f"modeling_tomoe.{name}" for auto, name in classes.items()}
+        if not self.tomoe_dense_type:
+            return
         # Serving engines read it; with overlapping experts the routing is top-1, whatever a file says.
-        if self.expert_form == "overlapping":
-            self.num_experts_per_tok = 1
-        elif not self.num_experts_per_tok:
-            self.num_experts_per_tok = self.planned_top_k or 1
-        # transformers makes empty configs to compare with.
-        if self.dense_model_type is not None:
-            self.check()
+        if self.tomoe_expert_form == "overlapping" or not getattr(self, self.top_k_key, None):
+            setattr(self, self.top_k_key, 1 if self.tomoe_expert_form == "overlapping" else self.planned_top_k or 1)
+        self.check()
+
+    @property
+    def top_k_key(self) -> str:
+        """The key that k is dialed by."""
+        own = "num_experts_per_tok" in CONFIG_MAPPING[self.tomoe_dense_type].__dataclass_fields__
+        return "tomoe_num_experts_per_tok" if own else "num_experts_per_tok"
+
+    @property
+    def prunes_attention(self) -> bool:
+        """Whether attention is ToMoE's; otherwise it is the family's."""
+        return bool(self.tomoe_qk_dims)
 
     def check(self) -> None:
         """Raises ValueError, in one sentence, for sizes that no conversion of such a dense model can have."""
+        if not isinstance(self.tomoe_mlps, list) or not self.tomoe_mlps:
+            raise ValueError("the config names no MLP that was converted")
         for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"):
-            self._check_size(name, getattr(self, name, None), 1, 2**24 if name.endswith("_size") else 2**16)
-        head_dim = getattr(self, "head_dim", None) or self.hidden_size // self.num_attention_heads
-        for name, value in (("head_dim", head_dim), ("num_experts", self.num_experts)):
-            self._check_size(name, value, 1, 2**16)
-        if not isinstance(self.dense_model_type, str) or self.dense_model_type == self.model_type:
-            raise ValueError(f"the config names {self.dense_model_type!r} as the dense family, which is none")
-        layers = self.num_hidden_layers
-        for name in LAYER_SIZES:
-            sizes = getattr(self, name)
+            if type(value := getattr(self, name, None)) is int:
+                self._check_size(name, value, 1, 2**24 if name.endswith("_size") else 2**16)
+        layers, experts = len(self.tomoe_mlps), self.tomoe_num_experts
+        self._check_size("tomoe_num_experts", experts, 1, 2**16)
+        for name in MLP_SIZES + (ATTENTION_SIZES if self.prunes_attention else ()):
+            sizes = getattr(self, f"tomoe_{name}")
             if not isinstance(sizes, list) or len(sizes) != layers:
                 count = f"{len(sizes)} numbers" if isinstance(sizes, list) else type(sizes).__name__
-                raise ValueError(f"the config has {count} under {name}, but {layers} layers")
-        if self.expert_form not in ("overlapping", "fine"):
-            raise ValueError(f"expert_form is {str(self.expert_form)[:40]!r}; known are overlapping and fine")
-        experts = self.num_experts if self.expert_form == "fine" else 1
-        self._check_size("num_experts_per_tok", self.num_experts_per_tok, 1, experts)
+                raise ValueError(f"the config has {count} under tomoe_{name}, but {layers} converted layers")
+        if self.tomoe_expert_form not in ("overlapping", "fine"):
+            raise ValueError(
+                f"tomoe_expert_form is {str(self.tomoe_expert_form)[:40]!r}; known are overlapping and fine"
+            )
+        most = experts if self.tomoe_expert_form == "fine" else 1
+        self._check_size(self.top_k_key, getattr(self, self.top_k_key), 1, most)
+        width = getattr(self, "intermediate_size", None)
         for i in range(layers):
-            self._check_size(f"union_sizes of layer {i}", self.union_sizes[i], 1, self.intermediate_size)
-            self._check_size(f"shared_sizes of layer {i}", self.shared_sizes[i], 0, self.union_sizes[i] - 1)
-            self._check_size(f"expert_sizes of layer {i}", self.expert_sizes[i], 1, self.union_sizes[i])
-            self._check_size(f"experts_per_token of layer {i}", self.experts_per_token[i], 1, experts)
-            held = self.shared_sizes[i] + self.num_experts * self.expert_sizes[i]
-            if held != self.union_sizes[i] if self.expert_form == "fine" else held < self.union_sizes[i]:
-                raise ValueError(f"the config has {held} expert neurons in layer {i}, not {self.union_sizes[i]}")
-            self._check_size(f"qk_dims of layer {i}", self.qk_dims[i], 1, head_dim)
-            self._check_size(f"rotary_pairs of layer {i}", self.rotary_pairs[i], 0, self.qk_dims[i] // 2)
-            self._check_size(f"value_dims of layer {i}", self.value_dims[i], 1, head_dim)
-            self._check_size(f"value_top_k of layer {i}", self.value_top_k[i], 1, self.value_dims[i])
-            if self.value_top_k[i] < self.value_dims[i]:
-                self._check_size("value_embedding_size", self.value_embedding_size, 1, 2**16)
+            self._check_layer(i, most, width if type(width) is int else 2**24)
+            if self.prunes_attention:
+                self._check_attention(i)
+
+    def _check_layer(self, i: int, most: int, width: int) -> None:
+        union, shared, size = self.tomoe_union_sizes[i], self.tomoe_shared_sizes[i], self.tomoe_expert_sizes[i]
+        self._check_size(f"tomoe_union_sizes of layer {i}", union, 1, min(width, 2**24))
+        self._check_size(f"tomoe_shared_sizes of layer {i}", shared, 0, union - 1)
+        self._check_size(f"tomoe_expert_sizes of layer {i}", size, 1, union)
+        self._check_size(f"tomoe_experts_per_token of layer {i}", self.tomoe_experts_per_token[i], 1, most)
+        held = shared + self.tomoe_num_experts * size
+        if held != union if self.tomoe_expert_form == "fine" else held < union:
+            raise ValueError(f"the config has {held} expert neurons in layer {i}, not {union}")
+
+    def _check_attention(self, i: int) -> None:
+        heads = self.num_attention_heads
+        self._check_size("num_attention_heads", heads, 1, 2**16)
+        head_dim = getattr(self, "head_dim", None) or self.hidden_size // heads
+        self._check_size("head_dim", head_dim, 1, 2**16)
+        self._check_size(f"tomoe_qk_dims of layer {i}", self.tomoe_qk_dims[i], 1, head_dim)
+        self._check_size(f"tomoe_rotary_pairs of layer {i}", self.tomoe_rotary_pairs[i], 0, self.tomoe_qk_dims[i] // 2)
+        self._check_size(f"tomoe_value_dims of layer {i}", self.tomoe_value_dims[i], 1, head_dim)
+        self._check_size(f"tomoe_value_top_k of layer {i}", self.tomoe_value_top_k[i], 1, self.tomoe_value_dims[i])
+        if self.tomoe_value_top_k[i] < self.tomoe_value_dims[i]:
+            self._check_size("tomoe_value_embedding_size", self.tomoe_value_embedding_size, 1, 2**16)
 
     @staticmethod
     def _check_size(name: str, value: Any, smallest: int, largest: int) -> None:
@@ -125,16 +190,17 @@ class ToMoEConfig(PreTrainedConfig):
     @property
     def planned_top_k(self) -> int:
         """The largest k of the layers that leave experts out; N if none does."""
-        return max((k for k in self.experts_per_token if k < self.num_experts), default=self.num_experts)
+        n = self.tomoe_num_experts
+        return max((k for k in self.tomoe_experts_per_token if k < n), default=n)
 
     def layer_top_k(self, layer: int) -> int:
-        """k of a layer. Loaded with another `num_experts_per_tok`, layers use more or fewer experts, in proportion to what they
-        use or leave out; those that leave none out stay whole. All N are the dense model, if it was not repaired."""
-        n, most, k = self.num_experts, self.planned_top_k, self.num_experts_per_tok
-        planned = self.experts_per_token[layer]
+        """k of a converted layer. Loaded with another `num_experts_per_tok`, layers use more or fewer experts, in proportion to
+        what they use or leave out; those that leave none out stay whole. All N are the dense model, if it was not repaired."""
+        n, most, k = self.tomoe_num_experts, self.planned_top_k, getattr(self, self.top_k_key)
+        planned = self.tomoe_experts_per_token[layer]
         if k == most or (planned == n and most < n):
             return planned
-        self._check_size("num_experts_per_tok", k, 1, n)
+        self._check_size(self.top_k_key, k, 1, n)
         if k < most:
             return max(1, round(planned * k / most))
         return n - round((n - planned) * (n - k) / (n - most))
@@ -142,10 +208,40 @@ class ToMoEConfig(PreTrainedConfig):
     def dense_config(self) -> PreTrainedConfig:
         """The config of the dense model, in its family's own class."""
         dropped = {"model_type", "architectures", "auto_map", "transformers_version", "dtype", "quantization_config"}
-        values = {k: v for k, v in self.to_dict().items() if k not in dropped and k not in ToMoEConfig.__annotations__}
-        config = AutoConfig.for_model(cast(str, self.dense_model_type), **values)
+        dropped.add(self.top_k_key)
+        values = {k: v for k, v in self.to_dict().items() if k not in dropped and not k.startswith("tomoe_")}
+        config: PreTrainedConfig = CONFIG_MAPPING[self.tomoe_dense_type](**values)
         config._attn_implementation = self._attn_implementation
         return config
+
+
+def known_family(dense_type: Any) -> str:
+    """The type of a dense model. Raises ValueError for one that this version of transformers does not know."""
+    if not isinstance(dense_type, str) or dense_type == ToMoEConfig.model_type or dense_type not in CONFIG_MAPPING:
+        found = str(dense_type)[:40]
+        raise ValueError(f"the config names {found!r} as the dense family, which is none that transformers knows")
+    return dense_type
+
+
+@functools.cache
+def config_class(dense_type: str) -> type[ToMoEConfig]:
+    """The config of converted models of a family: its own, with the values of `ToMoEConfig`. transformers learns of it."""
+    family = CONFIG_MAPPING[dense_type]
+    plan = getattr(family, "base_model_tp_plan", None)
+    if plan is not None:
+        # Experts share rows, which no rule here can slice, so every rank holds the MLPs whole. Pruned heads are split.
+        plan = {name: how for name, how in plan.items() if not set(name.split(".")) & MLP_MODULES}
+        plan |= {f"layers.*.self_attn.{p}_proj": "rowwise" if p == "o" else "colwise" for p in "qkvo"}
+    values = {"__module__": __name__, "model_type": ToMoEConfig.model_type, "base_model_tp_plan": plan}
+    # The family comes first, so that its fields keep their defaults.
+    made = cast(type[ToMoEConfig], type(ToMoEConfig.__name__, (family, ToMoEConfig), values))
+    AutoModel.register(made, ToMoEModel, exist_ok=True)
+    AutoModelForCausalLM.register(made, ToMoEForCausalLM, exist_ok=True)
+    return made
+
+
+def _new_config(dense_type: str) -> Any:
+    return object.__new__(config_class(dense_type) if dense_type else ToMoEConfig)
 
 
 class ValueRouter(nn.Module):
@@ -166,6 +262,12 @@ class ValueRouter(nn.Module):
         return torch.zeros_like(logits).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1.0)
 
 
+def sliding_window(attention: nn.Module, config: PreTrainedConfig) -> int | None:
+    """How many of the last tokens an attention sees, by itself or by a key that its family's config has; None: all."""
+    own = getattr(config, "sliding_window", None) if "sliding_window" in config.__dataclass_fields__ else None
+    return cast("int | None", getattr(attention, "sliding_window", own))
+
+
 class ToMoEAttention(nn.Module):
     """Attention on the kept dims (Eq. 4): Q and K on kept rotary pairs, V and O on kept dims or on those a token chooses."""
 
@@ -173,16 +275,16 @@ class ToMoEAttention(nn.Module):
     k_norm: nn.Parameter | None
     rotary_ids: Tensor
 
-    def __init__(self, dense: Any, config: ToMoEConfig, layer: int, text_config: PreTrainedConfig):
+    def __init__(self, dense: Any, config: ToMoEConfig, layer: int):
         super().__init__()
-        self.config, self.layer_idx, self.is_causal = text_config, dense.layer_idx, True
+        self.config, self.layer_idx, self.is_causal = config, dense.layer_idx, True
         self.head_dim = dense.head_dim
-        self.qk_size, self.value_size = config.qk_dims[layer], config.value_dims[layer]
-        self.top_k = config.value_top_k[layer]
+        self.qk_size, self.value_size = config.tomoe_qk_dims[layer], config.tomoe_value_dims[layer]
+        self.top_k = config.tomoe_value_top_k[layer]
         # Pruned dims add zero to q.k, so the dense 1/sqrt(C) stays right; 1/sqrt(c) would be wrong.
         self.scaling = dense.scaling
         self.attention_dropout = getattr(dense, "attention_dropout", 0.0)
-        self.sliding_window = getattr(dense, "sliding_window", getattr(text_config, "sliding_window", None))
+        self.sliding_window = sliding_window(dense, config)
         heads = dense.q_proj.out_features // self.head_dim
         kv_heads = dense.k_proj.out_features // self.head_dim
         self.num_key_value_groups = heads // kv_heads
@@ -200,9 +302,9 @@ class ToMoEAttention(nn.Module):
         for name in ("q_norm", "k_norm"):
             weight = None if norm is None else nn.Parameter(torch.ones(self.qk_size, dtype=norm.weight.dtype))
             self.register_parameter(name, weight)
-        self.register_buffer("rotary_ids", torch.arange(config.rotary_pairs[layer], dtype=torch.int32))
+        self.register_buffer("rotary_ids", torch.arange(config.tomoe_rotary_pairs[layer], dtype=torch.int32))
         chooses = self.top_k < self.value_size
-        self.value_router = ValueRouter(hidden, config.value_embedding_size, self.value_size) if chooses else None
+        self.value_router = ValueRouter(hidden, config.tomoe_value_embedding_size, self.value_size) if chooses else None
 
     def rms_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
@@ -249,8 +351,6 @@ class ToMoEAttention(nn.Module):
             # a paged cache (continuous batching) writes into `kwargs` what its attention reads
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        if attend is sdpa_attention_forward:  # and not what somebody registered in its place
-            attend = sdpa_attention
         dropout = self.attention_dropout if self.training else 0.0
         kwargs |= dict(dropout=dropout, scaling=self.scaling, sliding_window=self.sliding_window)
         out, weights = attend(self, q, k, v, attention_mask, **kwargs)
@@ -270,28 +370,6 @@ def eager_attention(
         scores = scores + mask
     weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(q.dtype), p=dropout, training=module.training)
     return (weights @ v).transpose(1, 2).contiguous(), weights
-
-
-def sdpa_attention(
-    module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """As in transformers; from one new token a row, the query heads of a key/value head attend on a CPU as its queries.
-
-    PyTorch would repeat keys and values for each query head there: in bfloat16 that takes five times as long.
-    """
-    grouped = q.shape[1] > k.shape[1] and (mask is None or mask.shape[1] == 1)
-    if q.device.type != "cpu" or q.shape[2] > 1 or not grouped:
-        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, dropout=dropout, **kwargs)
-    queries = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
-    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    return out.reshape(len(q), 1, q.shape[1], -1), None
 
 
 def expert_probs(logits: Tensor, top_k: int | None) -> Tensor:
@@ -344,22 +422,23 @@ class ToMoEMLP(nn.Module):
 
     def __init__(self, dense: Any, config: ToMoEConfig, layer: int):
         super().__init__()
-        self.config, self.layer_idx, self.num_experts = config, layer, config.num_experts
-        self.shared_size, self.fine = config.shared_sizes[layer], config.expert_form == "fine"
+        self.config, self.layer_idx, self.num_experts = config, layer, config.tomoe_num_experts
+        self.shared_size, self.fine = config.tomoe_shared_sizes[layer], config.tomoe_expert_form == "fine"
         self._cache: dict[str, Any] = {}
-        gate: Any = getattr(dense, "gate_proj", None)
-        up, down = (dense.up_proj, dense.down_proj) if hasattr(dense, "up_proj") else (dense.fc1, dense.fc2)
-        self.activation = getattr(dense, "act_fn", None) or getattr(dense, "activation_fn", None) or dense.act
-        size, hidden = config.union_sizes[layer], up.in_features
+        parts = config.tomoe_mlp_parts
+        up, down = getattr(dense, parts["up"]), getattr(dense, parts["down"])
+        gate = up if parts["fused"] else getattr(dense, parts["gate"]) if parts["gate"] else None
+        self.activation = getattr(dense, parts["activation"]) if parts["activation"] else nn.SiLU()
+        size, hidden = config.tomoe_union_sizes[layer], up.nx if isinstance(up, Conv1D) else up.in_features
 
-        self.router = Router(hidden, config.num_experts, bias=self.fine)
+        self.router = Router(hidden, self.num_experts, bias=self.fine)
         for name, like, bias_size in (("gate", gate, size), ("up", up, size), ("down", down, hidden)):
             bias = getattr(like, "bias", None)
             for part, tensor, shape in (("proj", like, (size, hidden)), ("bias", bias, (bias_size,))):
                 rows = None if tensor is None else nn.Parameter(torch.empty(shape, dtype=up.weight.dtype))
                 self.register_parameter(f"{name}_{part}", rows)
         # Checkpoints know the rows of the experts by this name.
-        self.register_buffer("expert_neurons", self.default_rows(size, config.expert_sizes[layer]))
+        self.register_buffer("expert_neurons", self.default_rows(size, config.tomoe_expert_sizes[layer]))
 
     def default_rows(self, union: int, width: int) -> Tensor:
         """Rows [N, W] of experts that no plan chose; overlapping ones are runs of neighbors that together cover all U rows."""
@@ -371,7 +450,7 @@ class ToMoEMLP(nn.Module):
     @property
     def top_k(self) -> int | None:
         """Experts of a token; None for overlapping experts, which are used one at a time."""
-        k = self.config.num_experts_per_tok
+        k = getattr(self.config, self.config.top_k_key)
         return self.cached("top_k", lambda: self.config.layer_top_k(self.layer_idx), k) if self.fine else None
 
     @property
@@ -417,43 +496,85 @@ class ToMoEMLP(nn.Module):
 
         return self.cached("runs", lambda: [runs_of(rows) for rows in self.expert_rows.tolist()], self.expert_rows)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
+        """y of the shape of the hidden states; some families hand their MLP the residual, too, and want the sum."""
         x = hidden_states.flatten(0, -2)
         trains = torch.is_grad_enabled() and self.router.weight.requires_grad
         expert_ids, weights = route(self.router(x), self.top_k, trains)
         if weights is not None and self.fine:
             y = run_masked(self, x, expert_ids, weights)
         else:
-            y = EXPERT_BACKENDS[self.config.expert_backend](self, x, expert_ids)
+            y = EXPERT_BACKENDS[self.config.tomoe_expert_backend](self, x, expert_ids)
             y = y if weights is None else y * weights.to(y.dtype)
         if self.down_bias is not None:
             y = y + self.down_bias
-        return y.view_as(hidden_states)
+        y = y.view_as(hidden_states)
+        return y if residual is None else y + residual
 
 
 class ToMoEPreTrainedModel(PreTrainedModel):
-    config_class = ToMoEConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _skip_keys_device_placement = [CACHE]
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    # Near ties of a router must fall as they fell when it was trained, whatever the dtype of the rest. Loading reads the
-    # strict list; quantizers skip names that begin as a pattern of the other says: of modules, or (torchao) of weights.
-    _keep_in_fp32_modules_strict = ["router"]
-    _keep_in_fp32_modules = [".*router"]
+    """What a converted model adds to its family's class: its MLPs, and their loading."""
 
-    def __init__(self, config: ToMoEConfig):
-        super().__init__(config)
-        if config.value_embedding_size:
-            self._keep_in_fp32_modules_strict = ["router", "value_router"]
+    config_class = ToMoEConfig
+    # Engines ask the class, before a family is known.
+    _supports_attention_backend = True
+
+    def __new__(cls, config: Any, *_: Any, **__: Any) -> Any:
+        return super().__new__(_family_class(cls, config.tomoe_dense_type, config.tomoe_dense_class))
+
+    def __init__(self, config: ToMoEConfig, *inputs: Any, **kwargs: Any):
+        if config.tomoe_expert_backend not in EXPERT_BACKENDS:
+            known = ", ".join(EXPERT_BACKENDS)
+            raise ValueError(f"there is no expert backend {config.tomoe_expert_backend!r}; take {known}")
+        # Loading may have changed some of the numbers.
+        config.check()
+        super().__init__(config, *inputs, **kwargs)
+        parts = config.tomoe_mlp_parts
+        for i, name in enumerate(config.tomoe_mlps):
+            layer_name, _, mlp_name = self.own_name(name).rpartition(".")
+            layer: Any = self.get_submodule(layer_name)
+            dense: Any = layer if parts["flat"] else getattr(layer, mlp_name)
+            setattr(layer, mlp_name, ToMoEMLP(dense, config, i))
+            if parts["flat"]:
+                # What came after the up projection, in the layer itself.
+                setattr(layer, parts["down"], nn.Identity())
+                setattr(layer, parts["activation"], nn.Identity())
+            if config.prunes_attention:
+                layer.self_attn = ToMoEAttention(layer.self_attn, config, i)
+        # Near ties of a router must fall as they fell when it was trained, whatever the dtype of the rest. Loading reads the
+        # strict list; quantizers skip names that begin as a pattern of the other says: of modules, or (torchao) of weights.
+        names = [self.own_name(name) for name in config.tomoe_mlps]
+        routers = [f"{name}.router" for name in names]
+        if config.tomoe_value_embedding_size:
+            routers += [f"{name.rpartition('.')[0]}.self_attn.value_router" for name in names]
+        self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *routers}
+        self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *(f".*{name}" for name in routers)}
+        # Each model within initializes its own modules, and the family's decoder does not know these.
+        for inner in self.modules():
+            if isinstance(inner, PreTrainedModel) and inner is not self:
+                inner.__dict__["_init_weights"] = self._init_weights
+        self.post_init()
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+    def is_custom_code(cls) -> bool:
+        """False: transformers would take buffers that no checkpoint holds as loaded, and the family's code sets them."""
+        return False
+
+    def own_name(self, name: str) -> str:
+        """The name in this model of a module of the causal language model."""
+        return name
+
+    def __reduce__(self) -> Any:
+        # Classes of one name cannot be found by it.
+        return _new_model, (self.entry, self.config.tomoe_dense_type, self.config.tomoe_dense_class), self.__dict__
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """As in transformers. Raises ValueError for ids that point outside the matrices, and for NaN in routers or norms."""
-        loaded = super().from_pretrained(*args, **kwargs)
+        if not hasattr(config, "tomoe_dense_type"):
+            config, kwargs = ToMoEConfig.from_pretrained(config or path, return_unused_kwargs=True, **kwargs)
+        family: Any = super(ToMoEPreTrainedModel, _family_class(cls, config.tomoe_dense_type, config.tomoe_dense_class))
+        loaded = family.from_pretrained(path, *args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.check_ids()
         model.check_finite()
@@ -462,21 +583,28 @@ class ToMoEPreTrainedModel(PreTrainedModel):
             router.requires_grad_(False)
         return loaded
 
+    def mlps(self) -> list[ToMoEMLP]:
+        """The converted MLPs in the order of their layers."""
+        return [module for module in self.modules() if isinstance(module, ToMoEMLP)]
+
     def check_ids(self) -> None:
         """Raises ValueError unless neurons and pairs are ascending numbers of what is there: duplicates would count twice."""
-        base: Any = self.base_model
-        num_pairs = base.rotary_emb.inv_freq.numel()
-        for i, layer in enumerate(base.layers):
-            # engines that split layers over ranks leave none in its place
-            if not hasattr(layer, "mlp"):
-                continue
-            for what, ids, count in (
-                ("neurons of an expert", layer.mlp.expert_rows, self.config.union_sizes[i]),
-                ("rotary pairs", layer.self_attn.rotary_ids[None], num_pairs),
-            ):
-                edges = F.pad(F.pad(ids.long(), (1, 0), value=-1), (0, 1), value=count)
-                if not (ids.is_meta or bool((edges.diff() > 0).all())):
-                    raise ValueError(f"layer {i} numbers its {what} out of order or outside the {count} that there are")
+        for mlp in self.mlps():
+            i = mlp.layer_idx
+            self._check_ids(
+                f"layer {i} numbers its neurons of an expert", mlp.expert_rows, self.config.tomoe_union_sizes[i]
+            )
+        for module in self.modules():
+            if isinstance(module, ToMoEAttention):
+                name = f"layer {module.layer_idx} numbers its rotary pairs"
+                rotary: Any = self.base_model.rotary_emb
+                self._check_ids(name, module.rotary_ids[None], rotary.inv_freq.numel())
+
+    @staticmethod
+    def _check_ids(what: str, ids: Tensor, count: int) -> None:
+        edges = F.pad(F.pad(ids.long(), (1, 0), value=-1), (0, 1), value=count)
+        if not (ids.is_meta or bool((edges.diff() > 0).all())):
+            raise ValueError(f"{what} out of order or outside the {count} that there are")
 
     def check_finite(self) -> None:
         """Raises ValueError for NaN or inf in a router or a norm: the model would run, and write other text."""
@@ -486,7 +614,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize what transformers does not know: rows, norms of heads, ids. Tensors that were loaded stay."""
+        """Initialize what the family does not know: rows, norms of heads, ids. Tensors that were loaded stay."""
         super()._init_weights(module)
         if isinstance(module, ToMoEMLP):
             std = getattr(self.config, "initializer_range", None) or 0.02
@@ -498,18 +626,6 @@ class ToMoEPreTrainedModel(PreTrainedModel):
             for p in module.parameters(recurse=False):
                 init.ones_(p)
             init.copy_(module.rotary_ids, torch.arange(len(module.rotary_ids)))
-
-    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, for the family's config too: the family's code and `ToMoEAttention` read that one."""
-        super().set_attn_implementation(*args, **kwargs)
-        cast(Any, self.base_model).family.config._attn_implementation = self.config._attn_implementation
-
-
-def share_children_(model: nn.Module, family: nn.Module) -> None:
-    """Give `model` the children of `family`, so that names read `layers.0.mlp...` and who replaces one replaces it in both."""
-    model._modules = family._modules
-    # `Module.__setattr__` would make `family` a child, and every parameter would have a second name.
-    object.__setattr__(model, "family", family)
 
 
 @contextmanager
@@ -524,63 +640,46 @@ def record_outputs(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
             handle.remove()
 
 
-class ToMoEModel(ToMoEPreTrainedModel):
-    """The decoder without its output matrix: the family's own model, with ToMoE's MLP and attention in its layers."""
+def recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The family's forward pass, which also gives what it cannot know of: router logits [T, N] of every layer and the
+    weights of pruned attention, if they are asked for; with labels, the balance loss is added to the loss."""
+    signature = inspect.signature(forward).parameters
 
-    family: Any
-
-    def __init__(self, config: ToMoEConfig, family: Any = None):
-        super().__init__(config)
-        if config.expert_backend not in EXPERT_BACKENDS:
-            raise ValueError(f"there is no expert backend {config.expert_backend!r}; take {', '.join(EXPERT_BACKENDS)}")
-        # Loading may have changed some of the numbers.
-        config.check()
-        family = AutoModel.from_config(config.dense_config()) if family is None else family
-        family.config._attn_implementation = config._attn_implementation
-        # Caches read from the config what the family derives from other values: which layers slide, and how far.
-        config.update({k: v for k, v in family.config.to_dict().items() if k in ("layer_types", "sliding_window")})
-        for i, layer in enumerate(family.layers):
-            layer.mlp = ToMoEMLP(layer.mlp, config, i)
-            layer.self_attn = ToMoEAttention(layer.self_attn, config, i, family.config)
-        share_children_(self, family)
-        self._no_split_modules = getattr(family, "_no_split_modules", None)
-        self.post_init()
-        self._pp_plan = dict(getattr(family, "_pp_plan", None) or {})
-
-    def train(self, mode: bool = True) -> ToMoEModel:
-        self.family.training = mode
-        return super().train(mode)
-
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_router_logits: bool | None = None,
-        cache: Any = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
-        kwargs |= dict(
-            attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds, use_cache=use_cache,
-            return_dict=True, **{CACHE: past_key_values if cache is None else cache},
-        )  # fmt: skip
-        attends = self.config.output_attentions if output_attentions is None else output_attentions
-        routes = self.config.output_router_logits if output_router_logits is None else output_router_logits
+    @functools.wraps(forward)
+    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config, asked = self.config, kwargs.get("output_attentions")
+        attends = config.prunes_attention and (config.output_attentions if asked is None else asked)
+        routes = False
+        if "output_router_logits" not in signature:
+            asked = kwargs.pop("output_router_logits", None)
+            routes = config.output_router_logits if asked is None else asked
         if not attends and not routes:
-            return self.family(input_ids, **kwargs)
+            return forward(self, *args, **kwargs)
+        tuples = kwargs.get("return_dict") is False
+        attentions = [module for module in self.modules() if isinstance(module, ToMoEAttention)]
         with (
-            record_outputs(layer.mlp.router for layer in self.family.layers) as router_logits,
-            record_outputs(layer.self_attn for layer in self.family.layers) as attended,
+            record_outputs(mlp.router for mlp in self.mlps()) as router_logits,
+            record_outputs(attentions) as attended,
         ):
-            outputs = self.family(input_ids, output_attentions=attends, **kwargs)
+            outputs = forward(self, *args, **kwargs | {"return_dict": True})
         if attends:
-            outputs.attentions = tuple(weights for _, weights in attended if weights is not None)
-        return MoeModelOutputWithPast(**outputs, router_logits=tuple(router_logits)) if routes else outputs
+            outputs["attentions"] = tuple(weights for _, weights in attended if weights is not None)
+        if routes:
+            outputs = _with_routing(self, outputs, tuple(router_logits), args, kwargs)
+        return outputs.to_tuple() if tuples else outputs
+
+    return recording
+
+
+def _with_routing(model: Any, outputs: Any, routed: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if "logits" not in outputs:
+        return MoeModelOutputWithPast(**outputs, router_logits=routed)
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    balance = balance_loss(routed, mask, [mlp.top_k for mlp in model.mlps()])
+    loss = outputs.get("loss")
+    if loss is not None:
+        outputs["loss"] = loss + model.config.router_aux_loss_coef * balance.to(loss.device)
+    return MoeCausalLMOutputWithPast(**outputs, aux_loss=balance, router_logits=routed)
 
 
 def balance_loss(
@@ -600,53 +699,63 @@ def balance_loss(
     return torch.stack(terms).mean()
 
 
-class ToMoEForCausalLM(ToMoEPreTrainedModel, GenerationMixin):
+class ToMoEModel(ToMoEPreTrainedModel):
+    """The decoder without its output matrix."""
+
+    def own_name(self, name: str) -> str:
+        return name.removeprefix(f"{self.base_model_prefix}.")
+
+
+class ToMoEForCausalLM(ToMoEPreTrainedModel):
     """The converted model, with its output matrix."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
+    def __init__(self, config: ToMoEConfig, *inputs: Any, **kwargs: Any):
+        super().__init__(config, *inputs, **kwargs)
+        # Given a slice of the hidden states, as generation does, PyTorch on a CPU copies the whole output matrix.
+        self.get_output_embeddings().register_forward_pre_hook(_own_rows)
 
-    def __init__(self, config: ToMoEConfig):
-        super().__init__(config)
-        dense = AutoModelForCausalLM.from_config(config.dense_config())
-        self.model, self.lm_head = ToMoEModel(config, dense.model), dense.lm_head
-        self._no_split_modules = self.model._no_split_modules
-        self.post_init()
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        cache: Any = None,
-        **kwargs: Any,
-    ) -> MoeCausalLMOutputWithPast:
-        past = past_key_values if cache is None else cache
-        outputs: BaseModelOutputWithPast = self.model(
-            input_ids, attention_mask, position_ids, past, inputs_embeds, use_cache, return_dict=True, **kwargs
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden = cast(Tensor, outputs.last_hidden_state)[:, kept, :]
-        # A tensor of its own: for a slice PyTorch copies the whole output matrix on a CPU.
-        logits = self.lm_head(hidden.clone(memory_format=torch.contiguous_format))
-        routed = getattr(outputs, "router_logits", None)
-        loss = balance = None
-        if routed is not None:
-            balance = balance_loss(routed, attention_mask, [layer.mlp.top_k for layer in self.model.layers])
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            loss = loss if balance is None else loss + self.config.router_aux_loss_coef * balance.to(loss.device)
-        return MoeCausalLMOutputWithPast(
-            loss=loss, aux_loss=balance, logits=logits, hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions, router_logits=routed, **{CACHE: getattr(outputs, CACHE)},
-        )  # fmt: skip
+def _own_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
+
+
+# Each is made once: what is saved and loaded again has the same class.
+FAMILY_CLASSES: dict[tuple[type, str, str], type[Any]] = {}
+
+
+def _family_class(entry: type[Any], dense_type: str, dense_class: str) -> type[Any]:
+    """The class of a family's converted models: the family's own class, with what `entry` adds. Raises ValueError for a
+    family that this version of transformers does not know."""
+    if "entry" in entry.__dict__:
+        return entry
+    key = (entry, dense_type, str(dense_class))
+    if key not in FAMILY_CLASSES:
+        FAMILY_CLASSES[key] = _make_family_class(*key)
+    return FAMILY_CLASSES[key]
+
+
+def _make_family_class(entry: type[Any], dense_type: str, dense_class: str) -> type[Any]:
+    config = config_class(dense_type)
+    if entry is ToMoEModel:
+        found = MODEL_MAPPING[CONFIG_MAPPING[dense_type]]
+        family = found[0] if isinstance(found, tuple) else found
+    else:
+        family = getattr(transformers, dense_class, None)
+    if not (isinstance(family, type) and issubclass(family, PreTrainedModel)):
+        raise ValueError(f"the config names {dense_class[:40]!r} as the dense model, which is no model of transformers")
+    values = {
+        "__module__": __name__, "entry": entry, "config_class": config, "forward": recorded(family.forward),
+        "_supports_attention_backend": family._supports_attention_backend,
+    }  # fmt: skip
+    # transformers reads in the source of a class what it can do, and the family's source says it.
+    for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
+        if asked := getattr(family, name, None):
+            values[name] = staticmethod(asked)
+    return type(entry.__name__, (entry, family), values)
+
+
+def _new_model(entry: type[Any], dense_type: str, dense_class: str) -> Any:
+    return object.__new__(_family_class(entry, dense_type, dense_class))
 
 
 # Ways to run the experts: x [T, D] and expert_ids [T, k] -> y [T, D], without the bias of `down`.

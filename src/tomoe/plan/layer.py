@@ -69,7 +69,7 @@ class LayerCounts:
             return f"a token uses {self.top_k} of its {self.num_experts} experts"
         if self.fine and not self.members == self.union == shape.mlp_size:
             return "a neuron is in no expert, or in several"
-        if not self.qk_dims or not 1 <= self.value_top_k <= self.value_dims:
+        if shape.head_dim and (not self.qk_dims or not 1 <= self.value_top_k <= self.value_dims):
             return f"it keeps no Q/K dim, or K = {self.value_top_k} of {self.value_dims} V/O dims"
         if not self.value_embedding and self.value_top_k != self.value_dims:
             return "tokens are to choose value dims, but it has no value router"

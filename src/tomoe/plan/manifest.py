@@ -27,7 +27,7 @@ FINETUNED = "finetuned"
 # no model is larger: a plan with such sizes is an attack
 MAX_SIZES = {
     "num_layers": 2**16, "hidden_size": 2**24, "mlp_size": 2**24, "num_heads": 2**16, "num_kv_heads": 2**16,
-    "head_dim": 2**16, "rotary_size": 2**16,
+    "head_dim": 2**16, "rotary_size": 2**16, "other_params": 2**48,
 }  # fmt: skip
 
 
@@ -82,10 +82,12 @@ def _parse(head: dict[str, Any]) -> tuple[ModelShape, list[tuple[int, int]], Any
     if type(shape.gated) is not bool:
         raise ValueError(f"its model has {str(shape.gated)[:40]!r} as gated")
     for name, most in MAX_SIZES.items():
-        value, least = getattr(shape, name), 0 if name == "rotary_size" else 1
+        value, least = getattr(shape, name), 1 if name in ("num_layers", "hidden_size", "mlp_size") else 0
         if type(value) is not int or not least <= value <= most:
             raise ValueError(f"its model has {str(value)[:40]!r} as {name}")
-    if shape.num_heads % shape.num_kv_heads or shape.rotary_size % 2 or shape.rotary_size > shape.head_dim:
+    if len({bool(shape.num_heads), bool(shape.num_kv_heads), bool(shape.head_dim)}) > 1:
+        raise ValueError("some sizes of its attention are 0 and others are not")
+    if shape.num_heads % max(1, shape.num_kv_heads) or shape.rotary_size % 2 or shape.rotary_size > shape.head_dim:
         raise ValueError("its heads, key/value heads and rotary dims do not fit each other")
     value_top_k, notes = head["value_top_k"], head["notes"]
     top_k = [1] * shape.num_layers if head["format"] == FORMAT else head["experts_per_token"]

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tomoe.budget import active_params, decoder_params
+from tomoe.budget import active_params, decoder_params, layer_params
 from tomoe.errors import UserError
 from tomoe.files import atomic_write, sha256
 from tomoe.model.shape import ModelShape
@@ -83,6 +83,12 @@ class Plan:
         return "fine" if self.counts[0].fine else "overlapping"
 
     @property
+    def prunes_attention(self) -> bool:
+        """Whether any layer leaves out dims of its attention; otherwise attention is the family's own."""
+        whole = self.shape.head_dim
+        return any(layer.rotated or layer.qk_dims < whole or layer.value_top_k < whole for layer in self.counts)
+
+    @property
     def dynamic_values(self) -> bool:
         """Whether tokens choose their V/O dims in any layer."""
         return any(layer.value_embedding for layer in self.counts)
@@ -113,7 +119,7 @@ class Plan:
     def describe(self) -> list[dict[str, Any]]:
         """Return one row per layer, for a table; the keys are columns, `active` is the fraction of the layer's parameters."""
         s = self.shape
-        layer_params = decoder_params(s) / s.num_layers
+        whole = decoder_params(s) / s.num_layers
         return [
             {
                 "layer": i,
@@ -125,7 +131,7 @@ class Plan:
                 "union_share": layer.union / s.mlp_size,
                 "qk_dims": layer.qk_dims,
                 "value_dims": layer.value_top_k,
-                "active": float(active_params(s, [(layer.width, layer.qk_dims, layer.value_top_k)])) / layer_params,
+                "active": float(layer_params(s, layer.width, layer.qk_dims, layer.value_top_k)) / whole,
             }
             for i, layer in enumerate(self.counts)
         ]

@@ -17,8 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from tomoe import distributed
 from tomoe.model.heads import rotate_heads
 from tomoe.model.hooks import hooked, input_of
+from tomoe.model.mlp import Linear
+from tomoe.model.running import run_model
 from tomoe.model.shape import ModelShape
-from tomoe.model.structure import decoder_layers, layer_parts, run_model
+from tomoe.model.structure import layer_parts
 from tomoe.progress import StageCallback
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.rotation import head_rotations
@@ -29,7 +31,7 @@ class Calibration:
 
     def __init__(self, net: MaskNetwork, model: nn.Module, seed: int, progress: StageCallback):
         self.net, self.shape, self.seed, self.progress = net, net.shape, seed, progress
-        self.parts, self.layers = layer_parts(model), decoder_layers(model)
+        self.parts, self.pruned = layer_parts(model), net.attention.pruning != "off"
         # as `net.carve` gives them
         self.experts: list[Any] = []
         # importance of Q/K choices and of V/O dims
@@ -54,13 +56,13 @@ class Calibration:
         parts, valid = self.parts[i], mask.flatten()
         activations: dict[str, Tensor] = {}
 
-        def record_input(module: nn.Module, name: str) -> RemovableHandle:
+        def record_input(module: nn.Module | Linear, name: str) -> RemovableHandle:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 activations[name] = input_of(args, kwargs).flatten(0, -2)[valid]
 
             return module.register_forward_pre_hook(hook, with_kwargs=True)
 
-        def record_output(module: nn.Module, name: str) -> RemovableHandle:
+        def record_output(module: Linear, name: str) -> RemovableHandle:
             def hook(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> None:
                 activations[name] = y.flatten(0, -2)[valid]
 
@@ -68,20 +70,22 @@ class Calibration:
 
         def carve(*_: Any) -> None:
             x, residual = activations["x"].float(), activations["residual"].float()
-            q, k, o = (activations[name] for name in ("q", "k", "o"))
             self._carve_experts(i, x, activations["h"], residual)
-            self._rank_attention(q, k, o, parts.o.weight)
+            if self.pruned:
+                q, k, o = (activations[name] for name in ("q", "k", "o"))
+                self._rank_attention(q, k, o, parts.o.weight)
             activations.clear()
             self.progress(i + 1, self.shape.num_layers)
 
-        yield record_input(self.layers[i], "residual")
+        yield record_input(parts.layer, "residual")
         yield record_input(parts.mlp, "x")
         yield record_input(parts.down, "h")
-        yield record_output(parts.q, "q")
-        yield record_output(parts.k, "k")
-        yield record_input(parts.o, "o")
+        if self.pruned:
+            yield record_output(parts.q, "q")
+            yield record_output(parts.k, "k")
+            yield record_input(parts.o, "o")
         # the MLP is the last part of a layer; an offloaded layer has no weights any more after it has run
-        yield parts.mlp.register_forward_hook(carve)
+        yield parts.down.register_forward_hook(carve)
 
     def _carve_experts(
         self, i: int, x: Float[Tensor, "T D"], h: Float[Tensor, "T F"], residual: Float[Tensor, "T D"]

@@ -53,16 +53,18 @@ def carve_(
 def _start_attention_(
     net: MaskNetwork, importance: list[tuple[Float[Tensor, " Q"], Float[Tensor, " C"]]], active: float
 ) -> int:
-    """Start from the most important Q/K choices and V/O dims of every layer; returns the parameters that attention keeps."""
-    s, spent = net.shape, 0
+    """Start from the most important Q/K choices and V/O dims of every layer; returns the parameters beside the MLPs."""
+    s = net.shape
+    if net.attention.pruning == "off":
+        return s.other_params + s.num_layers * int(attention_params(s, s.head_dim, s.head_dim))
+    spent = s.other_params
     choices, dims = attention_units(s, net.attention, active)
     for i, (qk, values) in enumerate(importance):
         order = qk.argsort(descending=True, stable=True)
         chosen = torch.zeros(len(qk), dtype=torch.bool).scatter_(0, order[:choices].cpu(), True)
         spent += int(attention_params(s, len(s.qk_dims(chosen)), dims))
-        if net.attention.pruning != "off":
-            starts = [start_logits(_ranks(t), n, net.sampling.keep_bias) for t, n in ((values, dims), (qk, choices))]
-            net.dims[i].start_at_(torch.cat(starts))
+        starts = [start_logits(_ranks(t), n, net.sampling.keep_bias) for t, n in ((values, dims), (qk, choices))]
+        net.dims[i].start_at_(torch.cat(starts))
     return spent
 
 

@@ -38,7 +38,8 @@ class Extraction:
         embeddings = net.hypernetwork()
         self.embeddings = net.attention_embeddings(embeddings)
         self.experts = net.extract_experts(embeddings)
-        self.dim_logits = [net.dims[i](self.embeddings[i]) for i in range(self.shape.num_layers)]
+        # of V/O dims and Q/K choices; none where attention stays whole
+        self.dim_logits = [dims(self.embeddings[i]) for i, dims in enumerate(net.dims)]
 
     def _expected_dims(self, logits: Float[Tensor, "*n size"], offset: float) -> float:
         """Return how many dims sampling keeps with `offset` added to every logit, the mean over experts or tokens."""
@@ -62,7 +63,7 @@ class Extraction:
 
         with hooked(hooks()), masked(self.model, planned_masks(plan, ids.device)) if plan else nullcontext():
             for row, row_valid in zip(ids.split(1), valid.split(1), strict=True):
-                self.model.model(input_ids=row, attention_mask=row_valid.long(), use_cache=False)
+                self.model.base_model(input_ids=row, attention_mask=row_valid.long(), use_cache=False)
         return [torch.cat(layer) for layer in logits]
 
     def _attention_sites(self, i: int, value_logits: Sequence[Tensor] | None) -> list[Site]:
@@ -83,7 +84,7 @@ class Extraction:
         layers = [[*self.experts.sites(i), *self._attention_sites(i, value_logits)] for i in range(s.num_layers)]
         sites = [site for layer in layers for site in layer]
         attention = s.num_layers * attention_params(s, s.head_dim, s.head_dim) if whole else 0
-        target = round(active * decoder_params(s)) - attention - self.experts.params
+        target = round(active * decoder_params(s)) - s.other_params - attention - self.experts.params
         offset = common_offset(sites, target) if sites else 0.0
         chosen = self.experts.choose(layers, offset, target, round(tolerance * decoder_params(s)))
         planned = tuple(self._layer(i, width, *dims) for i, (width, dims) in enumerate(chosen))
@@ -92,10 +93,11 @@ class Extraction:
     def _layer(self, i: int, width: int, qk_units: int = 0, value_dims: int = 0) -> LayerPlan:
         s = self.shape
         router = bfloat16_values(self.net.routers[i].weight.detach()).cpu()
-        c, dims = s.head_dim, self.dim_logits[i].cpu()
+        c = s.head_dim
         qk = torch.ones(s.num_qk_choices, dtype=torch.bool)
         values, value_router, top_k = torch.ones(c, dtype=torch.bool), {}, c
         if self.net.attention.pruning != "off":
+            dims = self.dim_logits[i].cpu()
             qk, top_k = _first(dims[c:].argsort(descending=True, stable=True), qk_units), value_dims
         if self.net.attention.pruning == "static":
             values = _first(dims[:c].argsort(descending=True, stable=True), value_dims)

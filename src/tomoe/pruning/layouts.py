@@ -143,8 +143,9 @@ def _search(
 ) -> _Search:  # fmt: skip
     """What a layout must meet. Where attention is pruned and layers may differ, it takes up what whole experts leave."""
     choices, dims = attention_units(shape, attention, active)
-    qk_dims = round(shape.head_dim * choices / shape.num_qk_choices)
-    left = active * decoder_params(shape) - shape.num_layers * attention_params(shape, qk_dims, dims)
+    qk_dims = round(shape.head_dim * choices / max(1, shape.num_qk_choices))
+    whole = shape.other_params + shape.num_layers * attention_params(shape, qk_dims, dims)
+    left = active * decoder_params(shape) - whole
     others = mlp_params(shape, 1) * (shape.num_layers - dense_layers)
     width = (left - dense_layers * mlp_params(shape, shape.mlp_size)) / others
     exact = uniform or attention.pruning == "off"
@@ -237,7 +238,9 @@ def stored_zeros(layout: FineLayout) -> int:
 
 def attention_units(shape: ModelShape, attention: AttentionSection, active: float) -> tuple[int, int]:
     """Return how many Q/K choices and V/O dims a carved start keeps in every layer."""
-    kept = 1.0 if attention.pruning == "off" else 1 - attention.share * (1 - active)
+    if attention.pruning == "off":
+        return shape.num_qk_choices, shape.head_dim
+    kept = 1 - attention.share * (1 - active)
     return max(1, round(kept * shape.num_qk_choices)), max(1, round(kept * shape.head_dim))
 
 
@@ -247,7 +250,7 @@ def least_active(shape: ModelShape, experts: ExpertsSection, attention: Attentio
     dims = (shape.head_dim, shape.head_dim) if attention.pruning == "off" else (smallest_qk, 1)
     width = min(_least_width(shape, experts, TARGET_RULES[target]), shape.mlp_size)
     layer = mlp_params(shape, width) + attention_params(shape, *dims)
-    return float(layer * shape.num_layers) / decoder_params(shape)
+    return float(layer * shape.num_layers + shape.other_params) / decoder_params(shape)
 
 
 def _least_width(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> int:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tomoe.budget import active_params, decoder_params
+from tomoe.budget import active_params, decoder_params, layer_params
 from tomoe.model.shape import ModelShape
 from tomoe.pruning.mask_network import SampledLayerMasks
 from tomoe.pruning.routing import Routing
@@ -125,7 +125,7 @@ def budget_penalty(fractions: Float[Tensor, "*L"], target: float) -> Float[Tenso
 def layer_fractions(masks: Sequence[SampledLayerMasks], shape: ModelShape) -> Float[Tensor, " L"]:
     """Return the active fraction of each layer by itself: if all layers have one width, each has to meet the budget."""
     whole = decoder_params(shape) / shape.num_layers
-    return torch.stack([active_params(shape, [layer_widths(m, shape)]) / whole for m in masks])
+    return torch.stack([layer_params(shape, *layer_widths(m, shape)) / whole for m in masks])
 
 
 def _union(masks: Float[Tensor, "n m"]) -> Float[Tensor, ""]:

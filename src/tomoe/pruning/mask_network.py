@@ -98,10 +98,11 @@ class MaskNetwork(nn.Module, ABC):
             torch.manual_seed(derive_seed(seed, "mask network"))
             self.hypernetwork = HyperNetwork(2 * num_layers, layout.num_experts, size, seed)
             self.add_experts(size)
-            self.token_embeddings = per_layer(num_layers, lambda: nn.Linear(shape.hidden_size, size, bias=False))
+            pruned = 0 if attention.pruning == "off" else num_layers
+            self.token_embeddings = per_layer(pruned, lambda: nn.Linear(shape.hidden_size, size, bias=False))
             # the first C logits are V/O dims, the rest Q/K choices
             dims = shape.head_dim + shape.num_qk_choices
-            self.dims = per_layer(num_layers, lambda: Projection(size, torch.zeros(dims)))
+            self.dims = per_layer(pruned, lambda: Projection(size, torch.zeros(dims)))
         self.rotates_values = attention.rotate_values and attention.pruning != "off"
         if self.rotates_values:
             identity = torch.eye(shape.head_dim).repeat(num_layers, shape.num_kv_heads, 1, 1)
@@ -110,8 +111,7 @@ class MaskNetwork(nn.Module, ABC):
         if self.local and attention.pruning == "static":
             generator = torch.Generator().manual_seed(derive_seed(seed, "attention embeddings"))
             self.register_buffer("attention_inputs", torch.randn(num_layers, size, generator=generator))
-        for projection, embedding in zip(self.dims, self.token_embeddings, strict=True):
-            projection.requires_grad_(attention.pruning != "off")
+        for embedding in self.token_embeddings:
             embedding.requires_grad_(attention.pruning == "per_token")
 
     def attention_embeddings(self, embeddings: Float[Tensor, "sites N E"]) -> Float[Tensor, "L E"]:

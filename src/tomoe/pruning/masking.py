@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from tomoe.model.heads import rotate_heads
 from tomoe.model.hooks import hooked, input_of
+from tomoe.model.mlp import Linear
 from tomoe.model.shape import ModelShape
-from tomoe.model.structure import LayerParts, Linear, layer_parts
+from tomoe.model.structure import LayerParts, layer_parts
 from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.forms import planned_experts
 from tomoe.pruning.routing import Routing, ValueRouter
@@ -90,8 +91,8 @@ def _hooks(parts: LayerParts, layer_masks: LayerMasks) -> Iterator[RemovableHand
     rotation = layer_masks.value_rotation
     now: dict[str, Tensor | None] = {}
 
-    def choose_neurons(_: nn.Module, args: tuple[Any, ...]) -> None:
-        now["neurons"] = layer_masks.neurons(args[0].flatten(0, -2))
+    def choose_neurons(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        now["neurons"] = layer_masks.neurons(input_of(args, kwargs).flatten(0, -2))
 
     def mask_neurons(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         h, mask = args[0], now["neurons"]
@@ -119,15 +120,17 @@ def _hooks(parts: LayerParts, layer_masks: LayerMasks) -> Iterator[RemovableHand
         kept = args[0] * _tile(mask, args[0])
         return (kept if rotation is None else rotate_heads(kept, rotation, inverse=True),)
 
-    yield parts.mlp.register_forward_pre_hook(choose_neurons)
+    yield parts.mlp.register_forward_pre_hook(choose_neurons, with_kwargs=True)
     yield parts.down.register_forward_pre_hook(mask_neurons)
+    if isinstance(layer_masks, PlannedLayerMasks):
+        yield from _refit_hooks(parts, layer_masks.layer)
+    if parts.of_attention is None:
+        return
     yield parts.attention.register_forward_pre_hook(choose_values, with_kwargs=True)
     yield parts.q.register_forward_hook(mask_qk)
     yield parts.k.register_forward_hook(mask_qk)
     yield parts.v.register_forward_hook(mask_v)
     yield parts.o.register_forward_pre_hook(mask_o)
-    if isinstance(layer_masks, PlannedLayerMasks):
-        yield from _refit_hooks(parts, layer_masks.layer)
 
 
 def _refit_hooks(parts: LayerParts, layer: LayerPlan) -> Iterator[RemovableHandle]:
@@ -142,9 +145,9 @@ def _refit_hooks(parts: LayerParts, layer: LayerPlan) -> Iterator[RemovableHandl
 def with_weight(projection: Linear, weight: Callable[[Tensor], Tensor] | Tensor) -> RemovableHandle:
     """Let a projection compute with another matrix [D n], given or made from its own, whatever was done to its input."""
 
-    def hook(module: Any, args: tuple[Any, ...], _: Tensor) -> Tensor:
-        replacement = weight if isinstance(weight, Tensor) else weight(module.weight)
-        return F.linear(args[0], replacement.to(args[0]), module.bias)
+    def hook(_: Any, args: tuple[Any, ...], __: Tensor) -> Tensor:
+        replacement = weight if isinstance(weight, Tensor) else weight(projection.weight)
+        return F.linear(args[0], replacement.to(args[0]), projection.bias)
 
     return projection.register_forward_hook(hook)
 

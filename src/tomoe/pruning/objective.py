@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tomoe.model.running import family_head
 from tomoe.model.shape import ModelShape
 from tomoe.pruning.losses import (
     active_fraction,
@@ -88,7 +89,7 @@ class MaskStep:
         # around the backward pass too: activation checkpointing runs layers again there
         with masked(model, masks):
             student = hidden_states(model, ids, mask)
-            distill = distill_loss(student, teacher, ids, mask, model.lm_head)
+            distill = distill_loss(student, teacher, ids, mask, family_head(model))
             loss, terms = objective(distill, masks, net.shape, self.target(step), self.loss, net.layout.uniform)
             (loss / self.train.gradient_accumulation_steps).backward()
         return {"loss": loss.item(), **{name: t.item() for name, t in terms.items()}}

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tomoe.model.hooks import hooked
-from tomoe.model.structure import layer_parts, run_model, shape_of
+from tomoe.model.running import run_model
+from tomoe.model.structure import layer_parts, shape_of
 from tomoe.progress import StageCallback, no_stage_progress
 
 # Directions of less than this share of the largest one count as this: no product is divided by rounding errors.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tomoe.files import atomic_write
 from tomoe.model.loading import fingerprint
-from tomoe.model.structure import run_model
+from tomoe.model.running import run_model
 
 
 def hidden_states(model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, "T D"]:

@@ -21,7 +21,6 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.usage import ExpertCounter
@@ -30,7 +29,6 @@ from tomoe.model.shape import ceil_div
 from tomoe.model.structure import CACHE
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.kernels.router import logits_in_pytorch
-from tomoe.moe.modeling_tomoe import sdpa_attention
 from tomoe.progress import StageCallback, no_stage_progress
 
 STEPS = 4  # tokens that one timed run decodes
@@ -106,29 +104,18 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 @contextmanager
-def _same_attention() -> Iterator[None]:
-    """Let the dense model attend as the MoE does: the time that this saves a new token is no merit of the experts."""
-    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = before
-
-
-@contextmanager
 def _expert_by_expert(model: Any) -> Iterator[None]:
     """Run experts so that what is counted is what a token needs: not masked, and with products that PyTorch sees."""
     config: Any = getattr(model, "config", None)
-    before, router_logits = getattr(config, "expert_backend", None), modeling_tomoe.router_logits
+    before, router_logits = getattr(config, "tomoe_expert_backend", None), modeling_tomoe.router_logits
     if before is None:
         yield
         return
-    config.expert_backend, modeling_tomoe.router_logits = "runs", logits_in_pytorch
+    config.tomoe_expert_backend, modeling_tomoe.router_logits = "runs", logits_in_pytorch
     try:
         yield
     finally:
-        config.expert_backend, modeling_tomoe.router_logits = before, router_logits
+        config.tomoe_expert_backend, modeling_tomoe.router_logits = before, router_logits
 
 
 @torch.no_grad()
@@ -157,11 +144,11 @@ def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: Kept = ()) -> int:
         if not counter.routers:
             return total
         model(ids, use_cache=True, logits_to_keep=1, **{CACHE: _cache(kept)})
-        for layer in model.model.layers:
-            used = counter.chosen[layer.mlp.router].any(0).cpu()
-            union = layer.mlp.up_proj.shape[0]
-            working = len(layer.mlp.expert_rows.cpu()[used].unique())
-            neurons = [t for t in layer.mlp.parameters() if t.dim() and t.shape[0] == union]
+        for mlp in model.mlps():
+            used = counter.chosen[mlp.router].any(0).cpu()
+            union = mlp.up_proj.shape[0]
+            working = len(mlp.expert_rows.cpu()[used].unique())
+            neurons = [t for t in mlp.parameters() if t.dim() and t.shape[0] == union]
             total -= sum((union - working) * t[0].numel() * t.element_size() for t in neurons)
     return total
 
@@ -182,7 +169,6 @@ class Pair:
         size = batch * length
         return self.ids.repeat(ceil_div(size, len(self.ids)))[:size].view(batch, length).to(self.dense.device)
 
-    @_same_attention()
     def measure(self, phase: str, batch: int, prompt: int) -> Cell | str:
         """Time a cell; if it would take too long, return a line that says so."""
         ids = self.rows(batch, prompt + STEPS)

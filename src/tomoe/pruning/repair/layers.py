@@ -16,9 +16,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +29,16 @@ from transformers import PreTrainedModel
 
 from tomoe import distributed
 from tomoe.errors import UserError
+from tomoe.model.hooks import hooked, input_of
+from tomoe.model.mlp import Linear, decoder_layers
 from tomoe.model.offload import materialized
-from tomoe.model.structure import Linear, decoder_layers, layer_parts, shape_of
+from tomoe.model.running import replaced_forward
+from tomoe.model.structure import layer_parts, shape_of
 from tomoe.pruning.masking import LayerMasks, masked, with_weight
 from tomoe.pruning.repair.equations import NormalEquations, Refit, refit
 
 CHUNK_TOKENS = 4096  # that run through a layer at once
+ADDITIVE = 2e-2  # relative error, in 16 bits too, up to which a layer adds what its MLP gives
 STREAM_SHARE = {"local": 0.0, "half": 0.5}
 
 OnProgress = Callable[[int, int, dict[str, Any]], None]
@@ -100,34 +105,50 @@ def _held(layer: nn.Module) -> Iterator[None]:
                 layer.__dict__["forward"] = streamed
 
 
+@dataclass(frozen=True)
+class Handed:
+    """What a decoder layer is called with beside the hidden states: masks, RoPE, whatever the family hands over."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @torch.no_grad()
 def layer_inputs(
-    model: Any, ids: Int[Tensor, "b S"], real: Bool[Tensor, "b S"]
-) -> tuple[Float[Tensor, "b S D"], list[dict[str, Any]]]:
-    """What the model hands to its first layer, and the arguments beside it (masks, RoPE) that it hands to every layer.
+    model: PreTrainedModel, ids: Int[Tensor, "b S"], real: Bool[Tensor, "b S"]
+) -> tuple[Float[Tensor, "b S D"], list[Handed]]:
+    """What the model hands to its first layer, and what it hands to every layer beside the hidden states.
 
     The model's own code runs, with layers that do nothing: whatever a family computes for its layers is right.
     """
-    layers, first, handed = decoder_layers(model), list[Tensor](), list[dict[str, Any]]()
+    layers, first, handed = decoder_layers(model), list[Tensor](), list[Handed]()
+    extra = _returned_beside(model, ids[:1, :2])
 
-    def idle(hidden_states: Tensor, *_: Any, **kwargs: Any) -> Tensor:
-        first[:] = first or [hidden_states]
-        handed.append(kwargs)
-        return hidden_states
+    def idle(i: int, *args: Any, **kwargs: Any) -> Any:
+        hidden = input_of(args, kwargs)
+        first[:] = first or [hidden]
+        handed.append(Handed(args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}))
+        beside = extra[i]
+        return hidden if beside is None else (hidden, *beside)
 
-    kept = [layer.__dict__.get("forward") for layer in layers]  # accelerate puts its own there
-    try:
-        for layer in layers:
-            layer.__dict__["forward"] = idle
+    with ExitStack() as stack:
+        for i, layer in enumerate(layers):
+            stack.enter_context(replaced_forward(layer, partial(idle, i)))
         mask = None if bool(real.all()) else real.long()
-        model.model(input_ids=ids, attention_mask=mask, use_cache=False)
-    finally:
-        for layer, own in zip(layers, kept, strict=True):
-            if own is None:
-                layer.__dict__.pop("forward", None)
-            else:
-                layer.__dict__["forward"] = own
+        model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
     return first[0], handed
+
+
+def _returned_beside(model: PreTrainedModel, ids: Int[Tensor, "b s"]) -> list[tuple[Any, ...] | None]:
+    """What each layer returns beside the hidden states; None if it returns them alone and not in a tuple."""
+    seen: list[tuple[Any, ...] | None] = []
+
+    def note(_: nn.Module, __: Any, out: Any) -> None:
+        seen.append(tuple(out[1:]) if isinstance(out, tuple | list) else None)
+
+    with hooked(layer.register_forward_hook(note) for layer in decoder_layers(model)):
+        model.base_model(input_ids=ids, use_cache=False)
+    return seen
 
 
 class _Repairing:
@@ -142,8 +163,10 @@ class _Repairing:
         settings: RepairSettings, folder: Path | None,
     ):  # fmt: skip
         self.model, self.masks, self.settings = model, masks, settings
-        self.layers, self.parts, self.shape = decoder_layers(model), layer_parts(model), shape_of(model)
+        self.layers, self.shape = decoder_layers(model), shape_of(model)
+        self.parts = {parts.of_mlp.number: parts for parts in layer_parts(model)}
         self.share, self.device = STREAM_SHARE[settings.target], model.device
+        self.gains = dict[type[nn.Module], float | None]()
         own = _own_blocks(len(ids))
         self.ids, self.real = ids[own].to(self.device), real[own].to(self.device)
         sizes = [self.shape.hidden_size] * (2 if self.share else 1) + [self.shape.mlp_size]
@@ -161,16 +184,22 @@ class _Repairing:
         self.hidden = store("hidden", self.shape.mlp_size)  # of one layer
         rows = max(1, CHUNK_TOKENS // ids.shape[1])
         self.chunks = [slice(a, min(a + rows, len(own))) for a in range(0, len(own), rows)]
+        # Of each stream by itself: some families keep in it what later layers read of earlier ones.
+        self.handed: dict[tuple[int, bool], list[Handed]] = {}
         for chunk in self.chunks:
-            first, _ = layer_inputs(model, self.ids[chunk], self.real[chunk])
             for stream in (self.converted, self.dense):
-                stream[chunk] = first.cpu()
+                first, handed = layer_inputs(model, self.ids[chunk], self.real[chunk])
+                stream[chunk], self.handed[chunk.start, stream is self.converted] = first.cpu(), handed
 
     def run(
-        self, i: int, chunk: slice, stream: Tensor, masked_too: bool, output: Refit | None = None
-    ) -> dict[str, Tensor]:
-        """Layer i on one chunk of a stream: its output, and what its parts took and gave, each [b, S, size]."""
-        parts, seen = self.parts[i], dict[str, Tensor]()
+        self, i: int, chunk: slice, stream: Tensor, masked_too: bool, output: Refit | None = None,
+        down: Tensor | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Decoder layer i on one chunk of a stream: its output, and what its parts took and gave, each [b, S, size].
+
+        `output`, `down`: matrices instead of the model's own.
+        """
+        parts, seen = self.parts.get(i), dict[str, Tensor]()
 
         def took(name: str) -> Callable[..., None]:
             return lambda _, args: seen.update({name: args[0]})
@@ -179,19 +208,48 @@ class _Repairing:
             return lambda _, __, y: seen.update({name: y})
 
         with ExitStack() as stack:
-            stack.callback(parts.down.register_forward_pre_hook(took("whole h")).remove)
+            if parts is not None:
+                stack.callback(parts.down.register_forward_pre_hook(took("whole h")).remove)
             if masked_too:
                 stack.enter_context(masked(self.model, self.masks))
-            if output is not None:
-                stack.callback(with_weight(parts.o, output.weight).remove)
-            for part, name in ((parts.down, "h"), (parts.o, "o")):
-                stack.callback(part.register_forward_pre_hook(took(name)).remove)
-            for part, name in ((parts.mlp, "mlp"), (parts.o, "attention")):
-                stack.callback(part.register_forward_hook(gave(name)).remove)
-            _, handed = layer_inputs(self.model, self.ids[chunk], self.real[chunk])
-            out = self.layers[i](stream[chunk].to(self.device), **handed[i])
-        seen["out"] = out[0] if isinstance(out, tuple) else out
-        return seen
+            if parts is not None:
+                if output is not None:
+                    stack.callback(with_weight(parts.o, output.weight).remove)
+                if down is not None:
+                    stack.callback(with_weight(parts.down, down).remove)
+                stack.callback(parts.down.register_forward_pre_hook(took("h")).remove)
+                stack.callback(parts.down.register_forward_hook(gave("mlp")).remove)
+                if self.settings.output:
+                    stack.callback(parts.o.register_forward_pre_hook(took("o")).remove)
+                    stack.callback(parts.o.register_forward_hook(gave("attention")).remove)
+            handed = self.handed[chunk.start, stream is self.converted][i]
+            out = self.layers[i](stream[chunk].to(self.device), *handed.args, **handed.kwargs)
+        seen["out"] = out[0] if isinstance(out, tuple | list) else out
+        # Some families flatten batch and sequence before the MLP.
+        return {name: t.view(*seen["out"].shape[:2], -1) for name, t in seen.items()}
+
+    def gain(self, i: int) -> float | None:
+        """How many times a layer adds what its MLP gives to the stream; None if it does more to it (a norm behind it).
+
+        Layers of one class are alike.
+        """
+        kind = type(self.layers[i])
+        if kind not in self.gains:
+            # Much larger than the stream, so that rounding to 16 bits hides nothing.
+            given = 4 * self.converted[self.chunks[0]].abs().amax().to(self.device)
+            nothing, once, twice = (self._out_of_mlp_output(i, times * given) for times in (0, 1, 2))
+            ratio = float((once - nothing).mean() / given)
+            alike = all(
+                float((out - nothing - times * ratio * given).abs().amax()) <= ADDITIVE * abs(times * ratio * given)
+                for times, out in ((1, once), (2, twice))
+            )
+            self.gains[kind] = (1.0 if abs(ratio - 1) < ADDITIVE else ratio) if alike and ratio else None
+        return self.gains[kind]
+
+    def _out_of_mlp_output(self, i: int, value: Tensor) -> Float[Tensor, "b S D"]:
+        """The output of layer i on the first chunk if its MLP gave one number everywhere."""
+        with hooked([self.parts[i].down.register_forward_hook(lambda _, __, y: torch.full_like(y, float(value)))]):
+            return self.run(i, self.chunks[0], self.converted, False)["out"].float()
 
     def fit(
         self, part: Linear, i: int, size: int, take: Callable[[int, slice, NormalEquations], None],
@@ -222,19 +280,32 @@ class _Repairing:
 
         Without `sums` nothing is fitted: the streams go through a layer that is finished.
         """
-        real, down = self.real[chunk], self.parts[i].down
+        real, down, gain = self.real[chunk], self.parts[i].down, self.gain(i)
         ours = self.run(i, chunk, self.converted, True, output)
         theirs = self.run(i, chunk, self.dense, False)["out"] if self.share else None
+        # A gap of the stream says nothing of the MLP where a norm comes between.
+        share = self.share if gain else 0.0
         if sums is not None:
             out = ours["out"][real].float()
             lost = F.linear(ours["whole h"] - ours["h"], down.weight)
-            gap = (1 - self.share) * lost[real].float()
-            if theirs is not None:
-                gap += self.share * (theirs[real].float() - out)
-            sums.add(ours["h"][real], gap, out - ours["mlp"][real].float())
+            gap = (1 - share) * lost[real].float()
+            if share and theirs is not None:
+                gap += share / cast(float, gain) * (theirs[real].float() - out)
+            sums.add(ours["h"][real], gap, out - (gain or 0.0) * ours["mlp"][real].float())
         if theirs is not None:
             self.dense[chunk] = theirs.cpu()
-        self.converted[chunk], self.hidden[chunk] = ours["out"].cpu(), ours["h"].cpu()
+        if gain:
+            self.converted[chunk] = ours["out"].cpu()
+        self.hidden[chunk] = ours["h"].cpu()
+
+    def skip(self, i: int) -> None:
+        """Take both streams through a layer that stays whole."""
+        with _held(self.layers[i]):
+            for chunk in self.chunks:
+                theirs = self.run(i, chunk, self.dense, False)["out"] if self.share else None
+                self.converted[chunk] = self.run(i, chunk, self.converted, False)["out"].cpu()
+                if theirs is not None:
+                    self.dense[chunk] = theirs.cpu()
 
     @torch.no_grad()
     def layer(self, i: int, say: Callable[[str], None], finished: LayerRepair | None = None) -> LayerRepair:
@@ -242,8 +313,15 @@ class _Repairing:
         with _held(self.layers[i]):
             made = self._refit(i, say) if finished is None else self._pass(i, finished)
             change = (made.down.weight - self.parts[i].down.weight).to(self.model.dtype)
-            for chunk in self.chunks:  # what the change adds to the stream; the layer need not run again
-                self.converted[chunk] += F.linear(self.hidden[chunk].to(self.device), change).cpu()
+            gain = self.gain(i)
+            for chunk in self.chunks:
+                if gain:
+                    # What the change adds to the stream; the layer need not run again.
+                    added = F.linear(self.hidden[chunk].to(self.device), change)
+                    self.converted[chunk] += (added if gain == 1 else gain * added).cpu()
+                else:
+                    out = self.run(i, chunk, self.converted, True, made.output, made.down.weight)["out"]
+                    self.converted[chunk] = out.cpu()
             return made
 
     def _refit(self, i: int, say: Callable[[str], None]) -> LayerRepair:
@@ -286,14 +364,18 @@ def repair_layers(
     # what is mapped stays readable without its name, and a kill leaves nothing behind
     with TemporaryDirectory(prefix="tomoe-repair-", dir=folder, ignore_cleanup_errors=True) as spill:
         repairing = _Repairing(model, masks, ids, real, settings, Path(spill))
-    total = len(repairing.layers)
-    for i in range(total):
+    total, done = len(masks), 0
+    for i in range(len(repairing.layers)):
+        if i not in repairing.parts:
+            repairing.skip(i)
+            continue
         notes: list[str] = []
-        made = repairing.layer(i, notes.append, finished(i))
+        made = repairing.layer(i, notes.append, finished(done))
+        done += 1
         known: dict[str, Any] = {"error_before": made.down.error_before, "error_after": made.down.error_after}
         if notes:
             known["note"] = f"layer {i}: {'; '.join(notes)}"
-        on_progress(i + 1, total, known)
+        on_progress(done, total, known)
         yield made
 
 

@@ -1,0 +1,135 @@
+"""Every type of causal language model that the installed transformers knows: converted, refused, or not tried, and why.
+
+Makes a tiny random model of each, converts it, and holds the conversion to the contract of `tests/contract/family_contract.py`.
+Writes one JSON line a type to OUT/families.jsonl, resumes from them, and prints docs/reference/families.md.
+
+    python benchmarks/families.py OUT [--only llama,gemma2] > docs/reference/families.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "contract")]
+
+from family_contract import hold, write_tiny  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+
+from pico_files import write_text  # noqa: E402
+from tomoe.errors import UserError  # noqa: E402
+from tomoe.model.mlp import converted_mlps  # noqa: E402
+
+CONVERTED, REFUSED, NOT_TRIED, FAILED = "converted", "refused", "not tried", "failed"
+
+
+def try_type(model_type: str) -> dict[str, Any]:
+    """What became of one type of model."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            dense = write_tiny(model_type, folder / "dense")
+        except Exception as error:
+            return {"outcome": NOT_TRIED, "why": f"no generic tiny config builds it ({_short(error)})"}
+        try:
+            mlp = converted_mlps(dense)[0].name
+            found = hold(dense, folder, write_text(folder / "text.txt"))
+        except UserError as error:
+            return {"outcome": REFUSED, "why": str(error).partition(" model: ")[2] or str(error)}
+        except Exception as error:
+            return {"outcome": FAILED, "why": _short(error)}
+        repair = found["repair"]
+        return {
+            "outcome": CONVERTED, "class": type(dense).__name__, "mlp": mlp, "layers": found["layers"],
+            "error_before": repair["error_before"], "error_after": repair["error_after"],
+        }  # fmt: skip
+
+
+def _short(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:110]}"
+
+
+def rows(out: Path, only: list[str]) -> Iterator[dict[str, Any]]:
+    """The row of every type, in their order; those in the file are not tried again."""
+    file = out / "families.jsonl"
+    done = {row["type"]: row for row in map(json.loads, file.read_text().splitlines())} if file.exists() else {}
+    for model_type in only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        if model_type not in done:
+            began = time.monotonic()
+            done[model_type] = {"type": model_type, **try_type(model_type)}
+            with file.open("a") as rows_file:
+                rows_file.write(json.dumps(done[model_type]) + "\n")
+            seconds = time.monotonic() - began
+            print(f"{model_type}: {done[model_type]['outcome']} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+        yield done[model_type]
+
+
+def page(found: list[dict[str, Any]]) -> str:
+    """The page of the reference."""
+    of = {
+        outcome: [row for row in found if row["outcome"] == outcome]
+        for outcome in (CONVERTED, REFUSED, NOT_TRIED, FAILED)
+    }
+    lines = [
+        "# Model families",
+        "",
+        f"Of the {len(found)} types of causal language model in transformers {transformers.__version__}, "
+        f"{len(of[CONVERTED])} convert, {len(of[REFUSED])} are refused, and {len(of[NOT_TRIED])} were not tried. "
+        "Each was tried on a tiny random model, of which every second neuron stays active:",
+        "",
+        "- the folder, loaded without tomoe, gives the logits of the dense model under the plan's masks, to 1e-5 on 200 tokens;",
+        "- with all experts it is the dense model;",
+        "- with a cache it writes the same text as without, and padding changes nothing, wherever the dense model keeps that;",
+        "- a repair lowers the error.",
+        "",
+        f"`python benchmarks/families.py OUT` writes this page (torch {torch.__version__}).",
+        "",
+        "## Converted",
+        "",
+        "| type | class | first MLP | error of the output before and after the repair |",
+        "|---|---|---|---|",
+        *(
+            f"| {r['type']} | {r['class']} | `{r['mlp']}` | {r['error_before']:.3f}, {r['error_after']:.3f} |"
+            for r in of[CONVERTED]
+        ),
+        "",
+        "## Refused",
+        "",
+        "| type | reason |",
+        "|---|---|",
+        *(f"| {row['type']} | {row['why']} |" for row in of[REFUSED]),
+        "",
+        "## Not tried",
+        "",
+        "| type | reason |",
+        "|---|---|",
+        *(f"| {row['type']} | {row['why']} |" for row in [*of[FAILED], *of[NOT_TRIED]]),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", default="", help="types, separated by commas")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    print(page(list(rows(args.out, [name for name in args.only.split(",") if name]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""A tiny random model of any causal language model that transformers knows, and the contract that every conversion keeps.
+
+`benchmarks/families.py` holds all types to it, the suite one for each kind of structure.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tomoe.plan.head import REPAIRED
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from conftest import randomise
+from pico_files import FINE, SMALL
+from pico_tokenizer import make_tokenizer
+from tomoe.budget import decoder_params, mlp_params
+from tomoe.conversion import convert
+from tomoe.model.structure import shape_of
+from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import ToMoEConfig
+from tomoe.pruning.masking import masked, planned_masks
+from tomoe.recipe.conversion import Recipe
+
+VOCABULARY = 259
+# Whatever of these a config has. Windows and original contexts are short, so that 200 tokens reach beyond them.
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=512, original_max_position_embeddings=64,
+    sliding_window=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, ffn_dim=512, n_inner=512, ffn_hidden_size=512,
+    rotary_dim=8, is_decoder=True, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+    linear_value_head_dim=16, hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCABULARY,
+    num_kv_shared_layers=0, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16, mamba_chunk_size=16,
+    kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, qk_head_dim=16, v_head_dim=16,
+    num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1,
+    topk_group=1, first_k_dense_replace=1, decoder_layers=4, decoder_ffn_dim=512, decoder_attention_heads=4,
+    encoder_layers=4, encoder_ffn_dim=512, encoder_attention_heads=4, d_model=64,
+)  # fmt: skip
+TEXT = {name: SIZES[name] for name in (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "sliding_window", "pad_token_id", "bos_token_id", "eos_token_id",
+)}  # fmt: skip
+VISION = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=1, depth=1, num_attention_heads=2, num_heads=2, out_hidden_size=64,
+    image_size=32, patch_size=16, head_dim=16,
+)  # fmt: skip
+# What single types need beside them: three lines at most each, or they are not tried.
+OWN: dict[str, dict[str, Any]] = {
+    "gemma3": dict(text_config=TEXT, vision_config=VISION),
+    "gemma4": dict(text_config=TEXT, vision_config=VISION, audio_config=None),
+    "qwen3_5": dict(text_config=TEXT | dict(linear_num_key_heads=2, linear_num_value_heads=4), vision_config=VISION),
+    "bamba": dict(attn_layer_indices=[1, 3]),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1, num_experts=1, mamba_dt_rank=4),
+    "minicpm3": dict(num_key_value_heads=4),
+    "youtu": dict(num_key_value_heads=4),
+    "falcon_h1": dict(mamba_d_ssm=128, mamba_expand=2),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 2]], window_size=16, num_layers=4),
+    "granitemoehybrid": dict(num_local_experts=0, shared_intermediate_size=512, layer_types=["mamba", "attention"] * 2),
+    "recurrent_gemma": dict(block_types=["recurrent", "attention"], attention_window_size=16, lru_width=64),
+    "bloom": dict(n_layer=4, n_head=4),
+    "mpt": dict(d_model=64, n_heads=4, n_layers=4, max_seq_len=512),
+    "opt": dict(word_embed_proj_dim=64),
+    "xglm": dict(d_model=64, num_layers=4, attention_heads=4, ffn_dim=512),
+    "nemotron_h": dict(layers_block_type=["mamba", "mlp", "attention", "mlp"], mamba_num_heads=4, mamba_head_dim=32, n_groups=1),
+    "gemma3n_text": dict(intermediate_size=[512] * 4, laurel_rank=8),
+}  # fmt: skip
+# How much larger than at the start the weights are: 8, or less where recurrences make rounding errors large.
+WEIGHTS = {"recurrent_gemma": 1.5}
+# The seed of the tokens: 7, or another where two experts of a token are so near that the order of sums decides.
+SEEDS = {"nemotron_h": 8}
+SMALLER_THAN = 20_000_000
+
+
+def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """The config of a tiny model, of its text tower if it has several. Raises whatever the family's own class raises."""
+    kind = CONFIG_MAPPING[model_type]
+    known = set(kind.__dataclass_fields__) | set(getattr(kind, "attribute_map", {}))
+    return kind(**{k: v for k, v in SIZES.items() if k in known} | OWN.get(model_type, {}) | changes)
+
+
+def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
+    """A random model with large weights, the same at every call. Raises ValueError if its config leaves it large."""
+    config = tiny_config(model_type, **changes)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > SMALLER_THAN:
+        raise ValueError(f"a generic tiny config leaves it {size / 1e6:,.0f} million parameters")
+    torch.manual_seed(0)
+    return randomise(AutoModelForCausalLM.from_config(config), WEIGHTS.get(model_type, 8.0))
+
+
+def write_tiny(model_type: str, folder: Path, **changes: Any) -> PreTrainedModel:
+    """Save a tiny model with a tokenizer of bytes, and return it."""
+    model = tiny_model(model_type, **changes)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return model
+
+
+def recipe_for(dense: PreTrainedModel, folder: Path, text: Path, repair: str) -> Recipe:
+    """Fine-grained experts that leave a token half of the neurons."""
+    shape = shape_of(dense)
+    active = 1 - 0.5 * shape.num_layers * mlp_params(shape, shape.mlp_size) / decoder_params(shape)
+    keys = SMALL | {"train.steps": "0", "model": str(folder), "data.sources": str(text), "active": f"{active:.4f}"}
+    return Recipe.load(None, [*(f"{key}={value}" for key, value in keys.items()), *FINE, f"repair.mode={repair}"])
+
+
+def without_tomoe(folder: Path, **options: Any) -> PreTrainedModel:
+    """The model by the code in its folder, as where tomoe is not installed."""
+    stranger = get_class_from_dynamic_module("modeling_tomoe.ToMoEForCausalLM", str(folder))
+    try:
+        return stranger.from_pretrained(folder, **options)
+    finally:
+        # The copy has put itself in the place of the installed code.
+        AutoConfig.register("tomoe", ToMoEConfig, exist_ok=True)
+
+
+def tokens(rows: int, length: int, seed: int = 7) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal to 1e-5 of the largest logit, in float32."""
+    difference, scale = float((actual - expected).abs().max()), max(1.0, float(expected.abs().max()))
+    assert difference <= 1e-5 * scale, f"{what}: largest difference {difference:.2g} of {scale:.2g}"
+
+
+def greedy(model: Any, ids: Tensor, cached: bool) -> Tensor:
+    made: Tensor = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=24,
+        min_new_tokens=24,
+        do_sample=False,
+        use_cache=cached,
+    )
+    return made
+
+
+def left_padded(row: Tensor, length: int) -> dict[str, Tensor]:
+    """A row behind padding, and a full row below it."""
+    padded = torch.nn.functional.pad(row, (length - len(row), 0))
+    full = tokens(1, length)[0]
+    mask = torch.stack([torch.arange(length) >= length - len(row), torch.ones(length, dtype=torch.bool)]).long()
+    return {"input_ids": torch.stack([padded, full]), "attention_mask": mask}
+
+
+@torch.no_grad()
+def hold(dense: PreTrainedModel, folder: Path, text: Path) -> dict[str, Any]:
+    """Convert the model that `folder / "dense"` holds and check the contract; what is worth a table comes back.
+
+    Masked == folded == reloaded without tomoe, on 200 tokens; all experts == dense; with a cache, the same text as without,
+    and beside padding the same logits as alone, wherever the dense model keeps that itself; a repair lowers the error.
+    """
+    out = folder / "moe"
+    plan = convert(recipe_for(dense, folder / "dense", text, "none"), out)
+    ids = tokens(2, 200, SEEDS.get(dense.config.model_type, 7))
+    moe = without_tomoe(out)
+    with masked(dense, planned_masks(plan)):
+        expected = dense(ids).logits
+    assert (expected - dense(ids).logits).abs().max() > 1e-3, "the masks changed nothing"
+    assert_same(fold(dense, plan)(ids).logits, expected, "folded")
+    assert_same(moe(ids).logits, expected, "reloaded without tomoe")
+    whole = without_tomoe(out, **{moe.config.top_k_key: plan.num_experts})
+    assert_same(whole(ids).logits, dense(ids).logits, "all experts")
+
+    prompt = tokens(1, 20)
+    if torch.equal(greedy(dense, prompt, True), greedy(dense, prompt, False)):
+        assert torch.equal(greedy(moe, prompt, True), greedy(moe, prompt, False)), "a cache changes the text"
+    with masked(dense, planned_masks(plan)):
+        assert torch.equal(greedy(moe, prompt, True), greedy(dense, prompt, True)), "another text than under the masks"
+    row = tokens(1, 12)[0]
+    batch = left_padded(row, 30)
+    alone = {"input_ids": row[None], "attention_mask": torch.ones(1, len(row), dtype=torch.long)}
+    with masked(dense, planned_masks(plan)):
+        beside, single = dense(**batch).logits[0, -1], dense(**alone).logits[0, -1]
+        assert_same(moe(**batch).logits[0, -1], beside, "beside padding")
+    if (beside - single).abs().max() <= 1e-5 * max(1.0, float(single.abs().max())):
+        assert_same(moe(**batch).logits[0, -1], moe(**alone).logits[0, -1], "a padded row against the row alone")
+
+    repair = convert(recipe_for(dense, folder / "dense", text, "full"), folder / "repaired").notes[REPAIRED]
+    assert repair["error_after"] < repair["error_before"], repair
+    return {"layers": plan.shape.num_layers, "active": plan.active_fraction(), "repair": repair}

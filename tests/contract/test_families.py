@@ -1,0 +1,67 @@
+"""The contract of a conversion, for one type of model for each kind of structure; `benchmarks/families.py` holds all to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from family_contract import hold, tiny_model, write_tiny
+
+from pico_files import write_text
+from tomoe.errors import UserError
+from tomoe.model.mlp import converted_mlps
+from tomoe.model.structure import check_output
+
+KINDS = {
+    "linear attention in some layers": "qwen3_5_text",
+    "convolutions in some layers, MLP named w1, w3, w2": "lfm2",
+    "state spaces, layers without an MLP": "nemotron_h",
+    "norms of all heads together, behind their part": "olmo2",
+    "scaled embeddings, soft caps, norms before and behind": "gemma2",
+    "multipliers of residual, embeddings and logits": "granite",
+    "no RoPE in some layers": "smollm3",
+    "interleaved RoPE, parallel blocks": "cohere",
+    "query scale by position": "ministral3",
+    "latent attention": "minicpm3",
+    "fused projections": "phi3",
+    "transposed weights, layers elsewhere": "gpt2",
+    "residual handed to the MLP": "bloom",
+    "MLP that is no module": "opt",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_conversion_keeps_what_the_family_computes(kind: str, tmp_path: Path) -> None:
+    dense = write_tiny(KINDS[kind], tmp_path / "dense")
+    found = hold(dense, tmp_path, write_text(tmp_path / "text.txt"))
+    assert found["layers"] == (2 if KINDS[kind] == "nemotron_h" else 4)
+
+
+REFUSED = {
+    "experts already": ("mixtral", "Mixtures of Experts already"),
+    "a norm within the MLP": ("bitnet", "the MLP of layer 0 is not the usual formula"),
+    "no MLP": ("mamba", "no up and down projections that are known"),
+    "an encoder": ("bert", "no list of decoder layers outside of an encoder"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_no_dense_causal_decoder_is_refused_in_a_sentence(reason: str) -> None:
+    model_type, words = REFUSED[reason]
+    with pytest.raises(UserError, match=f"cannot convert this '{model_type}' model: .*{words}") as caught:
+        check_output(tiny_model(model_type))
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_that_share_an_mlp_are_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(UserError, match="its layers share one MLP"):
+        converted_mlps(model)
+
+
+def test_of_two_widths_the_common_one_is_converted() -> None:
+    model, wider = tiny_model("llama"), tiny_model("llama", intermediate_size=768)
+    model.model.layers[2].mlp = wider.model.layers[2].mlp
+    assert [mlp.number for mlp in converted_mlps(model)] == [0, 1, 3]
