@@ -14,9 +14,10 @@ from pico_files import CommandLine, small, write_pico
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.memory import estimate
+from tomoe.model.loading import load_config
 from tomoe.model.structure import shape_of
 from tomoe.pruning.forms import mask_network
-from tomoe.pruning.layouts import OverlappingLayout
+from tomoe.pruning.layouts import OverlappingLayout, settle_layout
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe, RepairSection
 from tomoe.recipe.run import DataSection
@@ -118,7 +119,7 @@ def test_a_run_that_cannot_fit_does_not_begin(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe.load(None, [f"model={model}", *small()[1::2]])
-    training, *_, folding = estimate.least_memory(estimate.sizes_of(make_config(model), recipe), recipe, LAYOUT)
+    training, *_, folding = stages(model, recipe)
     assert training.total > folding.total
     command = [model, "--data", text, *small(), "-o", tmp_path / "out"]
     monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(training.total - 1, 0))
@@ -189,7 +190,7 @@ def test_hidden_states_in_a_file_take_no_memory() -> None:
 
 def test_a_repair_that_cannot_fit_does_not_begin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe.load(None, [f"model={model}", *small(train_steps="0", repair_mode="full")[1::2]])
-    carving, repair, folding = estimate.least_memory(estimate.sizes_of(make_config(model), recipe), recipe, LAYOUT)
+    carving, repair, folding = stages(model, recipe)
     assert repair.total > max(carving.total, folding.total)
     monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(repair.total - 1, 0))
     # `tomoe train` learns only
@@ -198,10 +199,10 @@ def test_a_repair_that_cannot_fit_does_not_begin(model: Path, monkeypatch: pytes
         estimate.check_memory(recipe, folds=True)
 
 
-def make_config(folder: Path) -> object:
-    from tomoe.model.loading import load_config
-
-    return load_config(str(folder))
+def stages(folder: Path, recipe: Recipe) -> tuple[estimate.MemoryEstimate, ...]:
+    """What converting the model in a folder needs."""
+    sizes = estimate.sizes_of(load_config(str(folder)), recipe)
+    return estimate.least_memory(sizes, recipe, settle_layout(recipe, sizes.shape))
 
 
 def test_folding_holds_dense_model_and_a_file_of_experts_at_once(
@@ -209,7 +210,7 @@ def test_folding_holds_dense_model_and_a_file_of_experts_at_once(
 ) -> None:
     changes = ("train.steps=0", "experts.embedding_size=4", "experts.width_multiple=1", "repair.mode=none")
     recipe = a_recipe(f"model={write_pico(tmp_path / 'dense')}", *changes)
-    carving, folding = estimate.least_memory(estimate.sizes_of(make_config(tmp_path / "dense"), recipe), recipe, LAYOUT)
+    carving, folding = stages(tmp_path / "dense", recipe)
     assert carving.stage == "carving"
     assert folding.total > carving.total
     monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(folding.total - 1, 0))
