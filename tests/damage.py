@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ STRINGS = [
 ]  # fmt: skip
 OTHER: list[Any] = [None, True, False, [], {}, [[]], {"": {}}, [None] * 3, {"a": [1, {"b": "c"}]}, [[[[[1]]]]],
                     list(range(1000))]  # fmt: skip
+ODD: list[Any] = [None, True, "x", "", -1, 0, 1.5, -0.5, 10**400, 1e308, [], {}, [[]], [1], {"a": 1}, {"a": "b"}, "\x1b[31m<b>",
+                  [["a", {}]], [[0.5, "x"]]]  # fmt: skip
 DTYPES = ["F32", "BOOL", "I32", "I64", "F16", "BF16", "F64", "U8", "F8_E4M3", "Q7", "", 3, None]
 MISPLACED = ["gone", "a folder", "a link to itself", "a link to nowhere", "a link to /dev/zero", "a pipe", "unreadable"]
 ROWS = [b"null", b"3", b"[]", b'"x"', b"{", b"", b"[" * 90_000, b"\xff\xfe", b'{"step": ' + b"9" * 5000 + b"}"]
@@ -129,6 +131,19 @@ _RAW: dict[str, Callable[[bytes, int, random.Random], bytes]] = {
     "null": lambda data, at, draw: draw.choice([b"null", b"[]", b"{}", b"3", b'"x"', b"NaN", b"\n"]),
     "large": lambda data, at, draw: b'{"a": "' + b"x" * 2**23 + b'"}',
 }  # fmt: skip
+
+
+def odd_copies(values: Any) -> Iterator[Any]:
+    """Each value of a JSON structure replaced by each odd one, or left out, one at a time."""
+    yield from (odd for odd in ODD if odd != values)
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield {k: v for k, v in values.items() if k != key}
+            yield from (values | {key: odd} for odd in odd_copies(value))
+    if isinstance(values, list):
+        for i, value in enumerate(values):
+            yield values[:i] + values[i + 1 :]
+            yield from ([*values[:i], odd, *values[i + 1 :]] for odd in odd_copies(value))
 
 
 def change(values: Any, draw: random.Random) -> str:

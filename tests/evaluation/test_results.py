@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from damage import odd_copies
 from tomoe.errors import UserError
 from tomoe.evaluation.results import ExpertUsage, Measurement, Row, TaskScore, from_json, read_rows, to_json
 from tomoe.evaluation.tables import escape_markdown, footnote, table, task_footnote, task_table, to_markdown
@@ -21,7 +19,6 @@ FACTS = {
     "total_params": 1000, "active_params": 900, "block_params": 800, "active_block_params": 700, "active_share": 0.7,
     "bytes_on_disk": 2_000_000, "max_positions": 64,
 }  # fmt: skip
-ODD = [None, True, "x", "", -1, 0, 1.5, -0.5, 10**4200, 1e308, [], {}, [[]], [1], {"a": 1}, "\x1b[31m<b>", [[0.5, "x"]]]
 
 
 def some_rows() -> list[Row]:
@@ -44,30 +41,6 @@ def show(rows: list[Row]) -> None:
     find_warnings(rows=rows)
 
 
-def leaves(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of all values, those of lists and objects too."""
-    if path:
-        yield path
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    for key, value in items:
-        yield from leaves(value, (*path, key))
-
-
-def mutations(values: Any) -> Iterator[Any]:
-    """Every value replaced by each odd one, and left out."""
-    for path in leaves(values):
-        for odd in (*ODD, ...):
-            changed = copy.deepcopy(values)
-            parent = changed
-            for key in path[:-1]:
-                parent = parent[key]
-            if odd is ...:
-                del parent[path[-1]]
-            else:
-                parent[path[-1]] = odd
-            yield changed
-
-
 def test_rows_read_back() -> None:
     rows = some_rows()
     assert from_json(to_json(rows)) == rows
@@ -76,7 +49,7 @@ def test_rows_read_back() -> None:
 @pytest.mark.slow
 def test_no_odd_value_ends_in_a_traceback() -> None:
     shown = refused = 0
-    for values in mutations(json.loads(to_json(some_rows()))):
+    for values in odd_copies(json.loads(to_json(some_rows()))):
         try:
             rows = from_json(json.dumps(values))
         except UserError as error:

@@ -12,6 +12,7 @@ import pytest
 from page_samples import COST, EVIL
 from test_card import measured, plan_of
 
+from damage import odd_copies
 from tomoe.errors import UserError
 from tomoe.evaluation.results import to_json
 from tomoe.evaluation.routing_trace import RoutingTrace
@@ -26,22 +27,6 @@ from tomoe.report.page import Generation, PageFacts
 pytestmark = pytest.mark.slow
 
 CELL = asdict(Cell("decode", 1, 8, "float32", "cpu", 1, "runs", 3, 1.0, 0.8, 1.25, 1.2, 1.3, 10, 5, 8, 4, 2.0))
-ODD = [
-    None, True, "x", "", -1, 0, 1.5, 10**400, 1e308, [], {}, [[]], [1], {"a": 1}, {"a": "b"}, [["a", {}]], [[0.5, "x"]],
-]  # fmt: skip
-
-
-def odd_copies(values: Any) -> list[Any]:
-    """Each value of a JSON structure replaced by each odd one, one at a time."""
-    copies = [odd for odd in ODD if odd != values]
-    if isinstance(values, dict):
-        copies += [values | {key: odd} for key, value in values.items() for odd in odd_copies(value)]
-        copies += [{k: v for k, v in values.items() if k != key} for key in values]
-    if isinstance(values, list):
-        copies += [[*values[:i], odd, *values[i + 1 :]] for i, value in enumerate(values) for odd in odd_copies(value)]
-    return copies
-
-
 TRACE = RoutingTrace(["a", "b"], [[0, 1], [1, 1]], 2, [])
 TRACES = (TRACE, replace(TRACE, chosen=[[[0], [1, 0]], []]))
 OBSERVED = [build.Observed(build.FORMAT, "0", [Generation("p", [("m", "t")])], [("x", t), ("y", t)]) for t in TRACES]
@@ -63,7 +48,7 @@ def show_observed(observed: build.Observed, folder: Path) -> None:
 def test_odd_values_are_shown_or_refused(
     kind: Any, values: Any, show: Callable[[Any, Path], object], least_shown: int, tmp_path: Path
 ) -> None:
-    copies, shown, refused = odd_copies(json.loads(json.dumps(values))), 0, 0
+    copies, shown, refused = list(odd_copies(json.loads(json.dumps(values)))), 0, 0
     for odd in copies:
         try:
             checked = build._checked(tmp_path / "file.json", kind, odd)
