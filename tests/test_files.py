@@ -1,4 +1,4 @@
-"""Files that a killed process left half-written."""
+"""Files: whole or absent, and JSON that anyone may have written."""
 
 from __future__ import annotations
 
@@ -57,6 +57,15 @@ def test_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path, monkeypat
     atomic_write(tmp_path / "file", "a")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "a"
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "file" / "inside", tmp_path / "folder"):
+        with pytest.raises(UserError, match=rf"^cannot write {place}: "):
+            atomic_write(place, "words")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder"]
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,6 @@ def test_version_and_help(tomoe: CommandLine) -> None:
         assert tomoe(verb, "--help").code == 0, verb
 
 
-def test_an_unknown_verb_names_the_nearest(tomoe: CommandLine) -> None:
-    done = tomoe("convrt", "model")
-    assert done.code == 2
-    assert "Did you mean 'convert'?" in done.err
-
-
 def test_defaults_that_the_command_line_repeats() -> None:
     """They stand there twice, so that `--help` imports no torch."""
     import inspect

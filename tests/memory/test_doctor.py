@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from transformers import MambaConfig
 
-from conftest import FAMILIES, make_pico
 from pico_files import CommandLine, write_pico
 from tomoe.errors import UserError
 from tomoe.memory import doctor, estimate
 from tomoe.model import quantized
-from tomoe.model.structure import shape_of
 from tomoe.recipe.conversion import Recipe
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_counts_from_the_config_are_those_of_the_weights(family: str) -> None:
-    model = make_pico(family)
-    found = estimate.sizes_of(model.config, Recipe())
-    assert found.shape == shape_of(model)
-    assert found.total == sum(p.numel() for p in model.parameters())
-    assert found.of_all(1.0) == 1.0
-    assert found.of_all(0.0) == pytest.approx(1 - found.decoder_params / found.total)
 
 
 def test_what_does_not_fit_is_refused_without_weights() -> None:
@@ -88,12 +75,3 @@ def test_a_budget_out_of_reach(tomoe: CommandLine, deep: Path) -> None:
     outcome = tomoe("doctor", deep, "--active", "0.05")
     assert outcome.code == 2
     assert "can be cut to" in outcome.err
-
-
-def test_what_it_prints_as_json(tomoe: CommandLine, deep: Path) -> None:
-    outcome = tomoe("doctor", deep, "--json", "--active", "0.6", "--steps", "10")
-    assert outcome.code == 0
-    found = json.loads(outcome.out)
-    assert found["sizes"]["shape"]["num_layers"] == 20
-    assert [need["stage"] for need in found["least"]] == ["training", "repair", "folding"]
-    assert found["lacking"] == found["remedies"] == []

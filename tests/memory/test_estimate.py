@@ -106,6 +106,8 @@ def test_weights_and_shares_of_them(family: str) -> None:
     sizes = estimate.sizes_of(model.config, recipe)
     assert sizes.shape == shape_of(model)
     assert sizes.output == model.lm_head.weight.numel()
+    assert sizes.of_all(1.0) == 1.0
+    assert sizes.of_all(0.0) == pytest.approx(1 - sizes.decoder_params / sizes.total)
     assert estimate.weight_bytes(sizes, torch.float32) == sum(p.nbytes for p in model.parameters())
     halves, quarters = (estimate.weight_bytes(sizes, torch.float32, shards=n) for n in (2, 4))
     assert estimate.weight_bytes(sizes, torch.float32) > halves > quarters
@@ -239,6 +241,8 @@ def test_counting_needs_the_config_alone(tomoe: CommandLine, tmp_path: Path) -> 
     assert "Free now" in done.out
     found = json.loads(tomoe("doctor", tmp_path / "paper", "--active", "0.7115", "--json").out)
     assert [need["stage"] for need in found["least"]] == ["carving", "repair", "folding"]
+    assert found["sizes"]["shape"]["num_layers"] == 2
+    assert found["lacking"] == found["remedies"] == []
     learning = tomoe("doctor", tmp_path / "paper", "--active", "0.7115", "--set", "train.steps=1", "--json")
     assert [need["stage"] for need in json.loads(learning.out)["least"]] == ["training", "repair", "folding"]
 
