@@ -16,6 +16,7 @@ from pico_files import CommandLine, fine, refused, write_pico, write_text
 from stored_models import KINDS, edit_config, edit_tensors, write_stored
 from tomoe.errors import UserError
 from tomoe.model import stored
+from tomoe.model.dequantization import Packing
 from tomoe.model.loading import fingerprint, load_dense
 from tomoe.model.offload import CannotOffload
 
@@ -114,6 +115,13 @@ def test_what_is_stored_quantized_is_not_quantized_again(tmp_path: Path) -> None
     write_stored(tmp_path / "dense", "fp8 in blocks")
     with pytest.raises(UserError, match=r"stored quantized already \(fp8\); use train.quantization = none"):
         load_dense(str(tmp_path / "dense"), torch.float32, quantization="nf4")
+
+
+def test_what_is_unpacked_as_a_whole_is_not_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_stored(tmp_path / "dense", "fp8 in blocks")
+    monkeypatch.setattr(stored, "settle_packing_", lambda *_: Packing("some_method", unpacked_whole=True))
+    with pytest.raises(UserError, match="cannot be sharded: some_method is unpacked as a whole"):
+        load_dense(str(tmp_path / "dense"), torch.float32, shards=2)
 
 
 # ---- tensors and the config

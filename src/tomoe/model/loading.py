@@ -19,6 +19,7 @@ from tomoe.model.names import resolve as resolve
 from tomoe.model.offload import cast_, iter_weights, load_offloaded
 from tomoe.model.quantized import keep_differentiable_, quantization_config
 from tomoe.model.stored import StoredModel, is_gguf, read_config, untie_, writable_generation_
+from tomoe.model.structure import decoder_layers
 from tomoe.model.tokens import fit_tokenizer_
 from tomoe.model.trouble import ADVICE, one_sentence
 
@@ -63,8 +64,8 @@ def load_dense(
         if by_layer:
             loaded = load_offloaded(stored, dtype, torch.device(device))
         else:
-            settings = _shard_arguments(shards) | _quantization_arguments(stored, quantization, dtype, device)
-            loaded = stored.load(dtype, **settings)
+            settings = _quantization_arguments(stored, quantization, dtype, device)
+            loaded = stored.load(dtype, **settings | _shard_arguments(stored, dtype, shards))
             if stored.packing.unpacked_whole:
                 loaded = loaded.dequantize(dtype)
                 cast_(loaded, dtype)
@@ -187,17 +188,23 @@ def fingerprint(model: PreTrainedModel) -> str:
     return sha.hexdigest()
 
 
-def _shard_arguments(shards: int) -> dict[str, Any]:
+def _shard_arguments(stored: StoredModel, dtype: torch.dtype, shards: int) -> dict[str, Any]:
     if shards == 1:
         return {}
+    if stored.packing.unpacked_whole:
+        raise UserError(f"{stored.place} cannot be sharded: {stored.packing.method} is unpacked as a whole")
     from transformers.distributed.configuration_utils import DistributedConfig
 
     if "fsdp_plan" not in DistributedConfig.__dataclass_fields__:
         raise UserError(
             f"transformers {transformers.__version__} cannot shard a model by a given plan; train.shard needs a newer version"
         )
-    # by default it binds the last norm to the output matrix, but the loss uses that matrix without the norm
-    plan = {"model.norm": "free_full_weight", "lm_head": "keep_full_weight"}
+    bare = stored.without_weights(dtype)
+    names = {module: name for name, module in bare.named_modules()}
+    plan = {f"{names[decoder_layers(bare)]}.*": "free_full_weight"}
+    # a family's own plan binds the last norm to the output matrix, but the loss uses that matrix without the norm
+    plan |= {name: "free_full_weight" for name in bare.fsdp_plan if name in names.values() and "*" not in name}
+    plan[names[cast(Any, bare.get_output_embeddings())]] = "keep_full_weight"
     return {"distributed_config": DistributedConfig(fsdp_size=shards, fsdp_plan=plan)}
 
 
