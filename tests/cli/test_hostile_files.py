@@ -221,7 +221,7 @@ def test_configs(folders: Path, tmp_path: Path, first: int) -> None:
             made = ToMoEConfig(**good | {key: value for key, value in changed.items() if key in own})
         except (ValueError, StrictDataclassError):  # the second is transformers' own, of its own keys
             continue
-        assert made.dense_model_type is None or all(0 < width <= 48 for width in made.expert_sizes)
+        assert not made.tomoe_dense_type or all(0 < width <= 48 for width in made.tomoe_expert_sizes)
 
 
 @cases(140)

@@ -20,7 +20,8 @@ from tomoe.evaluation.run import evaluate
 from tomoe.memory import estimate
 from tomoe.model import hub
 from tomoe.model.loading import fingerprint, load_config, load_dense
-from tomoe.model.structure import check_output, decoder_layers
+from tomoe.model.mlp import decoder_layers
+from tomoe.model.structure import check_output
 from tomoe.moe import checkpoint
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import FoldedLayers, fold

@@ -20,7 +20,8 @@ from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
 from pico_files import write_pico
 from tomoe.errors import UserError
 from tomoe.model.loading import load_dense
-from tomoe.model.structure import decoder_layers, layer_parts
+from tomoe.model.mlp import decoder_layers
+from tomoe.model.structure import layer_parts
 from tomoe.pruning.masking import LayerMasks, masked, planned_masks
 from tomoe.pruning.repair import layers as repairing
 from tomoe.pruning.repair.equations import MOST_RAISES, NormalEquations, low_rank, refit, solve
