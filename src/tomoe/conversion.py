@@ -270,7 +270,7 @@ def finish_plan(
 def save_conversion(
     plan: Plan, dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, force: bool
 ) -> None:
-    save_moe(fold(dense, plan, __version__, lazily=True), plan, tokenizer, out, force)
+    save_moe(fold(dense, plan, __version__, lazily=True), plan, tokenizer, out, force, check=True)
     Recipe(**plan.recipe).save(out / "recipe.json")
 
 

@@ -19,12 +19,12 @@ from tomoe.data.evaluation_text import EvaluationText, held_out_text, read_text
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.results import read_rows
-from tomoe.exporting.far_tokens import far_tokens
 from tomoe.exporting.target import Options, Sizes
 from tomoe.exporting.targets import Choice, choose, export_folder, padding_notice
 from tomoe.exporting.verification import Check, Proof
 from tomoe.exporting.writing import check_place
 from tomoe.files import basename, format_bytes
+from tomoe.model.far_tokens import far_tokens
 from tomoe.model.loading import load_tokenizer
 from tomoe.moe.checkpoint import load_moe
 from tomoe.plan import Plan

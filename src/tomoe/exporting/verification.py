@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tomoe.data.evaluation_text import EvaluationText
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import CHUNK, evaluating, forward_sequence
-from tomoe.exporting.far_tokens import FarTokens, first_difference, layer_outputs
+from tomoe.model.far_tokens import FarTokens, first_difference, layer_outputs
 from tomoe.model.loading import load_dense, pick_device
 from tomoe.moe.checkpoint import load_moe
 from tomoe.progress import ProgressCallback, StageCallback, no_stage_progress, stage_callback

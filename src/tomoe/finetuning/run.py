@@ -205,7 +205,7 @@ def save(
     tuned_plan = replace(
         plan, layers=tuple(layers), source=moe.config.tomoe_plan_source, notes=plan.notes | {FINETUNED: note}
     )
-    save_moe(moe, tuned_plan, tokenizer, out, force)
+    save_moe(moe, tuned_plan, tokenizer, out, force, check=True)
     if plan.recipe:
         Recipe(**plan.recipe).save(out / "recipe.json")
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.files import atomic_folder, read_json, refuse_overwriting, write_sums
+from tomoe.model.far_tokens import BEHIND, far_tokens, first_difference, layer_outputs, near_tokens
 from tomoe.model.loading import load_dense, pick_device, strip_remote_code_
 from tomoe.model.trouble import writing
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -25,9 +27,11 @@ MEASURED = ("README.md", "evaluation.json", "dial.json", "benchmark.json", "repo
 
 
 def save_moe(
-    moe: ToMoEForCausalLM, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, out: Path, force: bool = False
-) -> None:
-    """Write the folder `out`, so that a half-written one is never taken for a model.
+    moe: ToMoEForCausalLM, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, out: Path, force: bool = False,
+    check: bool = False,
+) -> None:  # fmt: skip
+    """Write the folder `out`, so that a half-written one is never taken for a model; with `check`, so that a model that
+    computes something else once it is loaded is not written at all (`check_written`).
 
     The run and its recipe stay in `out`; what was measured of an earlier model there is deleted with it. Raises UserError
     if `out` holds a model and `force` is not set, or if it cannot be written.
@@ -46,6 +50,29 @@ def save_moe(
         for weights in part.glob("*.safetensors"):
             weights.chmod(mode)
         write_sums(part)
+        if check:
+            check_written(moe, part)
+
+
+def check_written(moe: ToMoEForCausalLM, folder: Path) -> None:
+    """Load the model from its folder and compare its logits with those of the model that was written.
+
+    On its first tokens, and beyond sliding windows and the original context where it has them. Raises UserError for a
+    difference: whoever loads the folder would get other text.
+    """
+    loaded = load_dense(str(folder), moe.dtype, moe.device, offload=None)
+    for tokens in (near_tokens(moe), *far_tokens(moe)):
+        ours, theirs = tokens.run(moe).float(), tokens.run(loaded).float()
+        # A near tie of a router may fall otherwise for single tokens.
+        off = ((ours - theirs).norm(dim=-1) / ours.norm(dim=-1).clamp_min(1e-9)).median()
+        if not float(off) <= (1e-3 if moe.dtype == torch.float32 else 3e-2):
+            ids = tokens.ids[:, : 2 * BEHIND]
+            place = first_difference(layer_outputs(moe, ids), layer_outputs(loaded, ids), 3e-2)
+            raise UserError(
+                f"the model computes something else when it is loaded from its folder, {tokens.what} (logits differ by "
+                f"{float(off):.1%}; {place}), so nothing was written; this is an error of tomoe or of transformers "
+                f"{transformers.__version__} with this family"
+            )
 
 
 def check_writing(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

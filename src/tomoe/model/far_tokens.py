@@ -51,6 +51,11 @@ class FarTokens:
         return logits[0, -BEHIND:].cpu()
 
 
+def near_tokens(model: Any) -> FarTokens:
+    """A few tokens from the first position on, through all layers."""
+    return _drawn("on its first tokens", model.config, 0, 2 * BEHIND, len(decoder_layers(model)))
+
+
 def far_tokens(model: Any) -> list[FarTokens]:
     """What a model has to be tried on: one run for each edge that it has."""
     config, layers = model.config, decoder_layers(model)
