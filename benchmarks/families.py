@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,14 @@ def rows(out: Path, only: list[str]) -> Iterator[dict[str, Any]]:
         yield done[model_type]
 
 
+def _grouped(found: list[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> list[str]:
+    """Rows of a table: what some types have in common, and the types."""
+    groups: dict[str, list[str]] = {}
+    for row in found:
+        groups.setdefault(key(row), []).append(row["type"])
+    return [f"| {name} | {', '.join(types)} |" for name, types in groups.items()]
+
+
 def page(found: list[dict[str, Any]]) -> str:
     """The page of the reference."""
     of = {
@@ -98,24 +106,20 @@ def page(found: list[dict[str, Any]]) -> str:
         "",
         "## Converted",
         "",
-        "| type | class | first MLP | error of the output before and after the repair |",
-        "|---|---|---|---|",
-        *(
-            f"| {r['type']} | {r['class']} | `{r['mlp']}` | {r['error_before']:.3f}, {r['error_after']:.3f} |"
-            for r in of[CONVERTED]
-        ),
+        "| first MLP | types |",
+        "|---|---|",
+        *_grouped(of[CONVERTED], lambda row: f"`{row['mlp']}`"),
         "",
         "## Refused",
         "",
-        "| type | reason |",
+        "| reason | types |",
         "|---|---|",
-        *(f"| {row['type']} | {row['why']} |" for row in of[REFUSED]),
+        *_grouped(of[REFUSED], lambda row: row["why"].partition(" (relative")[0].partition(", but ")[0]),
         "",
         "## Not tried",
         "",
-        "| type | reason |",
-        "|---|---|",
-        *(f"| {row['type']} | {row['why']} |" for row in [*of[FAILED], *of[NOT_TRIED]]),
+        "No generic tiny config builds these: " + ", ".join(row["type"] for row in of[NOT_TRIED]) + ".",
+        *(f"\n{row['type']} **failed**: {row['why']}" for row in of[FAILED]),
     ]
     return "\n".join(lines)
 

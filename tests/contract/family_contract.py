@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tomoe.plan.head import REPAIRED
+from tomoe.plan.manifest import REPAIRED
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -71,7 +71,7 @@ OWN: dict[str, dict[str, Any]] = {
 # How much larger than at the start the weights are: 8, or less where recurrences make rounding errors large.
 WEIGHTS = {"recurrent_gemma": 1.5}
 # The seed of the tokens: 7, or another where two experts of a token are so near that the order of sums decides.
-SEEDS = {"nemotron_h": 8}
+SEEDS = {"mbart": 8, "nemotron_h": 8}
 SMALLER_THAN = 20_000_000
 
 

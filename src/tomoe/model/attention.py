@@ -63,6 +63,8 @@ def attention_of(model: nn.Module, layer: nn.Module) -> Attention:
     if output is None or any(not hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")):
         raise _refuse(model, f"it has no q_proj, k_proj, v_proj and output projection, but {children(attention)}")
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, getattr(attention, output))
+    if any(not isinstance(getattr(module, "out_features", None), int) for module in projections):
+        raise _refuse(model, "its projections are no plain matrices")
     return Attention(attention, *(Linear(module) for module in projections))
 
 

@@ -235,7 +235,10 @@ def _mlp_of(layer: nn.Module, number: int, name: str) -> Mlp | None:
 
 def _has(module: nn.Module, names: MlpNames) -> bool:
     parts = [getattr(module, part, None) for part in (names.gate, names.up, names.down) if part]
-    return all(isinstance(part, nn.Module) and hasattr(part, "weight") for part in parts)
+    if not all(isinstance(part, Conv1D) or isinstance(getattr(part, "in_features", None), int) for part in parts):
+        return False
+    up, down = Linear(getattr(module, names.up)), Linear(getattr(module, names.down))
+    return up.out_features == down.in_features * (2 if names.fused else 1)
 
 
 def _parts(layer: nn.Module, mlp: nn.Module, names: MlpNames, number: int, name: str) -> Mlp:
