@@ -206,7 +206,7 @@ def test_what_cannot_be_measured_is_said_in_a_sentence(llama: PreTrainedModel) -
     ids, mask = some_sequences()
     with pytest.raises(UserError, match="none of the 4 sequences"):
         measure(llama, ids, torch.zeros_like(mask))
-    with pytest.raises(UserError, match="knows 64 tokens"):
+    with pytest.raises(UserError, match="the embeddings have 64 rows"):
         measure(llama, ids + 40, mask)
     with pytest.raises(UserError, match="same vocabulary"):
         measure(llama, ids, mask, reference=make_pico("llama", vocab_size=65))
