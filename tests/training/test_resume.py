@@ -359,7 +359,10 @@ def test_a_kill_while_an_older_run_goes_leaves_nothing_of_it_to_resume(
 
     with monkeypatch.context() as only_here:
         if killed_at == "masks":
-            only_here.setattr(run_folder.shutil, "rmtree", killed)
+            remove = shutil.rmtree
+            only_here.setattr(
+                shutil, "rmtree", lambda p, *a, **how: killed(p) if Path(p).name == killed_at else remove(p, *a, **how)
+            )
         else:
             unlink = Path.unlink
             only_here.setattr(
