@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tomoe.plan.manifest import REPAIRED
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -23,6 +22,7 @@ from tomoe.conversion import convert
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEConfig
+from tomoe.plan.manifest import REPAIRED
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.recipe.conversion import Recipe
 

@@ -24,8 +24,10 @@ from tomoe.model.mlp import decoder_layers
 from tomoe.model.structure import layer_parts
 from tomoe.pruning.masking import LayerMasks, masked, planned_masks
 from tomoe.pruning.repair import layers as repairing
+from tomoe.pruning.repair import streams
 from tomoe.pruning.repair.equations import MOST_RAISES, NormalEquations, low_rank, refit, solve
-from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, layer_inputs, repair, repaired
+from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair, repaired
+from tomoe.pruning.repair.streams import layer_inputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 RED = 1e-2  # what a planted fault must exceed; a right solution stays below a hundredth of it
@@ -236,7 +238,7 @@ def test_padding_is_ignored() -> None:
 @pytest.mark.parametrize("chunk", [1, 24, 72, 10_000])
 def test_chunks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     model, masks, made = make_repair("mistral")
-    monkeypatch.setattr(repairing, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(streams, "CHUNK_TOKENS", chunk)
     assert relative(weights(repair(model, masks, *calibration())), weights(made)) < 1e-4
 
 
@@ -253,8 +255,10 @@ def test_hidden_states_on_disk_give_the_same_bits(tmp_path: Path, monkeypatch: p
         return stored
 
     monkeypatch.setattr(torch, "from_file", mapping)
-    settings = RepairSettings(memory=0)
-    spilled = repair(model, masks, *calibration(), settings, lambda *_: left.extend(tmp_path.iterdir()), tmp_path)
+    monkeypatch.setattr(streams, "MEMORY", 0)
+    spilled = repair(
+        model, masks, *calibration(), RepairSettings(), lambda *_: left.extend(tmp_path.iterdir()), tmp_path
+    )
     assert torch.equal(weights(spilled), weights(made))
     assert sorted(mapped) == [8 * 24 * 32 * 4, 8 * 24 * 32 * 4, 8 * 24 * 48 * 4]
     assert not left

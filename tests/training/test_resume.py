@@ -25,7 +25,7 @@ from tomoe.data.corpus import Corpus
 from tomoe.locks import LOCK_FILE
 from tomoe.model.loading import load_dense
 from tomoe.pruning import objective
-from tomoe.pruning.repair.layers import RepairSettings
+from tomoe.pruning.repair import streams
 from tomoe.pruning.rotation import value_rotations
 from tomoe.training import run_folder
 
@@ -145,7 +145,7 @@ def test_a_conversion_stopped_inside_the_repair_ends_in_the_same_bytes(
 ) -> None:
     """Learning is over by then, so only the repair starts again; nothing of the first one is left."""
     recipe = pico_recipe(tmp_path, "repair.mode=full")
-    monkeypatch.setattr(RepairSettings, "memory", 0 if spills else 2**30)
+    monkeypatch.setattr(streams, "MEMORY", 0 if spills else 2**30)
     stages: list[str] = []
 
     def stop(stage: str, done: int, total: int, info: Mapping[str, Any]) -> None:

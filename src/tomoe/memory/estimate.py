@@ -30,8 +30,8 @@ from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import Layout, least_active, settle_layout
 from tomoe.pruning.losses import CHUNK
 from tomoe.pruning.mask_network import MaskNetwork
-from tomoe.pruning.repair.layers import RepairSettings
 from tomoe.pruning.repair.plan import repair_bytes
+from tomoe.pruning.repair.streams import MEMORY
 from tomoe.recipe.conversion import Recipe, RepairSection
 from tomoe.recipe.run import DataSection
 
@@ -181,7 +181,7 @@ def hidden_state_bytes(s: ModelShape, dtype: torch.dtype, repair: RepairSection,
     # as many as the recipe asks for, or all that are not held out
     tokens = min(repair.tokens, max(data.tokens - data.evaluation_tokens, data.seq_len))
     size = tokens * (streams * s.hidden_size + s.mlp_size) * dtype.itemsize // distributed.world_size()
-    return 0 if size > RepairSettings.memory else size
+    return 0 if size > MEMORY else size
 
 
 def available_memory(device: str) -> AvailableMemory:
