@@ -14,12 +14,12 @@ from tomoe.errors import UserError, shortened
 from tomoe.model.compute_dtype import compute_dtype
 from tomoe.model.dequantization import drop_entry_, settle_packing_
 from tomoe.model.hub import download_model
+from tomoe.model.mlp import decoder_layers
 from tomoe.model.names import check_no_adapter
 from tomoe.model.names import resolve as resolve
 from tomoe.model.offload import cast_, iter_weights, load_offloaded
 from tomoe.model.quantized import keep_differentiable_, quantization_config
 from tomoe.model.stored import StoredModel, is_gguf, read_config, untie_, writable_generation_
-from tomoe.model.structure import decoder_layers
 from tomoe.model.tokens import fit_tokenizer_
 from tomoe.model.trouble import ADVICE, one_sentence
 
