@@ -119,7 +119,7 @@ def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout, shards: int = 1) 
         states = 0 if on_gpu else hidden_state_bytes(shape, computing, recipe.repair, t.steps, recipe.data)
         held = {"normal equations": equation_bytes(shape), "hidden states": states}
         stages.append(MemoryEstimate("repair", original | held | refits))
-    folded = int(max(recipe.active, sizes.least_active) * sizes.decoder_params * stored.itemsize)
+    folded = int(recipe.active * sizes.decoder_params * stored.itemsize)
     folding = original | {"one file of the MoE": min(folded, CHECKPOINT_SHARD_BYTES)} | refits
     return (*stages, MemoryEstimate("folding", folding))
 

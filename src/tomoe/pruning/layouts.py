@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp_params
 from tomoe.errors import UserError
-from tomoe.model.shape import ModelShape
+from tomoe.model.shape import ModelShape, ceil_div
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
 from tomoe.recipe.target_rules import FINE_MULTIPLE, MAX_EXPERTS_PER_TOKEN, STOCK_MULTIPLE, TARGET_RULES, TargetRules
 
@@ -50,7 +50,7 @@ class OverlappingLayout:
 
     def widths(self, mlp_size: int) -> list[int]:
         """Neurons of a token with 0, 1, .. multiples, up to the whole layer."""
-        return [min(n * self.width_multiple, mlp_size) for n in range(-(-mlp_size // self.width_multiple) + 1)]
+        return [min(n * self.width_multiple, mlp_size) for n in range(ceil_div(mlp_size, self.width_multiple) + 1)]
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class _Search:
 
 def stored_zeros(layout: FineLayout) -> int:
     """Neurons of zeros with which a stock format fills up the experts of a layer, and its shared part to a multiple of them."""
-    size = -(-layout.expert_size // FINE_MULTIPLE) * FINE_MULTIPLE
+    size = ceil_div(layout.expert_size, FINE_MULTIPLE) * FINE_MULTIPLE
     return layout.num_experts * (size - layout.expert_size) + -layout.shared % size
 
 

@@ -65,7 +65,7 @@ def check_accumulation(train: LoopSection) -> None:
 class Training:
     """One run: the trainable modules `net`, their optimizer and the number of steps done. `model` is the model that runs.
 
-    `fused` is that of `make_optimizer`. Raises UserError as `check_accumulation` does.
+    `fused` is that of `make_optimizer`.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class Training:
         step_fn: StepFn,
         fused: bool = False,
     ):
-        check_accumulation(loop)
         self.model, self.net, self.loop, self.seed, self.corpus, self.run = model, net, loop, seed, corpus, run
         self.optimizer, self.step_fn = make_optimizer(net, loop, fused), step_fn
         self.step, self.nonfinite_steps = 0, 0
