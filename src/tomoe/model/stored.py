@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Self, TypeGuard
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tomoe.errors import UserError
 from tomoe.model.checks import check_claims, check_size, stored_tensors
@@ -72,7 +73,9 @@ class StoredModel:
         settings: dict[str, Any] = {"pretrained_model_name_or_path": str(self.place), "use_safetensors": True}
         if is_gguf(self.place):
             settings = {"pretrained_model_name_or_path": str(self.place.parent), "gguf_file": self.place.name}
-            settings["quantization_config"] = GgufConfig(dequantize=True)
+            # Older versions of transformers have no such config: they always dequantize.
+            if (gguf := getattr(transformers, "GgufConfig", None)) is not None:
+                settings["quantization_config"] = gguf(dequantize=True)
         if self.packing.renames:
             settings["key_mapping"] = dict(self.packing.renames)
         loaded: PreTrainedModel
