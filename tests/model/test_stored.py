@@ -14,7 +14,7 @@ from torch import Tensor
 from conftest import make_pico, tokens
 from pico_files import CommandLine, fine, refused, write_pico, write_text
 from stored_models import KINDS, edit_config, edit_tensors, write_stored
-from tomoe.errors import UserError
+from tomoe.errors import Note, UserError
 from tomoe.model import stored
 from tomoe.model.dequantization import Packing
 from tomoe.model.loading import fingerprint, load_dense
@@ -243,7 +243,35 @@ def test_whatever_a_library_raises_is_a_sentence(tmp_path: Path, monkeypatch: py
             load_dense(str(tmp_path / "dense"), torch.float32)
 
 
+@pytest.mark.parametrize(
+    "switch", [{"return_dict": False}, {"output_attentions": True}, {"output_hidden_states": True}]
+)
+def test_what_a_config_says_of_calls_is_not_of_the_model(
+    tomoe: CommandLine, tmp_path: Path, switch: dict[str, bool]
+) -> None:
+    write_pico(tmp_path / "dense")
+    edit_config(tmp_path / "dense", **switch)
+    text = write_text(tmp_path / "text.txt")
+    done = tomoe("carve", tmp_path / "dense", "-o", tmp_path / "moe", "--data", text, *fine(), "--active", "0.6")
+    assert done.code == 0, done.err
+
+
+def test_code_of_the_folder_is_named(tmp_path: Path) -> None:
+    write_pico(tmp_path / "dense")
+    edit_config(tmp_path / "dense", auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})
+    with pytest.warns(Note, match="brings code of its own, which is not run: transformers' own llama computes it"):
+        load_dense(str(tmp_path / "dense"), torch.float32)
+
+
 # ---- files that are no model
+
+
+def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
+    """Whoever saves a model in shards over one in a single file leaves both, and transformers reads the older one."""
+    write_pico(tmp_path / "dense")
+    make_pico("llama").save_pretrained(tmp_path / "dense", max_shard_size="20KB")
+    with pytest.raises(UserError, match=r"holds model.safetensors and the shards .*two sets of weights"):
+        load_dense(str(tmp_path / "dense"), torch.float32)
 
 
 def test_an_adapter_beside_the_model_is_refused(tomoe: CommandLine, tmp_path: Path) -> None:

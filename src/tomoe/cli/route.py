@@ -68,7 +68,7 @@ def read_text(text: str | None, file: Path | None) -> str:
     if file is None:
         return str(text)
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not text in UTF-8") from error
     except OSError as error:

@@ -25,11 +25,16 @@ class Chat:
     """The tools that the model was offered."""
 
 
-def chat_of(value: Any, tools: Any = None) -> Chat | None:
-    """The chat that a column holds: a list of messages with role and content, or ShareGPT's from and value; else None."""
+def chat_of(value: Any, tools: Any = None, system: Any = None) -> Chat | None:
+    """The chat that a column holds: a list of messages with role and content, or ShareGPT's from and value; else None.
+
+    `tools` and `system` are what the row says of them beside the chat.
+    """
     if not isinstance(value, list) or not value:
         return None
-    messages = []
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    )
     for message in value:
         if not isinstance(message, Mapping):
             return None

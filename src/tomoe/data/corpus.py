@@ -25,7 +25,7 @@ from tomoe.data.sources import SELF, documents, find
 from tomoe.errors import UserError
 from tomoe.files import atomic_file, basename, parse_json
 from tomoe.model.shape import ceil_div
-from tomoe.model.tokens import check_ids
+from tomoe.model.tokens import check_text
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.recipe.run import DataSection
 
@@ -188,8 +188,7 @@ def prepare(
     A source with its own split for evaluation uses that; of any other the first shuffled documents are held out.
     Calibration sequences are drawn from the rest, so they resemble the training text. If a source has fewer tokens than
     its part, all sources shrink alike: 1:1:1 stays 1:1:1, and so does training to evaluation.
-    The source `self` needs the dense `model`; `progress` is called while it is sampled. With a model, it must have a row for
-    every token.
+    The source `self` needs the dense `model`; `progress` is called while it is sampled.
 
     Raises UserError: unknown or repeated source, no text, too little of it for three sequences, hub out of reach.
     """
@@ -203,9 +202,6 @@ def prepare(
         for part, sequences in source.split(fraction, data, _padding(tokenizer), generator).items():
             parts[part].append(sequences)
     texts = {part: joined(sequences) for part, sequences in parts.items()}
-    if model is not None:
-        for text in texts.values():
-            check_ids(text.input_ids, model)
     # in random order, so that any run of sequences is a mixture
     return Corpus(
         **{part: text.select(torch.randperm(len(text), generator=generator)) for part, text in texts.items()},
@@ -317,7 +313,9 @@ def _windows(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
 def _tokenized(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[list[int]]:
     # verbose=False: a document may be longer than the model's context, because it is cut into sequences
     for window in _windows(texts, _TOKENIZE_CHARACTERS):
-        yield from tokenizer(window, verbose=False)["input_ids"]
+        for ids in tokenizer(window, verbose=False)["input_ids"]:
+            check_text(ids, tokenizer)
+            yield ids
 
 
 def _stream(token_lists: Iterable[list[int]], eos: int | None, max_tokens: int | None) -> Int[Tensor, " T"]:

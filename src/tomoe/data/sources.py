@@ -227,7 +227,7 @@ def _document(row: Row, text_column: str | None, origin: str) -> Document:
 def _usual_columns(row: Row) -> Document | None:
     """What the columns hold that data sets without a column `text` usually have."""
     for column in CHAT_COLUMNS:
-        if (chat := chat_of(row.get(column), row.get("tools"))) is not None:
+        if (chat := chat_of(row.get(column), row.get("tools"), row.get("system"))) is not None:
             return chat
     if "prompt" in row and "completion" in row:
         return answered(row["prompt"], row["completion"], row.get("tools"))

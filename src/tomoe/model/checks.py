@@ -40,6 +40,16 @@ class Header:
 def stored_tensors(folder: Path) -> dict[str, Header]:
     """The tensors by name, from the headers of the files that transformers would read. Raises UserError if one is missing."""
     tensors: dict[str, Header] = {}
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file() and index.is_file():
+        shards = [
+            file for file in set(read_json(index).get("weight_map", {}).values()) if (folder / str(file)).is_file()
+        ]
+        if shards and shards != ["model.safetensors"]:
+            raise UserError(
+                f"{folder} holds model.safetensors and the shards of {index.name} ({min(shards)} ...): two sets of weights, "
+                "of which one is older; delete the one that is not the model"
+            )
     for path in weight_files(folder):
         if not path.is_file():
             raise UserError(f"{folder} holds no {path.name}{_other_weights(folder)}")

@@ -1,4 +1,4 @@
-"""Download plans from the Hugging Face hub, upload plans and models to it; transformers itself downloads models."""
+"""Download models and plans from the Hugging Face hub, upload plans and models to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     BadRequestError,
     EntryNotFoundError,
     HfHubHTTPError,
-    HFValidationError,
     HTTPError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
@@ -102,7 +101,9 @@ def _one_sentence(aim: str) -> Iterator[None]:
     """Raise UserError, in one sentence, for what the hub refused or because it was out of reach."""
     try:
         yield
-    except (OSError, HTTPError, HFValidationError, RuntimeError) as error:
+    except UserError:
+        raise
+    except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         cause = hub_reason(error) or (lines[0].rstrip(".") if lines else type(error).__name__)
         raise UserError(f"cannot {aim}: {cause}") from None

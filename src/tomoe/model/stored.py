@@ -6,6 +6,7 @@ transformers reports what it found while it loads; each entry of the report is s
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tomoe.errors import UserError
+from tomoe.errors import Note, UserError
 from tomoe.model.checks import check_claims, check_size, stored_tensors
 from tomoe.model.dequantization import RUNTIME_SCALES, Packing, settle_packing_
 from tomoe.model.names import check_no_adapter
@@ -28,12 +29,16 @@ def is_gguf(place: Path | str) -> TypeGuard[Path]:
 
 
 def read_config(place: Path | str, **changes: Any) -> PreTrainedConfig:
-    """The config of a folder, file or hub id, with these changes; attention runs by what is installed here."""
+    """The config of a folder, file or hub id, with these changes.
+
+    Attention runs by what is installed here, and what a call returns is for the caller to say.
+    """
     where = {"pretrained_model_name_or_path": str(place)}
     if is_gguf(place):
         where = {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
     config: PreTrainedConfig = AutoConfig.from_pretrained(trust_remote_code=False, **where, **changes)
     config._attn_implementation = None
+    config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     return config
 
 
@@ -60,6 +65,12 @@ class StoredModel:
         with usable_config(place):
             config = read_config(place, **changes)
             check_size(place, config, tensors)
+        if getattr(config, "auto_map", None) and type(config).__module__.startswith("transformers."):
+            warnings.warn(
+                f"{place} brings code of its own, which is not run: transformers' own {config.model_type} computes it",
+                Note,
+                stacklevel=2,
+            )
         packing = settle_packing_(config, {name: header.dtype for name, header in tensors.items()})
         return cls(place, config, packing)
 

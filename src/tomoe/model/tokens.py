@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
 import torch
 from jaxtyping import Int
@@ -11,13 +12,17 @@ from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import Note, UserError, shortened
 
+# a name of ours on a tokenizer: rows of the embeddings of its model
+_ROWS = "_tomoe_rows"
+
 
 def fit_tokenizer_(tokenizer: PreTrainedTokenizerBase, rows: int, model: str) -> None:
     """Let padding be a token that has a row; padding is masked, so that any will do.
 
-    Special tokens that no text has (of images, say) may lack one. Raises UserError if another token does, or if one does
-    that opens or ends every text.
+    Special tokens that no text has (of images, say) may lack one; `check_text` finds them if a text has one all the same.
+    Raises UserError if another token lacks one, or one that opens or ends every text.
     """
+    setattr(tokenizer, _ROWS, rows)
     padding = tokenizer.pad_token_id
     if padding is not None and padding >= rows:
         warnings.warn(
@@ -39,11 +44,22 @@ def fit_tokenizer_(tokenizer: PreTrainedTokenizerBase, rows: int, model: str) ->
         )
 
 
+def check_text(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError if a text has a token for which the model of the tokenizer has no row."""
+    rows = getattr(tokenizer, _ROWS, None)
+    if rows is not None and (highest := max(ids, default=0)) >= rows:
+        raise _no_row(highest, rows)
+
+
 def check_ids(ids: Int[Tensor, "*text"], model: torch.nn.Module) -> None:
     """Raises UserError if a text has a token for which the model's embeddings have no row."""
     rows = getattr(getattr(model, "config", None), "vocab_size", None)
-    if rows is not None and ids.numel() and int(ids.max()) >= rows:
-        raise UserError(
-            f"the text holds the token {int(ids.max())}, but the embeddings have {rows} rows; leave it out of the text, or "
-            "prepare the text with the tokenizer that belongs to the weights"
-        )
+    if rows is not None and ids.numel() and (highest := int(ids.max())) >= rows:
+        raise _no_row(highest, rows)
+
+
+def _no_row(token: int, rows: int) -> UserError:
+    return UserError(
+        f"the text holds the token {token}, but the embeddings have {rows} rows; leave it out of the text, or prepare the "
+        "text with the tokenizer that belongs to the weights"
+    )
