@@ -23,7 +23,7 @@ from tomoe.evaluation.run import evaluate
 from tomoe.memory import estimate
 from tomoe.model import quantized
 from tomoe.model.loading import fingerprint, load_config, load_dense
-from tomoe.model.structure import check_output, layer_parts, shape_of
+from tomoe.model.structure import check_output, shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import REPAIRED
 from tomoe.pruning.repair.plan import repair_plan
@@ -65,17 +65,21 @@ def round_inputs(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
     return (args[0] + (rounded.view_as(args[0]) - args[0]).detach(),)
 
 
+def projections(model: nn.Module) -> list[Any]:
+    """The matrices of all layers, in order."""
+    return [module for name, module in model.named_modules() if name.endswith("_proj")]
+
+
 @pytest.mark.parametrize("quantization", KINDS)
 def test_masks_learn_what_they_would_from_the_unpacked_weights(quantization: str, folder: Path) -> None:
     packed = load_dense(str(folder / "dense"), torch.float32, quantization=quantization)
     plain = load_dense(str(folder / "dense"), torch.float32)
     original = {name: t.clone() for name, t in plain.state_dict().items()}
     assert shape_of(packed) == shape_of(plain)
-    for theirs, ours in zip(layer_parts(packed), layer_parts(plain), strict=True):
-        for part in ("gate", "up", "down", "q", "k", "v", "o"):
-            getattr(ours, part).weight.data = unpacked(getattr(theirs, part))
-            if quantization == "int8":
-                getattr(ours, part).register_forward_pre_hook(round_inputs)
+    for theirs, ours in zip(projections(packed), projections(plain), strict=True):
+        ours.weight.data = unpacked(theirs)
+        if quantization == "int8":
+            ours.register_forward_pre_hook(round_inputs)
     for name, t in original.items():
         off = float((plain.state_dict()[name] - t).norm() / t.norm())
         assert (0.001 < off < 0.15) if "_proj" in name else off == 0, (name, off)
@@ -106,18 +110,17 @@ def test_gradients_come_through_every_projection(quantization: str, folder: Path
     """Also after a pass without gradients, at which some libraries change how weights are stored."""
     packed = load_dense(str(folder / "dense"), torch.float32, quantization=quantization)
     generator = torch.Generator().manual_seed(0)
-    for parts in layer_parts(packed):
-        for module in (parts.gate, parts.up, parts.down, parts.q, parts.o):
-            weight = unpacked(module)
-            x = torch.randn(1, 9, weight.shape[1], generator=generator)
-            with torch.no_grad():
-                module(x)
-            y = module(x.requires_grad_())
-            inputs = round_inputs(module, (x.detach(),))[0] if quantization == "int8" else x.detach()
-            assert apart(y.detach(), inputs @ weight.T) < 1e-3
-            given = torch.randn(y.shape, generator=generator)
-            y.backward(given)
-            assert apart(x.grad, given @ weight) < 1e-5
+    for module in projections(packed):
+        weight = unpacked(module)
+        x = torch.randn(1, 9, weight.shape[1], generator=generator)
+        with torch.no_grad():
+            module(x)
+        y = module(x.requires_grad_())
+        inputs = round_inputs(module, (x.detach(),))[0] if quantization == "int8" else x.detach()
+        assert apart(y.detach(), inputs @ weight.T) < 1e-3
+        given = torch.randn(y.shape, generator=generator)
+        y.backward(given)
+        assert apart(x.grad, given @ weight) < 1e-5
 
 
 @pytest.mark.parametrize("start", ["carved", "random"])
