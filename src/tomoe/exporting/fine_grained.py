@@ -27,6 +27,7 @@ from tomoe.exporting.stock import Stock, expert_mlps, padded
 from tomoe.exporting.target import Options, Sizes
 from tomoe.exporting.verification import Check, Proof
 from tomoe.model.hooks import hooked, input_of
+from tomoe.model.shape import ceil_div
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import FINE_MULTIPLE
 
@@ -63,8 +64,8 @@ def fine_layout(moe: ToMoEForCausalLM, multiple: int | None = None) -> FineLayou
     while whole < len(every) - 1 and experts_per_token(every[whole]) == every[whole].num_experts:
         whole += 1
     mlps = every[whole:]
-    width = -(-max(mlp.expert_rows.shape[1] for mlp in mlps) // multiple) * multiple
-    shared = max(1, -(-max(mlp.shared_size for mlp in mlps) // width)) * width
+    width = ceil_div(max(mlp.expert_rows.shape[1] for mlp in mlps), multiple) * multiple
+    shared = max(1, ceil_div(max(mlp.shared_size for mlp in mlps), width)) * width
     chosen = [experts_per_token(mlp) for mlp in mlps]
     zeros = max(chosen) - min(chosen)
     # the stock router looks for the two best of a group

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tomoe.exporting.proof_by_parts import StockRouter
 from tomoe.exporting.routers import RouterForm
+from tomoe.model.shape import ceil_div
 
 _ARCH = "glm4moe"
 _ROUTERS = ("ffn_gate_inp", "exp_probs_b")
@@ -62,7 +63,7 @@ def merge_experts(file: Path, merged: Path) -> Path:
             # the shared part comes first, so that rows of all layers are in the order of the converted model
             parts.setdefault(name.replace("_exps", "").replace("_shexp", ""), []).append(tensor)
     sizes = {sum(_neurons(t) for t in parts[f"blk.{i}.ffn_up.weight"]) for i in range(layers)}
-    size = max(sizes) if len(sizes) == 1 else -(-max(sizes) // _BLOCK) * _BLOCK
+    size = max(sizes) if len(sizes) == 1 else ceil_div(max(sizes), _BLOCK) * _BLOCK
     changed: dict[str, Any] = {"leading_dense_block_count": layers, "feed_forward_length": size}
     for field in reader.fields.values():
         key = field.name.removeprefix(f"{_ARCH}.")

@@ -18,6 +18,7 @@ from torch import Tensor
 from tomoe.exporting.stock import Stock, padded
 from tomoe.exporting.target import Options, Sizes
 from tomoe.exporting.verification import Check, Proof, verify_exactly
+from tomoe.model.shape import ceil_div
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import STOCK_MULTIPLE
 
@@ -73,7 +74,7 @@ def common_neurons(mlp: ToMoEMLP) -> Tensor:
 
 def round_up(size: int, multiple: int) -> int:
     """The next multiple, and one at least."""
-    return max(multiple, -(-size // multiple) * multiple)
+    return max(multiple, ceil_div(size, multiple) * multiple)
 
 
 def widest(moe: ToMoEForCausalLM, multiple: int | None) -> Layout:
