@@ -161,6 +161,18 @@ def test_tensors_that_differ_from_the_config_are_refused(
     refused(tomoe("doctor", tmp_path / "dense"), words)
 
 
+def test_masks_among_the_weights_are_no_weights(tmp_path: Path) -> None:
+    write_pico(tmp_path / "dense")
+    plain = load_dense(str(tmp_path / "dense"), torch.float32)
+    masks = {
+        "model.layers.0.self_attn.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool).tril(),
+        "model.layers.0.attn.masked_bias": torch.tensor(-1e4),
+    }
+    edit_tensors(tmp_path / "dense", lambda tensors: tensors | masks)
+    for offload in (False, True):
+        assert fingerprint(load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)) == fingerprint(plain)
+
+
 def test_float8_numbers_whose_scales_have_another_name_are_refused(tmp_path: Path) -> None:
     write_stored(tmp_path / "dense", "fp8 without a method")
     edit_tensors(tmp_path / "dense", lambda t: {n.replace("weight_scale", "scaling"): x for n, x in t.items()})

@@ -22,6 +22,9 @@ from tomoe.model.dequantization import RUNTIME_SCALES, Packing, settle_packing_
 from tomoe.model.names import check_no_adapter
 from tomoe.model.trouble import usable_config
 
+# Causal masks, which older versions of transformers stored among the weights: GPT-Neo, StarCoder and others have them.
+_STORED_MASKS = re.compile(r"(^|\.)(attn|attention|self_attention)\.(masked_)?bias$")
+
 
 def is_gguf(place: Path | str) -> TypeGuard[Path]:
     """Whether a model is one .gguf file."""
@@ -114,7 +117,7 @@ class StoredModel:
                 f"{len(mismatched)} tensors of {self.place} do not have the shapes of its config: {name} is "
                 f"{tuple(stored)}, its config says {tuple(expected)}"
             )
-        left = sorted(report["unexpected_keys"])
+        left = [name for name in sorted(report["unexpected_keys"]) if not _STORED_MASKS.search(name)]
         if self.packing.method:
             left = [name for name in left if not RUNTIME_SCALES.search(name)]
         if left:
