@@ -10,7 +10,10 @@ from tomoe.cli import options
 from tomoe.cli.console import Screen, output
 from tomoe.exporting import run, target
 
-Format = Literal["auto", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gguf", "hf"]
+Format = Literal[
+    "auto", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_5_moe", "lfm2_moe", "granitemoeshared",
+    "granitemoehybrid", "gemma4", "ernie4_5_moe", "cohere2_moe", "deepseek_v3", "flex_olmo", "gguf", "hf",
+]  # fmt: skip
 Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"]
 
 

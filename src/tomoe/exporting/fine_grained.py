@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tomoe.exporting.overlapping import QWEN_PROJECTIONS
+from tomoe.exporting.overlapping import QWEN_PROJECTIONS, round_up
 from tomoe.exporting.proof_by_parts import StockRouter, verify_by_parts
 from tomoe.exporting.routers import RouterForm, stored_router
 from tomoe.exporting.stock import Stock, expert_mlps, padded
@@ -42,9 +42,10 @@ OVERLAPPING_PROBLEM = (
 class FineLayout:
     """Sizes that every layer of the export has, but for the first ones, which may be whole.
 
-    width: w; shared: of the shared expert, a multiple of w; experts: N and those of zeros; top_k: experts of a token, those
-    of zeros included; zeros: how many of them are of zeros in the layer that needs most, because it chooses fewest itself;
-    whole: how many of the first layers use all experts, and are written as plain MLPs.
+    width: w; shared: of the shared expert, a multiple of w; experts: all that are stored; top_k: experts of a token, all of
+    these counted; zeros: how many of them are of zeros in the layer that needs most, because it chooses fewest itself; whole:
+    how many of the first layers use all experts, and are written as plain MLPs; always: how many experts hold the shared part,
+    if there is no shared expert.
     """
 
     width: int
@@ -53,30 +54,40 @@ class FineLayout:
     top_k: int
     zeros: int
     whole: int
+    always: int = 0
 
 
-def fine_layout(moe: ToMoEForCausalLM, multiple: int | None = None) -> FineLayout:
+def fine_layout(moe: ToMoEForCausalLM, multiple: int | None = None, whole_layers: bool = True) -> FineLayout:
     """One width, shared part and k for all layers, the smallest that hold each of them; w is a multiple of `multiple`."""
     multiple = multiple or FINE_MULTIPLE
     every = expert_mlps(moe)
     # engines want at least one layer with experts
     whole = 0
-    while whole < len(every) - 1 and experts_per_token(every[whole]) == every[whole].num_experts:
+    while whole_layers and whole < len(every) - 1 and experts_per_token(every[whole]) == every[whole].num_experts:
         whole += 1
     mlps = every[whole:]
-    width = ceil_div(max(mlp.expert_rows.shape[1] for mlp in mlps), multiple) * multiple
-    shared = max(1, ceil_div(max(mlp.shared_size for mlp in mlps), width)) * width
+    width = round_up(max(mlp.expert_rows.shape[1] for mlp in mlps), multiple)
+    shared = round_up(max(mlp.shared_size for mlp in mlps), width)
     chosen = [experts_per_token(mlp) for mlp in mlps]
     zeros = max(chosen) - min(chosen)
     # the stock router looks for the two best of a group
     return FineLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, whole)
 
 
+def without_shared_expert(layout: FineLayout) -> FineLayout:
+    """The layout with the shared part in experts that are always chosen."""
+    always = layout.shared // layout.width
+    experts, top_k = layout.experts + always, layout.top_k + always
+    return replace(layout, shared=0, experts=experts, top_k=top_k, always=always)
+
+
 class FineGrained(Stock[FineLayout]):
     """A class with a place for fine-grained experts.
 
     form: of its routers; block, gate: names of a layer's MoE, and of the router in it; projections: of an expert's gate, up and
-    down; shared: of the shared expert; float32_routers: whether routers are float32 in a checkpoint of any dtype.
+    down; shared: of the shared expert; shared_factor: what undoes how it is weighed; holds_shared: whether there is a place for
+    a shared part; whole_layers: whether the first layers may be plain MLPs; float32_routers: whether routers are float32 in a
+    checkpoint of any dtype.
     """
 
     form: ClassVar[RouterForm]
@@ -84,34 +95,68 @@ class FineGrained(Stock[FineLayout]):
     gate: ClassVar[str] = "gate"
     projections: ClassVar[tuple[str, str, str]] = QWEN_PROJECTIONS
     shared: ClassVar[str] = "shared_experts"
+    shared_factor: ClassVar[float] = 1.0
+    holds_shared: ClassVar[bool] = True
+    whole_layers: ClassVar[bool] = True
     float32_routers: ClassVar[bool] = False
     how_well = "up to the rounding of its router"
+
+    def form_in(self, dtype: torch.dtype) -> RouterForm:
+        """The form of its routers in a checkpoint of this dtype."""
+        return self.form
 
     def form_problem(self, form: str) -> str | None:
         return None if form == "fine" else OVERLAPPING_PROBLEM
 
+    def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
+        mlps, advice = expert_mlps(moe), f"convert with target = {self.name}"
+        if moe.dtype == torch.float16 and not self.float32_routers:
+            return "its weights are float16, which has no numbers as small as this class needs in a router"
+        if not self.holds_shared and any(mlp.shared_size for mlp in mlps):
+            return f"tokens share neurons, and this class has no place for them; {advice}"
+        if self.form_in(moe.dtype).corrected:
+            return None
+        if any(not torch.equal(mlp.router.bias, mlp.router.bias[:1].expand_as(mlp.router.bias)) for mlp in mlps):
+            return f"its routers have biases, and those of this class have none; {advice}"
+        if len({mlp.top_k for mlp in mlps}) > 1:
+            return f"its layers use different numbers of experts for a token, and this class has one; {advice}"
+        return None
+
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> FineLayout:
-        return fine_layout(moe, multiple)
+        layout = fine_layout(moe, multiple, self.whole_layers)
+        return layout if self.holds_shared else replace(layout, shared=0)
 
     @abstractmethod
     def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        """A layer's router by the names in its MoE."""
+        """A layer's router by the names in the layer."""
 
     def mlp_tensors(self, moe: ToMoEForCausalLM, layout: FineLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
-        scales = router_scales(moe, self.form)
+        form, mlps = self.form_in(moe.dtype), expert_mlps(moe)
+        scales = router_scales(moe, form)
 
         def of_layer(i: int) -> Iterator[tuple[str, Tensor]]:
-            mlp = expert_mlps(moe)[i]
             if i < layout.whole:
-                yield from self._named("", whole_matrices(mlp))
+                yield from self._named("", whole_matrices(mlps[i]))
                 return
-            for name, t in self.router_tensors(*router_tensors(mlp, layout, scales[i], self.form)).items():
-                yield f"{self.block}.{name}", t
-            yield from self._named(f"{self.shared}.", expert_matrices(mlp, layout, None))
-            for expert in range(layout.experts):
-                yield from self._named(f"experts.{expert}.", expert_matrices(mlp, layout, expert))
+            weight, corrections = router_tensors(mlps[i], layout, scales[i], form)
+            weight = weight if self.float32_routers else weight.to(moe.dtype)
+            yield from self.router_tensors(weight, corrections).items()
+            yield from self.expert_tensors(mlps[i], layout)
 
         return of_layer
+
+    def expert_tensors(self, mlp: ToMoEMLP, layout: FineLayout) -> Iterator[tuple[str, Tensor]]:
+        """Shared and other experts of a layer, one after the other."""
+        if layout.shared:
+            yield from self._named(f"{self.shared}.", self.matrices(mlp, layout, None))
+        for expert in range(layout.experts):
+            yield from self._named(f"experts.{expert}.", self.matrices(mlp, layout, expert))
+
+    def matrices(self, mlp: ToMoEMLP, layout: FineLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate, up and down of an expert, or of the shared one if it is None, with what undoes its weight."""
+        gate, up, down = expert_matrices(mlp, layout, expert)
+        routed = layout.top_k if self.form_in(mlp.up_proj.dtype).normalized else 1
+        return gate, up, down * (self.shared_factor if expert is None else routed)
 
     def _named(self, place: str, matrices: tuple[Tensor, Tensor, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, t in zip(self.projections, matrices, strict=True):
@@ -126,29 +171,37 @@ class FineGrained(Stock[FineLayout]):
         return Sizes(self.bytes(moe, layout), layout_words(moe, layout), zeros=layout.zeros)
 
     def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
-        return verify_by_parts(folder, out, check, self.routers, self.use_all_experts_)
+        form = self.form_in(check.stored)
+        return verify_by_parts(folder, out, check, partial(self.routers, form=form), self.use_all_experts_)
 
     def gates(self, exported: Any) -> dict[int, Any]:
         """The routers' modules in an export, as transformers loaded it, by number of the layer."""
         blocks = {i: getattr(layer, self.block) for i, layer in enumerate(exported.model.layers)}
         return {i: getattr(block, self.gate) for i, block in blocks.items() if hasattr(block, self.gate)}
 
-    def routers(self, exported: Any) -> dict[int, StockRouter]:
-        """What chooses experts in each layer of an export, by itself."""
-        return {i: self.router(deepcopy(gate)) for i, gate in self.gates(exported).items()}
+    def experts(self, layer: Any) -> Any:
+        """The experts' module in a layer of an export."""
+        return getattr(layer, self.block).experts
 
-    def router(self, gate: Any) -> StockRouter:
+    def routers(self, exported: Any, form: RouterForm) -> dict[int, StockRouter]:
+        """What chooses experts in each layer of an export, by itself."""
+        return {i: self.router(deepcopy(gate), form) for i, gate in self.gates(exported).items()}
+
+    def router(self, gate: Any, form: RouterForm) -> StockRouter:
         """One router, as its module computes it."""
 
         def choose(x: Tensor) -> tuple[Tensor, Tensor]:
             _, weights, ids = gate(x)
-            return ids, weights
+            return ids, weights * (ids.shape[1] if form.normalized else 1)
 
-        return StockRouter(self.form, choose, float(gate.weight.abs().amax()))
+        return StockRouter(form, choose, float(gate.weight.abs().amax()))
 
+    @torch.no_grad()
     def use_all_experts_(self, exported: Any) -> Any:
         """Let tokens use all experts, with routers of zeros, whose weights are equal: then no router decides."""
-        for gate in self.gates(exported).values():
+        for i, gate in self.gates(exported).items():
+            if self.form_in(exported.dtype).normalized:
+                self.experts(exported.model.layers[i]).down_proj.mul_(gate.num_experts / gate.top_k)
             gate.weight.zero_()
             gate.top_k = gate.num_experts
         return exported
@@ -164,11 +217,13 @@ def layout_words(moe: ToMoEForCausalLM, layout: FineLayout) -> str:
     """The layout in words, "64 experts of 16 neurons, 16 for each token, and a shared one of 512 in each of 30 layers"."""
     zeros = f" ({layout.zeros} of zeros)" if layout.zeros else ""
     whole = f", {layout.whole} whole before them" if layout.whole else ""
-    size = max(mlp.expert_rows.shape[1] for mlp in (layer.mlp for layer in moe.model.layers))
+    size = max(mlp.expert_rows.shape[1] for mlp in expert_mlps(moe))
     filled = f" (filled up from {size:,})" if layout.width > size else ""
+    shared = f", and a shared one of {layout.shared:,}" if layout.shared else ""
+    always = f" ({layout.always} of them always, the shared part)" if layout.always else ""
     return (
-        f"{layout.experts} experts{zeros} of {layout.width:,} neurons{filled}, {layout.top_k} for each token, and a shared one "
-        f"of {layout.shared:,} in each of {len(moe.model.layers) - layout.whole} layers{whole}"
+        f"{layout.experts} experts{zeros} of {layout.width:,} neurons{filled}, {layout.top_k} for each token{always}{shared} "
+        f"in each of {len(expert_mlps(moe)) - layout.whole} layers{whole}"
     )
 
 
@@ -180,7 +235,8 @@ def router_scales(moe: ToMoEForCausalLM, form: RouterForm) -> list[float]:
 @torch.no_grad()
 def router_reach(moe: ToMoEForCausalLM) -> list[float]:
     """The largest logit of each layer's router, without its bias, on some tokens of the vocabulary."""
-    reach = [0.0] * len(moe.model.layers)
+    mlps = expert_mlps(moe)
+    reach = [0.0] * len(mlps)
 
     def note(i: int, mlp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(mlp, ToMoEMLP)
@@ -191,10 +247,7 @@ def router_reach(moe: ToMoEForCausalLM) -> list[float]:
     ids = torch.linspace(0, moe.config.vocab_size - 1, tokens, device=moe.device).long()
     # in an order in which neighbors differ
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)).to(ids.device)
-    with hooked(
-        layer.mlp.register_forward_pre_hook(partial(note, i), with_kwargs=True)
-        for i, layer in enumerate(moe.model.layers)
-    ):
+    with hooked(mlp.register_forward_pre_hook(partial(note, i), with_kwargs=True) for i, mlp in enumerate(mlps)):
         moe(ids[order][None], use_cache=False)
     return reach
 
@@ -202,10 +255,11 @@ def router_reach(moe: ToMoEForCausalLM) -> list[float]:
 def router_tensors(
     mlp: ToMoEMLP, layout: FineLayout, eps: float, form: RouterForm
 ) -> tuple[Float[Tensor, "n D"], Float[Tensor, " n"]]:
-    """u and c in float32, those of experts of zeros behind the others: as many as are missing to k come first."""
+    """u and c in float32. Behind the router's experts stand those of the shared part, and those of zeros, of which as many as
+    are missing to k are chosen."""
     needed = layout.top_k - experts_per_token(mlp)
-    fillers = layout.experts - mlp.num_experts
-    return stored_router(form, mlp.router.weight, mlp.router.bias, eps, needed, fillers - needed)
+    others = layout.experts - mlp.num_experts
+    return stored_router(form, mlp.router.weight, mlp.router.bias, eps, needed, others - needed)
 
 
 def whole_matrices(mlp: ToMoEMLP) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,7 +274,12 @@ def expert_matrices(mlp: ToMoEMLP, layout: FineLayout, expert: int | None) -> tu
     width = layout.shared if expert is None else layout.width
     if expert is None:
         rows = torch.arange(mlp.shared_size, device=mlp.up_proj.device)
+    elif expert < mlp.num_experts:
+        rows = mlp.expert_rows[expert].long()
     else:
-        rows = mlp.expert_rows[expert : expert + 1].flatten().long()
+        # the shared part comes first in the matrices, and is longer than the experts of zeros can claim
+        first = (expert - mlp.num_experts) * layout.width
+        last = min(first + layout.width, mlp.shared_size if layout.always else 0)
+        rows = torch.arange(min(first, last), last, device=mlp.up_proj.device)
     gate, up = (padded(t[rows], width, 0) for t in (mlp.gate_proj, mlp.up_proj))
     return gate, up, padded(mlp.down_proj[rows].t(), width, 1)

@@ -19,12 +19,12 @@ from tomoe.exporting.gguf_file import FILE_TYPES, Entry, larger_rows, make_entry
 from tomoe.exporting.gguf_tokenizer import write_tokenizer
 from tomoe.exporting.gguf_verification import Comparison
 from tomoe.exporting.llama_cpp import check_quantizer
-from tomoe.exporting.stock import sliding_windows
+from tomoe.exporting.plain_decoder import sliding_windows
 from tomoe.exporting.target import Options, Precision, Sizes, Target
 from tomoe.exporting.verification import Check, Proof
 from tomoe.model.loading import load_tokenizer
+from tomoe.model.mlp import decoder_layers
 from tomoe.model.shape import num_kv_heads
-from tomoe.model.structure import layer_parts
 from tomoe.moe.checkpoint import load_moe
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback, no_stage_progress
@@ -40,8 +40,7 @@ class Gguf(Target):
         return _arch(moe).problem(moe)
 
     def supports_dense(self, dense: PreTrainedModel, form: str) -> str | None:
-        attention = layer_parts(dense)[0].attention
-        return arch_of(form, getattr(attention, "q_norm", None) is not None).dense_problem(dense)
+        return arch_of(form, _is_normed(dense)).dense_problem(dense)
 
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
         check_quantizer(options.precision)
@@ -76,8 +75,12 @@ class Gguf(Target):
 
 
 def _arch(moe: ToMoEForCausalLM) -> GgufArch[Any]:
-    first: Any = moe.model.layers[0]
-    return arch_of(moe.config.tomoe_expert_form, getattr(first.self_attn, "q_norm", None) is not None)
+    return arch_of(moe.config.tomoe_expert_form, _is_normed(moe))
+
+
+def _is_normed(model: PreTrainedModel) -> bool:
+    attention = getattr(decoder_layers(model)[0], "self_attn", None)
+    return getattr(attention, "q_norm", None) is not None
 
 
 def context_length(moe: ToMoEForCausalLM) -> int:

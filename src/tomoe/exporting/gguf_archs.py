@@ -23,7 +23,7 @@ from tomoe.exporting.fine_grained import FineLayout, fine_layout, layout_words, 
 from tomoe.exporting.gguf_file import Entry
 from tomoe.exporting.gguf_verification import Comparison, verify_file_by_parts, verify_file_exactly
 from tomoe.exporting.overlapping import QWEN_PROJECTIONS, Layout, expert_tensors, has_copies, widest
-from tomoe.exporting.stock import Places, attention_tensors, dense_problem, stock_problem
+from tomoe.exporting.plain_decoder import Places, attention_tensors, dense_problem, stock_problem
 from tomoe.exporting.verification import Proof
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import MAX_EXPERTS_PER_TOKEN

@@ -10,15 +10,15 @@ from torch import Tensor
 from transformers import Glm4MoeConfig, PreTrainedConfig
 
 from tomoe.exporting.fine_grained import FineGrained, FineLayout
+from tomoe.exporting.plain_decoder import Places, PlainDecoder
 from tomoe.exporting.routers import Sigmoid
-from tomoe.exporting.stock import Places
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 # Undoes the 1/2 that a sigmoid has at 0.
 ROUTED_SCALE = 2.0
 
 
-class Glm4Moe(FineGrained):
+class Glm4Moe(PlainDecoder[FineLayout], FineGrained):
     """Biases, norms of heads if the config says so, no windows. The first layers may be plain MLPs."""
 
     name, about = "glm4_moe", "Glm4Moe"
@@ -50,7 +50,7 @@ class Glm4Moe(FineGrained):
         )
 
     def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        return {"gate.weight": weight, "gate.e_score_correction_bias": corrections}
+        return {"mlp.gate.weight": weight, "mlp.gate.e_score_correction_bias": corrections}
 
     def output_tensors(self, moe: ToMoEForCausalLM) -> Iterator[tuple[str, Tensor]]:
         # a tensor of its own: two names of one are refused by safetensors

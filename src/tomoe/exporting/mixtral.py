@@ -5,11 +5,11 @@ from __future__ import annotations
 from transformers import MixtralConfig, PreTrainedConfig
 
 from tomoe.exporting.overlapping import Layout, Overlapping
-from tomoe.exporting.stock import Places, sliding_windows
+from tomoe.exporting.plain_decoder import Places, PlainDecoder, sliding_windows
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 
-class Mixtral(Overlapping):
+class Mixtral(PlainDecoder[Layout], Overlapping):
     """One window for all layers, no biases, no norms of heads."""
 
     name, about = "mixtral", "Mixtral"

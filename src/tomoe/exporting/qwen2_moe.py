@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, Qwen2MoeConfig
 
 from tomoe.exporting.overlapping import Layout, Overlapping, common_neurons, round_up
-from tomoe.exporting.stock import Places, attention_tensors, sliding_windows
+from tomoe.exporting.plain_decoder import Places, PlainDecoder, attention_tensors, sliding_windows
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import STOCK_MULTIPLE
 
 
-class Qwen2Moe(Overlapping):
+class Qwen2Moe(PlainDecoder[Layout], Overlapping):
     """Windows in some layers, biases, a shared expert, no norms of heads."""
 
     name, about = "qwen2_moe", "Qwen2Moe"

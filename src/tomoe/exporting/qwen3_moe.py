@@ -5,11 +5,11 @@ from __future__ import annotations
 from transformers import PreTrainedConfig, Qwen3MoeConfig
 
 from tomoe.exporting.overlapping import Layout, Overlapping
-from tomoe.exporting.stock import Places, sliding_windows
+from tomoe.exporting.plain_decoder import Places, PlainDecoder, sliding_windows
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 
-class Qwen3Moe(Overlapping):
+class Qwen3Moe(PlainDecoder[Layout], Overlapping):
     """One window for all layers, norms of heads, no biases."""
 
     name, about = "qwen3_moe", "Qwen3Moe"

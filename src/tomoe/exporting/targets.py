@@ -13,11 +13,19 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
+from tomoe.exporting.cohere2_moe import Cohere2Moe
+from tomoe.exporting.deepseek_v3 import DeepseekV3
+from tomoe.exporting.ernie4_5_moe import Ernie4_5_Moe
+from tomoe.exporting.flex_olmo import FlexOlmo
+from tomoe.exporting.gemma4 import Gemma4
 from tomoe.exporting.gguf import Gguf
 from tomoe.exporting.glm4_moe import Glm4Moe
+from tomoe.exporting.granite_moe import GraniteMoeHybrid, GraniteMoeShared
 from tomoe.exporting.hf import OwnForm
+from tomoe.exporting.lfm2_moe import Lfm2Moe
 from tomoe.exporting.mixtral import Mixtral
 from tomoe.exporting.qwen2_moe import Qwen2Moe
+from tomoe.exporting.qwen3_5_moe import Qwen3_5Moe
 from tomoe.exporting.qwen3_moe import Qwen3Moe
 from tomoe.exporting.stock import Stock, empty_stock
 from tomoe.exporting.target import Options, Sizes, Target
@@ -32,6 +40,15 @@ TARGETS: dict[str, Target] = {
     "qwen2_moe": Qwen2Moe(),
     "qwen3_moe": Qwen3Moe(),
     "glm4_moe": Glm4Moe(),
+    "qwen3_5_moe": Qwen3_5Moe(),
+    "lfm2_moe": Lfm2Moe(),
+    "granitemoeshared": GraniteMoeShared(),
+    "granitemoehybrid": GraniteMoeHybrid(),
+    "gemma4": Gemma4(),
+    "ernie4_5_moe": Ernie4_5_Moe(),
+    "cohere2_moe": Cohere2Moe(),
+    "deepseek_v3": DeepseekV3(),
+    "flex_olmo": FlexOlmo(),
     "gguf": Gguf(),
     "hf": OwnForm(),
 }

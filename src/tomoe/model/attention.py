@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tomoe.errors import UserError
 from tomoe.model import shape
-from tomoe.model.mlp import Linear, Mlp, children, compare, refuse
+from tomoe.model.mlp import Linear, Refused, children, compare, refuse
 
 OUTPUT_NAMES = ("o_proj", "dense", "out_proj")
 LATENT_NAMES = ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj")
@@ -41,17 +40,28 @@ class Attention:
     o: Linear
 
 
-def _refuse(model: nn.Module, why: str) -> UserError:
-    return refuse(model, f"{why}; leave attention whole (attention.pruning = off)", TASK)
+@runtime_checkable
+class Layer(Protocol):
+    """A decoder layer and its number among all of them."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def layer(self) -> nn.Module: ...
 
 
-def attentions(model: nn.Module, mlps: Sequence[Mlp]) -> list[Attention]:
-    """The attention of every layer whose MLP is converted, in order. Raises UserError if one has another structure."""
-    return [attention_of(model, mlp.layer) for mlp in mlps]
+def _refuse(model: nn.Module, why: str) -> Refused:
+    return refuse(model, why, TASK, "; leave attention whole (attention.pruning = off)")
+
+
+def attentions(model: nn.Module, layers: Sequence[Layer]) -> list[Attention]:
+    """The attention of these layers, in order. Raises Refused if one has another structure."""
+    return [attention_of(model, of_layer.layer) for of_layer in layers]
 
 
 def attention_of(model: nn.Module, layer: nn.Module) -> Attention:
-    """The attention of one decoder layer. Raises UserError if it has no separate Q, K, V and output projections."""
+    """The attention of one decoder layer. Raises Refused if it has no separate Q, K, V and output projections."""
     attention = getattr(layer, "self_attn", None)
     if attention is None:
         raise _refuse(model, f"its decoder layer has no `self_attn`, but {children(layer)}")
@@ -68,10 +78,10 @@ def attention_of(model: nn.Module, layer: nn.Module) -> Attention:
     return Attention(attention, *(Linear(module) for module in projections))
 
 
-def attention_sizes(model: nn.Module, mlps: Sequence[Mlp]) -> dict[str, int]:
-    """The sizes of the attention by their names in `ModelShape`. Raises UserError if ToMoE cannot prune it."""
+def attention_sizes(model: nn.Module, layers: Sequence[Layer]) -> dict[str, int]:
+    """The sizes of the attention by their names in `ModelShape`. Raises Refused if ToMoE cannot prune it."""
     config: Any = model.config
-    parts = attentions(model, mlps)
+    parts = attentions(model, layers)
     head_dim = int(getattr(parts[0].module, "head_dim", 0) or shape.head_dim(config))
     _check_norms(model, parts[0].module, head_dim)
     sizes = {(p.q.out_features, p.k.out_features) for p in parts}
@@ -124,11 +134,11 @@ def _probe_rotary(model: Any, attention: nn.Module, head_dim: int) -> int:
     return size
 
 
-def attention_checks(model: nn.Module, mlps: Sequence[Mlp]) -> Iterator[RemovableHandle]:
+def attention_checks(model: nn.Module, layers: Sequence[Layer]) -> Iterator[RemovableHandle]:
     """Hooks that compare every attention with the formula that a pruned one has in the MoE, as soon as it has run.
 
-    Some of what a family adds has no module to find (attention sinks, layers without RoPE, soft caps). Raises UserError in
-    the forward pass.
+    Some of what a family adds has no module to find (attention sinks, layers without RoPE, soft caps). Raises Refused in the
+    forward pass.
     """
     # These may have no effect on small activations.
     for name in ("attn_logit_softcapping", "clip_qkv"):
@@ -141,8 +151,8 @@ def attention_checks(model: nn.Module, mlps: Sequence[Mlp]) -> Iterator[Removabl
 
         return hook
 
-    for mlp, parts in zip(mlps, attentions(model, mlps), strict=True):
-        what = f"the attention of layer {mlp.number}"
+    for of_layer, parts in zip(layers, attentions(model, layers), strict=True):
+        what = f"the attention of layer {of_layer.number}"
         yield parts.module.register_forward_hook(check(what, parts), with_kwargs=True)
 
 

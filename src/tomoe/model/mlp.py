@@ -135,10 +135,18 @@ class Mlp:
         return self.down(self.hidden(x))
 
 
-def refuse(model: nn.Module, why: str, task: str = "convert") -> UserError:
+class Refused(UserError):
+    """A model has another structure; why: as half a sentence."""
+
+    def __init__(self, sentence: str, why: str):
+        super().__init__(sentence)
+        self.why = why
+
+
+def refuse(model: nn.Module, why: str, task: str = "convert", advice: str = "") -> Refused:
     """The sentence that says why ToMoE cannot do its `task` with a model."""
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    return UserError(f"ToMoE cannot {task} this {name!r} model: {why}")
+    return Refused(f"ToMoE cannot {task} this {name!r} model: {why}{advice}", why)
 
 
 def compare(model: nn.Module, what: str, theirs: Tensor, ours: Tensor, task: str = "convert") -> None:

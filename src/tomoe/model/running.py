@@ -52,6 +52,14 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             module.__dict__["forward"] = before
 
 
+class StatesOnly(BaseModelOutputWithPast):
+    """What a decoder returns; whatever else a family's decoder has in it, and its causal model passes on, is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 def family_head(model: PreTrainedModel) -> Callable[[Float[Tensor, "T D"]], Float[Tensor, "T V"]]:
     """Logits from final hidden states by the family's own code: output matrix, scales, soft caps.
 
@@ -60,7 +68,7 @@ def family_head(model: PreTrainedModel) -> Callable[[Float[Tensor, "T D"]], Floa
 
     def head(hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:
         def decoder(*_: Any, **__: Any) -> BaseModelOutputWithPast:
-            return BaseModelOutputWithPast(last_hidden_state=hidden[None])
+            return StatesOnly(last_hidden_state=hidden[None])
 
         with replaced_forward(decoder_of(model), decoder):
             out = model(input_ids=hidden.new_zeros(1, len(hidden)).long(), use_cache=False, return_dict=True)

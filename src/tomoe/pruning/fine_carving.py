@@ -57,10 +57,11 @@ def balanced_clusters(x: Float[Tensor, "n t"], num_clusters: int, seed: int) -> 
 
 
 class RidgeRegression:
-    """Linear functions of x [T, D], with a bias, by least squares with a ridge; one factorization for many targets."""
+    """Linear functions of x [T, D], with a bias or without, by least squares with a ridge; one factorization for many targets."""
 
-    def __init__(self, x: Float[Tensor, "T D"]):
-        self.mean = x.mean(0)
+    def __init__(self, x: Float[Tensor, "T D"], bias: bool = True):
+        self.bias = bias
+        self.mean = x.mean(0) if bias else x.new_zeros(x.shape[1])
         self.x = x - self.mean
         gram = self.x.T @ self.x
         ridge = ROUTER_RIDGE * gram.diagonal().mean().clamp_min(1e-12)
@@ -72,11 +73,12 @@ class RidgeRegression:
         One size in all layers gives the temperature of learning one meaning. The weight holds bfloat16 values, and the bias
         belongs to these: inputs have dims with a large mean, which would turn rounding into a preference for some experts.
         """
-        mean = y.mean(0)
+        # without a bias, what all experts of a token have in common is left out instead: it decides nothing
+        mean = y.mean(0) if self.bias else y.mean(1, keepdim=True)
         weight = torch.cholesky_solve(self.x.T @ (y - mean), self.factor).T
         scale = 1 / (self.x @ weight.T).std().clamp_min(1e-12)
         weight = bfloat16_values(scale * weight)
-        return weight, scale * mean - weight @ self.mean
+        return weight, scale * mean - weight @ self.mean if self.bias else weight.new_zeros(len(weight))
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def carve_fine(
     generator = torch.Generator(x.device).manual_seed(seed)
     some = torch.randperm(len(x), generator=generator, device=x.device)
     routed_energy = (h[:, routed] * norms[routed]).square_().mul_(weight[:, None])
-    regression = RidgeRegression(x)
+    regression = RidgeRegression(x, layout.router_bias)
     assigned = balanced_clusters(
         F.normalize(routed_energy[some[:CLUSTER_TOKENS]].sqrt().T, dim=1), layout.num_experts, seed
     )

@@ -35,6 +35,9 @@ class FineNetwork(MaskNetwork):
     def add_experts(self, embedding_size: int) -> None:
         s, n = self.shape, self.layout.num_experts
         self.routers = per_layer(s.num_layers, lambda: ExpertRouter(s.hidden_size, n, bias=True))
+        for router in self.routers:
+            assert router.bias is not None
+            router.bias.requires_grad_(self.layout.router_bias)
         self.register_buffer("expert_of_neuron", torch.full((s.num_layers, s.mlp_size), SHARED))
         self.register_buffer("experts_per_token", torch.ones(s.num_layers, dtype=torch.long))
 

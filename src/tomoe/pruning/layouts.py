@@ -66,6 +66,8 @@ class FineLayout:
     """Whether they must."""
     dense_layers: int = 0
     """If they must: so many of the first layers use all experts instead."""
+    router_bias: bool = True
+    """Whether routers have biases."""
 
     @property
     def advice(self) -> str:
@@ -113,7 +115,7 @@ def _fine_layout(
 ) -> FineLayout:
     rules = TARGET_RULES[target]
     dense_layers = min(experts.dense_layers, shape.num_layers - 1) if rules.uniform else 0
-    search = _search(shape, experts, attention, active, rules.uniform, dense_layers)
+    search = _search(shape, experts, attention, active, rules, dense_layers)
     numbers = _numbers_to_try(shape, experts, rules)
     of_number = search.for_stock if rules.uniform and not experts.expert_size else search.roundest
     layout = next((found for n in numbers if (found := of_number(n)) is not None), None)
@@ -125,7 +127,7 @@ def _fine_layout(
             f"a token would use {layout.top_k} experts of {layout.expert_size} neurons, and llama.cpp takes at most "
             f"{MAX_EXPERTS_PER_TOKEN}; leave experts.expert_size out, or make it larger"
         )
-    return replace(layout, uniform=rules.uniform, dense_layers=dense_layers)
+    return replace(layout, uniform=rules.uniform, dense_layers=dense_layers, router_bias=rules.router_bias)
 
 
 def _numbers_to_try(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> Sequence[int]:
@@ -138,7 +140,7 @@ def _numbers_to_try(shape: ModelShape, experts: ExpertsSection, rules: TargetRul
 
 
 def _search(
-    shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, uniform: bool,
+    shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, rules: TargetRules,
     dense_layers: int,
 ) -> _Search:  # fmt: skip
     """What a layout must meet. Where attention is pruned and layers may differ, it takes up what whole experts leave."""
@@ -148,9 +150,9 @@ def _search(
     left = active * decoder_params(shape) - whole
     others = mlp_params(shape, 1) * (shape.num_layers - dense_layers)
     width = (left - dense_layers * mlp_params(shape, shape.mlp_size)) / others
-    exact = uniform or attention.pruning == "off"
+    exact = rules.uniform or attention.pruning == "off"
     slack = BUDGET_TOLERANCE * decoder_params(shape) / others if exact else math.inf
-    return _Search(experts, shape.mlp_size, width, slack, 1 if uniform else shape.num_layers)
+    return _Search(experts, rules, shape.mlp_size, width, slack, 1 if rules.uniform else shape.num_layers)
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ class _Search:
     """The search for a layout that gives a token `width` neurons, to `slack`, in the mean over layers with their own top k."""
 
     experts: ExpertsSection
+    rules: TargetRules
     mlp_size: int
     width: float
     slack: float
@@ -226,7 +229,10 @@ class _Search:
                 near = given or (self._off(layout) <= SHARED_SLACK * self.width and shared <= most_shared)
                 used = min(round(self.layers * (self.width - shared) / size), self.layers * n) / self.layers
                 met = abs(shared + used * size - self.width) <= self.slack
-                if shared >= 0 and shared + size <= self.width and near and met and layout.top_k <= max_used:
+                fits = shared == 0 or (shared > 0 and self.rules.holds_shared)
+                in_experts = math.ceil(shared / size) if self.rules.shared_in_experts else 0
+                few = layout.top_k + in_experts <= max_used
+                if fits and shared + size <= self.width and near and met and few:
                     yield layout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -41,13 +42,14 @@ class ExpertsSection(Section):
     """Neurons of a fine-grained expert; 0: chosen so that the shared part takes about `shared` of a token's neurons."""
     shared: float = Field(default=0.4, ge=0, le=1)
     """For fine-grained experts without a given size: the share of a token's neurons that all tokens use. Unless the key is
-    given, it is 0.75 for the targets glm4_moe and gguf, because engines run a shared part faster than experts."""
+    given, it is 0.75 for gguf and the stock targets of fine-grained experts, because engines run a shared part faster than
+    experts, and 0 for gemma4 and flex_olmo, which have no place for one."""
     allocation: Literal["equal", "by_error"] = "equal"
     """How many neurons of a token a carved start gives each layer: `by_error`, as many as lower its own error most; `equal`,
     equally many (up to one expert, or one `width_multiple`) to every layer that `by_error` would not leave whole."""
     dense_layers: int = Field(default=1, ge=0)
     """For fine-grained experts of a stock target, where all other layers use equally many: so many of the first layers, which
-    suffer most, stay whole."""
+    suffer most, stay whole. Unless the key is given, it is 0 for targets that have experts in every layer."""
     embedding_size: int = Field(default=128, ge=2, multiple_of=2)
     """Size of an expert embedding (E); even, because both directions of the hypernetwork share it."""
     width_multiple: int = Field(default=32, ge=1)
@@ -173,10 +175,27 @@ class Recipe(RunRecipe):
     """Initial masks and routers: `carved` from calibration statistics, or `random` (the paper's)."""
     offload: bool = False
     """Load one decoder layer at a time, for checkpoints larger than RAM; without learning only (train.steps = 0)."""
-    target: Literal["hf", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gguf"] = "hf"
+    target: Literal[
+        "hf",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "glm4_moe",
+        "qwen3_5_moe",
+        "lfm2_moe",
+        "granitemoeshared",
+        "granitemoehybrid",
+        "gemma4",
+        "ernie4_5_moe",
+        "cohere2_moe",
+        "deepseek_v3",
+        "flex_olmo",
+        "gguf",
+    ] = "hf"
     """The format that the result must fit exactly. `hf`, ToMoE's own, holds every plan; the others need experts of one
-    width in all layers (glm4_moe: as many fine-grained experts a token in all layers) and exclude
-    attention.pruning = per_token. glm4_moe is for experts.form = fine, the Mixtral and Qwen forms for overlapping."""
+    width in all layers (fine-grained ones: as many a token in all layers) and exclude attention.pruning = per_token.
+    mixtral, qwen2_moe and qwen3_moe are for experts.form = overlapping, the others for fine; those behind glm4_moe are for
+    one family each, whose attention they have."""
     experts: ExpertsSection = ExpertsSection()
     attention: AttentionSection = AttentionSection()
     repair: RepairSection = RepairSection()
@@ -189,13 +208,12 @@ class Recipe(RunRecipe):
         """Tokens of training and calibration text that the repair is fitted to, at most."""
         return 0 if self.repair.mode == "none" else self.repair.tokens
 
-    def _imply(self, section: str, key: str, value: Any) -> None:
-        """Set a key that others imply, unless it was given; it still counts as not given."""
+    def _imply(self, section: str, values: Mapping[str, Any]) -> None:
+        """Set keys of a section that others imply, unless they were given; they still count as not given."""
         given: Section = getattr(self, section)
-        if key in given.model_fields_set:
-            return
-        implied = type(given)(**{key: value}, **given.model_dump(exclude_unset=True))
-        implied.model_fields_set.discard(key)
+        values = {key: value for key, value in values.items() if key not in given.model_fields_set}
+        implied = type(given)(**values, **given.model_dump(exclude_unset=True))
+        implied.model_fields_set.difference_update(values)
         # a frozen model is changed in its dictionary
         self.__dict__[section] = implied
 
@@ -203,12 +221,16 @@ class Recipe(RunRecipe):
     def _keys_that_fit(self) -> Self:
         """The forms and dims of a random start, and the form and the shared part that suit a stock target."""
         rules = TARGET_RULES[self.target]
+        experts: dict[str, Any] = {}
         if self.start == "random" or "fine" not in rules.forms:
-            self._imply("experts", "form", "overlapping")
+            experts["form"] = "overlapping"
         if rules.shared is not None:
-            self._imply("experts", "shared", rules.shared)
+            experts["shared"] = rules.shared
+        if not rules.dense_layers:
+            experts["dense_layers"] = 0
+        self._imply("experts", experts)
         if self.start == "random" and self.attention.pruning == "per_token":
-            self._imply("attention", "rotate_values", False)
+            self._imply("attention", {"rotate_values": False})
         return self
 
     @model_validator(mode="after")
@@ -223,6 +245,21 @@ class Recipe(RunRecipe):
             *others, last = (name for name, other in TARGET_RULES.items() if form in other.forms)
             raise UserError(
                 f"target {self.target} has no place for experts.form = {form}; set target to {', '.join(others)} or {last}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_places(self) -> Self:
+        rules = TARGET_RULES[self.target]
+        if not rules.holds_shared and self.experts.shared:
+            raise UserError(
+                f"target {self.target} has no place for neurons that all tokens use (experts.shared = {self.experts.shared:g}); "
+                "set experts.shared to 0, or leave it out"
+            )
+        if not rules.dense_layers and self.experts.dense_layers:
+            raise UserError(
+                f"target {self.target} has experts in every layer, but experts.dense_layers is {self.experts.dense_layers}; set "
+                "it to 0, or leave it out"
             )
         return self
 

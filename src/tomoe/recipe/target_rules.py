@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Form = Literal["fine", "overlapping"]
@@ -34,13 +34,34 @@ class TargetRules:
     """The share of the shared part unless the recipe gives one; None: the recipe's own default."""
     bounded: bool = False
     """Whether it refuses more than MAX_EXPERTS_PER_TOKEN, too, where the recipe gives the size of an expert."""
+    router_bias: bool = True
+    """Whether its routers of fine-grained experts have biases."""
+    dense_layers: bool = True
+    """Whether first layers may stay whole."""
+    holds_shared: bool = True
+    """Whether tokens may share neurons."""
+    shared_in_experts: bool = False
+    """Whether it holds these neurons in experts, which count among those of a token."""
 
+
+_CORRECTED = TargetRules(forms=("fine",), shared=STOCK_SHARED)
+_UNBIASED = replace(_CORRECTED, router_bias=False, dense_layers=False)
+_UNSHARED = replace(_UNBIASED, shared=0.0, holds_shared=False)
 
 TARGET_RULES = {
     "mixtral": TargetRules(forms=("overlapping",)),
     "qwen2_moe": TargetRules(forms=("overlapping",)),
     "qwen3_moe": TargetRules(forms=("overlapping",)),
-    "glm4_moe": TargetRules(forms=("fine",), shared=STOCK_SHARED),
+    "glm4_moe": _CORRECTED,
+    "qwen3_5_moe": _UNBIASED,
+    "lfm2_moe": TargetRules(forms=("fine",), shared=STOCK_SHARED, shared_in_experts=True),
+    "granitemoeshared": _UNBIASED,
+    "granitemoehybrid": _UNBIASED,
+    "gemma4": _UNSHARED,
+    "ernie4_5_moe": _CORRECTED,
+    "cohere2_moe": _UNBIASED,
+    "deepseek_v3": _CORRECTED,
+    "flex_olmo": _UNSHARED,
     "gguf": TargetRules(shared=STOCK_SHARED, bounded=True),
     "hf": TargetRules(uniform=False),
 }

@@ -1,0 +1,65 @@
+"""Fine-grained experts of lfm2 (LFM2, LFM2.5) as an Lfm2Moe, which has the same convolutions and attention.
+
+It has no shared expert, so the shared part stands in experts that are always chosen. transformers makes its scores in the dtype
+of the model: in bfloat16 they are coarse, so such a checkpoint gets a larger eps, and its weights are less equal.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import Lfm2MoeConfig, PreTrainedConfig
+
+from tomoe.exporting.family_decoder import FamilyDecoder
+from tomoe.exporting.fine_grained import FineGrained, FineLayout, without_shared_expert
+from tomoe.exporting.proof_by_parts import StockRouter
+from tomoe.exporting.routers import HalfPrecisionSigmoid, RouterForm, Sigmoid
+from tomoe.exporting.stock import expert_mlps
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+
+
+class Lfm2Moe(FamilyDecoder[FineLayout], FineGrained):
+    """The first layers may be plain MLPs."""
+
+    name, about = "lfm2_moe", "Lfm2Moe"
+    config_class = Lfm2MoeConfig
+    families = ("lfm2",)
+    block, projections = "feed_forward", ("w1", "w3", "w2")
+
+    def form_in(self, dtype: torch.dtype) -> RouterForm:
+        return Sigmoid() if dtype == torch.float32 else HalfPrecisionSigmoid(dtype)
+
+    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> FineLayout:
+        return without_shared_expert(super().layout(moe, multiple))
+
+    def config(self, moe: ToMoEForCausalLM, layout: FineLayout) -> PreTrainedConfig:
+        return self.make_config(
+            moe,
+            intermediate_size=len(expert_mlps(moe)[0].up_proj),
+            moe_intermediate_size=layout.width,
+            num_dense_layers=layout.whole,
+            num_experts=layout.experts,
+            num_experts_per_tok=layout.top_k,
+            use_expert_bias=True,
+            norm_topk_prob=False,
+            routed_scaling_factor=2.0,
+        )
+
+    def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
+        return {"feed_forward.gate.weight": weight, "feed_forward.expert_bias": corrections}
+
+    def routers(self, exported: Any, form: RouterForm) -> dict[int, StockRouter]:
+        biases = {i: exported.model.layers[i].feed_forward.expert_bias for i in self.gates(exported)}
+
+        def router(gate: Any, bias: Tensor) -> StockRouter:
+            def choose(x: Tensor) -> tuple[Tensor, Tensor]:
+                _, weights, ids = gate(x, bias)
+                return ids, weights
+
+            return StockRouter(form, choose, float(gate.weight.abs().amax()))
+
+        return {i: router(deepcopy(gate), biases[i].clone()) for i, gate in self.gates(exported).items()}

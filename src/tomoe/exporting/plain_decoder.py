@@ -1,0 +1,293 @@
+"""Decoders that several stock classes share: plain RMS norms, separate Q, K and V, RoPE over whole heads.
+
+Dropped Q/K and V/O dims come back as zeros at their places, which changes no logit. What no zero can express (V/O dims chosen
+for each token, biases that the class has no place for) is refused in one sentence.
+
+Letters: D hidden size, C head dim, c kept dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from tomoe.errors import UserError
+from tomoe.exporting.far_tokens import original_context
+from tomoe.exporting.stock import LayoutT, Stock, empty_stock, expert_mlps
+from tomoe.model.attention import Attention, attention_checks, attention_of, attention_sizes
+from tomoe.model.hooks import hooked, input_of
+from tomoe.model.mlp import Refused, converted_mlps, decoder_layers
+from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM, sliding_window
+
+PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Places:
+    """What a stock class has a place for.
+
+    biased: Q, K and V may have biases; normed: Q and K are normalized in each head, None if the config says; windows: whether
+    tokens of no layer, of all layers or of some layers may see the last ones only; silu_only: no other activation.
+    """
+
+    biased: bool = False
+    normed: bool | None = False
+    windows: Literal["no layer", "all layers", "some layers"] = "all layers"
+    silu_only: bool = False
+
+
+@dataclass(frozen=True)
+class NumberedLayer:
+    """A decoder layer and its number."""
+
+    number: int
+    layer: Any
+
+
+def dense_problem(dense: PreTrainedModel, places: Places) -> str | None:
+    """Why no MoE made from this dense model could become a class with these places; None if one might."""
+    mlps = converted_mlps(dense)
+    biases = any(p is not None and p.bias is not None for p in (mlps[0].gate, mlps[0].up, mlps[0].down))
+    return _decoder_problem(dense, places, len(mlps), mlps[0].gate is not None, biases)
+
+
+def stock_problem(moe: ToMoEForCausalLM, places: Places) -> str | None:
+    """Why a class with these places cannot compute what this MoE computes, as half a sentence; None if it can."""
+    mlp = expert_mlps(moe)[0]
+    if any(getattr(module, "value_router", None) is not None for module in moe.modules()):
+        return (
+            "it chooses V/O dims for each token (attention.pruning = per_token), and stock attention has no such choice"
+        )
+    biases = any(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, mlp.down_bias))
+    return _decoder_problem(moe, places, len(expert_mlps(moe)), mlp.gate_proj is not None, biases)
+
+
+def _decoder_problem(model: Any, places: Places, converted: int, gated: bool, biases: bool) -> str | None:
+    layers = [NumberedLayer(i, layer) for i, layer in enumerate(decoder_layers(model))]
+    if converted < len(layers):
+        return "some of its layers have no MLP that is converted"
+    if not gated:
+        return "its MLP has no gate projection"
+    if biases:
+        return "its MLP has biases"
+    own = [
+        numbered for numbered in layers if not isinstance(getattr(numbered.layer, "self_attn", None), ToMoEAttention)
+    ]
+    try:
+        first = attention_of(model, layers[0].layer)
+        if own:
+            attention_sizes(model, own)
+    except Refused as refused:
+        return refused.why
+    return (
+        _unsupported_attention(model, places, first)
+        or _unsupported_windows(model, places)
+        or _missing_part(model)
+        or _otherwise_computed(model, own)
+    )
+
+
+def _missing_part(model: Any) -> str | None:
+    """Which part of the stock classes the model has no place or another name for, as half a sentence; None if none."""
+    for name in ("embed_tokens", "layers", "norm", "rotary_emb"):
+        if not hasattr(getattr(model, "model", None), name):
+            return f"it has no `model.{name}`"
+    for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
+        if any(not hasattr(layer, name) for layer in model.model.layers):
+            return f"its layers have no `{name}`, so norms or attention have other places in them"
+    first = model.model.layers[0]
+    if any(getattr(norm, "weight", None) is None for norm in (first.input_layernorm, model.model.norm)):
+        return "its norms have no weights"
+    return None
+
+
+def _unsupported_attention(model: Any, places: Places, attention: Attention) -> str | None:
+    module: Any = attention.module
+    normed = getattr(module, "q_norm", None) is not None
+    if attention.o.bias is not None:
+        return "its attention output has a bias"
+    if attention.q.bias is not None and not places.biased:
+        return "its Q, K and V projections have biases"
+    if places.normed is not None and normed != places.normed:
+        return "it normalizes Q and K" if normed else "it does not normalize Q and K"
+    if 2 * model.base_model.rotary_emb.inv_freq.numel() != module.head_dim:
+        return "its rotary embedding turns only a part of each head"
+    if abs(module.scaling * module.head_dim**0.5 - 1) > 1e-6:
+        return "its attention has a softmax scale of its own"
+    if places.silu_only and model.config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {model.config.hidden_act}, and engines know this architecture with silu only"
+    return None
+
+
+def sliding_windows(model: Any) -> list[int | None]:
+    """How many of the last tokens a token sees in each layer; None: all."""
+    layers: Any = decoder_layers(model)
+    return [sliding_window(layer.self_attn, model.config) for layer in layers]
+
+
+def _unsupported_windows(model: Any, places: Places) -> str | None:
+    windows = set(sliding_windows(model))
+    if places.windows == "no layer":
+        slides = any(w is not None and w < model.config.max_position_embeddings for w in windows)
+        return "its attention has a sliding window" if slides else None
+    sizes = windows - {None} if places.windows == "some layers" else windows
+    return "its layers have sliding windows of different sizes" if len(sizes) > 1 else None
+
+
+@torch.no_grad()
+def _otherwise_computed(model: Any, own: Sequence[NumberedLayer]) -> str | None:
+    """Run a few tokens: is anything around attention and MLP not the plain pre-norm residual stream, is the attention of the
+    layers `own`, which the family's code computes, the plain one, and are logits the output matrix times states?
+
+    The tokens stand where scales and frequencies of a longer context hold, if the model has such.
+    """
+    layer: Any = decoder_layers(model)[0]
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    parts = {
+        "layer": layer, "norm1": layer.input_layernorm, "attention": layer.self_attn,
+        "norm2": layer.post_attention_layernorm, "mlp": layer.mlp, "norm": model.model.norm,
+    }  # fmt: skip
+
+    def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        seen[name] = (input_of(args, kwargs), out[0] if isinstance(out, tuple) else out)
+
+    def hooks() -> Iterator[RemovableHandle]:
+        yield from (part.register_forward_hook(partial(note, name), with_kwargs=True) for name, part in parts.items())
+        yield from attention_checks(model, own)
+
+    vocab = model.config.vocab_size
+    ids = torch.linspace(vocab // 4, vocab - 1, PROBE_TOKENS, device=model.device).long()[None]
+    positions = (original_context(model.config) or 0) + torch.arange(PROBE_TOKENS, device=model.device)[None]
+    try:
+        with hooked(hooks()):
+            logits = model(ids, position_ids=positions, use_cache=False).logits
+    except Refused as refused:
+        return refused.why
+    eps = getattr(model.config, "rms_norm_eps", 0.0)
+    middle = seen["layer"][0] + seen["attention"][1]
+    pairs = [
+        ("its embeddings are scaled", seen["layer"][0], model.get_input_embeddings()(ids)),
+        ("its attention does not read the normed residual stream", seen["attention"][0], seen["norm1"][1]),
+        ("its attention is not simply added to the residual stream", seen["norm2"][0], middle),
+        ("its MLP does not read the normed residual stream", seen["mlp"][0], seen["norm2"][1]),
+        ("its MLP is not simply added to the residual stream", seen["layer"][1], middle + seen["mlp"][1]),
+        ("its logits are scaled or capped", logits, model.get_output_embeddings()(seen["norm"][1])),
+    ]
+    for name in ("norm1", "norm2", "norm"):
+        x = seen[name][0].float()
+        plain = parts[name].weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        pairs.append(("its norms are not plain RMS norms", seen[name][1], plain))
+    for problem, actual, plain in pairs:
+        if not torch.allclose(actual.float(), plain.float(), rtol=2e-2, atol=1e-2 * float(plain.float().std())):
+            return problem
+    known = {"embed_tokens.weight", "norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"}
+    others = [n for n, _ in model.model.named_parameters() if ".mlp." not in n and ".self_attn." not in n]
+    unknown = [n for n in others if not any(n.endswith(k) for k in known)]
+    return f"it has weights beside attention, MLP and norms, for example {unknown[0]}" if unknown else None
+
+
+def check_rotary(moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
+    """Raises UserError if the architecture's own code turns heads otherwise, with this config, than the MoE does.
+
+    Both are asked for positions at the beginning, and for some where other frequencies of a longer context hold.
+    """
+    ours: Any = moe.model.rotary_emb
+    theirs = type(empty_stock(config).model.rotary_emb)(config).to(moe.device)
+    x = torch.zeros(1, 1, 1, device=moe.device)
+    for start in (0, original_context(moe.config) or 0):
+        positions = start + torch.arange(PROBE_TOKENS, device=moe.device)[None]
+        if not all(torch.equal(a, b) for a, b in zip(ours(x, positions), theirs(x, positions), strict=True)):
+            raise UserError(f"{config.model_type} turns heads otherwise, with this config, than the model itself")
+
+
+def attention_tensors(attention: nn.Module) -> dict[str, Tensor]:
+    """The tensors of an attention by their names in it, with whole heads.
+
+    A pruned one is filled: kept Q/K dims at their places, V/O dims at the first places, zeros elsewhere.
+
+    A norm over a head takes its mean over all C dims, of which the dropped ones are zero: as in the dense model.
+    """
+    if not isinstance(attention, ToMoEAttention):
+        state: dict[str, Tensor] = attention.state_dict()
+        return state
+    size, half = attention.head_dim, attention.head_dim // 2
+    pairs = attention.rotary_ids.long()
+    qk = torch.cat([pairs, pairs + half])
+    values = torch.arange(attention.value_size, device=qk.device)
+
+    def rows(t: Tensor, kept: int, dims: Tensor) -> Tensor:
+        heads = t.unflatten(0, (-1, kept))
+        return heads.new_zeros(heads.shape[0], size, *heads.shape[2:]).index_copy_(1, dims, heads).flatten(0, 1)
+
+    weights = {
+        "q_proj": rows(attention.q_proj.weight, attention.qk_size, qk),
+        "k_proj": rows(attention.k_proj.weight, attention.qk_size, qk),
+        "v_proj": rows(attention.v_proj.weight, attention.value_size, values),
+        "o_proj": rows(attention.o_proj.weight.t(), attention.value_size, values).t().contiguous(),
+    }
+    state = {f"{name}.weight": t for name, t in weights.items()}
+    for name, kept, dims in (
+        ("q", attention.qk_size, qk),
+        ("k", attention.qk_size, qk),
+        ("v", attention.value_size, values),
+    ):
+        bias = getattr(attention, f"{name}_proj").bias
+        if bias is not None:
+            state[f"{name}_proj.bias"] = rows(bias, kept, dims)
+        norm = getattr(attention, f"{name}_norm", None)
+        if norm is not None:
+            state[f"{name}_norm.weight"] = norm.new_ones(size).index_copy_(0, dims, norm.detach())
+    return state
+
+
+class PlainDecoder(Stock[LayoutT]):
+    """A class with such a decoder."""
+
+    places: ClassVar[Places]
+
+    def decoder_problem(self, moe: ToMoEForCausalLM) -> str | None:
+        return stock_problem(moe, self.places)
+
+    def dense_decoder_problem(self, dense: PreTrainedModel) -> str | None:
+        return dense_problem(dense, self.places)
+
+    def make_config(self, moe: ToMoEForCausalLM, **sizes: Any) -> PreTrainedConfig:
+        """What the class has in common with the dense model's config, and the sizes given.
+
+        Raises UserError if the class makes other rotary frequencies of it than the model has.
+        """
+        kept = {k: v for k, v in self.common_values(moe).items() if k != "layer_types"}
+        config = super().make_config(moe, **kept | {"head_dim": moe.model.layers[0].self_attn.head_dim} | sizes)
+        check_rotary(moe, config)
+        return config
+
+    @torch.no_grad()
+    def tensors(self, moe: ToMoEForCausalLM, layout: LayoutT) -> Iterator[tuple[str, Tensor]]:
+        inner: Any = moe.model
+        mlp_tensors = self.mlp_tensors(moe, layout)
+        yield "model.embed_tokens.weight", inner.embed_tokens.weight
+        for i, layer in enumerate(inner.layers):
+            prefix = f"model.layers.{i}."
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                yield f"{prefix}{name}.weight", getattr(layer, name).weight
+            for name, t in self.attention_tensors(layer.self_attn).items():
+                yield f"{prefix}self_attn.{name}", t
+            yield from ((prefix + name, t) for name, t in mlp_tensors(i))
+        yield "model.norm.weight", inner.norm.weight
+        yield from self.output_tensors(moe)
+
+    def attention_tensors(self, attention: nn.Module) -> dict[str, Tensor]:
+        """The tensors of a layer's attention."""
+        return attention_tensors(attention)
+
+    def output_tensors(self, moe: ToMoEForCausalLM) -> Iterator[tuple[str, Tensor]]:
+        """The output matrix, unless it is that of the embeddings."""
+        if not moe.config.tie_word_embeddings:
+            yield "lm_head.weight", moe.lm_head.weight

@@ -1,0 +1,172 @@
+"""The equation for stock classes with a family's own attention: dense model == the class with all experts, exactly, and its
+routers choose what the masks mean.
+
+200 tokens: beyond the sliding windows and the original contexts of the tiny models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from family_contract import tiny_model, tokens
+from safetensors.torch import load_file, save_file
+from test_equation import assert_same
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from conftest import make_pico, make_plan
+from tomoe.errors import UserError
+from tomoe.exporting.fine_grained import FineGrained
+from tomoe.exporting.proof_by_parts import RouterAgreement, RouterCheck
+from tomoe.exporting.target import Options
+from tomoe.exporting.targets import TARGETS, choose, write_export
+from tomoe.model.hooks import hooked
+from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.plan import Plan
+from tomoe.pruning.masking import masked, planned_masks
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
+
+GRANITE = dict(embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.22, attention_multiplier=0.1)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_text": ("qwen3_5_moe", {}),
+    "lfm2": ("lfm2_moe", dict(layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False)),
+    "granite": ("granitemoeshared", GRANITE),
+    "granitemoehybrid": ("granitemoehybrid", dict(shared_intermediate_size=96)),
+    "gemma4_text": ("gemma4", dict(num_global_key_value_heads=2, global_head_dim=32)),
+    "ernie4_5": ("ernie4_5_moe", {}),
+    "cohere2": ("cohere2_moe", {}),
+    "youtu": ("deepseek_v3", dict(rope_interleave=True)),
+    "olmo2": ("flex_olmo", {}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    dense: PreTrainedModel
+    plan: Plan
+    folded: ToMoEForCausalLM
+    target: FineGrained
+    folder: Path
+
+    def exported(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.folder)
+
+    def compared(self, routers: RouterCheck) -> RouterAgreement:
+        """The routers on the inputs that they have in the converted model."""
+        with hooked(routers.hooks(self.folded)):
+            self.folded(tokens(2, 200))
+        return routers.result()
+
+
+def fitting(plan: Plan, target: FineGrained) -> Plan:
+    """The plan with what the class has a place for: routers without biases, one k, no shared part."""
+    layers = plan.layers
+    if not target.form_in(torch.float32).corrected:
+        layers = tuple(replace(x, router_bias=torch.zeros(len(x.router_weight)), top_k=3) for x in layers)
+    if not target.holds_shared:
+        size, number = layers[0].expert_masks.shape[::-1]
+        masks = torch.arange(size) % number == torch.arange(number)[:, None]
+        layers = tuple(replace(x, expert_masks=masks, shared_mask=torch.zeros(size, dtype=torch.bool)) for x in layers)
+    return replace(plan, layers=layers)
+
+
+def make_case(family: str, folder: Path) -> Case:
+    name, changes = FAMILIES[family]
+    target = cast(FineGrained, TARGETS[name])
+    dense = tiny_model(family, **{"intermediate_size": 96} | changes)
+    plan = fitting(make_plan(dense, "off", form="fine"), target)
+    moe = fold(dense, plan)
+    choice = choose(moe, "auto")
+    assert choice.target is target
+    write_export(choice, moe, None, folder, Options())
+    return Case(dense, plan, moe, target, folder)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    with torch.no_grad():
+        return make_case(request.param, tmp_path_factory.mktemp("export") / "out")
+
+
+def test_with_all_experts_it_is_the_dense_model(case: Case) -> None:
+    exported, report = AutoModelForCausalLM.from_pretrained(case.folder, output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(exported).__module__.startswith("transformers.models.")
+    ids = tokens(2, 200)
+    meant = case.dense(ids).logits
+    planned = exported(ids).logits
+    case.target.use_all_experts_(exported)
+    off = (exported(ids).logits - meant).abs().max()
+    assert float(off) <= 1e-5 * max(1.0, float(meant.abs().max()))
+    assert float((planned - meant).abs().max()) > 1e-3, "the router changed nothing"
+    prompt = tokens(1, 20)
+    written = [m.generate(prompt, max_new_tokens=12, do_sample=False) for m in (case.dense, exported)]
+    assert torch.equal(*written)
+
+
+def test_its_routers_choose_what_the_masks_mean(case: Case) -> None:
+    ids = tokens(2, 200)
+    with masked(case.dense, planned_masks(case.plan)):
+        assert_same(case.folded(ids).logits, case.dense(ids).logits)
+    exported, form = case.exported(), case.target.form_in(torch.float32)
+    result = case.compared(RouterCheck(case.target.routers(exported, form)))
+    assert result.problem is None
+    assert result.same > 0.97
+    # few tokens choose otherwise, and those behind them see it
+    off = (exported(ids).logits - case.folded(ids).logits).abs().amax(-1)
+    assert float(off.median()) <= 1e-3 * max(1.0, float(case.dense(ids).logits.abs().max()))
+
+
+def test_transformers_saves_it_under_the_same_names(case: Case, tmp_path: Path) -> None:
+    case.exported().save_pretrained(tmp_path)
+    first, again = (load_file(folder / "model.safetensors") for folder in (case.folder, tmp_path))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_a_wrong_router_is_seen(family: str, tmp_path: Path) -> None:
+    case = make_case(family, tmp_path / "out")
+    stored = load_file(case.folder / "model.safetensors")
+    form = case.target.form_in(torch.float32)
+    for factor in (-1.0, 2.0**8):
+        wrong = {name: factor * t if name.endswith("gate.weight") else t for name, t in stored.items()}
+        save_file(wrong, case.folder / "model.safetensors", metadata={"format": "pt"})
+        assert case.compared(RouterCheck(case.target.routers(case.exported(), form))).problem
+
+
+def test_what_such_a_class_cannot_hold_is_refused_in_one_sentence() -> None:
+    def problem(family: str, target: str, attention: str = "off", **changes: Any) -> str:
+        dense = make_pico(family) if family in ("llama", "qwen3") else tiny_model(family, **changes)
+        moe = fold(dense, make_plan(dense, attention, form="fine"))
+        with pytest.raises(UserError) as refused:
+            choose(moe, target)
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    qwen3_5, small = "qwen3_5_text", {"intermediate_size": 96}
+    assert "its routers have biases" in problem(qwen3_5, "qwen3_5_moe", **small)
+    assert "convert with target = qwen3_5_moe" in problem(qwen3_5, "qwen3_5_moe", **small)
+    assert "this class has the attention and the norms of qwen3_5_text" in problem("llama", "qwen3_5_moe")
+    assert "tokens share neurons" in problem("gemma4_text", "gemma4", **small | FAMILIES["gemma4_text"][1])
+    assert "pairs neighbouring dims" in problem("ernie4_5", "glm4_moe", **small)
+    assert "glm4_moe" not in problem("ernie4_5", "mixtral", **small).partition("these can:")[2]
+
+
+def test_all_multipliers_and_scales_of_a_family_are_seen() -> None:
+    """Queries that are scaled from a position on, which a few tokens at the beginning do not show."""
+    rope = dict(
+        rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
+        mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5,
+    )  # fmt: skip
+    dense = tiny_model("ministral3", rope_parameters=rope, sliding_window=None, intermediate_size=96)
+    for form in ("fine", "overlapping"):
+        moe = fold(dense, make_plan(dense, "off", form=form))
+        choice = choose(moe, "auto")
+        assert choice.target.name == "hf"
+        assert "the attention of layer 0 is not the usual formula" in choice.reason
