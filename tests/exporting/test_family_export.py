@@ -1,4 +1,4 @@
-"""`tomoe export` of families with attention of their own, from the conversion on: routers without biases, the class that suits."""
+"""`tomoe export` of families with attention of their own, from the conversion on."""
 
 from __future__ import annotations
 
@@ -32,9 +32,14 @@ def converted(place: Path, family: str, *changes: str) -> Path:
     # half of the neurons for a token: whole experts, with a shared part or without
     active = 1 - 0.5 * shape.num_layers * mlp_params(shape, shape.mlp_size) / decoder_params(shape)
     text = write_text(place / "text.txt", sentences=400)
-    keys = SMALL | {"train.steps": "2", "model": str(place / "dense"), "data.sources": str(text), "target": target}
-    keys |= {"active": f"{active:.6f}", "experts.form": "fine", "repair.mode": "none", "experts.width_multiple": "8", "experts.num_experts": "32"}
-    convert(Recipe.load(None, [*(f"{key}={value}" for key, value in keys.items()), *changes]), place / "moe")
+    changed = {
+        "train.steps": "2", "model": str(place / "dense"), "data.sources": str(text), "target": target,
+        "active": f"{active:.6f}", "repair.mode": "none", "experts.form": "fine", "experts.width_multiple": "8",
+        "experts.num_experts": "32",
+    }  # fmt: skip
+    convert(
+        Recipe.load(None, [*(f"{key}={value}" for key, value in (SMALL | changed).items()), *changes]), place / "moe"
+    )
     return place / "moe"
 
 

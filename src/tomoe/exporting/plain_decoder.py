@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tomoe.errors import UserError
-from tomoe.exporting.far_tokens import original_context
 from tomoe.exporting.stock import LayoutT, Stock, empty_stock, expert_mlps
 from tomoe.model.attention import Attention, attention_checks, attention_of, attention_sizes
+from tomoe.model.far_tokens import original_context
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.mlp import Refused, converted_mlps, decoder_layers
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM, sliding_window
