@@ -27,7 +27,6 @@ from tomoe.exporting.stock import Stock, expert_mlps, padded
 from tomoe.exporting.target import Options, Sizes
 from tomoe.exporting.verification import Check, Proof
 from tomoe.model.hooks import hooked, input_of
-from tomoe.model.shape import ceil_div
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import FINE_MULTIPLE
 
