@@ -267,6 +267,19 @@ def test_a_model_on_the_hub(dense: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert fingerprint(offloaded) == fingerprint(load_dense(str(dense), torch.float32))
 
 
+def test_an_adapter_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "ada/base"}')
+
+    def download(repo: str, name: str, revision: str | None = None) -> str:
+        if not (tmp_path / name).is_file():
+            raise EntryNotFoundError(name)
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    with pytest.raises(UserError, match="holds an adapter of ada/base, not a model; merge it"):
+        load_dense("owner/adapter", torch.float32)
+
+
 def test_a_hub_out_of_reach_is_one_sentence() -> None:
     with pytest.raises(UserError, match="cannot load the model owner/nothing-there from the hub"):
         load_dense("owner/nothing-there", torch.float32, offload=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from conftest import make_pico, tokens
 from pico_files import CommandLine, fine, refused, write_pico, write_text
@@ -210,6 +211,24 @@ def test_attention_runs_by_what_is_installed(tmp_path: Path) -> None:
             model = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
             assert model.config._attn_implementation == "sdpa"
             assert torch.equal(logits(model), logits(plain))
+
+
+def test_of_a_model_that_reads_images_the_text_model_is_loaded(tmp_path: Path) -> None:
+    """Its other tensors are no leftovers: transformers knows them."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 8, "vocab_size": 259}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    images = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    torch.manual_seed(0)
+    config = Qwen3_5Config(
+        text_config=sizes | heads | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        vision_config=images | {"patch_size": 4, "num_position_embeddings": 16},
+    )
+    whole = Qwen3_5ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path / "dense")
+    for offload in (False, True):
+        with pytest.warns(Note, match=r"reads more than text; of it, the text model \(qwen3_5_text\) is loaded alone"):
+            text = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
+        assert torch.equal(logits(text), logits(whole))
 
 
 # ---- what the input decides fails before the work, or not at all

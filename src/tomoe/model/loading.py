@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.errors import UserError, shortened
+from tomoe.errors import Note, UserError, shortened
 from tomoe.model.compute_dtype import compute_dtype
 from tomoe.model.dequantization import drop_entry_, settle_packing_
 from tomoe.model.hub import download_model
@@ -69,6 +70,11 @@ def load_dense(
             if stored.packing.unpacked_whole:
                 loaded = loaded.dequantize(dtype)
                 cast_(loaded, dtype)
+    if type(loaded.config) is not type(stored.config):
+        kind = loaded.config.model_type
+        warnings.warn(
+            f"{model} reads more than text; of it, the text model ({kind}) is loaded alone", Note, stacklevel=2
+        )
     if quantization == "none":
         drop_entry_(loaded.config)
     if shards == 1:
