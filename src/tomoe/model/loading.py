@@ -90,7 +90,7 @@ def load_dense(
 def load_model(name: str, dtype: str, device: str = "auto", offload: bool = False) -> PreTrainedModel:
     """`load_dense` with dtype and device by name. Raises UserError as it does.
 
-    dtype `auto`: bfloat16 weights, which compute in float32 where that is much faster (arithmetic.py).
+    dtype `auto`: bfloat16 weights, which compute in float32 where that is much faster (compute_dtype.py).
     """
     device, stored = pick_device(device), torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
     model = load_dense(name, stored, device, offload=offload)

@@ -45,19 +45,15 @@ def trim_heap() -> None:
         trim(0)
 
 
-class CannotOffload(UserError):
-    """The model cannot be read layer by layer, but perhaps loaded whole."""
-
-
 def load_offloaded(stored: StoredModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model with weights of `dtype`; its layers stay on disk and run on `device`.
 
     transformers prepares the layers: what is stored as the model needs it stays where it is; what it has to dequantize or
-    join is written to a temporary folder, which is deleted with the model. Raises CannotOffload if it can do neither, and
-    UserError as `StoredModel.load`.
+    join is written to a temporary folder, which is deleted with the model. Raises UserError if it can do neither, and as
+    `StoredModel.load` does.
     """
     if not stored.read_by_layer:
-        raise CannotOffload(
+        raise UserError(
             f"{stored.place} cannot be read layer by layer: {stored.packing.method} is unpacked as a whole; load it whole, "
             "without offload"
         )
