@@ -213,7 +213,7 @@ def start_(
     ids, mask = calibration.input_ids.to(model.device), calibration.mask.to(model.device)
     if recipe.start == "carved":
         progress = stage_callback(on_progress, "carve")
-        carve_(net, model, ids, mask, recipe.active, recipe.seed, progress, recipe.experts.allocation)
+        carve_(net, model, ids, mask, recipe.active, recipe.seed, progress)
     elif net.rotates_values:
         rotations = value_rotations(model, ids, mask, stage_callback(on_progress, "rotate"))
         net.value_rotations.copy_(torch.stack(rotations))

@@ -7,7 +7,7 @@ saves, relative to the residual stream (`allocation`).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,11 +30,11 @@ def carve_(
     active: float,
     seed: int,
     progress: StageCallback = no_stage_progress,
-    allocation: Literal["equal", "by_error"] = "equal",
 ) -> None:
     """Give `net` a carved start: its noise-free plan meets the active fraction `active`, and so does sampling on average.
 
-    A uniform layout makes all layers exactly equally wide; otherwise `allocation` decides.
+    A uniform layout makes all layers exactly equally wide. Otherwise layers that the error would leave whole stay whole, and
+    the others get equally many units, up to one: a layer's own error is not what the model loses (docs/lab/log.md).
     """
     found = Calibration(net, model, seed, progress)
     found.run(model, ids, mask)
@@ -44,9 +44,7 @@ def carve_(
     units = None
     if not net.layout.uniform:
         params = [int(mlp_params(net.shape, width)) for width in net.layout.widths(net.shape.mlp_size)]
-        units = allocate([start.loss for start in found.experts], params, left)
-        if allocation == "equal":
-            units = evened(units, len(params) - 1)
+        units = evened(allocate([start.loss for start in found.experts], params, left), len(params) - 1)
     net.start_experts_(found.experts, units, left)
 
 

@@ -44,9 +44,6 @@ class ExpertsSection(Section):
     """For fine-grained experts without a given size: the share of a token's neurons that all tokens use. Unless the key is
     given, it is 0.75 for gguf and the stock targets of fine-grained experts, because engines run a shared part faster than
     experts, and 0 for gemma4 and flex_olmo, which have no place for one."""
-    allocation: Literal["equal", "by_error"] = "equal"
-    """How many neurons of a token a carved start gives each layer: `by_error`, as many as lower its own error most; `equal`,
-    equally many (up to one expert, or one `width_multiple`) to every layer that `by_error` would not leave whole."""
     dense_layers: int = Field(default=1, ge=0)
     """For fine-grained experts of a stock target, where all other layers use equally many: so many of the first layers, which
     suffer most, stay whole. Unless the key is given, it is 0 for targets that have experts in every layer."""
