@@ -3,7 +3,7 @@
 The floor is one dense forward plus one dense forward with input-gradient backward on the same tokens and dtype, logits
 and a float32 loss on them included, as a plain distillation step would do them.
 
-    python benchmarks/training_step.py MODEL [--tokens 512] [--dtype bfloat16] [--repeats 7] [--attention off] [--keep-teacher]
+    python benchmarks/training_step.py MODEL [--tokens 512] [--dtype bfloat16] [--repeats 7] [--attention off]
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import json
 import resource
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -43,7 +42,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--attention", default="off", choices=["off", "static", "per_token"])
-    parser.add_argument("--keep-teacher", action="store_true", help="read the dense model's hidden states from disk")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     model = load_dense(args.model, getattr(torch, args.dtype), args.device)
@@ -63,9 +61,7 @@ def main() -> None:
         logits = model(inputs_embeds=inputs, use_cache=False).logits
         torch.nn.functional.cross_entropy(logits[0].float(), ids[0]).backward()
 
-    folder = tempfile.TemporaryDirectory()
-    section = recipe.train.model_copy(update={"teacher_cache": folder.name if args.keep_teacher else ""})
-    learn = MaskStep(model, net, recipe.loss, section, recipe.active, 0)
+    learn = MaskStep(model, net, recipe.loss, recipe.train, recipe.active, 0)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -171,7 +171,8 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreT
     if reason := TARGETS[recipe.target].supports_dense(model, recipe.experts.form):
         raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")
     tokenizer = load_tokenizer(recipe.model)
-    check_writing(model, tokenizer)
+    # others write nothing, and their disks may be full
+    distributed.on_rank_zero(lambda: check_writing(model, tokenizer))
     return model, tokenizer, layout
 
 

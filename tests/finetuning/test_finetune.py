@@ -136,21 +136,6 @@ def test_adapters_end_as_ordinary_weights(tomoe: CommandLine, place: Path, tmp_p
     assert not torch.equal(logits(out), logits(place / "out"))
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
-def test_a_kept_teacher_teaches_the_same(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
-    """Kept by one run, read by the next; what is kept must be the dense model's."""
-    pytest.importorskip("peft")
-    own = [*options(place, "lora.rank=2"), "--weights", "lora"]
-    assert tomoe(*own, "-o", tmp_path / "plain").code == 0
-    for name in ("keeps", "reads"):
-        kept = tomoe(*own, "--set", f"train.teacher_cache={tmp_path / 'cache'}", "-o", tmp_path / name)
-        assert kept.code == 0, kept.err
-        assert (tmp_path / name / "model.safetensors").read_bytes() == (
-            tmp_path / "plain" / "model.safetensors"
-        ).read_bytes()
-    assert any((tmp_path / "cache").rglob("*.safetensors"))
-
-
 @pytest.mark.parametrize("note", [{"sources": 5, "steps": [1] * 999}, {"sources": [["x"]]}, {"dense": 3}])
 def test_a_note_that_makes_no_sense_is_shown_as_it_is(place: Path, note: dict[str, object]) -> None:
     plan = Plan.load(place / "out")

@@ -16,13 +16,13 @@ from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.finetuning import students
 from tomoe.finetuning.students import FinetuneStep, MoEStudent, check_adapters
+from tomoe.model.running import hidden_states
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEForCausalLM
 from tomoe.plan import ALWAYS, Plan
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training.loop import Training
 from tomoe.training.run_folder import RunFolder
-from tomoe.training.teacher import hidden_states
 
 pytestmark = pytest.mark.slow
 

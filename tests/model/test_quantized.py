@@ -28,7 +28,6 @@ from tomoe.moe.fold import fold
 from tomoe.plan import REPAIRED
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe
-from tomoe.training.teacher import TeacherCache, hidden_states
 
 pytestmark = pytest.mark.slow
 
@@ -178,19 +177,6 @@ def test_a_run_that_was_cut_off_resumes(quantization: str, folder: Path) -> None
             shutil.rmtree(folder / out / "masks" / "step-000004")
     whole = learned(folder / "whole", 4)
     assert all(torch.equal(t, whole[name]) for name, t in found.items())
-
-
-@pytest.mark.parametrize("quantization", KINDS)
-def test_a_kept_teacher_is_the_packed_model(quantization: str, folder: Path) -> None:
-    models = [load_dense(str(folder / "dense"), torch.float32, quantization=kind) for kind in (quantization, "none")]
-    ids = tokens(1, 16)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    with torch.no_grad():
-        for model in models:
-            said = hidden_states(model, ids, mask)
-            assert torch.equal(TeacherCache(folder / "taught", model)(model, ids, mask), said)
-            assert torch.equal(TeacherCache(folder / "taught", model)(model, ids, mask), said)
-    assert len(list((folder / "taught").rglob("*.safetensors"))) == 2
 
 
 @pytest.mark.parametrize("quantization", KINDS)

@@ -24,6 +24,7 @@ from tomoe.finetuning.text import finetuning_text
 from tomoe.model.compute_dtype import compute_dtype, measuring_dtype
 from tomoe.model.loading import fingerprint, load_dense, load_model, load_tokenizer, pick_device
 from tomoe.model.names import resolve
+from tomoe.model.running import hidden_states
 from tomoe.moe.checkpoint import load_moe, save_moe, stored_dtype
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress
@@ -35,7 +36,6 @@ from tomoe.training import tracking
 from tomoe.training.cost import Stopwatch, write_cost
 from tomoe.training.loop import Training, check_accumulation
 from tomoe.training.run_folder import RunFolder
-from tomoe.training.teacher import TeacherCache, hidden_states
 from tomoe.version import __version__
 
 
@@ -174,9 +174,7 @@ def make_teacher(recipe: FinetuneRecipe, dense: PreTrainedModel | None) -> Teach
     """A function from a batch to the dense model's final hidden states; None if the objective is lm."""
     if recipe.loss.objective == "lm" or dense is None:
         return None
-    folder = recipe.train.teacher_cache
-    states = TeacherCache(Path(folder), dense) if folder else hidden_states
-    return lambda ids, mask: states(dense, ids, mask)
+    return lambda ids, mask: hidden_states(dense, ids, mask)
 
 
 def save(

@@ -38,6 +38,11 @@ def run_model(
     return hidden[0], out.logits
 
 
+def hidden_states(model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, "T D"]:
+    """Final hidden states, flattened over tokens."""
+    return run_model(model, ids, mask)[0].flatten(0, 1)
+
+
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside the block `module` runs another function; one that accelerate had put there comes back afterwards."""

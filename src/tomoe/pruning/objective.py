@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tomoe.model.running import family_head
+from tomoe.model.running import family_head, hidden_states
 from tomoe.model.shape import ModelShape
 from tomoe.pruning.losses import (
     active_fraction,
@@ -25,7 +24,6 @@ from tomoe.pruning.mask_network import MaskNetwork, SampledLayerMasks
 from tomoe.pruning.masking import masked
 from tomoe.recipe.conversion import LossSection, TrainSection
 from tomoe.seeds import derive_seed
-from tomoe.training.teacher import TeacherCache, hidden_states
 
 
 def objective(
@@ -60,10 +58,6 @@ class MaskStep:
         self, model: PreTrainedModel, net: MaskNetwork, loss: LossSection, train: TrainSection, active: float, seed: int
     ):
         self.model, self.net, self.loss, self.train, self.active, self.seed = model, net, loss, train, active, seed
-        # gives the dense model's final hidden states [T, D] of ids and mask [B, S]
-        self.teacher: Callable[[PreTrainedModel, Tensor, Tensor], Tensor] = hidden_states
-        if train.teacher_cache:
-            self.teacher = TeacherCache(Path(train.teacher_cache), model)
 
     def target(self, step: int) -> float:
         """Return the active fraction that a step aims at: it falls from 1 to `active` during the budget warm-up."""
@@ -85,7 +79,7 @@ class MaskStep:
         teacher = None
         if self.loss.objective == "kl":
             with torch.no_grad():
-                teacher = self.teacher(model, ids, mask)
+                teacher = hidden_states(model, ids, mask)
         # around the backward pass too: activation checkpointing runs layers again there
         with masked(model, masks):
             student = hidden_states(model, ids, mask)

@@ -13,9 +13,7 @@ from tomoe.recipe.run import DataSection, LoopSection, RunRecipe
 from tomoe.recipe.target_rules import TARGET_RULES, Form
 
 # Where to compute and how often to write do not change what is learned.
-_NOT_IN_DIGEST = frozenset(
-    {"device", "offload", "report_to", "train.log_every", "train.save_every", "train.shard", "train.teacher_cache"}
-)
+_NOT_IN_DIGEST = frozenset({"device", "offload", "report_to", "train.log_every", "train.save_every", "train.shard"})
 # Overlapping experts unless the recipe says otherwise.
 OVERLAPPING_EXPERTS = 8
 # Ridge of a repair on one token for each neuron of a layer, and the least one.
@@ -139,11 +137,6 @@ class TrainSection(LoopSection):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        # one rank may find a batch in the cache that another does not
-        if self.shard and self.teacher_cache:
-            raise UserError(
-                "train.teacher_cache and train.shard cannot be combined: a sharded base runs in every rank or in none"
-            )
         # there is no loss scaling
         if self.dtype == "float16" and self.steps:
             raise UserError(

@@ -58,9 +58,7 @@ class FinetuneRecipe(RunRecipe):
     `FinetuneRecipe(...)` and `FinetuneRecipe.load(...)` raise UserError, in one sentence, for a key or value that is not allowed.
     """
 
-    NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset(
-        {"device", "report_to", "train.log_every", "train.save_every", "train.teacher_cache"}
-    )
+    NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset({"device", "report_to", "train.log_every", "train.save_every"})
     model: str = ""
     """A converted folder."""
     dense: str = ""

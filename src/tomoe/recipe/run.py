@@ -36,8 +36,6 @@ class LoopSection(Section):
     """Maximum norm of the gradient; 0 = off."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, less memory."""
-    teacher_cache: str = ""
-    """Folder for the dense model's final hidden states, shared by runs on the same text; empty: no cache."""
     save_every: int = Field(default=100, ge=1)
     """Steps between checkpoints."""
     log_every: int = Field(default=1, ge=1)
