@@ -32,7 +32,9 @@ def test_active_parameters_are_those_a_token_meets(dense: PreTrainedModel, atten
         a = layer.self_attn
         counted += a.q_proj.weight.numel() + a.k_proj.weight.numel()
         share = plan.layers[i].value_top_k / int(plan.layers[i].value_kept.sum())  # of V and O a token uses K dims
-        counted += round(share * (a.v_proj.weight.numel() + a.o_proj.weight.numel()))
+        counted += round(
+            share * (a.v_proj.weight.numel() + getattr(a, "o_proj", getattr(a, "dense", None)).weight.numel())
+        )
     assert active_params(s, plan.widths()) == counted
     assert plan.active_fraction() == counted / decoder_params(s)
 

@@ -28,6 +28,7 @@ from tomoe.finetuning.students import FinetuneStep
 from tomoe.plan import FINETUNED, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.summary import conversion_summary
+from tomoe.training import run_folder
 
 pytestmark = pytest.mark.slow
 
@@ -231,7 +232,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(
         real(tensors, path, **options)
 
     with monkeypatch.context() as only_here:
-        only_here.setattr(safetensors.torch, "save_file", full)
+        only_here.setattr(run_folder, "save_file", full)
         outcome = tomoe(*options(place), "-o", out)
     assert outcome.code == 2
     assert "checkpoint of step 2" in outcome.err.splitlines()[-1]

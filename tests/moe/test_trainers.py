@@ -63,6 +63,9 @@ def test_the_trainer_of_transformers(folder: Path, tmp_path: Path) -> None:
     assert_it_learned_and_comes_back(trainer, load(folder), tmp_path / "trained")
 
 
+@pytest.mark.xfail(
+    reason="the trainer asks the decoder within for router logits, and that is the family's own", strict=True
+)
 @pytest.mark.filterwarnings(
     "ignore:.*is deprecated and will be removed:FutureWarning"
 )  # TRL speaks as transformers did before
@@ -92,8 +95,8 @@ def test_balance_loss_of_the_model(family: str) -> None:
     mask[1, 8:] = 0
     bare = moe(ids, attention_mask=mask, labels=ids)
     out = moe(ids, attention_mask=mask, labels=ids, output_router_logits=True)
-    assert bare.aux_loss is None
-    assert bare.router_logits is None
+    assert getattr(bare, "aux_loss", None) is None
+    assert getattr(bare, "router_logits", None) is None
     assert len(out.router_logits) == len(moe.model.layers)
     total = 0.0
     for logits in out.router_logits:

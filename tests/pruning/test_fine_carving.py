@@ -35,6 +35,7 @@ from tomoe.pruning.layouts import FineLayout, OverlappingLayout, _Search, _searc
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
+from tomoe.recipe.target_rules import TARGET_RULES
 
 SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 64, 64, True)
 LLAMA2_7B = ModelShape(32, 4096, 11008, 32, 32, 128, 128, True)
@@ -241,7 +242,9 @@ def test_a_layout_that_is_not_given_has_the_roundest_size_that_the_budget_allows
     shape: ModelShape, active: float, uniform: bool
 ) -> None:
     experts = fine(width_multiple=32, dense_layers=0)
-    layout = _search(shape, experts, AttentionSection(), active, uniform, 0).roundest(64)
+    layout = _search(
+        shape, experts, AttentionSection(), active, TARGET_RULES["glm4_moe" if uniform else "hf"], 0
+    ).roundest(64)
     assert layout is not None
     size = layout.expert_size
     assert layout.shared + 64 * size == shape.mlp_size
@@ -274,8 +277,8 @@ def _width(shape: ModelShape, active: float) -> float:
 )
 def test_what_cannot_be_divided_is_refused(experts: ExpertsSection, width: float) -> None:
     """Too narrow for one expert; more neurons than there are; a shared part that is wider than a token."""
-    assert _Search(experts, 1024, width, 1.0, 2).roundest(experts.num_experts) is None
-    refusal = str(_Search(experts, 1024, width, 1.0, 2).refusal(experts.num_experts))
+    assert _Search(experts, TARGET_RULES["hf"], 1024, width, 1.0, 2).roundest(experts.num_experts) is None
+    refusal = str(_Search(experts, TARGET_RULES["hf"], 1024, width, 1.0, 2).refusal(experts.num_experts))
     assert re.fullmatch(r".*fine-grained experts.* cannot divide 1,024 neurons .*; change experts.*", refusal)
 
 

@@ -130,6 +130,15 @@ class ToMoEConfig(PreTrainedConfig):
         return "tomoe_num_experts_per_tok" if own else "num_experts_per_tok"
 
     @property
+    def num_experts(self) -> int:
+        """N under the name that trainers read; a number that a file has under it says nothing here."""
+        return self.tomoe_num_experts
+
+    @num_experts.setter
+    def num_experts(self, value: int) -> None:
+        pass
+
+    @property
     def prunes_attention(self) -> bool:
         """Whether attention is ToMoE's; otherwise it is the family's."""
         return bool(self.tomoe_qk_dims)
