@@ -12,22 +12,20 @@ from torch import Tensor, nn
 from tomoe import distributed
 from tomoe.evaluation.results import ExpertUsage
 from tomoe.model.hooks import hooked
-from tomoe.moe.modeling_tomoe import route
-
-ROUTER = ".mlp.router"
+from tomoe.moe.modeling_tomoe import ToMoEMLP, route
 
 
 def routers(model: nn.Module) -> dict[nn.Module, int | None]:
     """Return the routers of a model, in order, and how many experts a token uses; None for one of overlapping experts."""
-    modules = dict(model.named_modules())
-    names = [name for name in modules if name.endswith(ROUTER)]
-    return {modules[name]: getattr(modules[name.rpartition(".")[0]], "top_k", None) for name in names}
+    # families have other names for their MLPs, and what another module calls a router chooses something else
+    owners = [module for module in model.modules() if isinstance(module, ToMoEMLP)]
+    return {owner.router: owner.top_k for owner in owners}
 
 
 class ExpertCounter:
     """Counts what routers chose, sequence by sequence, while others run the model: `with ExpertCounter(model) as counter:`.
 
-    A router is a module whose name ends in `.mlp.router`; a token's experts are those that `route` gives it.
+    A token's experts are those that `route` gives it.
     """
 
     def __init__(self, model: nn.Module):

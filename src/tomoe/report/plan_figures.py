@@ -41,8 +41,9 @@ def width_figure(plan: Plan) -> CaptionedFigure:
     layers, dims = plan.describe(), plan.shape.head_dim
     kept = {
         "MLP neurons": [row["width_share"] for row in layers],
-        "Q/K dims": [row["qk_dims"] / dims for row in layers],
-        "V/O dims": [row["value_dims"] / dims for row in layers],
+        # an attention that cannot be pruned has no dims to count
+        "Q/K dims": [row["qk_dims"] / dims if dims else 1.0 for row in layers],
+        "V/O dims": [row["value_dims"] / dims if dims else 1.0 for row in layers],
     }
     if all(share == 1 for name in ("Q/K dims", "V/O dims") for share in kept[name]):
         kept = {"MLP neurons": kept["MLP neurons"], "Q/K and V/O dims (kept whole)": kept["V/O dims"]}
