@@ -40,8 +40,11 @@ class Predicted:
     written: list[int]
 
 
-def ask_vllm(requests: list[dict[str, Any]], place: Path) -> list[list[Predicted]]:
-    """Run `vllm_process.predict` for each request; `place` is a folder for what goes to and fro."""
+def ask_vllm(requests: list[dict[str, Any]], place: Path) -> list[Any]:
+    """Run `vllm_process.predict` for each request; `place` is a folder for what goes to and fro.
+
+    What comes back is a list of Predicted for each, or what vLLM says if it fails at a request that `may_fail`.
+    """
     (place / "requests.json").write_text(json.dumps(requests), encoding="utf-8")
     script = Path(__file__).with_name("vllm_process.py")
     ran = subprocess.run(
@@ -50,10 +53,12 @@ def ask_vllm(requests: list[dict[str, Any]], place: Path) -> list[list[Predicted
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:] + ran.stdout[-2000:]
     answers = json.loads((place / "answers.json").read_text("utf-8"))
-    return [
-        [Predicted(torch.tensor(a["log_probs"]), torch.tensor(a["most_likely"]), a["written"]) for a in answer]
-        for answer in answers
-    ]
+    return [answer if isinstance(answer, str) else [predicted(a) for a in answer] for answer in answers]
+
+
+def predicted(answer: dict[str, Any]) -> Predicted:
+    """An answer of the process."""
+    return Predicted(torch.tensor(answer["log_probs"]), torch.tensor(answer["most_likely"]), answer["written"])
 
 
 @torch.no_grad()

@@ -8,27 +8,33 @@ from pathlib import Path
 import pytest
 import torch
 from family_contract import write_tiny
+from gguf import GGUFReader
+from test_gguf import TOKENIZER
 from transformers import AutoModelForCausalLM
 
-from pico_files import SMALL, CommandLine, refused, write_text
+from pico_files import SMALL, CommandLine, refused, small, write_text
 from tomoe.budget import decoder_params, mlp_params
 from tomoe.conversion import convert
 from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.target_rules import MAX_EXPERTS_PER_TOKEN
 
 pytestmark = pytest.mark.slow
-# A family, its class, what the tiny model has otherwise, and how many experts a token may use.
+# A family, its class, and what the tiny model has otherwise.
+LFM2 = dict(layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False)
+GEMMA4 = dict(num_global_key_value_heads=2, global_head_dim=32, vocab_size_per_layer_input=len(TOKENIZER))
 FAMILIES = {
-    "qwen3_5_text": ("qwen3_5_moe", {}, 30),
-    "lfm2": ("lfm2_moe", dict(layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False), 30),
-    "gemma4_text": ("gemma4", dict(num_global_key_value_heads=2, global_head_dim=32), 30),
+    "qwen3_5_text": ("qwen3_5_moe", {}),
+    "lfm2": ("lfm2_moe", LFM2),
+    "gemma4_text": ("gemma4", GEMMA4),
 }
 
 
 def converted(place: Path, family: str, *changes: str) -> Path:
-    target, sizes, _ = FAMILIES[family]
-    shape = shape_of(write_tiny(family, place / "dense", **sizes))
+    target, sizes = FAMILIES[family]
+    shape = shape_of(write_tiny(family, place / "dense", vocab_size=len(TOKENIZER), **sizes))
+    TOKENIZER.save_pretrained(place / "dense")
     # half of the neurons for a token: whole experts, with a shared part or without
     active = 1 - 0.5 * shape.num_layers * mlp_params(shape, shape.mlp_size) / decoder_params(shape)
     text = write_text(place / "text.txt", sentences=400)
@@ -45,7 +51,7 @@ def converted(place: Path, family: str, *changes: str) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_convert_makes_what_the_family_s_class_holds(family: str, tomoe: CommandLine, tmp_path: Path) -> None:
-    target, _, most = FAMILIES[family]
+    target, _ = FAMILIES[family]
     made, out = converted(tmp_path, family), tmp_path / "out"
     plan = Plan.load(made)
     biased = any(bool(layer.router_bias.any()) for layer in plan.layers if layer.router_bias is not None)
@@ -62,10 +68,29 @@ def test_convert_makes_what_the_family_s_class_holds(family: str, tomoe: Command
     exported = AutoModelForCausalLM.from_pretrained(out)
     config = exported.config
     used = config.top_k_experts if family == "gemma4_text" else config.num_experts_per_tok
-    assert used <= most
+    assert used <= MAX_EXPERTS_PER_TOKEN
     with torch.no_grad():
         written = exported.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
     assert written.shape == (1, 7)
+    card = " ".join((out / "README.md").read_text().split())
+    dialed = "How many experts a token uses is a number at load time"
+    assert (dialed in card) == (family == "lfm2")
+    assert ("How many experts a token uses is fixed in this form" in card) == (family != "lfm2")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_llama_cpp_runs_a_file_of_it(family: str, tomoe: CommandLine, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed (pip install xllamacpp)")
+    made, out = converted(tmp_path, family, "experts.num_experts=16"), tmp_path / "out"
+    done = tomoe("export", made, "--format", "gguf", "--weights", "f32", "-o", out, "--tokens", "64")
+    assert done.code == 0, done.err
+    proof = json.loads((out / "export.json").read_text())["proof"]
+    assert proof["same"] is True
+    assert proof["routers"]["same"] > 0.95
+    assert proof["all_experts"]["largest_difference"] < 1e-3
+    architecture = GGUFReader(out / "model-f32.gguf").fields["general.architecture"].contents()
+    assert architecture == {"lfm2": "lfm2moe", "qwen3_5_text": "qwen35moe"}[family]
 
 
 def test_what_a_class_has_no_place_for_is_refused_before_anything_is_read(tomoe: CommandLine) -> None:
@@ -76,7 +101,19 @@ def test_what_a_class_has_no_place_for_is_refused_before_anything_is_read(tomoe:
     refused(done, "has experts in every layer", "experts.dense_layers is 2")
 
 
+def test_convert_finds_the_class_of_the_family(tomoe: CommandLine, tmp_path: Path) -> None:
+    write_tiny("lfm2", tmp_path / "dense", **LFM2)
+    text, out = write_text(tmp_path / "text.txt"), tmp_path / "moe"
+    sizes = small(train_steps="0", experts_form="fine", experts_num_experts="32", repair_mode="none")
+    done = tomoe(
+        "convert", tmp_path / "dense", "--data", text, "-o", out, "--format", "auto", "--active", "0.8", *sizes
+    )
+    assert done.code == 0, done.err
+    assert Recipe.load(out / "recipe.json").target == "lfm2_moe"
+    assert json.loads((out / "export-auto" / "config.json").read_text())["model_type"] == "lfm2_moe"
+
+
 def test_a_family_of_another_class_is_refused(tomoe: CommandLine, tmp_path: Path) -> None:
-    write_tiny("lfm2", tmp_path / "dense", **FAMILIES["lfm2"][1])
+    write_tiny("lfm2", tmp_path / "dense", **LFM2)
     done = tomoe("convert", tmp_path / "dense", "-o", tmp_path / "out", "--set", "target=qwen3_5_moe")
     refused(done, "target qwen3_5_moe cannot hold what this model becomes: it is a lfm2 model")

@@ -14,13 +14,16 @@ from tomoe.cli.export import Format, export
 from tomoe.cli.options import quoted
 from tomoe.cli.signals import resumable
 from tomoe.evaluation import tables
+from tomoe.exporting import targets
 from tomoe.memory import estimate
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import build, card, warnings
 
 Target = Annotated[
     Format | None,
-    typer.Option("--format", help="Also export to OUT/export-FORMAT; the plan is made to fit that form exactly."),
+    typer.Option(
+        "--format", help="Also export to OUT/export-FORMAT; the plan is made to fit that form (auto: the family's)."
+    ),
 ]
 
 
@@ -36,6 +39,8 @@ def convert(
     """Convert a dense model to a Mixture-of-Experts and measure both."""
     target = None if format in (None, "auto") else format
     recipe = chosen.make(target=target)
+    if format == "auto" and recipe.target == "hf" and recipe.experts.form == "fine" and recipe.model:
+        recipe = chosen.make(target=targets.of_family(recipe.model))
     first = run_conversion(recipe, out, resume, force, skip_memory_check)
     if format is not None and first:
         export(out, out / f"export-{format}", format, device=recipe.device, force=force or resume)

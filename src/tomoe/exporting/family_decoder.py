@@ -60,18 +60,15 @@ class FamilyDecoder(Stock[LayoutT]):
     @torch.no_grad()
     def tensors(self, moe: ToMoEForCausalLM, layout: LayoutT) -> Iterator[tuple[str, Tensor]]:
         mlp_tensors, prefix = self.mlp_tensors(moe, layout), named_layers(moe)[0]
-        state = {name: t for name, t in moe.state_dict().items() if not self._is_tied(moe, name)}
-        inside = tuple(f"{name}." for name in moe.config.tomoe_mlps)
-        layer = -1
-        for name, t in state.items():
-            if not name.startswith(inside):
-                yield name, t
-                continue
-            number = int(name.removeprefix(f"{prefix}.").partition(".")[0])
-            if number != layer:
-                layer = number
-                yield from ((f"{prefix}.{number}.{inner}", tensor) for inner, tensor in mlp_tensors(number))
+        yield from other_tensors(moe)
+        for i in range(len(moe.mlps())):
+            yield from ((f"{prefix}.{i}.{name}", t) for name, t in mlp_tensors(i))
 
-    @staticmethod
-    def _is_tied(moe: ToMoEForCausalLM, name: str) -> bool:
-        return name == "lm_head.weight" and moe.get_output_embeddings().weight is moe.get_input_embeddings().weight
+
+def other_tensors(moe: ToMoEForCausalLM) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of every tensor outside of the MLPs that hold experts; of tied ones the first."""
+    inside = tuple(f"{name}." for name in moe.config.tomoe_mlps)
+    tied = moe.get_output_embeddings().weight is moe.get_input_embeddings().weight
+    for name, t in moe.state_dict().items():
+        if not name.startswith(inside) and not (tied and name == "lm_head.weight"):
+            yield name, t

@@ -107,6 +107,9 @@ class FineGrained(Stock[FineLayout]):
     def form_problem(self, form: str) -> str | None:
         return None if form == "fine" else OVERLAPPING_PROBLEM
 
+    def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
+        return not self.form_in(moe.dtype).normalized
+
     def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
         mlps, advice = expert_mlps(moe), f"convert with target = {self.name}"
         if moe.dtype == torch.float16 and not self.float32_routers:

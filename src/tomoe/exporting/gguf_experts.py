@@ -6,6 +6,8 @@ dozens. So to run a file with all experts, their neurons are written as the plai
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,38 @@ from tomoe.exporting.proof_by_parts import StockRouter
 from tomoe.exporting.routers import RouterForm
 from tomoe.model.shape import ceil_div
 
-_ARCH = "glm4moe"
+
+@dataclass(frozen=True)
+class Merged:
+    """How a file of an architecture is run without its experts.
+
+    arch: with plain MLPs; weighs: whether a token's experts have weights that sum to 1, which k in their down projections
+    undoes; shared_factor: that of the shared expert's down projection.
+    """
+
+    arch: str
+    weighs: bool = False
+    shared_factor: float = 1.0
+
+
+MERGED = {
+    "glm4moe": Merged("glm4moe"),
+    "lfm2moe": Merged("lfm2moe", weighs=True),
+    "qwen35moe": Merged("qwen35", weighs=True, shared_factor=2.0),
+}
 _ROUTERS = ("ffn_gate_inp", "exp_probs_b")
 # Rows of all types are a multiple of so many numbers: a K-quant holds them together.
 _BLOCK = 256
 
 
+def _arch(reader: GGUFReader) -> str:
+    return str(reader.fields["general.architecture"].contents())
+
+
 def _number(reader: GGUFReader, key: str) -> int:
-    return int(reader.fields[f"{_ARCH}.{key}"].contents())
+    """A number that the architecture has; 0 if it has none."""
+    field = reader.fields.get(f"{_arch(reader)}.{key}")
+    return 0 if field is None else int(field.contents())
 
 
 def read_routers(file: Path, form: RouterForm) -> dict[int, StockRouter]:
@@ -37,7 +63,8 @@ def read_routers(file: Path, form: RouterForm) -> dict[int, StockRouter]:
     top_k = _number(reader, "expert_used_count")
 
     def router(i: int) -> StockRouter:
-        weight, corrections = stored[f"blk.{i}.ffn_gate_inp.weight"], stored[f"blk.{i}.exp_probs_b.bias"]
+        weight = stored[f"blk.{i}.ffn_gate_inp.weight"]
+        corrections = stored.get(f"blk.{i}.exp_probs_b.bias", weight.new_zeros(len(weight)))
 
         def choose(x: Tensor) -> tuple[Tensor, Tensor]:
             return form.choose(x @ weight.t().to(x), corrections.to(x), top_k)
@@ -50,12 +77,18 @@ def read_routers(file: Path, form: RouterForm) -> dict[int, StockRouter]:
 def merge_experts(file: Path, merged: Path) -> Path:
     """Write the file `merged`, in which shared part and experts of each layer are one MLP; return it.
 
-    No number changes: rows are put one after the other as they are stored. llama.cpp wants MLPs of one size, so where layers
-    differ (by experts of zeros, or because the first ones are whole) the smaller ones are filled up with neurons of zeros.
+    No number changes, except for factors that undo weights: rows are put one after the other as they are stored. llama.cpp
+    wants MLPs of one size, so where layers differ (by experts of zeros, or because the first ones are whole) the smaller ones
+    are filled up with neurons of zeros.
     """
     reader = GGUFReader(file)
-    writer = GGUFWriter(merged, _ARCH)
+    arch, how = _arch(reader), MERGED[_arch(reader)]
+    writer = GGUFWriter(merged, how.arch)
     layers = _number(reader, "block_count")
+    factors = {
+        "_exps": 1 / _number(reader, "expert_used_count") if how.weighs else 1.0,
+        "_shexp": 1 / how.shared_factor,
+    }
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     parts: dict[str, list[ReaderTensor]] = {}
     for name, tensor in tensors.items():
@@ -66,15 +99,18 @@ def merge_experts(file: Path, merged: Path) -> Path:
     size = max(sizes) if len(sizes) == 1 else ceil_div(max(sizes), _BLOCK) * _BLOCK
     changed: dict[str, Any] = {"leading_dense_block_count": layers, "feed_forward_length": size}
     for field in reader.fields.values():
-        key = field.name.removeprefix(f"{_ARCH}.")
+        key = field.name.removeprefix(f"{arch}.")
         if field.name.startswith("GGUF.") or field.name == "general.architecture":
             continue
+        name = field.name if key == field.name else f"{how.arch}.{key}"
         kind, sub = field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, changed.get(key, field.contents()), kind, sub)
-    types = {name: _type(group) for name, group in parts.items()}
+        writer.add_key_value(name, changed.pop(key, field.contents()), kind, sub)
+    for key, value in changed.items():
+        writer.add_uint32(f"{how.arch}.{key}", value)
+    types = {name: _type(group, factors) for name, group in parts.items()}
 
     def stored(name: str) -> Shaped[np.ndarray, ...]:
-        return _filled_up(name, _joined(name, parts[name], types[name]), size, types[name])
+        return _filled_up(name, _joined(name, parts[name], types[name], factors), size, types[name])
 
     for name in parts:
         data = stored(name)
@@ -94,18 +130,28 @@ def _neurons(tensor: ReaderTensor) -> int:
     return int(np.prod(tensor.shape[1:]))
 
 
-def _type(group: list[ReaderTensor]) -> GGMLQuantizationType:
+def _factor(name: str, factors: Mapping[str, float]) -> float:
+    """What the numbers of a tensor are multiplied by."""
+    return next((factor for part, factor in factors.items() if f"ffn_down{part}" in name), 1.0)
+
+
+def _type(group: list[ReaderTensor], factors: Mapping[str, float]) -> GGMLQuantizationType:
     kinds = {tensor.tensor_type for tensor in group}
-    return kinds.pop() if len(kinds) == 1 else GGMLQuantizationType.F32
+    changes = any(_factor(tensor.name, factors) != 1 for tensor in group)
+    return GGMLQuantizationType.F32 if changes or len(kinds) > 1 else kinds.pop()
 
 
-def _joined(name: str, group: list[ReaderTensor], kind: GGMLQuantizationType) -> Shaped[np.ndarray, ...]:
+def _joined(
+    name: str, group: list[ReaderTensor], kind: GGMLQuantizationType, factors: Mapping[str, float]
+) -> Shaped[np.ndarray, ...]:
     """The rows, or for down projections the columns, of the shared part and of all experts."""
-    if len(group) == 1:
-        return group[0].data
     pieces = []
     for tensor in sorted(group, key=lambda t: "_exps" in t.name):
         data = tensor.data if tensor.tensor_type == kind else quants.dequantize(tensor.data, tensor.tensor_type)
+        if (factor := _factor(tensor.name, factors)) != 1:
+            data = data * np.float32(factor)
+        if len(group) == 1 and data.ndim < 3:
+            return data
         if "ffn_down" in name:
             data = np.moveaxis(data, 0, 1).reshape(data.shape[1], -1) if data.ndim == 3 else data
         else:

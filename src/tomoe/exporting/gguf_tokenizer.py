@@ -15,12 +15,18 @@ from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 
-# Contractions, words, numbers, other signs, line ends, spaces. Families differ in how they split numbers.
+# Contractions, words, numbers, other signs, line ends, spaces. Families differ in how they split numbers, and in whether marks
+# of letters (accents that are signs of their own) belong to words.
 _WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?{letters}+|\p{{N}}{digits}| ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {_WORDS.format(digits=""): "qwen2", _WORDS.format(digits="{1,3}"): "llama-bpe"}
+_PLAIN, _MARKED = {"letters": r"\p{L}", "marks": ""}, {"letters": r"[\p{L}\p{M}]", "marks": r"\p{M}"}
+SPLITS = {
+    _WORDS.format(digits="", **_PLAIN): "qwen2",
+    _WORDS.format(digits="{1,3}", **_PLAIN): "llama-bpe",
+    _WORDS.format(digits="", **_MARKED): "qwen35",
+}
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 

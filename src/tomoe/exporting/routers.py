@@ -100,6 +100,18 @@ class HalfPrecisionSigmoid(Sigmoid):
         self.weight_error = self.reach
 
 
+class NormalizedSigmoid(Sigmoid):
+    """The same with weights that sum to 1, as llama.cpp's lfm2moe has them."""
+
+    normalized = True
+
+    def choose(
+        self, logits: Float[Tensor, "T n"], corrections: Float[Tensor, " n"], top_k: int
+    ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
+        ids, weights = super().choose(logits, corrections, top_k)
+        return ids, top_k * weights / weights.sum(1, keepdim=True)
+
+
 class Softmax(RouterForm):
     """s = softmax(u x) in float32, weights s / sum of the chosen s: 1/k each, so down projections are multiplied by k.
 

@@ -42,13 +42,17 @@ NOT_INSTALLED = "xllamacpp is not installed"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and its proof, which is None if llama.cpp was needed and is not installed."""
+    """What was written, and its proof, which is None if llama.cpp was needed and is not installed.
+
+    dialed: whether another number of fine-grained experts can be asked for when it is loaded.
+    """
 
     folder: Path
     choice: Choice
     sizes: Sizes
     proof: Proof | None
     options: Options
+    dialed: bool
 
 
 @distributed.locks_out("export")
@@ -82,6 +86,7 @@ def export(
     say(f"It takes {format_bytes(sizes.bytes)} ({sizes.words}); {basename(folder)} takes {format_bytes(stored)}.")
     if notice := padding_notice(moe, sizes):
         say(notice)
+    dialed = choice.target.is_dialed(moe)
     with export_folder(out) as part:
         choice.target.write(moe, tokenizer, part, options, _in_megabytes(on_progress))
         check = Check(proof_text, dtype, moe.dtype, device, on_progress, far_tokens(moe))
@@ -89,7 +94,7 @@ def export(
         proof = choice.target.verify(folder, part, options, check)
         if proof is not None and proof.problem:
             raise UserError(f"the export would not be the same model: {proof.problem}; nothing was written to {out}")
-        exported = Exported(out, choice, sizes, proof, options)
+        exported = Exported(out, choice, sizes, proof, options, dialed)
         (part / "export.json").write_text(
             json.dumps(_metadata(exported, proof_text), indent=2) + "\n", encoding="utf-8"
         )
@@ -155,5 +160,10 @@ def _write_card(exported: Exported, folder: Path, text: EvaluationText) -> None:
         f"tomoe export {basename(folder)} --format {target.name} -o {basename(exported.folder)}"
     )
     write_card(
-        exported.folder, plan, read_rows(folder), command=command, export=(target.name, exported.sizes.words, sentence)
+        exported.folder,
+        plan,
+        read_rows(folder),
+        command=command,
+        export=(target.name, exported.sizes.words, sentence),
+        dialed=exported.dialed,
     )

@@ -80,6 +80,10 @@ class Target(ABC):
     def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof | None:
         """Compare what was written to `out` with the converted model in `folder`; None if nothing can run it here."""
 
+    def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
+        """Whether another number of fine-grained experts can be asked for when this form is loaded."""
+        return True
+
     def how_to_load(self, folder: Path, options: Options) -> str:
         """One line of code or shell."""
         return f'AutoModelForCausalLM.from_pretrained("{folder}")'

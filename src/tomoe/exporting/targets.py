@@ -16,6 +16,7 @@ from tomoe.errors import UserError
 from tomoe.exporting.cohere2_moe import Cohere2Moe
 from tomoe.exporting.deepseek_v3 import DeepseekV3
 from tomoe.exporting.ernie4_5_moe import Ernie4_5_Moe
+from tomoe.exporting.family_decoder import FamilyDecoder
 from tomoe.exporting.flex_olmo import FlexOlmo
 from tomoe.exporting.gemma4 import Gemma4
 from tomoe.exporting.gguf import Gguf
@@ -30,6 +31,7 @@ from tomoe.exporting.qwen3_moe import Qwen3Moe
 from tomoe.exporting.stock import Stock, empty_stock
 from tomoe.exporting.target import Options, Sizes, Target
 from tomoe.files import atomic_folder, format_bytes
+from tomoe.model.loading import load_config
 from tomoe.model.trouble import writing
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback, no_stage_progress
@@ -85,6 +87,16 @@ def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
         problems[target.name] = problem
     reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
     return Choice(TARGETS["hf"], f"no stock architecture holds it exactly ({reasons})")
+
+
+def of_family(model: str) -> str | None:
+    """The target whose class has the attention of this dense model's family, which its config tells; None if there is none.
+
+    Raises UserError if the config cannot be read.
+    """
+    kind = load_config(model).get_text_config(decoder=True).model_type
+    own = (target for target in TARGETS.values() if isinstance(target, FamilyDecoder))
+    return next((target.name for target in own if kind in target.families), None)
 
 
 @contextmanager

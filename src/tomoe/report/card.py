@@ -32,13 +32,14 @@ def write_card(
     base_model: str = "",
     command: str | None = None,
     export: tuple[str, str, str] | None = None,
+    dialed: bool = True,
 ) -> Path:
     """Write OUT/README.md. `rows` are the dense model and the converted ones, dense first, or empty if not measured.
 
     `base_model` (default: the recipe's) is named in the metadata if its hub id is known. The license is the dense model's
     if a file on this disk tells it, otherwise the card asks the reader to look it up. `export` is for a folder of another
-    architecture: its name, a phrase on its sizes, and how it was verified. Names are escaped. Raises UserError if the
-    folder cannot be written.
+    architecture: its name, a phrase on its sizes, and how it was verified; with `dialed`, fine-grained experts can be used in
+    other numbers there. Names are escaped. Raises UserError if the folder cannot be written.
     """
     recipe = recipe_of(plan)
     base = base_model or (recipe.model if recipe else "")
@@ -72,6 +73,7 @@ def write_card(
         warnings=[warning.text for warning in find_warnings(plan, rows)],
         license=info.license,
         export=export,
+        dialed=dialed,
         command=_fenced(command or repeat),
     )
     return atomic_write(out / "README.md", str(card))

@@ -1,0 +1,195 @@
+"""The architectures of llama.cpp with a family's own attention: everything but the MLP goes into the file by name.
+
+Letters: D hidden size, K key heads of a linear attention, V value heads, C dims of one.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from gguf import MODEL_ARCH, ExpertGatingFuncType, GGUFWriter, get_tensor_name_map
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tomoe.exporting.family_decoder import other_tensors
+from tomoe.exporting.fine_grained import FineGrained, FineLayout, without_shared_expert
+from tomoe.exporting.gguf_archs import FineExperts, MakeEntry
+from tomoe.exporting.gguf_file import Entry
+from tomoe.exporting.lfm2_moe import Lfm2Moe
+from tomoe.exporting.qwen3_5_moe import Qwen3_5Moe
+from tomoe.exporting.routers import NormalizedSigmoid, Softmax
+from tomoe.exporting.stock import expert_mlps
+from tomoe.model.shape import ceil_div
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
+
+
+class FamilyArch(FineExperts):
+    """One with the attention of a family.
+
+    carrier: the class of transformers with the same places; arch: as the package gguf knows it.
+    """
+
+    carrier: ClassVar[FineGrained]
+    arch: ClassVar[MODEL_ARCH]
+
+    def problem(self, moe: ToMoEForCausalLM) -> str | None:
+        problem = self.carrier.decoder_problem(moe) or self.carrier.layout_problem(moe)
+        return problem or self.number_problem(moe) or _rotary_problem(moe)
+
+    def dense_problem(self, dense: PreTrainedModel) -> str | None:
+        return self.carrier.dense_decoder_problem(dense) or _rotary_problem(dense)
+
+    def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: FineLayout) -> None:
+        config: Any = moe.config
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_expert_feed_forward_length(layout.width)
+        writer.add_expert_count(layout.experts)
+        writer.add_expert_used_count(layout.top_k)
+        self.write_own_sizes(writer, config, layout, len(expert_mlps(moe)[0].up_proj))
+
+    @abstractmethod
+    def write_own_sizes(self, writer: GGUFWriter, config: Any, layout: FineLayout, neurons: int) -> None:
+        """Write the keys of this architecture alone; `neurons`: of a whole MLP."""
+
+    def entries(self, moe: ToMoEForCausalLM, layout: FineLayout, entry: MakeEntry) -> Iterator[Entry]:
+        config: Any = moe.config
+        names = get_tensor_name_map(self.arch, config.num_hidden_layers)
+        for name, t in other_tensors(moe):
+            stored = names.get_name(self.renamed(name), try_suffixes=(".weight", ".bias"))
+            assert stored is not None, name
+            yield entry(stored, partial(self.stored, name, t, config), tuple(self.stored(name, t, config).shape))
+        experts = self.experts(moe, layout, entry)
+        for i in range(config.num_hidden_layers):
+            yield from experts(i)
+
+    def renamed(self, name: str) -> str:
+        """A name of transformers as the package gguf knows it."""
+        return name
+
+    def stored(self, name: str, t: Tensor, config: Any) -> Tensor:
+        """A tensor as llama.cpp wants it."""
+        return t
+
+
+def _rotary_problem(model: PreTrainedModel) -> str | None:
+    kind = model.config.get_text_config().rope_parameters["rope_type"]
+    if kind == "default":
+        return None
+    return f"llama.cpp takes plain rotary frequencies only here, and these are scaled ({kind})"
+
+
+class Lfm2MoeArch(FamilyArch):
+    """Convolutions and attention; weights of experts are normalized, and the shared part stands in experts."""
+
+    name = "lfm2moe"
+    carrier, arch = Lfm2Moe(), MODEL_ARCH.LFM2MOE
+    form = NormalizedSigmoid()
+    own_target = "lfm2_moe"
+
+    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> FineLayout:
+        return without_shared_expert(super().layout(moe, multiple))
+
+    def write_own_sizes(self, writer: GGUFWriter, config: Any, layout: FineLayout, neurons: int) -> None:
+        attends = [kind == "full_attention" for kind in config.layer_types]
+        writer.add_head_count_kv([config.num_key_value_heads if attention else 0 for attention in attends])
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_feed_forward_length(neurons)
+        writer.add_leading_dense_block_count(layout.whole)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+
+    def stored(self, name: str, t: Tensor, config: Any) -> Tensor:
+        return t.squeeze(1) if name.endswith("conv.conv.weight") else t
+
+
+class Qwen35MoeArch(FamilyArch):
+    """Linear and full attention; weights of experts are normalized, and that of the shared expert is 1/2."""
+
+    name = "qwen35moe"
+    carrier, arch = Qwen3_5Moe(), MODEL_ARCH.QWEN35MOE
+    form = Softmax()
+    shared_factor = 2.0
+    own_target = "qwen3_5_moe"
+
+    def write_own_sizes(self, writer: GGUFWriter, config: Any, layout: FineLayout, neurons: int) -> None:
+        rope = config.rope_parameters
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        turned = int(config.head_dim * rope["partial_rotary_factor"])
+        writer.add_rope_dimension_count(turned)
+        # pairs that turn by time, height and width take turns; in a text all three are the same
+        writer.add_rope_dimension_sections([*(ceil_div(turned // 2 - i, 3) for i in range(3)), 0])
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_expert_shared_feed_forward_length(layout.shared)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        attends = [kind == "full_attention" for kind in config.layer_types]
+        writer.add_full_attention_interval(attends.index(True) + 1)
+
+    def problem(self, moe: ToMoEForCausalLM) -> str | None:
+        return super().problem(moe) or _interval_problem(moe.config)
+
+    def dense_problem(self, dense: PreTrainedModel) -> str | None:
+        return super().dense_problem(dense) or _interval_problem(dense.config.get_text_config())
+
+    def renamed(self, name: str) -> str:
+        return name.replace("dt_bias", "dt_proj.bias")
+
+    def stored(self, name: str, t: Tensor, config: Any) -> Tensor:
+        part = name.rpartition("linear_attn.")[2]
+        if part == name:
+            # norms there multiply by 1 + w
+            return t + 1 if "norm" in name else t
+        heads, of_each = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+        queries_and_keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+        if part == "A_log":
+            return tiled(-t.exp(), 0, heads, of_each)
+        if part == "conv1d.weight":
+            return _tiled_values(t.squeeze(1), queries_and_keys, heads, of_each)
+        if part == "in_proj_qkv.weight":
+            return _tiled_values(t, queries_and_keys, heads, of_each)
+        if part == "out_proj.weight":
+            return tiled(t, 1, heads, of_each)
+        return t if part == "norm.weight" else tiled(t, 0, heads, of_each)
+
+    def moe_entries(
+        self, mlp: ToMoEMLP, layout: FineLayout, prefix: str, scale: Any, entry: MakeEntry
+    ) -> Iterator[Entry]:
+        hidden = mlp.up_proj.shape[1]
+        yield entry(f"{prefix}ffn_gate_inp_shexp.weight", lambda: mlp.up_proj.new_zeros(hidden), (hidden,))
+        yield from super().moe_entries(mlp, layout, prefix, scale, entry)
+
+
+def _interval_problem(config: Any) -> str | None:
+    """llama.cpp knows one interval from one layer of full attention to the next."""
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    interval = attends.index(True) + 1 if True in attends else 0
+    if interval and attends == [(i + 1) % interval == 0 for i in range(len(attends))]:
+        return None
+    return "its layers of full attention do not stand at equal distances, as llama.cpp wants them"
+
+
+def tiled(t: Float[Tensor, ...], dim: int, heads: int, of_each: int) -> Float[Tensor, ...]:
+    """Reorder value heads: transformers puts those of a key head side by side, llama.cpp the first of all key heads, and so
+    on. `of_each`: value heads of a key head."""
+    return t.unflatten(dim, (heads, of_each, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2).contiguous()
+
+
+def _tiled_values(t: Float[Tensor, ...], before: int, heads: int, of_each: int) -> Float[Tensor, ...]:
+    """The same for the rows behind those of queries and keys."""
+    return torch.cat([t[:before], tiled(t[before:], 0, heads, of_each)])
+
+
+FAMILY_ARCHS: dict[str, FamilyArch] = {"lfm2": Lfm2MoeArch(), "qwen3_5_text": Qwen35MoeArch()}
