@@ -56,8 +56,8 @@ def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Pack
     whole = getattr(quantizer, "_dequantize", None) is not HfQuantizer._dequantize
     if not while_read and not whole:
         raise UserError(
-            f"its weights are stored quantized by {method}, and transformers cannot turn them back into plain ones; "
-            "name the model that was quantized"
+            f"the weights of {config.name_or_path} are stored quantized by {method}, and transformers cannot turn them back "
+            "into plain ones; name the model that was quantized"
         )
     config.quantization_config = entry | ({"dequantize": True} if while_read else {})
     # whether the packages are there

@@ -132,13 +132,18 @@ def check_output(model: PreTrainedModel, attention: bool = False) -> None:
     """Raises UserError if a part that the MoE replaces computes something else there: folding would silently change it.
 
     A few tokens run through the model, and the output of every MLP, and with `attention` of every attention, is compared
-    with the formula that the MoE has for it.
+    with the formula that the MoE has for it. Raises UserError, too, if what comes out are no finite numbers.
     """
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     ids = torch.linspace(vocabulary // 4, vocabulary - 1, PROBE_TOKENS, device=model.device).long()[None]
     with hooked(_checks(model, attention)), torch.no_grad():
-        run_model(model, ids, None)
+        _, logits = run_model(model, ids, None, every_logit=True)
+    if not bool(logits.isfinite().all()):
+        kind = str(model.dtype).removeprefix("torch.")
+        raise refuse(
+            model, f"it computes no finite numbers in {kind}: its weights are damaged, or need another train.dtype"
+        )
 
 
 def _checks(model: PreTrainedModel, attention: bool) -> Iterator[RemovableHandle]:
