@@ -1,12 +1,13 @@
 """One MLP, dense against every way to run its experts, in one process, run after run; ratios are of neighbouring runs.
 
-Overlapping experts are random halves of the neurons, in the order that folding gives them. Tokens are routed as real text
+Overlapping experts are random parts of the neurons, in the order that folding gives them. Tokens are routed as real text
 was (`text`: the shares of eight experts, sorted, mean over the layers of SmolLM2-135M at 50 % active on 512 tokens of
-WikiText-2), or evenly (`uniform`). Fine-grained experts are of equal size, a quarter of the neurons is shared, and a token
-uses as many as make half of the neurons, some experts more often than others.
+WikiText-2), or evenly (`uniform`). Fine-grained experts are of equal size; a token uses as many as make the active share of
+the neurons together with the shared ones, some experts more often than others. `rows` and `matrix` are the two ways of `native`.
 
-    python benchmarks/experts.py [--form overlapping] [--experts 64] [--shape 4096x11008] [--dtype float32] [--tokens 1,8,64,1024]
-        [--routing text] [--threads 2] [--rounds 9] [--backends masked,runs,native,auto]
+    python benchmarks/experts.py [--form overlapping] [--experts 64] [--shared 2752] [--active 0.5] [--shape 4096x11008]
+        [--dtype float32] [--tokens 1,8,64,1024] [--routing text] [--threads 2] [--rounds 9]
+        [--backends masked,runs,native,auto,rows,matrix] [--clock wall]
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-import tomoe.moe.kernels  # noqa: F401  # enters them into EXPERT_BACKENDS
+import tomoe.moe.kernels  # noqa: F401  # enters `native` into EXPERT_BACKENDS
 from tomoe.moe.fold import neuron_order
+from tomoe.moe.kernels.native import Way, run_native
 from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEMLP, choose_backend
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+WAYS = EXPERT_BACKENDS | {way.name.lower(): partial(run_native, way=way) for way in Way}
 SHARES = {"text": [0.29, 0.205, 0.155, 0.135, 0.11, 0.065, 0.03, 0.01], "uniform": [0.125] * 8}
 
 PARTS = {
@@ -40,14 +44,16 @@ PARTS = {
 }
 
 
-def make(hidden: int, size: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[LlamaMLP, ToMoEMLP]:
-    """A dense MLP, and the MoE of eight random halves of its neurons."""
+def make(
+    hidden: int, size: int, dtype: torch.dtype, active: float, generator: torch.Generator
+) -> tuple[LlamaMLP, ToMoEMLP]:
+    """A dense MLP, and the MoE of eight random parts of its neurons."""
     torch.set_default_dtype(dtype)
     dense = LlamaMLP(LlamaConfig(hidden_size=hidden, intermediate_size=size)).requires_grad_(False)
-    members = torch.stack([torch.randperm(size, generator=generator) < size // 2 for _ in range(8)])
+    members = torch.stack([torch.randperm(size, generator=generator) < round(active * size) for _ in range(8)])
     order = neuron_order(members)
     config: Any = SimpleNamespace(
-        tomoe_num_experts=8, tomoe_expert_form="overlapping", tomoe_expert_sizes=[size // 2],
+        tomoe_num_experts=8, tomoe_expert_form="overlapping", tomoe_expert_sizes=[round(active * size)],
         tomoe_union_sizes=[len(order)], tomoe_shared_sizes=[0], tomoe_mlp_parts=PARTS, num_experts_per_tok=1,
         top_k_key="num_experts_per_tok", tomoe_expert_backend="auto",
     )  # fmt: skip
@@ -60,16 +66,15 @@ def make(hidden: int, size: int, dtype: torch.dtype, generator: torch.Generator)
     return dense, moe
 
 
-FINE_SHARED = 0.25
-
-
-def make_fine(hidden: int, size: int, dtype: torch.dtype, experts: int) -> tuple[LlamaMLP, ToMoEMLP]:
-    """A dense MLP, and the MoE of its neurons as a shared part and experts; a token uses half of the neurons."""
+def make_fine(
+    hidden: int, size: int, dtype: torch.dtype, experts: int, shared: int, active: float
+) -> tuple[LlamaMLP, ToMoEMLP]:
+    """A dense MLP, and the MoE of its neurons, as many as divide into experts, with `shared` of them or a few more."""
     torch.set_default_dtype(dtype)
     dense = LlamaMLP(LlamaConfig(hidden_size=hidden, intermediate_size=size)).requires_grad_(False)
-    width = round(size * (1 - FINE_SHARED) / experts)
+    width = (size - shared) // experts
     shared = size - experts * width
-    top_k = round((size / 2 - shared) / width)
+    top_k = max(1, round((active * size - shared) / width))
     config: Any = SimpleNamespace(
         tomoe_num_experts=experts, tomoe_expert_form="fine", tomoe_expert_sizes=[width], tomoe_union_sizes=[size],
         tomoe_shared_sizes=[shared], tomoe_mlp_parts=PARTS, tomoe_expert_backend="auto",
@@ -83,10 +88,10 @@ def make_fine(hidden: int, size: int, dtype: torch.dtype, experts: int) -> tuple
     return dense, moe
 
 
-def seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    began = clock()
     run()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def summary(timed: list[tuple[float, float]]) -> dict[str, float]:
@@ -105,6 +110,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--form", default="overlapping", choices=["overlapping", "fine"])
     parser.add_argument("--experts", type=int, default=64, help="fine-grained ones")
+    parser.add_argument("--shared", type=int, help="neurons (a quarter of all)")
+    parser.add_argument("--active", type=float, default=0.5, help="share of the neurons that a token uses")
     parser.add_argument("--shape", default="4096x11008")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", default="1,8,64,1024")
@@ -112,6 +119,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--backends", default=",".join(EXPERT_BACKENDS))
+    parser.add_argument("--clock", default="wall", choices=sorted(CLOCKS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     hidden, size = map(int, args.shape.split("x"))
@@ -119,7 +127,11 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         fine = args.form == "fine"
-        dense, moe = make_fine(hidden, size, dtype, args.experts) if fine else make(hidden, size, dtype, generator)
+        shared = size // 4 if args.shared is None else args.shared
+        layout = (args.experts, shared, args.active)
+        dense, moe = (
+            make_fine(hidden, size, dtype, *layout) if fine else make(hidden, size, dtype, args.active, generator)
+        )
         preference = 2 * torch.randn(args.experts, generator=generator)
         for count in map(int, args.tokens.split(",")):
             x = torch.randn(count, hidden, generator=generator).to(dtype)
@@ -130,13 +142,12 @@ def main() -> None:
                 drawn = torch.multinomial(torch.tensor(SHARES[args.routing]), count, True, generator=generator)
                 expert_ids = drawn[:, None]
             ways = {
-                name: (partial(dense, x), partial(EXPERT_BACKENDS[name], moe, x, expert_ids))
-                for name in args.backends.split(",")
+                name: (partial(dense, x), partial(WAYS[name], moe, x, expert_ids)) for name in args.backends.split(",")
             }
             timed: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
             for done in range(args.rounds + 1):  # the first is warm-up
                 for name, (before, after) in ways.items():
-                    both = seconds(before), seconds(after)
+                    both = seconds(before, CLOCKS[args.clock]), seconds(after, CLOCKS[args.clock])
                     if done:
                         timed[name].append(both)
             for name, both_s in timed.items():

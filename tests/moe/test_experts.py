@@ -64,6 +64,7 @@ CASES = {
     "fine, no gate": Case(experts=3, width=8, gated=False, bias=True, activation="gelu_new", top_k=1),
     "fine, 64 experts, many tokens": Case(tokens=300, experts=64, width=3, union=200, top_k=20),
     "fine, 256 experts": Case(tokens=70, experts=256, width=5, union=1300, top_k=90),
+    "fine, wide experts": Case(tokens=100, experts=6, width=40, union=260, hidden=96, top_k=2),
     "fine, one expert a token, many tokens": Case(tokens=300, experts=9, width=20, union=200, top_k=1),
 }
 ALL = pytest.mark.parametrize("name", CASES)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from tomoe.moe.kernels import build, native
+from tomoe.moe.kernels.native import Way
 from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, choose_backend
 
 pytestmark = pytest.mark.slow
@@ -122,9 +125,8 @@ def test_auto_takes_it_wherever_it_fits() -> None:
     assert "native" not in (chosen(0), chosen(8, torch.bfloat16), chosen(8, torch.float64))
     half = make_mlp(Case(), torch.bfloat16)
     assert choose_backend(half, torch.zeros(300, 32, dtype=torch.bfloat16)) == "native"
-    fine, matrix_units = make_mlp(CASES["fine"], torch.bfloat16), native.PROCESSOR.get("amx_bf16")
-    assert choose_backend(fine, torch.zeros(8, 32, dtype=torch.bfloat16)) == "native"
-    assert choose_backend(fine, torch.zeros(300, 32, dtype=torch.bfloat16)) == ("masked" if matrix_units else "native")
+    fine = make_mlp(CASES["fine"], torch.bfloat16)
+    assert [choose_backend(fine, torch.zeros(n, 32, dtype=torch.bfloat16)) for n in (1, 300)] == ["native"] * 2
     mlp.up_proj.requires_grad_()
     assert chosen(8) == "masked"
     with torch.no_grad():
@@ -140,9 +142,17 @@ def test_another_device_does_not_ask_the_processor(monkeypatch: pytest.MonkeyPat
         make_mlp(CASES["fine"], torch.bfloat16).to("meta"),
         torch.empty(8, 32, dtype=torch.bfloat16, device="meta"),
     )
-    for border in (1, 1000):
-        monkeypatch.setattr(native, "FINE_BFLOAT16_TOKENS", border)
+    for amx in (False, True):
+        monkeypatch.setattr(native, "PROCESSOR", {"amx_bf16": amx})
         assert native.choose_native(fine, x) is None
+
+
+@cache
+def library_with(*flags: str) -> ctypes.CDLL:
+    """The kernel as other processors run it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
+        return build.load.__wrapped__(native.SOURCE)
 
 
 @compiled
@@ -150,11 +160,95 @@ def test_another_device_does_not_ask_the_processor(monkeypatch: pytest.MonkeyPat
 def test_registers_of_the_other_width_compute_the_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processors with AVX-512 hold more sums in registers than others: here runs what the others, or they, run."""
     wide = bool(native.PROCESSOR.get("avx512_f"))
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, f"-DWIDE_REGISTERS={int(not wide)}"))
-    other = native._typed(build.load.__wrapped__(native.SOURCE))
+    other = native._typed(library_with(f"-DWIDE_REGISTERS={int(not wide)}"))
     monkeypatch.setattr(native, "kernel", lambda: other)
+    monkeypatch.setattr(native, "fastest_way", lambda *_: Way.ROWS)
     test_experts.test_backends_compute_the_experts(name, "native")
     test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
+
+
+# Products of tiles by the units of this processor, if it has them, and in plain C++ as processors with AVX-512 and others run it.
+TILES = ((), ("-DPORTABLE_TILES",), ("-DPORTABLE_TILES", "-DWIDE_REGISTERS=0"))
+
+
+@pytest.fixture(params=TILES, ids=["processor", "plain", "plain, narrow"])
+def in_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that fits goes to products of tiles."""
+    kernel = native._typed(library_with(*request.param))
+    monkeypatch.setattr(native, "kernel", lambda: kernel)
+
+    def way(tokens: int, size: int, dtype: torch.dtype) -> Way:
+        return Way.MATRIX if dtype == torch.bfloat16 and size % native.MATRIX_DIMS == 0 else Way.ROWS
+
+    monkeypatch.setattr(native, "fastest_way", way)
+
+
+@compiled
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.hidden % native.MATRIX_DIMS == 0])
+def test_products_of_tiles_compute_the_experts(name: str, in_tiles: None) -> None:
+    test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
+
+
+@compiled
+def test_tiles_of_any_number_of_threads_or_chunks_give_the_same(
+    in_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["fine, wide experts"]
+    mlp, (x, expert_ids) = make_mlp(case, torch.bfloat16), make_inputs(case, torch.bfloat16)
+    expected = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(EXPERT_BACKENDS["native"](mlp, x, expert_ids), expected)
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr(native, "chunk_size", lambda *_: 41)
+    found = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+    torch.testing.assert_close(found, expected, atol=2.0**-7 * float(expected.abs().max()), rtol=0)
+
+
+@compiled
+def test_in_tiles_numbers_that_are_none_stay_none(in_tiles: None) -> None:
+    """One token has them, and a neuron that another one does not use."""
+    case = CASES["fine, wide experts"]
+    mlp, (x, expert_ids) = make_mlp(case, torch.bfloat16), make_inputs(case, torch.bfloat16)
+    x[3, 5] = torch.nan
+    found = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+    assert found.isnan().any(1).nonzero().tolist() == [[3]]
+    assert found[3].isnan().all()
+
+
+CAPABILITIES = {
+    "amx": {"avx512_f": True, "avx512_bf16": True, "amx_bf16": True},
+    "avx512_bf16": {"avx512_f": True, "avx512_bf16": True},
+    "avx2": {},
+}
+
+
+@pytest.mark.parametrize("units", [True, False])
+def test_auto_was_never_slower_than_dense_where_it_was_measured(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each kind of processor, with a compiler that knows matrix units or without."""
+    monkeypatch.setattr(native, "has_matrix_units", lambda: units)
+    for cell in Path(__file__).with_name("measured_ways.txt").read_text().splitlines():
+        if cell.startswith("#"):
+            continue
+        processor, dtype, _, shape, _, _, tokens, *ratios = cell.split()
+        monkeypatch.setattr(native, "PROCESSOR", CAPABILITIES[processor])
+        way = native.fastest_way(int(tokens), int(shape.split("x")[0]), getattr(torch, dtype))
+        # all neurons are run only where the kernel cannot use the units
+        faster = float(ratios[way]) >= 1 if way is not None else not units
+        assert faster, cell
+
+
+@compiled
+def test_a_processor_whose_units_the_compiler_does_not_know_runs_all_neurons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "PROCESSOR", {"amx_bf16": True})
+    mlp = make_mlp(CASES["fine"], torch.bfloat16)
+    for units in (True, False):
+        monkeypatch.setattr(native, "has_matrix_units", lambda units=units: units)
+        chosen = [choose_backend(mlp, torch.zeros(n, 32, dtype=torch.bfloat16)) for n in (1, 300)]
+        assert chosen == ["native", "native" if units else "masked"]
 
 
 @compiled
@@ -185,7 +279,7 @@ def test_the_operator_is_one_that_pytorch_can_trust() -> None:
         mlp, (x, expert_ids) = make_mlp(case), make_inputs(case)
         weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
         kind = native.activation_kind(mlp)
-        torch.library.opcheck(native.experts, (x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine))
+        torch.library.opcheck(native.experts, (x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine, Way.ROWS))
 
 
 @pytest.mark.parametrize(
@@ -246,8 +340,7 @@ def test_any_number_of_threads_gives_the_same_bytes() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of overlapping experts are sorted first; each gets what is its own."""
-    monkeypatch.setattr(native, "CHUNK", 10)
-    monkeypatch.setattr(native, "SORTED_CHUNK", 7)
+    monkeypatch.setattr(native, "chunk_size", lambda *_: 7)
     test_experts.test_backends_compute_the_experts(name, "native")
     test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
 

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_native import TILES, library_with
 from torch import Tensor
 
 from tomoe.moe.kernels import build, native, router
+from tomoe.moe.kernels.native import Way
 from tomoe.moe.modeling_tomoe import Router
 
 pytestmark = pytest.mark.slow
 compiled = pytest.mark.skipif(build.load(native.SOURCE) is None, reason="this machine has no C++ compiler with OpenMP")
-multiplied = pytest.mark.skipif(
-    not router.FAST or build.load(native.SOURCE) is None,
-    reason="PyTorch multiplies here: no avx512_bf16, or no C++ compiler",
-)
+
+
+@pytest.fixture(params=[Way.ROWS, *TILES], ids=["rows", "tiles of the processor", "plain tiles", "plain tiles, narrow"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    """The way that everything goes that fits, whatever was the fastest here; PyTorch multiplies nothing."""
+    rows = request.param == Way.ROWS
+    multiply = router._typed(library_with(*(() if rows else request.param)))
+    monkeypatch.setattr(router, "multiplier", lambda: multiply)
+
+    def fastest(tokens: int, size: int, dtype: torch.dtype) -> Way:
+        fits = dtype == torch.bfloat16 and size % native.MATRIX_DIMS == 0
+        return Way.MATRIX if fits and not rows else Way.ROWS
+
+    monkeypatch.setattr(router, "fastest_way", fastest)
+    monkeypatch.setattr(router, "logits_in_pytorch", None)
+    return request.param
 
 
 @compiled
@@ -67,34 +81,34 @@ def error(made: Router, x: Tensor) -> float:
     return float((logits.double() - exact(made, x)).abs().max() / scale)
 
 
-SHAPES = [(1, 576, 256), (7, 64, 8), (13, 70, 37), (100, 33, 33), (300, 128, 64), (6, 15, 1)]
+SHAPES = [(1, 576, 256), (7, 64, 8), (13, 70, 37), (100, 33, 33), (300, 128, 64), (6, 15, 1), (50, 96, 70)]
 
 
-@multiplied
+@compiled
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", native.DTYPES)
 def test_logits_are_sums_in_float32_of_exact_products(
-    dtype: torch.dtype, shape: tuple[int, int, int], bias: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, shape: tuple[int, int, int], bias: bool, way: Way
 ) -> None:
-    monkeypatch.setattr(router, "logits_in_pytorch", None)
     made, x = make(*shape, dtype, bias)
     assert error(made, x) < 1e-6
 
 
-@multiplied
+@compiled
 @pytest.mark.parametrize("dtype", native.DTYPES)
-def test_weights_that_bfloat16_cannot_hold_are_not_rounded(dtype: torch.dtype) -> None:
+def test_weights_that_bfloat16_cannot_hold_are_not_rounded(dtype: torch.dtype, way: Way) -> None:
     made, x = make(50, 96, 70, dtype)
     made.weight[40] += 2.0**-12  # in a later block of rows
     made.weight[40, 5] += 1.0
     assert error(made, x) < 1e-6
 
 
-@multiplied
+@compiled
 @pytest.mark.parametrize("dtype", native.DTYPES)
-def test_a_logit_does_not_depend_on_other_tokens_or_on_threads(dtype: torch.dtype) -> None:
-    made, x = make(77, 200, 50, dtype)
+def test_a_logit_does_not_depend_on_other_tokens_or_on_threads(dtype: torch.dtype, way: Way) -> None:
+    """As long as it goes one way."""
+    made, x = make(77, 200 if way == Way.ROWS else 192, 50, dtype)
     together = router.logits(made, x)
     assert torch.equal(together, torch.cat([router.logits(made, x[i : i + 1]) for i in range(len(x))]))
     threads = torch.get_num_threads()
@@ -105,8 +119,8 @@ def test_a_logit_does_not_depend_on_other_tokens_or_on_threads(dtype: torch.dtyp
         torch.set_num_threads(threads)
 
 
-@multiplied
-def test_tokens_and_weights_need_not_be_contiguous() -> None:
+@compiled
+def test_tokens_and_weights_need_not_be_contiguous(way: Way) -> None:
     made, x = make(9, 64, 40, torch.bfloat16)
     expected = router.logits(made, x)
     made.weight = torch.nn.Parameter(made.weight.t().contiguous().t(), requires_grad=False)
@@ -116,8 +130,8 @@ def test_tokens_and_weights_need_not_be_contiguous() -> None:
     assert torch.equal(router.logits(made, strided), expected)
 
 
-@multiplied
-def test_a_router_that_changes_is_not_remembered() -> None:
+@compiled
+def test_a_router_that_changes_is_not_remembered(way: Way) -> None:
     made, x = make(9, 64, 40, torch.bfloat16)
     before = router.logits(made, x)
     made.weight.data.mul_(2)

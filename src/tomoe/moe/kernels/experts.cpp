@@ -4,11 +4,12 @@
 // that got tokens, which they belong to (experts that share nothing: by their expert, and those that all tokens use); a group
 // meets exactly the tokens of these experts. First pass: blocks of 16 neurons are split over the threads. Second pass: columns
 // of the output are, so no sum is shared between threads and the result does not depend on their number. Sums are float32;
-// activations are rounded to the weights' type.
+// activations are rounded to the weights' type. Many tokens in bfloat16 go to matrix units where there are some (matrix.h).
 
 #include "dots.h"
+#include "matrix.h"
+#include "meetings.h"
 #include "router.h"
-#include "vectors.h"
 
 namespace {
 
@@ -30,7 +31,7 @@ template <class W, int R>
 inline void accumulate(const W* const* rows, const W* const* next, int64_t d, const W* h, int stride, const int32_t* tokens, int n, float* y) {
 #ifdef HAS_BF16_DOT
     if constexpr (sizeof(W) == 2) {
-        // Pairs of rows interleaved: within 32 columns the sums stand as 0-3, 8-11, 16-19, 24-27 and then the others.
+        // Pairs of rows interleaved; `finish` brings the sums into order.
         constexpr int LINES = R <= 8 ? 2 : 1;  // so many times 32 columns at once: few rows leave room for more of each
         for (int c = 0; c < COLUMNS; c += 32 * LINES) {
             __m512i low[LINES][R / 2], high[LINES][R / 2];
@@ -102,74 +103,9 @@ template <class W>
 inline void finish(const float* sums, int64_t columns, W* out) {
     Floats first = load(sums), second = load(sums + LANES);
 #ifdef HAS_BF16_DOT
-    if constexpr (sizeof(W) == 2) {
-        const Words low = (Words)first, high = (Words)second;
-        first = (Floats)blend(low, high, Words{0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23});
-        second = (Floats)blend(low, high, Words{8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31});
-    }
+    if constexpr (sizeof(W) == 2) in_order(first, second);
 #endif
     store_columns(first, second, columns, out);
-}
-
-struct List {
-    const int32_t* first;
-    size_t count;
-    size_t size() const { return count; }
-    const int32_t* data() const { return first; }
-    int32_t operator[](size_t i) const { return first[i]; }
-};
-
-// Numbers by group, one list after another in memory. `walk` calls what it is given with each group and number.
-struct Lists {
-    std::vector<int32_t> numbers;
-    std::vector<size_t> starts;
-    template <class Walk>
-    Lists(size_t groups, const Walk& walk) : starts(groups + 2, 0) {
-        walk([&](size_t group, int32_t) { starts[group + 2]++; });
-        for (size_t g = 2; g < starts.size(); g++) starts[g] += starts[g - 1];
-        numbers.resize(starts.back());
-        walk([&](size_t group, int32_t number) { numbers[starts[group + 1]++] = number; });
-    }
-    size_t size() const { return starts.size() - 2; }
-    List operator[](size_t group) const { return {numbers.data() + starts[group], starts[group + 1] - starts[group]}; }
-};
-
-// Groups of neurons, and the tokens that meet each.
-struct Meetings {
-    Lists tokens, rows;
-};
-
-// `members`: the experts of each neuron as bits. A token has one expert.
-inline Meetings meet_overlapping(const int64_t* expert_ids, int64_t num_tokens, int64_t neurons, const uint64_t* members) {
-    uint64_t working = 0;
-    for (int64_t t = 0; t < num_tokens; t++) working |= 1ull << expert_ids[t];
-    const Groups groups(members, neurons, working);
-    const size_t count = groups.sets.size();
-    return {Lists(count, [&](const auto& add) {
-                for (size_t g = 0; g < count; g++)
-                    for (int64_t t = 0; t < num_tokens; t++)
-                        if (groups.sets[g] >> expert_ids[t] & 1) add(g, (int32_t)t);
-            }),
-            Lists(count, [&](const auto& add) {
-                for (size_t g = 0; g < count; g++)
-                    for (int32_t row : groups.rows[g]) add(g, row);
-            })};
-}
-
-// `members`: 1 + the expert of each neuron, 0 for those that all tokens use.
-inline Meetings meet_fine(const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t neurons, const uint64_t* members) {
-    const size_t groups = 1 + *std::max_element(members, members + neurons);
-    Lists tokens(groups, [&](const auto& add) {
-        for (int64_t t = 0; t < num_tokens; t++) {
-            add(0, (int32_t)t);
-            for (int64_t k = 0; k < top_k; k++) add(1 + expert_ids[t * top_k + k], (int32_t)t);
-        }
-    });
-    Lists rows(groups, [&](const auto& add) {
-        for (int64_t u = 0; u < neurons; u++)
-            if (tokens[members[u]].size()) add(members[u], (int32_t)u);
-    });
-    return {std::move(tokens), std::move(rows)};
 }
 
 // Blocks of at most 16 neurons of one group, and how many activations all of them make.
@@ -302,23 +238,34 @@ void run_rows(const Weights<W>& w, const W* x, const Meetings& groups, int64_t n
 }
 
 template <class W>
-void run(bool fine, const void* x, const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t size,
+void run(bool fine, bool matrix, const void* x, const int64_t* expert_ids, int64_t top_k, int64_t num_tokens, int64_t size,
          int64_t neurons, const uint64_t* members, const void* gate, const void* up, const void* down,
          const void* gate_bias, const void* up_bias, int kind, void* y, int threads) {
     const Weights<W> weights{size, (const W*)gate, (const W*)up, (const W*)down, (const W*)gate_bias, (const W*)up_bias, kind};
     const Meetings groups = fine ? meet_fine(expert_ids, top_k, num_tokens, neurons, members)
                                  : meet_overlapping(expert_ids, num_tokens, neurons, members);
+    if constexpr (sizeof(W) == 2)
+        if (matrix) return run_matrix(weights, (const W*)x, groups, num_tokens, (W*)y, threads);
     run_rows<W>(weights, (const W*)x, groups, num_tokens, (W*)y, threads);
 }
 
 }  // namespace
 
-// 0: done; 1: not enough memory.
-extern "C" int tomoe_experts(int is_bf16, int fine, const void* x, const int64_t* expert_ids, int64_t top_k,
+// 2: matrix units multiply tiles; 1: plain C++ does; 0: the system keeps the units to itself.
+extern "C" int tomoe_tiles() {
+#ifdef HAS_MATRIX_UNITS
+    return ask_for_tiles() ? 2 : 0;
+#else
+    return 1;
+#endif
+}
+
+// Products of tiles (`matrix`) are for bfloat16 and a size that is a multiple of 32. 0: done; 1: not enough memory.
+extern "C" int tomoe_experts(int is_bf16, int fine, int matrix, const void* x, const int64_t* expert_ids, int64_t top_k,
                              int64_t num_tokens, int64_t size, int64_t neurons, const uint64_t* members, const void* gate, const void* up,
                              const void* down, const void* gate_bias, const void* up_bias, int kind, void* y, int threads) {
     try {
-        (is_bf16 ? run<bf16> : run<float>)(fine, x, expert_ids, top_k, num_tokens, size, neurons, members, gate, up, down,
+        (is_bf16 ? run<bf16> : run<float>)(fine, matrix, x, expert_ids, top_k, num_tokens, size, neurons, members, gate, up, down,
                                            gate_bias, up_bias, kind, y, threads);
     } catch (const std::bad_alloc&) {
         return 1;

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -25,24 +25,45 @@ DTYPES = (torch.float32, torch.bfloat16)
 # Membership of a neuron in experts that overlap is the bits of one number.
 MAX_OVERLAPPING = 64
 PROCESSOR = torch.cpu.get_capabilities()
-# Tokens of several experts meet one row after another. In bfloat16, processors that multiply matrices (AMX) do the whole
-# dense MLP in that time from this many tokens on; others never do.
-FINE_BFLOAT16_TOKENS = 12 if PROCESSOR.get("amx_bf16") else math.inf
-# Tokens whose activations are kept at once, and the same of overlapping experts, which are sorted.
-CHUNK, SORTED_CHUNK = 1024, 256 if PROCESSOR.get("avx512_f") else 128
+# On a processor with matrix units for bfloat16 (AMX), experts are faster in products of tiles from this many tokens on.
+MATRIX_TOKENS = 8
+# The kernel takes this many dims at once to such a product.
+MATRIX_DIMS = 32
 # In the order of the kernel's own list.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, lambda x: F.gelu(x, approximate="tanh"))
+
+
+class Way(IntEnum):
+    """How the kernel runs experts: row after row of the weights, or in products of tiles (bfloat16)."""
+
+    ROWS = 0
+    MATRIX = 1
+
+
+def chunk_size(way: Way, fine: bool) -> int:
+    """Tokens whose activations are kept at once. Those of overlapping experts are sorted, so that few need few neurons."""
+    if fine:
+        return 512 if way == Way.MATRIX else 1024
+    return 256 if PROCESSOR.get("avx512_f") else 128
 
 
 # What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
 def choose_native(mlp: ToMoEMLP, x: Tensor) -> str | None:
     """Tell `auto` to take native wherever it can run and is not slower than the dense MLP."""
     # A processor beside another device has no say in what that one runs.
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or not len(x):
         return None
-    if mlp.fine and x.dtype == torch.bfloat16 and len(x) > FINE_BFLOAT16_TOKENS:
+    if fastest_way(len(x), x.shape[1], x.dtype) is None:
         return "masked"
-    return "native" if len(x) and fits(mlp, x) else None
+    return "native" if fits(mlp, x) else None
+
+
+def fastest_way(tokens: int, size: int, dtype: torch.dtype) -> Way | None:
+    """Which way was the fastest on such a processor; None if the dense MLP was."""
+    if dtype != torch.bfloat16 or not PROCESSOR.get("amx_bf16") or tokens < MATRIX_TOKENS:
+        return Way.ROWS
+    # PyTorch multiplies matrices by the units, too, so row after row is slower than all neurons.
+    return Way.MATRIX if size % MATRIX_DIMS == 0 and has_matrix_units() else None
 
 
 def fits(mlp: ToMoEMLP, x: Tensor) -> bool:
@@ -76,19 +97,21 @@ def activation_kind(mlp: ToMoEMLP) -> int | None:
     return mlp.cached("activation", recognize)
 
 
-def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
-    """All experts in one call of the compiled kernel; `masked` if the kernel cannot run this.
+def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, way: Way | None = None) -> Tensor:
+    """All experts in one call of the compiled kernel, the fastest way if none is given; `masked` if it cannot run this.
 
     Inside torch.compile it is the operator `tomoe::experts`, one node of the graph.
     """
     kind = working_kind(mlp) if len(x) and fits(mlp, x) else None
     if kind is None:
         return run_masked(mlp, x, expert_ids)
+    if way is None:
+        way = fastest_way(len(x), x.shape[1], x.dtype) or Way.ROWS
     weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
     if torch.compiler.is_compiling():
-        return experts(x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine)
+        return experts(x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine, way)
     members = mlp.cached("members", lambda: membership(mlp.expert_rows, len(mlp.up_proj), mlp.fine), mlp.expert_rows)
-    return call(x, expert_ids, members, weights, kind, mlp.fine)
+    return call(x, expert_ids, members, weights, kind, mlp.fine, way)
 
 
 def call(
@@ -98,6 +121,7 @@ def call(
     weights: Sequence[Tensor | None],
     kind: int,
     fine: bool,
+    way: int,
 ) -> Float[Tensor, "T D"]:
     """Run the kernel on a chunk of the tokens at a time. Raises RuntimeError if it could not be compiled."""
     run = kernel()
@@ -106,33 +130,33 @@ def call(
             "the native kernel is missing (no C++ compiler, or TOMOE_NATIVE=0); run torch.compile on the model again"
         )
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
-    count = x.shape[0]
-    if count <= (CHUNK if fine else SORTED_CHUNK):
-        return run(x, expert_ids, members, weights, kind, fine)
-    chunks: Sequence[slice | Tensor] = [slice(first, first + CHUNK) for first in range(0, count, CHUNK)]
+    count, most = x.shape[0], chunk_size(Way(way), fine)
+    if count <= most:
+        return run(x, expert_ids, members, weights, kind, fine, way)
+    chunks: Sequence[slice | Tensor] = [slice(first, first + most) for first in range(0, count, most)]
     if not fine:
         # A chunk of sorted tokens goes to one or two of the overlapping experts, and needs their neurons only.
-        chunks = expert_ids[:, 0].argsort(stable=True).split(SORTED_CHUNK)
+        chunks = expert_ids[:, 0].argsort(stable=True).split(most)
     y = torch.empty_like(x)
     for some in chunks:
-        y[some] = run(x[some], expert_ids[some], members, weights, kind, fine)
+        y[some] = run(x[some], expert_ids[some], members, weights, kind, fine, way)
     return y
 
 
 SCHEMA = (
     "(Tensor x, Tensor expert_ids, Tensor expert_rows, Tensor? gate, Tensor up, Tensor down, "
-    "Tensor? gate_bias, Tensor? up_bias, int kind, bool fine) -> Tensor"
+    "Tensor? gate_bias, Tensor? up_bias, int kind, bool fine, int way) -> Tensor"
 )
 
 
 @torch.library.custom_op("tomoe::experts", mutates_args=(), schema=SCHEMA)
 def experts(
     x: Tensor, expert_ids: Tensor, expert_rows: Tensor, gate: Tensor | None, up: Tensor, down: Tensor,
-    gate_bias: Tensor | None, up_bias: Tensor | None, kind: int, fine: bool,
+    gate_bias: Tensor | None, up_bias: Tensor | None, kind: int, fine: bool, way: int,
 ) -> Tensor:  # fmt: skip
     """The kernel as a PyTorch operator, for graphs."""
     members = _members_of(expert_rows, len(up), fine)
-    return call(x, expert_ids, members, (gate, up, down, gate_bias, up_bias), kind, fine)
+    return call(x, expert_ids, members, (gate, up, down, gate_bias, up_bias), kind, fine, way)
 
 
 @experts.register_fake
@@ -164,7 +188,7 @@ def membership(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[T
     return members
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int, bool], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int, bool, int], Tensor]
 
 
 @cache
@@ -174,10 +198,29 @@ def kernel() -> Kernel | None:
     if library is None:
         return None
     run = _typed(library)
-    if not all(_agrees_with_pytorch(run, dtype, fine) for dtype in DTYPES for fine in (False, True)):
+    ways = [(dtype, Way.ROWS) for dtype in DTYPES]
+    if _tiles() == MATRIX_UNITS:
+        ways.append((torch.bfloat16, Way.MATRIX))
+    if not all(_agrees_with_pytorch(run, dtype, fine, way) for dtype, way in ways for fine in (False, True)):
         log.warning("the native kernel computes something else than PyTorch on this machine; it is not used")
         return None
     return run
+
+
+# What the compiled `tomoe_tiles` returns where matrix units multiply tiles.
+MATRIX_UNITS = 2
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_matrix_units() -> bool:
+    """Whether the kernel multiplies tiles by the processor's matrix units, and right."""
+    return kernel() is not None and _tiles() == MATRIX_UNITS
+
+
+@cache
+def _tiles() -> int:
+    library = load(SOURCE)
+    return 0 if library is None else int(library.tomoe_tiles())
 
 
 def _typed(library: ctypes.CDLL) -> Kernel:
@@ -185,16 +228,22 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     compiled = library.tomoe_experts
     compiled.restype = int32
     compiled.argtypes = [
-        int32, int32, pointer, pointer, int64, int64, int64, int64, pointer,
+        int32, int32, int32, pointer, pointer, int64, int64, int64, int64, pointer,
         pointer, pointer, pointer, pointer, pointer, int32, pointer, int32,
     ]  # fmt: skip
 
     def run(
-        x: Tensor, expert_ids: Tensor, members: Tensor, weights: Sequence[Tensor | None], kind: int, fine: bool
+        x: Tensor,
+        expert_ids: Tensor,
+        members: Tensor,
+        weights: Sequence[Tensor | None],
+        kind: int,
+        fine: bool,
+        way: int,
     ) -> Tensor:
         y = torch.empty_like(x)
         failed = compiled(
-            x.dtype == torch.bfloat16, fine, x.data_ptr(), expert_ids.data_ptr(), expert_ids.shape[1], *x.shape,
+            x.dtype == torch.bfloat16, fine, way, x.data_ptr(), expert_ids.data_ptr(), expert_ids.shape[1], *x.shape,
             len(members), members.data_ptr(),
             *(None if w is None else w.data_ptr() for w in weights), kind, y.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
@@ -205,9 +254,9 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     return run
 
 
-def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, fine: bool) -> bool:
-    """Compare what the compiler made of the source with PyTorch, on nine tokens of 70 dims and 40 neurons in three experts."""
-    tokens, size, union = 9, 70, 40
+def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, fine: bool, way: Way) -> bool:
+    """Compare what the compiler made of the source with PyTorch: 37 tokens of 70 or 96 dims, 40 neurons in three experts."""
+    tokens, size, union = 37, 70 if way == Way.ROWS else 96, 40
     x, gate, up, down = (
         torch.linspace(-1, 1, rows * size).mul(seed).sin().view(rows, size).to(dtype)
         for rows, seed in ((tokens, 977), (union, 1009), (union, 1511), (union, 2003))
@@ -219,7 +268,7 @@ def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, fine: bool) -> bool:
     else:
         members = members % 8
         used = (members >> expert_ids & 1).bool()
-    y = run(x, expert_ids, members, (gate, up, down, None, None), 0, fine)
+    y = run(x, expert_ids, members, (gate, up, down, None, None), 0, fine, way)
     h = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t()) * used
     expected = h @ down.float()
     return bool((y - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * expected.abs().max())

@@ -2,6 +2,7 @@
 
 #pragma once
 #include "dots.h"
+#include "operands.h"
 
 namespace {
 
@@ -75,12 +76,96 @@ void project_router(const X* x, int64_t num_tokens, int64_t size, const float* w
         }
 }
 
+// Logits of up to 16 tokens and four panels of 16 experts.
+inline void multiply_panels(const bf16* x, int64_t size, const uint32_t* panels, int count, float (*sums)[SIDE][SIDE]) {
+    const int64_t words = SIDE * size / 2, row_bytes = size * sizeof(bf16);
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    for (int64_t k = 0; k < size / DEPTH; k++, panels += PANEL_WORDS) {
+        tile_load(4, x + k * DEPTH, row_bytes);
+        tile_load_passing(6, panels, 64);
+        tile_multiply(0, 4, 6);
+        if (count > 1) {
+            tile_load_passing(7, panels + words, 64);
+            tile_multiply(1, 4, 7);
+        }
+        if (count > 2) {
+            tile_load_passing(6, panels + 2 * words, 64);
+            tile_multiply(2, 4, 6);
+        }
+        if (count > 3) {
+            tile_load_passing(7, panels + 3 * words, 64);
+            tile_multiply(3, 4, 7);
+        }
+    }
+    tile_store(0, sums[0], 64);
+    tile_store(1, sums[1], 64);
+    tile_store(2, sums[2], 64);
+    tile_store(3, sums[3], 64);
+}
+
+// The same in products of tiles, for a size that is a multiple of 32: tokens are the left operand as they stand, weights are
+// packed. False, and nothing done, for weights that are no values in bfloat16.
+inline bool project_in_tiles(const bf16* x, int64_t num_tokens, int64_t size, const float* weights, const float* bias, int64_t n,
+                             float* logits, int threads) {
+    const int64_t panels = (n + SIDE - 1) / SIDE, words = SIDE * size / 2;
+    static thread_local Workspace workspace;
+    uint32_t* packed;
+    bf16* rows;
+    workspace.fill([&] {
+        packed = workspace.take<uint32_t>(panels * words);
+        rows = workspace.take<bf16>(threads * SIDE * size);
+    });
+    bool exact = true;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(&& : exact)
+    for (int64_t p = 0; p < panels; p++) {
+        const int64_t count = std::min<int64_t>(SIDE, n - p * SIDE);
+        bf16* own = rows + this_thread() * SIDE * size;
+        exact = shorten(weights + p * SIDE * size, count * size, own) && exact;
+        std::memset((void*)(own + count * size), 0, (SIDE - count) * size * sizeof(bf16));
+        const bf16* of[SIDE];
+        for (int r = 0; r < SIDE; r++) of[r] = own + r * size;
+        for (int64_t k = 0; k < size / DEPTH; k++) pack(of, k * DEPTH, packed + p * words + k * PANEL_WORDS);
+    }
+    if (!exact) return false;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < num_tokens; t += SIDE) {
+            const int count = (int)std::min<int64_t>(SIDE, num_tokens - t);
+            shape_tiles(count);
+            for (int64_t p = 0; p < panels; p += 4) {
+                float sums[4][SIDE][SIDE];
+                multiply_panels(x + t * size, size, packed + p * words, (int)std::min<int64_t>(4, panels - p), sums);
+                for (int64_t first = SIDE * p; first < std::min(n, SIDE * (p + 4)); first += SIDE) {
+                    const int64_t some = std::min<int64_t>(SIDE, n - first);
+                    float added[SIDE] = {};
+                    if (bias) std::memcpy(added, bias + first, some * sizeof(float));
+                    for (int64_t r = 0; r < count; r++) {
+                        float* out = logits + (t + r) * n + first;
+                        const Floats made = load(sums[first / SIDE - p][r]) + load(added);
+                        if (some == SIDE)
+                            store(out, made);
+                        else
+                            std::memcpy(out, &made, some * sizeof(float));
+                    }
+                }
+            }
+        }
+        release_tiles();
+    }
+    return true;
+}
+
 }  // namespace
 
-// 0: done; 1: not enough memory.
-extern "C" int tomoe_router(int is_bf16, const void* x, int64_t num_tokens, int64_t size, const float* weights, const float* bias,
-                            int64_t n, float* logits, int threads) {
+// In products of tiles (`matrix`) for bfloat16 and a size that is a multiple of 32. 0: done; 1: not enough memory.
+extern "C" int tomoe_router(int is_bf16, int matrix, const void* x, int64_t num_tokens, int64_t size, const float* weights,
+                            const float* bias, int64_t n, float* logits, int threads) {
     try {
+        if (is_bf16 && matrix && project_in_tiles((const bf16*)x, num_tokens, size, weights, bias, n, logits, threads)) return 0;
         if (is_bf16)
             project_router((const bf16*)x, num_tokens, size, weights, bias, n, logits, threads);
         else

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.kernels.build import load
-from tomoe.moe.kernels.native import DTYPES, PROCESSOR, SOURCE, kernel
+from tomoe.moe.kernels.native import DTYPES, MATRIX_DIMS, PROCESSOR, SOURCE, Way, has_matrix_units, kernel
 from tomoe.moe.modeling_tomoe import Router
 
 logits_in_pytorch, largest_in_pytorch = modeling_tomoe.router_logits, modeling_tomoe.largest
-# The kernel was faster than PyTorch's product on such a processor, and was not with AVX2 alone (docs/lab/log.md).
-FAST = bool(PROCESSOR.get("avx512_bf16"))
+# On a processor with matrix units, products of tiles were faster than PyTorch's from so many tokens on.
+MATRIX_TOKENS = 16
 
 
 # What torch.compile traces has no shapes in its signature: x is [T, D], what it returns [T, N].
@@ -27,12 +27,21 @@ def logits(router: Router, x: Tensor) -> Tensor:
 
     Weights that are bfloat16 values, as all that tomoe writes are, meet tokens in bfloat16 as such: each product is exact.
     """
-    multiply = None
-    if FAST and not torch.compiler.is_compiling() and _fits(router, x):
-        multiply = multiplier()
-    if multiply is None:
+    way = multiply = None
+    if not torch.compiler.is_compiling() and _fits(router, x):
+        way = fastest_way(len(x), x.shape[1], x.dtype)
+        multiply = multiplier() if way is not None else None
+    if way is None or multiply is None:
         return logits_in_pytorch(router, x)
-    return multiply(x.contiguous(), router.weight.contiguous(), router.bias)
+    return multiply(x.contiguous(), router.weight.contiguous(), router.bias, way)
+
+
+def fastest_way(tokens: int, size: int, dtype: torch.dtype) -> Way | None:
+    """Which way was the fastest on such a processor; None if PyTorch's product was (docs/lab/log.md has AVX2)."""
+    if PROCESSOR.get("amx_bf16"):
+        fits = dtype == torch.bfloat16 and tokens >= MATRIX_TOKENS and size % MATRIX_DIMS == 0
+        return Way.MATRIX if fits and has_matrix_units() else None
+    return Way.ROWS if PROCESSOR.get("avx512_bf16") else None
 
 
 def _fits(router: Router, x: Tensor) -> bool:
@@ -72,7 +81,7 @@ def finder() -> Callable[..., int] | None:
     return cast(Callable[..., int], compiled)
 
 
-Multiplier = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Multiplier = Callable[[Tensor, Tensor, Tensor | None, Way], Tensor]
 
 
 @cache
@@ -81,27 +90,36 @@ def multiplier() -> Multiplier | None:
     library = load(SOURCE) if kernel() else None
     if library is None:
         return None
+    multiply = _typed(library)
+    ways = [(dtype, Way.ROWS) for dtype in DTYPES]
+    if has_matrix_units():
+        ways.append((torch.bfloat16, Way.MATRIX))
+    return multiply if all(_agrees_with_pytorch(multiply, dtype, way) for dtype, way in ways) else None
+
+
+def _typed(library: ctypes.CDLL) -> Multiplier:
     pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     compiled = library.tomoe_router
     compiled.restype = int32
-    compiled.argtypes = [int32, pointer, int64, int64, pointer, pointer, int64, pointer, int32]
+    compiled.argtypes = [int32, int32, pointer, int64, int64, pointer, pointer, int64, pointer, int32]
 
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
         out = torch.empty(len(x), len(weight), dtype=torch.float32)
         failed = compiled(
-            x.dtype == torch.bfloat16, x.data_ptr(), *x.shape, weight.data_ptr(),
+            x.dtype == torch.bfloat16, way, x.data_ptr(), *x.shape, weight.data_ptr(),
             None if bias is None else bias.data_ptr(), len(weight), out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         if failed:
             raise torch.OutOfMemoryError("no memory for the weights of a router")
         return out
 
-    return multiply if all(_agrees_with_pytorch(multiply, dtype) for dtype in DTYPES) else None
+    return multiply
 
 
-def _agrees_with_pytorch(multiply: Multiplier, dtype: torch.dtype) -> bool:
-    """Compare with PyTorch on nine tokens of 70 dims and 37 experts, the first 32 of which have bfloat16 values."""
-    x, weight = (torch.linspace(-1, 1, n * 70).mul(seed).sin().view(n, 70) for n, seed in ((9, 977), (37, 1009)))
-    x, bias = x.to(dtype), torch.linspace(-1, 1, 37)
-    weight[:32] = weight[:32].bfloat16().float()
-    return torch.allclose(multiply(x, weight, bias), F.linear(x.float(), weight, bias), atol=1e-4, rtol=0)
+def _agrees_with_pytorch(multiply: Multiplier, dtype: torch.dtype, way: Way) -> bool:
+    """Compare with PyTorch: 19 tokens of 70 or 96 dims, 37 experts; those before the 33rd have bfloat16 values, or all have."""
+    size = 70 if way == Way.ROWS else 96
+    x, weight = (torch.linspace(-1, 1, n * size).mul(seed).sin().view(n, size) for n, seed in ((19, 977), (37, 1009)))
+    x, bias, short = x.to(dtype), torch.linspace(-1, 1, 37), slice(32 if way == Way.ROWS else None)
+    weight[short] = weight[short].bfloat16().float()
+    return torch.allclose(multiply(x, weight, bias, way), F.linear(x.float(), weight, bias), atol=1e-4, rtol=0)

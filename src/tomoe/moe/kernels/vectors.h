@@ -1,4 +1,4 @@
-// What both ways through the experts share: vectors of 16, two types of weights, activations, groups of neurons.
+// What both ways through the experts share: vectors of 16, two types of weights, activations.
 
 #pragma once
 #include <algorithm>
@@ -74,6 +74,9 @@ inline float to_float(bf16 v) {
     return f;
 }
 inline Words rounded(Floats v) {  // to bfloat16, in the low half; to nearest, ties to even; NaN stays NaN
+#ifdef HAS_BF16_DOT
+    return (Words)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v));
+#endif
     Words bits = (Words)v;
     Words r = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return v != v ? Words{} + 0x7fc0 : r;
@@ -102,6 +105,13 @@ inline V blend(V a, V b, V lanes) {  // lanes below the width are of a, the othe
 #else
     return __builtin_shuffle(a, b, lanes);
 #endif
+}
+// Where two rows were interleaved within quarters of a register, sums of 32 columns stand as 0-3, 8-11, 16-19, 24-27 and then the
+// others. This brings them into order.
+inline void in_order(Floats& first, Floats& second) {
+    const Words low = (Words)first, high = (Words)second;
+    first = (Floats)blend(low, high, Words{0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23});
+    second = (Floats)blend(low, high, Words{8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31});
 }
 // Four quarters of a vector. A processor that has just written them one by one would have to wait if it read them at once.
 inline Floats join(const float* const* quarters) {
@@ -187,49 +197,25 @@ struct Weights {
     int kind;
 };
 
+// a / b to some units in the last place, for b of at least 1. A division would take as long as all else in an activation.
+inline Floats quotient(Floats a, Floats b) {
+#ifdef __AVX512F__
+    const Floats near = (Floats)_mm512_rcp14_ps((__m512)b);
+    return a * (near * (2.f - b * near));
+#else
+    return a / b;
+#endif
+}
+
 enum Activation { SILU, RELU, GELU, GELU_TANH };
 inline Floats activate(int kind, Floats x) {
-    if (kind == SILU) return x / (1.f + exponential(-x));
+    if (kind == SILU) return quotient(x, 1.f + exponential(-x));
     if (kind == RELU) return x < 0.f ? Floats{} : x;
-    if (kind == GELU_TANH) return x / (1.f + exponential(-1.5957691f * (x + 0.044715f * x * x * x)));
+    if (kind == GELU_TANH) return quotient(x, 1.f + exponential(-1.5957691f * (x + 0.044715f * x * x * x)));
     float v[LANES];
     store(v, x);
     for (int i = 0; i < LANES; i++) v[i] = 0.5f * v[i] * (1.f + std::erf(v[i] * 0.70710678f));
     return load(v);
 }
-
-// Neurons by the set of working experts that they belong to, in order of first appearance, each in blocks of 16.
-struct Groups {
-    std::vector<uint64_t> sets;
-    std::vector<std::vector<int32_t>> rows;
-    Groups(const uint64_t* members, int64_t neurons, uint64_t working) {
-        std::vector<int32_t> slots(1024, -1);
-        int32_t last = -1;
-        for (int64_t u = 0; u < neurons; u++) {
-            uint64_t set = members[u] & working;
-            if (!set) continue;
-            if (last < 0 || sets[last] != set) last = find(set, slots);
-            rows[last].push_back((int32_t)u);
-        }
-    }
-    int32_t find(uint64_t set, std::vector<int32_t>& slots) {
-        if (2 * sets.size() >= slots.size()) {
-            slots.assign(2 * slots.size(), -1);
-            for (size_t g = 0; g < sets.size(); g++) slots[probe(sets[g], slots)] = (int32_t)g;
-        }
-        size_t i = probe(set, slots);
-        if (slots[i] < 0) {
-            slots[i] = (int32_t)sets.size();
-            sets.push_back(set);
-            rows.emplace_back();
-        }
-        return slots[i];
-    }
-    size_t probe(uint64_t set, const std::vector<int32_t>& slots) const {
-        size_t i = (set * 0x9E3779B97F4A7C15ull) >> 40 & (slots.size() - 1);
-        while (slots[i] >= 0 && sets[slots[i]] != set) i = (i + 1) & (slots.size() - 1);
-        return i;
-    }
-};
 
 }  // namespace
