@@ -63,9 +63,9 @@ class RidgeRegression:
         self.bias = bias
         self.mean = x.mean(0) if bias else x.new_zeros(x.shape[1])
         self.x = x - self.mean
-        gram = self.x.T @ self.x
-        ridge = ROUTER_RIDGE * gram.diagonal().mean().clamp_min(1e-12)
-        self.factor = torch.linalg.cholesky(gram + ridge * torch.eye(len(gram), device=x.device))
+        self.gram = self.x.T @ self.x
+        ridge = ROUTER_RIDGE * self.gram.diagonal().mean().clamp_min(1e-12)
+        self.factor = torch.linalg.cholesky(self.gram + ridge * torch.eye(len(self.gram), device=x.device))
 
     def fit(self, y: Float[Tensor, "T N"]) -> tuple[Float[Tensor, "N D"], Float[Tensor, " N"]]:
         """Return weight and bias of a router, scaled so that its logits vary by 1 around their means.
@@ -76,9 +76,16 @@ class RidgeRegression:
         # without a bias, what all experts of a token have in common is left out instead: it decides nothing
         mean = y.mean(0) if self.bias else y.mean(1, keepdim=True)
         weight = torch.cholesky_solve(self.x.T @ (y - mean), self.factor).T
-        scale = 1 / (self.x @ weight.T).std().clamp_min(1e-12)
+        scale = 1 / self._deviation(weight).clamp_min(1e-12)
         weight = bfloat16_values(scale * weight)
         return weight, scale * mean - weight @ self.mean if self.bias else weight.new_zeros(len(weight))
+
+    def _deviation(self, weight: Float[Tensor, "N D"]) -> Float[Tensor, ""]:
+        """Return the standard deviation of all numbers in x weight^T, without making them."""
+        count = len(self.x) * len(weight)
+        mean = (weight @ self.x.mean(0)).mean()
+        squares = ((weight @ self.gram) * weight).sum()
+        return ((squares - count * mean.square()) / (count - 1)).clamp_min(0).sqrt()
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ def carve_fine(
         router_weight, router_bias = regression.fit(F.normalize(shares.sqrt(), dim=1))
         logits = x @ router_weight.T + router_bias
         if step < REASSIGNMENTS:
-            chosen = torch.zeros_like(logits).scatter_(1, logits.topk(layout.top_k, dim=1).indices, 1.0)
+            chosen = torch.zeros_like(logits).scatter_(1, logits.topk(layout.top_k, dim=1, sorted=False).indices, 1.0)
             assigned = balanced_assignment(routed_energy.T @ chosen, layout.expert_size)
     expert = torch.full((h.shape[1],), SHARED, device=x.device)
     expert[routed] = assigned

@@ -20,6 +20,7 @@ from tomoe.pruning.fine_carving import SHARED, FineStart, carve_fine
 from tomoe.pruning.form import Experts, ExtractedExperts, SampledExperts
 from tomoe.pruning.layouts import FineLayout
 from tomoe.pruning.mask_network import MaskNetwork, per_layer
+from tomoe.pruning.products import rounded_products
 from tomoe.pruning.routing import ExpertRouter, Routing
 from tomoe.seeds import derive_seed
 
@@ -45,7 +46,8 @@ class FineNetwork(MaskNetwork):
         self, i: int, x: Float[Tensor, "T D"], h: Float[Tensor, "T F"], weight: Float[Tensor, " T"],
         down: Float[Tensor, "D F"], seed: int,
     ) -> FineStart:  # fmt: skip
-        return carve_fine(x, h, weight, down, self.layout, derive_seed(seed, "clusters", i))
+        with rounded_products(h.dtype):
+            return carve_fine(x, h, weight, down, self.layout, derive_seed(seed, "clusters", i))
 
     def blank_start(self, device: torch.device) -> FineStart:
         s, n = self.shape, self.layout.num_experts

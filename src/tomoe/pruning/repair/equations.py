@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tomoe.errors import UserError
+from tomoe.pruning.products import rounded_products
 
 BLOCK = 512  # inputs; of a Gram matrix only the upper blocks are computed
 MOST_RAISES = 6  # of the ridge, tenfold each
@@ -49,7 +48,7 @@ class NormalEquations:
         """Take in tokens; `residual` is the stream that the output is added to. Sums are float32, whatever `h` is."""
         root = residual.float().square().sum(-1, keepdim=True).clamp_min(1e-6).rsqrt()
         own, wanted = h * root, gap * root
-        with _products(h.dtype):
+        with rounded_products(h.dtype):
             for a in range(0, len(self.upper), BLOCK):
                 self.upper[a : a + BLOCK, a:].addmm_(own[:, a : a + BLOCK].T, own[:, a:])
             self.cross.addmm_(wanted.T, own)
@@ -71,23 +70,6 @@ class NormalEquations:
         if change is not None:
             total += float(((change @ self.gram - 2 * self.cross) * change).sum(dtype=torch.float64))
         return total / max(count, 1.0)
-
-
-@contextmanager
-def _products(dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block float32 products on the CPU may round their factors, not their sums, where these were bfloat16 before.
-
-    With instructions for it the Gram matrix of rounded activations takes two thirds of the time, and is one all the same.
-    """
-    backend: Any = torch.backends.mkldnn
-    settings = backend.matmul
-    before = settings.fp32_precision
-    try:
-        if dtype == torch.bfloat16:
-            settings.fp32_precision = "bf16"
-        yield
-    finally:
-        settings.fp32_precision = before
 
 
 def solve(
