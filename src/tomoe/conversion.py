@@ -26,6 +26,7 @@ from tomoe.model.hub import find_plan
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.model.names import HUB_ID
 from tomoe.model.structure import check_output, shape_of
+from tomoe.model.tokens import check_length
 from tomoe.moe.checkpoint import check_writing, save_moe
 from tomoe.moe.fold import fold
 from tomoe.plan import FINETUNED, Plan
@@ -167,6 +168,7 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreT
         raise UserError("the recipe names no model; give a hub id, a folder, a .gguf file or a known name")
     model = base.for_training()
     check_output(model, recipe.attention.pruning != "off")
+    check_length(recipe.data.seq_len, model)
     layout = settle_layout(recipe, shape_of(model))
     if reason := TARGETS[recipe.target].supports_dense(model, recipe.experts.form):
         raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")

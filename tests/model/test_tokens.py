@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_contract import tiny_model
 
 from conftest import make_pico
 from pico_files import CommandLine, fine, refused, write_pico, write_text
@@ -13,7 +14,7 @@ from pico_tokenizer import make_tokenizer
 from tomoe.errors import Note, UserError
 from tomoe.model.generation import generate
 from tomoe.model.loading import load_dense, load_tokenizer
-from tomoe.model.tokens import check_ids
+from tomoe.model.tokens import check_ids, check_length
 
 
 def with_tokens(folder: Path, **special: object) -> Path:
@@ -87,3 +88,16 @@ def test_a_prompt_of_other_tokens(tmp_path: Path) -> None:
     write_pico(tmp_path / "dense", vocab_size=32)
     with pytest.raises(UserError, match="embeddings have 32 rows"):
         generate(load_dense(str(tmp_path / "dense"), torch.float32), make_tokenizer(), "the sea")
+
+
+def test_a_text_longer_than_the_learned_positions_is_refused() -> None:
+    dense = tiny_model("opt", max_position_embeddings=64)
+    check_length(64, dense)
+    with pytest.raises(
+        UserError, match="a text of 65 tokens is longer than the 64 positions that the model has learned"
+    ):
+        check_length(65, dense)
+    with pytest.raises(UserError, match="longer than the 64 positions"):
+        generate(dense, make_tokenizer(), "abc", max_new_tokens=64)
+    # Rotary embeddings have no table.
+    check_length(65, tiny_model("llama", max_position_embeddings=64))

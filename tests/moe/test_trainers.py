@@ -63,9 +63,6 @@ def test_the_trainer_of_transformers(folder: Path, tmp_path: Path) -> None:
     assert_it_learned_and_comes_back(trainer, load(folder), tmp_path / "trained")
 
 
-@pytest.mark.xfail(
-    reason="the trainer asks the decoder within for router logits, and that is the family's own", strict=True
-)
 @pytest.mark.filterwarnings(
     "ignore:.*is deprecated and will be removed:FutureWarning"
 )  # TRL speaks as transformers did before

@@ -21,7 +21,10 @@ from tomoe.report import warnings
 def evaluate(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Dense model first, then converted ones.")],
     text: options.Text = None,
-    context: Annotated[int | None, typer.Option("--context", min=8, help="Sequence length (default: 1024).")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", min=8, help="Sequence length (default: at most 1024)."),
+    ] = None,
     stride: Annotated[
         int | None,
         typer.Option("--stride", min=1, help="Tokens from one sequence to the next (default: the context)."),

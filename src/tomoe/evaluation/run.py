@@ -18,7 +18,7 @@ from tomoe.evaluation.perplexity import sliding
 from tomoe.evaluation.results import DIAL, Row, TaskScore, to_json
 from tomoe.evaluation.tasks import TaskSet
 from tomoe.files import atomic_write, basename
-from tomoe.model.loading import load_model, load_tokenizer
+from tomoe.model.loading import load_config, load_model, load_tokenizer
 from tomoe.model.names import resolve
 from tomoe.moe.active_experts import ActiveExperts, ExpertSetting, use_experts_
 from tomoe.plan.manifest import Manifest
@@ -49,7 +49,7 @@ def evaluate(
     Args:
         names: folders, hub ids or known names; the first model is the reference of the others.
         text: a file, a hub id or a named source such as "wikitext"; None: what a converted folder among `names` held out.
-        context: tokens of a sequence (default: 1024, or that of the held-out text).
+        context: tokens of a sequence (default: 1024, less if the model is made for less, or that of the held-out text).
         stride: tokens from one sequence to the next; if it is smaller than `context`, sequences overlap, and each token is
             predicted from at least `context - stride` others. None: sequences stand side by side.
         tokens: tokens of the text to use, at most.
@@ -150,7 +150,8 @@ def _evaluation_text(
 ) -> EvaluationText:
     """The text to measure on, see `evaluate`."""
     if text is not None:
-        context = context or CONTEXT
+        if context is None:
+            context = min(CONTEXT, getattr(load_config(models[0]), "max_position_embeddings", None) or CONTEXT)
         if stride is not None and not 0 < stride <= context:
             raise UserError(f"the stride is {stride}, but it should be between 1 and the context ({context})")
         return replace(read_text(text, load_tokenizer(models[0]), context, tokens), stride=stride)

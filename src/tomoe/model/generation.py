@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.model.tokens import check_ids
+from tomoe.model.tokens import check_ids, check_length
 
 # continued by both models in the report
 PROMPT = "The three most important things about the sea are"
@@ -24,13 +24,15 @@ def generate(
 ) -> str:
     """The continuation of a prompt. Temperature 0 takes the most likely tokens, a higher one samples with the seed.
 
-    Raises UserError for a prompt without a token, or with one that the model has no row for.
+    Raises UserError for a prompt without a token, or with one that the model has no row for, or if the text
+    would be longer than the positions that it has learned.
     """
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     prompt_tokens = inputs["input_ids"].shape[1]
     if prompt_tokens == 0:
         raise UserError("there is nothing to continue: the prompt has no token")
     check_ids(inputs["input_ids"], model)
+    check_length(prompt_tokens + max_new_tokens, model)
     greedy = temperature == 0
     # generate draws from the global generator only
     with torch.inference_mode(), torch.random.fork_rng():

@@ -1,7 +1,8 @@
-"""Compares a tokenizer with the rows of the embeddings: a token without a row ends in an index error when it is met."""
+"""Compares a tokenizer and a text with the rows of the embeddings: what has no row ends in an index error when it is met."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable
 
@@ -52,10 +53,25 @@ def check_text(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_ids(ids: Int[Tensor, "*text"], model: torch.nn.Module) -> None:
-    """Raises UserError if a text has a token for which the model's embeddings have no row."""
+    """Raises UserError if a text [..., S] has a token or a position for which the model's embeddings have no row."""
     rows = getattr(getattr(model, "config", None), "vocab_size", None)
     if rows is not None and ids.numel() and (highest := int(ids.max())) >= rows:
         raise _no_row(highest, rows)
+    check_length(ids.shape[-1], model)
+
+
+def check_length(tokens: int, model: torch.nn.Module) -> None:
+    """Raises UserError if a text of so many tokens is longer than a model's table of positions, if it has one."""
+    highest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(highest, int) or tokens <= highest:
+        return
+    for name, table in itertools.chain(model.named_parameters(), model.named_buffers()):
+        # Some families leave the first rows of their table to padding.
+        if ("pos" in name or "wpe" in name) and table.dim() == 2 and 0 <= len(table) - highest <= 2:
+            raise UserError(
+                f"a text of {tokens:,} tokens is longer than the {highest:,} positions that the model has learned; take "
+                "shorter ones (data.seq_len, --context, --max-new-tokens)"
+            )
 
 
 def _no_row(token: int, rows: int) -> UserError:

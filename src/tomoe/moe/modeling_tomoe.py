@@ -158,9 +158,7 @@ class ToMoEConfig(PreTrainedConfig):
                 count = f"{len(sizes)} numbers" if isinstance(sizes, list) else type(sizes).__name__
                 raise ValueError(f"the config has {count} under tomoe_{name}, but {layers} converted layers")
         if self.tomoe_expert_form not in ("overlapping", "fine"):
-            raise ValueError(
-                f"tomoe_expert_form is {str(self.tomoe_expert_form)[:40]!r}; known are overlapping and fine"
-            )
+            raise ValueError(f"tomoe_expert_form is {str(self.tomoe_expert_form)[:40]!r}, not overlapping or fine")
         most = experts if self.tomoe_expert_form == "fine" else 1
         self._check_size(self.top_k_key, getattr(self, self.top_k_key), 1, most)
         width = getattr(self, "intermediate_size", None)
@@ -665,10 +663,9 @@ def recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not attends and not routes:
             return forward(self, *args, **kwargs)
         tuples = kwargs.get("return_dict") is False
-        attentions = [module for module in self.modules() if isinstance(module, ToMoEAttention)]
         with (
             record_outputs(mlp.router for mlp in self.mlps()) as router_logits,
-            record_outputs(attentions) as attended,
+            record_outputs(module for module in self.modules() if isinstance(module, ToMoEAttention)) as attended,
         ):
             outputs = forward(self, *args, **kwargs | {"return_dict": True})
         if attends:
@@ -685,8 +682,7 @@ def _with_routing(model: Any, outputs: Any, routed: Any, args: Sequence[Any], kw
         return MoeModelOutputWithPast(**outputs, router_logits=routed)
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
     balance = balance_loss(routed, mask, [mlp.top_k for mlp in model.mlps()])
-    loss = outputs.get("loss")
-    if loss is not None:
+    if (loss := outputs.get("loss")) is not None:
         outputs["loss"] = loss + model.config.router_aux_loss_coef * balance.to(loss.device)
     return MoeCausalLMOutputWithPast(**outputs, aux_loss=balance, router_logits=routed)
 
@@ -722,6 +718,17 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel):
         super().__init__(config, *inputs, **kwargs)
         # Given a slice of the hidden states, as generation does, PyTorch on a CPU copies the whole output matrix.
         self.get_output_embeddings().register_forward_pre_hook(_own_rows)
+        if self.base_model is not self:
+            self.base_model.forward = functools.partial(_decode, self.base_model)
+
+
+def _decode(decoder: Any, *args: Any, output_router_logits: bool = False, **kwargs: Any) -> Any:
+    """The forward pass of the family's decoder, with router logits if a trainer that computes the loss itself asks for them."""
+    if not output_router_logits:
+        return type(decoder).forward(decoder, *args, **kwargs)
+    with record_outputs(mlp.router for mlp in decoder.modules() if isinstance(mlp, ToMoEMLP)) as routed:
+        outputs = type(decoder).forward(decoder, *args, **kwargs)
+    return MoeModelOutputWithPast(**outputs, router_logits=tuple(routed))
 
 
 def _own_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
