@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from family_contract import hold, tiny_model, write_tiny
+from family_contract import hold, recipe_for, tiny_model, write_tiny
 
-from pico_files import write_text
+from pico_files import CommandLine, fine, write_text
 from tomoe.errors import UserError
 from tomoe.model.mlp import converted_mlps
 from tomoe.model.structure import check_output
@@ -65,3 +65,20 @@ def test_of_two_widths_the_common_one_is_converted() -> None:
     model, wider = tiny_model("llama"), tiny_model("llama", intermediate_size=768)
     model.model.layers[2].mlp = wider.model.layers[2].mlp
     assert [mlp.number for mlp in converted_mlps(model)] == [0, 1, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["opt", "lfm2"])
+def test_the_command_line_measures_and_draws_families_of_other_names(
+    model_type: str, tomoe: CommandLine, tmp_path: Path
+) -> None:
+    """Neither has attention that can be pruned; of the first, the MLP is no module and positions are learned."""
+    dense, text = tmp_path / "dense", write_text(tmp_path / "text.txt")
+    recipe = recipe_for(write_tiny(model_type, dense), dense, text, "none")
+    done = tomoe("convert", dense, "--data", text, "-o", tmp_path / "moe", *fine(), "--active", str(recipe.active))
+    assert done.code == 0, done.err
+    assert "experts" in (tmp_path / "moe" / "report.html").read_text()
+    # longer than the positions, unless the context follows the model
+    done = tomoe("evaluate", dense, tmp_path / "moe", "--text", write_text(tmp_path / "long.txt", 300))
+    assert done.code == 0, done.err
+    assert "512 tokens (the context)" in " ".join(done.out.split())
