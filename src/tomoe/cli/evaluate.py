@@ -17,6 +17,18 @@ from tomoe.evaluation import tasks as task_sets
 from tomoe.files import atomic_write, basename
 from tomoe.report import warnings
 
+Tasks = Annotated[
+    str | None,
+    typer.Option(
+        "--tasks",
+        help="Run tasks: humaneval, gsm8k and loops, or lm-eval's, with examples if given.",
+        metavar="NAME,NAME:SHOTS",
+    ),
+]
+RunCode = Annotated[
+    bool, typer.Option("--run-code", help="Run the programs that models write (humaneval), with your rights.")
+]
+
 
 def evaluate(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Dense model first, then converted ones.")],
@@ -33,11 +45,9 @@ def evaluate(
     suite: Annotated[
         Literal["paper", "moe"] | None, typer.Option("--suite", help="Run the tasks of a table in the paper.")
     ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option("--tasks", help="Run lm-eval tasks, with examples if given.", metavar="NAME,NAME:SHOTS"),
-    ] = None,
+    tasks: Tasks = None,
     task_dir: Annotated[Path | None, typer.Option("--task-dir", help="Folder of task files.", metavar="DIR")] = None,
+    run_code: RunCode = False,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Max questions per task.")] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Batch size for tasks.")] = 8,
     active: options.Dials = None,
@@ -50,7 +60,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure models on the same text: perplexity, KL, tasks."""
-    task_set = _tasks(suite, tasks, task_dir, limit, batch_size)
+    task_set = _tasks(suite, tasks, task_dir, limit, batch_size, run_code)
     for name in models:
         options.check_model(name)
 
@@ -99,14 +109,16 @@ def _show(names: Sequence[str], measured: Sequence[results.Row]) -> None:
 
 
 def _tasks(
-    suite: str | None, names: str | None, folder: Path | None, limit: int | None, batch_size: int
+    suite: str | None, names: str | None, folder: Path | None, limit: int | None, batch_size: int, run_code: bool
 ) -> task_sets.TaskSet | None:
     """The requested tasks, before any model is loaded. Raises UserError if one does not exist."""
     if suite is None and names is None:
-        if folder is not None or limit is not None:
-            raise UserError("--task-dir and --limit need tasks; name some with --tasks, or a suite with --suite")
+        if folder is not None or limit is not None or run_code:
+            raise UserError(
+                "--task-dir, --limit and --run-code need tasks; name some with --tasks, or a suite with --suite"
+            )
         return None
     specs = task_sets.parse_tasks(names) if names is not None else ()
     if suite:
         specs = (*task_sets.SUITES[suite], *specs)
-    return task_sets.TaskSet(specs, folder, limit=limit, batch_size=batch_size)
+    return task_sets.TaskSet(specs, folder, limit=limit, batch_size=batch_size, run_code=run_code)

@@ -45,7 +45,7 @@ class Source:
 def _hub(
     split: str, text_column: str | None, *, name: str, column: str | None = None, **load: Any
 ) -> Iterator[Document]:
-    for row in _hub_rows(name, split, **load):
+    for row in hub_rows(name, split, **load):
         yield _document(row, text_column or column, f"the source {name}")
 
 
@@ -55,7 +55,7 @@ def _wikitext(split: str, _: str | None, *, config: str) -> Iterator[Document]:
     Rows are lines, and an article begins with a heading of the first level.
     """
     article: list[str] = []
-    for row in _hub_rows("Salesforce/wikitext", split, config=config):
+    for row in hub_rows("Salesforce/wikitext", split, config=config):
         line = str(_document(row, "text", "the source wikitext"))
         if re.fullmatch(r" = [^=].* = \n?", line) and any(earlier.strip() for earlier in article):
             yield "\n\n".join(article)
@@ -68,7 +68,7 @@ def _wikitext(split: str, _: str | None, *, config: str) -> Iterator[Document]:
 def _ptb(split: str, _: str | None) -> Iterator[Document]:
     """Penn Treebank. Its loader on the hub is a script, which `datasets` no longer runs: read the converted files."""
     folder = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank"
-    for row in _hub_rows("parquet", split, data_files={split: f"{folder}/{split}/*.parquet"}):
+    for row in hub_rows("parquet", split, data_files={split: f"{folder}/{split}/*.parquet"}):
         yield _document(row, "sentence", "the source ptb")
 
 
@@ -133,7 +133,8 @@ def documents(
     return (text for text in texts if text.strip())
 
 
-def _hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> Iterator[Row]:
+def hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> Iterator[Row]:
+    """Rows of a data set on the hub. Raises UserError if it cannot be loaded."""
     # it takes seconds, and only data sets on the hub need it
     import datasets  # type: ignore[import-untyped]
 
@@ -163,7 +164,7 @@ def _local(split: str, text_column: str | None, *, path: Path) -> Iterator[Docum
             if file.suffix == ".txt":
                 yield from _txt(file)
             else:
-                rows = _jsonl(file) if file.suffix == ".jsonl" else _parquet(file)
+                rows = jsonl(file) if file.suffix == ".jsonl" else _parquet(file)
                 yield from (_document(row, text_column, str(file)) for row in rows)
         except UnicodeDecodeError:
             raise UserError(f"{file} is not text in UTF-8") from None
@@ -177,7 +178,8 @@ def _txt(file: Path) -> Iterator[str]:
             yield from "".join(part).split("\n\n\n")
 
 
-def _jsonl(file: Path) -> Iterator[Row]:
+def jsonl(file: Path) -> Iterator[Row]:
+    """The objects of a .jsonl file. Raises UserError for a line that is none."""
     # line by line, because `datasets` infers one schema for all lines and fails if a field is null at first
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):

@@ -16,6 +16,8 @@ from tomoe.files import parse_json, read_json
 FORMAT = "tomoe-comparison-2"
 # in the folder of a model with fine-grained experts: the dense model, then the model with several numbers of experts
 DIAL = "dial.json"
+# metrics of tasks whose answers are written
+LOOP_METRIC, TOKENS_PER_S = "ends in a loop", "tokens_per_s"
 T = TypeVar("T")
 
 
@@ -116,7 +118,7 @@ class TaskScore:
     truncated: Count  # requests that did not fit the model's context and lost their beginning
     metrics: dict[Name, Number]  # all that the task reports
     version: Name  # of the task, as lm-eval counts it
-    harness: Name  # lm-eval and its version
+    harness: Name  # lm-eval and its version, or how answers were written
     seed: int = 1234  # of the choice of few-shot examples; lm-eval's own
 
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tomoe.evaluation.results import Row, TaskScore
+from tomoe.evaluation.results import LOOP_METRIC, TOKENS_PER_S, Row, TaskScore
 from tomoe.files import format_bytes
 
 NONE = "-"
@@ -82,14 +82,26 @@ def footnote(rows: Sequence[Row]) -> str:
 def task_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Titles and cells: a line for each task, a column for each model, their means last. Empty if no task was run."""
     tasks = list({(s.task, s.shots, s.metric): None for row in rows for s in row.tasks})
+    averaged = [task for task in tasks if task[2] != LOOP_METRIC]
     by_model = [{(s.task, s.shots, s.metric): s for s in row.tasks} for row in rows]
     body = [
         [task[0], str(task[1]), task[2].replace("_", " "), *(_share(scores.get(task)) for scores in by_model)]
         for task in tasks
     ]
-    if len(body) > 1:
-        body.append(["mean", "", "", *(_mean(row.tasks) if len(row.tasks) == len(tasks) else NONE for row in rows)])
+    if len(averaged) > 1:
+        means = [[scores[task] for task in averaged if task in scores] for scores in by_model]
+        body.append(["mean", "", "", *(_mean(m) if len(m) == len(averaged) else NONE for m in means)])
     return ["task", "shots", "metric", *(row.name for row in rows)] if body else [], body
+
+
+def _written(rows: Sequence[Row]) -> dict[str, list[tuple[str, TaskScore]]]:
+    """The tasks whose answers were written, with the names and scores of the models."""
+    found: dict[str, list[tuple[str, TaskScore]]] = {}
+    for row in rows:
+        for score in row.tasks:
+            if TOKENS_PER_S in score.metrics:
+                found.setdefault(score.task, []).append((row.name, score))
+    return found
 
 
 def _share(score: TaskScore | None) -> str:
@@ -113,9 +125,18 @@ def task_footnote(rows: Sequence[Row]) -> str:
         return ""
     counts = ", ".join(dict.fromkeys(f"{s.task} {s.examples:,}" for s in scores))
     truncated = sum(s.truncated for s in scores)
+    examples = [s for s in scores if s.shots]
+    harnesses = {s.harness: list(dict.fromkeys(o.task for o in scores if o.harness == s.harness)) for s in scores}
     parts = [
         f"Per cent, ± one standard error. Questions: {counts}",
-        f"{scores[0].harness}, few-shot examples drawn with seed {scores[0].seed}",
+        "; ".join(
+            harnesses if len(harnesses) == 1 else [f"{', '.join(tasks)}: {how}" for how, tasks in harnesses.items()]
+        ),
+        f"few-shot examples drawn with seed {examples[0].seed}" if examples else "",
+        *(
+            f"Tokens/s while writing {task}: {', '.join(f'{name} {score.metrics[TOKENS_PER_S]:.1f}' for name, score in found)}"
+            for task, found in _written(rows).items()
+        ),
         f"{truncated:,} prompts were longer than the model's context and lost their beginning" if truncated else "",
     ]
     return ". ".join(part for part in parts if part) + "."

@@ -1,4 +1,6 @@
-"""Zero- and few-shot tasks through lm-eval (the extra `eval`), for a dense model and an MoE by the same code."""
+"""Tasks, for a dense model and an MoE by the same code: zero- and few-shot ones through lm-eval (the extra `eval`), and those
+whose answers are written (evaluation/writing), which need no other package.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.errors import UserError
 from tomoe.evaluation.results import TaskScore
 from tomoe.evaluation.shared_prompts import Score, shared_scores
+from tomoe.evaluation.writing import run as writing
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, stage_callback
 
 SEED = 1234  # lm-eval's own, of the choice of few-shot examples
@@ -79,25 +82,36 @@ class TaskSet:
         *,
         limit: int | None = None,
         batch_size: int = BATCH,
+        run_code: bool = False,
     ):
         """Load task files and data. `limit` bounds the questions of a task (each one, in a group).
 
         Task files of `folder` come before lm-eval's own of the same name; they may name Python functions, which then run.
-        Raises UserError if lm-eval is not installed, or a task, the folder or the data are not found.
+        So do problems of the tasks of `evaluation/writing` (FOLDER/humaneval/*.jsonl, FOLDER/gsm8k/*.jsonl) before those
+        of the hub; programs that a model writes run only with `run_code`.
+        Raises UserError if lm-eval is needed and not installed, or a task, the folder or the data are not found.
         """
         if folder is not None and not folder.is_dir():
             raise UserError(f"there is no folder {folder} to read task files from")
+        self.limit, self.batch_size = limit, batch_size
+        self.tasks: list[tuple[TaskSpec, Any]] = [
+            (spec, writing.load(spec.name, folder, limit, run_code) if _is_written(spec) else None) for spec in specs
+        ]
+        others = {spec.name for spec, loaded in self.tasks if loaded is None}
+        if not others:
+            return
         try:
             # here: they take seconds, and are an extra
             import_module("lm_eval.models.huggingface")
             import_module("lm_eval.tasks")
             self.lm_eval: Any = import_module("lm_eval")
         except ImportError as error:
-            raise UserError(f"tasks need lm-eval ({error}); install it with: pip install 'tomoe-llm[eval]'") from error
-        self.limit, self.batch_size = limit, batch_size
+            raise UserError(
+                f"the task {min(others)} needs lm-eval ({error}); install it with: pip install 'tomoe-llm[eval]'"
+            ) from error
         with _silent():
-            manager = self._manager({spec.name for spec in specs}, folder)
-            self.tasks = [(spec, _load(manager, spec)) for spec in specs]
+            manager = self._manager(others, folder)
+            self.tasks = [(spec, loaded or _load(manager, spec)) for spec, loaded in self.tasks]
 
     def _manager(self, names: set[str], folder: Path | None) -> Any:
         """Index the task files; lm-eval's own thousands take seconds, so only if `folder` does not have all `names`."""
@@ -122,18 +136,31 @@ class TaskSet:
         `on_progress` gets the name of the task as the stage. Raises UserError if an answer is longer than the model's
         context or a task does not report its metric.
         """
-        scores = []
-        for spec, loaded in self.tasks:
-            for task in loaded["tasks"].values():
-                # again, or the next model sees other examples
-                task.set_fewshot_seed(seed=SEED)
-            with _silent():
-                lm = _wrapped(model, tokenizer, self.batch_size, stage_callback(on_progress, spec.name))
-                results = self.lm_eval.evaluate(
-                    lm=lm, task_dict=loaded, limit=self.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
-                )
-            scores.append(_score(spec, loaded["tasks"], results, lm.truncated, f"lm-eval {self.lm_eval.__version__}"))
-        return tuple(scores)
+        return tuple(
+            self._run(spec, loaded, model, tokenizer, stage_callback(on_progress, spec.name))
+            for spec, loaded in self.tasks
+        )
+
+    def _run(
+        self, spec: TaskSpec, loaded: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, progress: StageCallback
+    ) -> TaskScore:  # fmt: skip
+        if _is_written(spec):
+            score: TaskScore = loaded.run(model, tokenizer, self.batch_size, progress)
+            return score
+        for task in loaded["tasks"].values():
+            # again, or the next model sees other examples
+            task.set_fewshot_seed(seed=SEED)
+        with _silent():
+            lm = _wrapped(model, tokenizer, self.batch_size, progress)
+            results = self.lm_eval.evaluate(
+                lm=lm, task_dict=loaded, limit=self.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
+            )
+        return _score(spec, loaded["tasks"], results, lm.truncated, f"lm-eval {self.lm_eval.__version__}")
+
+
+def _is_written(spec: TaskSpec) -> bool:
+    """Whether it is a task of ours: a number of examples means lm-eval's of the same name."""
+    return spec.shots is None and spec.name in writing.NAMES
 
 
 def _load(manager: Any, spec: TaskSpec) -> dict[str, Any]:

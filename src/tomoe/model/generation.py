@@ -7,11 +7,28 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.model.tokens import check_ids, check_length
 
 # continued by both models in the report
 PROMPT = "The three most important things about the sea are"
+
+
+def asked(tokenizer: PreTrainedTokenizerBase, question: str, begun: str = "") -> list[int]:
+    """The tokens of a question in the model's chat template, up to where its answer begins, or goes on after `begun`.
+
+    Raises UserError if there is no template, or if it refuses the question.
+    """
+    if not tokenizer.chat_template:
+        raise UserError("this model's tokenizer has no chat template, so it can only continue a text")
+    turns = [{"role": "user", "content": question}]
+    try:
+        # models that think first are asked not to; templates without that choice ignore the word
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    except Exception as error:
+        raise UserError(f"the model's chat template refuses a question ({shortened(error)})") from error
+    # the template writes the special tokens
+    return list(tokenizer(str(text) + begun, add_special_tokens=False)["input_ids"])
 
 
 def generate(

@@ -1,0 +1,1 @@
+"""What models write: many continuations at once, programs that are run, word problems, loops."""

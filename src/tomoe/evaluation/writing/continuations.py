@@ -1,0 +1,96 @@
+"""Greedy continuations of many prompts at once; those that have ended cost nothing more."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedTokenizerBase
+
+from tomoe.model.hooks import own_rows
+from tomoe.model.structure import CACHE
+from tomoe.progress import StageCallback, no_stage_progress
+
+ROWS = 32
+# tokens between two looks at whether a text has ended
+LOOK = 8
+
+
+def continuations(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    ended: Callable[[str], bool] = lambda _: False,
+    rows: int = ROWS,
+    progress: StageCallback = no_stage_progress,
+) -> list[list[int]]:
+    """The most likely tokens after each prompt, at most `most`, in the order of the prompts.
+
+    A text ends with an end-of-text token, which is left out, when `ended` says so of what was written, which is looked at
+    every few tokens, or at the end of the model's context. `rows` prompts are continued at a time, those of like length
+    together; `progress` counts those that are done.
+    """
+    written: list[list[int]] = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    for start in range(0, len(order), rows):
+        batch = order[start : start + rows]
+        texts = [written[n] for n in batch]
+
+        def report(done: int, start: int = start) -> None:
+            progress(start + done, len(prompts))
+
+        _continue(
+            model, [prompts[n] for n in batch], texts, most, lambda ids: ended(str(tokenizer.decode(ids))), report
+        )
+    return written
+
+
+def end_tokens(model: Any) -> set[int]:
+    """The tokens that end a text, of which a chat model has several."""
+    given: Any = getattr(model.generation_config, "eos_token_id", None)
+    return set(given if isinstance(given, list | tuple) else [given])
+
+
+@torch.no_grad()
+def _continue(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    written: Sequence[list[int]],
+    most: int,
+    ended: Callable[[list[int]], bool],
+    report: Callable[[int], None],
+) -> None:
+    """Write on, all rows in one batch, until each has ended. Padding is on the left, and masked."""
+    width, ends = max(map(len, prompts)), end_tokens(model)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or width + most
+    numbered = "position_ids" in inspect.signature(model.forward).parameters
+    tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    cache = DynamicCache(config=model.config.get_text_config())
+    alive = list(range(len(prompts)))
+    for count in range(1, min(most, positions - width) + 1):
+        options: dict[str, Any] = {CACHE: cache}
+        if numbered:
+            options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        with own_rows(model):
+            out = model(tokens, attention_mask=mask, use_cache=True, logits_to_keep=1, **options)
+        chosen = out.logits[:, -1].argmax(-1)
+        going = []
+        for place, (row, token) in enumerate(zip(alive, chosen.tolist(), strict=True)):
+            if token in ends:
+                continue
+            written[row].append(token)
+            if count % LOOK or not ended(written[row]):
+                going.append(place)
+        if len(going) < len(alive):
+            report(len(prompts) - len(going))
+            if not going:
+                return
+            kept = torch.tensor(going, device=model.device)
+            cache.batch_select_indices(kept)
+            alive, chosen, mask = [alive[place] for place in going], chosen[kept], mask[kept]
+        tokens, mask = chosen[:, None], torch.nn.functional.pad(mask, (0, 1), value=1)
+    report(len(prompts))

@@ -1,0 +1,129 @@
+"""Runs the tasks whose answers are written, on one model after another."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tomoe.errors import UserError
+from tomoe.evaluation.results import LOOP_METRIC, TOKENS_PER_S, TaskScore
+from tomoe.evaluation.writing.continuations import ROWS, continuations
+from tomoe.evaluation.writing.loops import TOPICS, distinct, loops, opening, question
+from tomoe.evaluation.writing.problems import WRITTEN, Prompt, Row, WrittenTask
+from tomoe.model.generation import asked
+from tomoe.model.tokens import check_text
+from tomoe.progress import StageCallback, no_stage_progress
+from tomoe.version import __version__
+
+LOOPS = "loops"
+NAMES = (*WRITTEN, LOOPS)
+LOOP_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a model wrote to some prompts."""
+
+    ids: list[list[int]]
+    texts: list[str]
+    seconds: float
+    chat: bool
+    """Whether it was asked through its chat template."""
+
+    def score(self, task: str, metric: str, hits: Sequence[bool], more: Mapping[str, float]) -> TaskScore:
+        """The share of `hits` as a score of a task, with its standard error."""
+        count, tokens = len(hits), sum(map(len, self.ids))
+        share = sum(hits) / count
+        how = "asked through the chat template" if self.chat else "the text continued, for want of a chat template"
+        return TaskScore(
+            task=task, shots=0, metric=metric, value=share,
+            standard_error=math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None,
+            examples=count, truncated=0,
+            metrics={metric: share, TOKENS_PER_S: tokens / self.seconds, "tokens": tokens / count, **more},
+            version="1", harness=f"tomoe {__version__}, greedy, {how}",
+        )  # fmt: skip
+
+
+def write(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    most: int,
+    ended: Callable[[str], bool] = lambda _: False,
+    rows: int = ROWS,
+    progress: StageCallback = no_stage_progress,
+) -> Written:
+    """Let a model answer: through its chat template, if it has one, because it was trained to be asked; else as a text."""
+    chat = bool(tokenizer.chat_template)
+    if chat:
+        ids = [asked(tokenizer, prompt.question, prompt.begun) for prompt in prompts]
+    else:
+        ids = [list(tokenizer(prompt.opening)["input_ids"]) for prompt in prompts]
+    for row in ids:
+        check_text(row, tokenizer)
+    began = time.perf_counter()
+    written = continuations(model, tokenizer, ids, most, ended, rows, progress)
+    seconds = time.perf_counter() - began
+    return Written(written, [str(tokenizer.decode(row, skip_special_tokens=True)) for row in written], seconds, chat)
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """A task with its problems."""
+
+    task: WrittenTask
+    rows: list[Row]
+
+    def run(self, model: Any, tokenizer: PreTrainedTokenizerBase, rows: int, progress: StageCallback) -> TaskScore:
+        """Let a model solve the problems, so many at a time."""
+        prompts = [self.task.prompt(row) for row in self.rows]
+        written = write(model, tokenizer, prompts, self.task.most, self.task.ended, rows, progress)
+        solved = [self.task.solved(row, text) for row, text in zip(self.rows, written.texts, strict=True)]
+        return written.score(self.task.name, self.task.metric, solved, {"solved": sum(solved)})
+
+
+@dataclass(frozen=True)
+class LoopTask:
+    """How many continuations end in a loop."""
+
+    topics: Sequence[str] = TOPICS
+    length: int = LOOP_LENGTH
+
+    def run(self, model: Any, tokenizer: PreTrainedTokenizerBase, rows: int, progress: StageCallback) -> TaskScore:
+        """Let a model explain the topics, so many at a time, and count."""
+        written = self.write(model, tokenizer, rows, progress)
+        varied = sum(map(distinct, written.ids)) / len(written.ids)
+        return written.score(LOOPS, LOOP_METRIC, list(map(loops, written.ids)), {"distinct_4": varied})
+
+    def write(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: int = ROWS,
+        progress: StageCallback = no_stage_progress,
+    ) -> Written:
+        """What the model writes on each topic."""
+        prompts = [Prompt(question(topic), "", opening(topic)) for topic in self.topics]
+        return write(model, tokenizer, prompts, self.length, rows=rows, progress=progress)
+
+
+def load(name: str, folder: Path | None, limit: int | None, run_code: bool) -> LoadedTask | LoopTask:
+    """A task with `limit` of its problems, evenly spread. Raises UserError if it may not run, or has no problems."""
+    if name == LOOPS:
+        return LoopTask(TOPICS[:limit])
+    task = WRITTEN[name]
+    if task.runs_code and not run_code:
+        raise UserError(
+            f"the task {name} runs programs that the model writes; with --run-code each runs in a process of its own, with "
+            "limits on time, memory and files, but with your rights"
+        )
+    rows = task.rows(folder)
+    if limit is not None and limit < len(rows):
+        rows = [rows[i * len(rows) // limit] for i in range(limit)]
+    return LoadedTask(task, rows)

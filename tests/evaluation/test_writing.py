@@ -1,0 +1,209 @@
+"""Tasks whose answers are written: batches, programs that run, answers that are read, loops, the command line."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from conftest import make_plan
+from pico_files import CommandLine, refused, write_pico
+from pico_tokenizer import make_tokenizer
+from tomoe.errors import UserError
+from tomoe.evaluation.tasks import TaskSet, TaskSpec, parse_tasks
+from tomoe.evaluation.writing.continuations import continuations
+from tomoe.evaluation.writing.loops import distinct, loops
+from tomoe.evaluation.writing.problems import answer_of, body, function_ended
+from tomoe.evaluation.writing.programs import runs
+from tomoe.model.generation import asked
+from tomoe.model.loading import load_dense, load_tokenizer
+from tomoe.moe.fold import fold
+
+TEMPLATE = "{% for m in messages %}<bos>{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+PROMPTS = [[5, 9, 30], [8] * 9, [40, 41], [7, 6, 5, 4, 3, 10, 11]]
+
+
+# -- batches
+
+
+@pytest.mark.parametrize("form", ["dense", "fine", "overlapping"])
+def test_a_batch_writes_what_the_family_writes_for_each_prompt_alone(llama: PreTrainedModel, form: str) -> None:
+    model = llama if form == "dense" else fold(llama, make_plan(llama, "off", form=form))
+    tokenizer = make_tokenizer()
+    alone = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        alone.append([token for token in out[0, len(prompt) :].tolist() if token != 2])
+    for rows in (1, 3, 8):
+        assert continuations(model, tokenizer, PROMPTS, 12, rows=rows) == alone
+    # rows that end early leave the batch, and change nothing for the others
+    ends = {tuple(text[:8]) for text in alone[:2]}
+    assert all(len(text) >= 8 for text in alone)
+    stopped = continuations(model, tokenizer, PROMPTS, 12, lambda text: text in {tokenizer.decode(e) for e in ends})
+    assert stopped == [text[:8] if tuple(text[:8]) in ends else text for text in alone]
+
+
+def test_nothing_is_written_after_an_end_or_beyond_the_context(llama: PreTrainedModel) -> None:
+    done: list[tuple[int, int]] = []
+    (whole,) = continuations(llama, make_tokenizer(), [[5] * 50], 100, progress=lambda *now: done.append(now))
+    assert len(whole) == 64 - 50
+    assert done[-1] == (1, 1)
+    llama.generation_config.eos_token_id = [whole[3], 999]
+    (short,) = continuations(llama, make_tokenizer(), [[5] * 50], 100)
+    assert short == whole[: whole.index(whole[3])]
+
+
+def test_a_question_goes_through_the_chat_template() -> None:
+    tokenizer = make_tokenizer(opens_with_bos=True)
+    with pytest.raises(UserError, match="no chat template"):
+        asked(tokenizer, "why?")
+    tokenizer.chat_template = TEMPLATE
+    ids = asked(tokenizer, "why?", "Because")
+    assert tokenizer.decode(ids) == "<bos>user: why?\nassistant: Because"
+    tokenizer.chat_template = "{{ raise_exception('never') }}"
+    with pytest.raises(UserError, match="refuses a question"):
+        asked(tokenizer, "why?")
+
+
+# -- programs
+
+
+@pytest.mark.parametrize(
+    ("program", "fine"),
+    [
+        ("import math\nassert math.pi > 3", True),
+        ("assert 1 > 2", False),
+        ("print('so far')\nraise SystemExit(0)", False),
+        ("import os\nos._exit(0)", False),
+        ("x = ' ' * 2**31", False),
+        ("open('big', 'wb').write(b' ' * 2**22)", False),
+        ("import os\nassert not os.listdir() and 'HOME' not in os.environ", True),
+        ("files = [open('f', 'w') for _ in range(99)]", False),
+        ("syntax error", False),
+    ],
+)
+def test_a_program_runs_within_limits(program: str, fine: bool) -> None:
+    assert runs(program) is fine
+
+
+def test_an_endless_program_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    child = f"import time; time.sleep(1.5); open({str(tmp_path / 'late')!r}, 'w')"
+    program = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}])\nwhile True: pass"
+    assert not runs(program, seconds=0.5)
+    time.sleep(2)
+    assert not (tmp_path / "late").exists()
+
+
+# -- answers
+
+
+def test_a_function_ends_where_a_line_begins_at_the_margin() -> None:
+    inside = "    x = [\n1 if a else 2\n".replace("\n1", "\n    1") + "\n# a comment\n    return x\n"
+    assert not function_ended(inside)
+    assert body(inside) == inside
+    for after in ("```\nThat is all.", "def other():", "print(1)", "class A:"):
+        assert function_ended(f"{inside}{after}")
+        assert body(f"{inside}{after}") == inside.removesuffix("\n")
+    assert body("def again(): pass") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so 3 + 4 = 7.\n#### 7", 7),
+        ("It is $1,250.50 in all", 1250.5),
+        ("#### none, so 8", 8),
+        ("5 then\nQuestion: 9?", 5),
+        ("####  -3 apples and 4", -3),
+        ("no", None),
+    ],
+)
+def test_the_number_of_an_answer(text: str, number: float | None) -> None:
+    assert answer_of(text) == number
+
+
+# -- loops
+
+
+def test_a_loop_is_a_stretch_that_repeats_to_the_end() -> None:
+    said = list(range(200))
+    assert not loops(said)
+    assert not loops([*said, *[7] * 47])
+    assert loops([*said, *[7] * 48])
+    assert loops([*said, *list(range(30)) * 3])
+    assert not loops([*said, *list(range(30)) * 2])
+    assert not loops([*said, *list(range(70)) * 3])
+    assert not loops([*said, *[7] * 48, 1])
+    assert not loops([])
+    assert (distinct(said), distinct([1, 2] * 50), distinct([1])) == (1.0, pytest.approx(2 / 97), 1.0)
+
+
+# -- the tasks, as they are run
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    rows = {
+        "humaneval": [
+            {"prompt": f"def f{i}(x):\n", "entry_point": f"f{i}", "test": f"def check(f):\n    assert f({i}) == {i}"}
+            for i in range(5)
+        ],
+        "gsm8k": [{"question": f"What is {i}?", "answer": f"It is\n#### {i}"} for i in range(4)],
+    }
+    for name, lines in rows.items():
+        (tmp_path / "tasks" / name).mkdir(parents=True)
+        (tmp_path / "tasks" / name / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path / "tasks"
+
+
+def test_answers_are_scored(model: Path, problems: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same rules for right and wrong ones, which a pico model does not write."""
+    dense, tokenizer = load_dense(str(model), torch.float32), load_tokenizer(str(model))
+    seen: list[str] = []
+
+    def write(_m: object, _t: object, prompts: list[list[int]], *_: object) -> list[list[int]]:
+        seen.extend(tokenizer.decode(prompt) for prompt in prompts)
+        solved = ["    return x\n", "    return 1\n```", "    return 0", "    return 3\nwrong("]
+        said = solved if "def f" in seen[0] else ["#### 0", "0 and\n#### 5", "2"]
+        return [tokenizer(text)["input_ids"] for text in said]
+
+    monkeypatch.setattr("tomoe.evaluation.writing.run.continuations", write)
+    (score,) = TaskSet(parse_tasks("humaneval"), problems, limit=4, run_code=True).run(dense, tokenizer)
+    assert [text[:7] for text in seen] == ["def f0(", "def f1(", "def f2(", "def f3("]
+    assert (score.value, score.examples, score.metric) == (0.75, 4, "pass@1")
+    assert score.metrics["tokens_per_s"] > 0
+    assert "continued" in score.harness
+    seen.clear()
+    tokenizer.chat_template = TEMPLATE
+    (score,) = TaskSet([TaskSpec("gsm8k")], problems, limit=3).run(dense, tokenizer)
+    assert seen[2].startswith("<bos>user: What is 2?")
+    assert (score.value, score.metric) == (2 / 3, "exact match")
+    assert "chat template" in score.harness
+
+
+def test_programs_run_only_where_that_was_asked_for(tomoe: CommandLine, model: Path, problems: Path) -> None:
+    refused(tomoe("evaluate", model, "--tasks", "humaneval", "--task-dir", problems), "--run-code", "your rights")
+    refused(tomoe("evaluate", model, "--run-code"), "need tasks")
+    (problems / "gsm8k" / "test.jsonl").write_text('{"question": 3}\n')
+    refused(tomoe("evaluate", model, "--tasks", "gsm8k", "--task-dir", problems), "has the columns question")
+
+
+def test_the_command_line_shows_both_models(tomoe: CommandLine, tmp_path: Path, problems: Path) -> None:
+    dense, other = write_pico(tmp_path / "dense"), write_pico(tmp_path / "other")
+    (tmp_path / "t.txt").write_text("the sea is wide. " * 40)
+    shown = tomoe(
+        "evaluate", dense, other, "--text", tmp_path / "t.txt", "--context", 64, "--tasks", "gsm8k,humaneval,loops",
+        "--task-dir", problems, "--limit", 2, "--run-code", "--json", tmp_path / "rows.json",
+    )  # fmt: skip
+    assert shown.code == 0, shown
+    for words in ("exact match", "pass@1", "ends in a loop", "Tokens/s while writing gsm8k", "greedy"):
+        assert words in " ".join(shown.out.split()), words
+    first, second = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [score["task"] for score in second["tasks"]] == ["gsm8k", "humaneval", "loops"]
+    assert [s["value"] for s in first["tasks"]] == [s["value"] for s in second["tasks"]]
+    assert 0 < first["tasks"][2]["metrics"]["distinct_4"] <= 1
