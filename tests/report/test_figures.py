@@ -45,8 +45,8 @@ def check(drawn: CaptionedFigure) -> None:
     assert drawn.title
     assert len(drawn.alt) > 40
     assert "Look" in drawn.caption
-    svg = style.to_svg(drawn)
-    assert svg == style.to_svg(drawn)
+    svg = drawn.svg
+    assert svg == style._to_svg(drawn.figure)
     ET.fromstring(svg)
     assert "<img" not in svg
     assert "<script" not in svg
@@ -61,7 +61,7 @@ def test_accuracy_draws_the_rows() -> None:
     assert drawn_lines(drawn)["carved"] == [(0.5, 81.1), (0.7, 30.2)]
     assert "81.1 at 50%" in drawn.alt
     assert drawn.figure.axes[0].get_yscale() == "log"
-    assert "dense 16.25" in style.to_svg(drawn)
+    assert "dense 16.25" in drawn.svg
     check(drawn)
 
 
@@ -78,7 +78,7 @@ def test_the_dial_draws_each_number_of_experts() -> None:
     assert lines[0] == [(0.3, 90.0), (0.5, 40.0), (1.0, 16.5)]
     assert lines[1] == [(1.0, 16.5)]  # the plan's 8
     assert [y for _, y in lines[2]] == [16.25, 16.25]
-    assert "dense 16.25" in style.to_svg(drawn)
+    assert "dense 16.25" in drawn.svg
     assert "90 at 30% (1 experts" in drawn.alt
     assert "refitted" not in drawn.caption
     check(drawn)
@@ -280,7 +280,7 @@ def test_many_panels_are_laid_out_the_same_each_time(seed: int) -> None:
     draws = torch.rand(4, 5, generator=torch.Generator().manual_seed(seed)).tolist()
     rows = [{"step": i, **dict(zip(figures.TERMS, draw, strict=True))} for i, draw in enumerate(draws)]
     drawn = [figures.training_figure(rows, 2, 0.5) for _ in range(3)]
-    assert len({style.to_svg(one) for one in drawn if one is not None}) == 1
+    assert len({one.svg for one in drawn if one is not None}) == 1
 
 
 def test_cost_says_what_it_knows() -> None:

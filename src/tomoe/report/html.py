@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from tomoe.evaluation.routing_trace import RoutingTrace
 from tomoe.files import atomic_write
-from tomoe.report.style import CaptionedFigure, to_svg
+from tomoe.report.style import CaptionedFigure
 
 COLORS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00")
 Texts = Sequence[tuple[str, RoutingTrace]]  # (name, trace), all of one model
@@ -53,7 +53,7 @@ def write_route_page(path: Path, title: str, texts: Texts, layer: int = 0) -> Pa
 
 def figure_uri(drawn: CaptionedFigure) -> str:
     """A figure as the source of an <img>: what an SVG holds cannot reach the page from there."""
-    return svg_uri(to_svg(drawn))
+    return svg_uri(drawn.svg)
 
 
 def svg_uri(svg: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from tomoe.files import atomic_write
@@ -27,6 +29,7 @@ MARKERS = ("o", "s", "^", "D")
 LIGHT = "#8fb8cf"  # the paler one of two shades of the first color
 HEAT = "cividis"  # rises in lightness all the way, and looks the same to the color-blind
 PNG_DPI = 160
+SVG_DPI = 100  # of images within
 STYLE: dict[str, Any] = {
     "text.parse_math": False,  # names may hold a dollar sign
     "svg.fonttype": "none", "svg.hashsalt": "tomoe", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"],
@@ -47,6 +50,11 @@ class CaptionedFigure:
     alt: str
     caption: str
     figure: Figure
+
+    @cached_property
+    def svg(self) -> str:
+        """One <svg> element and its prologue, without date or version; drawn once for the file and the page."""
+        return _to_svg(self.figure)
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
@@ -84,23 +92,30 @@ def _settle(figure: Figure) -> None:
             axes.set_position((round(x, 5), round(y, 5), round(width, 5), round(height, 5)))
 
 
+# Canvases write without the pass of `savefig` that only lays out, and both leave their resolution behind.
+
+
 @styled
-def to_svg(drawn: CaptionedFigure) -> str:
-    """One <svg> element and its prologue, without date or version."""
-    _settle(drawn.figure)
+def _to_svg(figure: Figure) -> str:
+    _settle(figure)
+    figure.dpi = SVG_DPI
     buffer = io.StringIO()
-    omitted = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    drawn.figure.savefig(buffer, format="svg", metadata=omitted)
+    FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return buffer.getvalue()
 
 
 @styled
+def _to_png(figure: Figure) -> bytes:
+    _settle(figure)
+    figure.dpi = PNG_DPI
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
+    return buffer.getvalue()
+
+
 def save(drawn: CaptionedFigure, folder: Path) -> tuple[Path, Path]:
     """Write FOLDER/name.svg and FOLDER/name.png. Raises UserError if that fails."""
-    _settle(drawn.figure)
-    buffer = io.BytesIO()
-    drawn.figure.savefig(buffer, format="png", dpi=PNG_DPI, metadata={"Software": None})
     return (
-        atomic_write(folder / f"{drawn.name}.svg", to_svg(drawn)),
-        atomic_write(folder / f"{drawn.name}.png", buffer.getvalue()),
+        atomic_write(folder / f"{drawn.name}.svg", drawn.svg),
+        atomic_write(folder / f"{drawn.name}.png", _to_png(drawn.figure)),
     )
