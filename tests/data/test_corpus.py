@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import make_pico
 from pico_tokenizer import make_tokenizer
-from tomoe.data import sampling
+from tomoe.data import sampling, sources
 from tomoe.data.corpus import Corpus, Sequences, pack, prepare
 from tomoe.data.sampling import ordinary_tokens, sample_documents, sample_from_logits
 from tomoe.data.sources import documents
@@ -158,6 +159,17 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
         list(documents(str(tmp_path)))
     with pytest.raises(UserError, match="no split 'test'"):
         list(documents(str(lines(tmp_path / "a.jsonl", "a")), "test"))
+
+
+def test_the_documentation_of_python_has_each_paragraph_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "phased-in incompatible language changes" in next(sources._docstrings())
+    monkeypatch.setattr(sources, "_docstrings", lambda: iter(["First.\n\nLast."] * 2))
+    paragraphs = [part for document in documents("python-docs") for part in document.split("\n\n")]
+    assert len(set(paragraphs)) == len(paragraphs) > 1000
+    assert paragraphs[-2:] == ["First.", "Last."]
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(UserError, match="no pydoc_data"):
+        list(documents("python-docs"))
 
 
 class Hub:

@@ -85,7 +85,7 @@ Data = Annotated[
     list[str] | None,
     typer.Option(
         "--data",
-        help="Text: self (sampled from the model), wikitext, alpaca, code-alpaca, a hub id or a file (repeatable).",
+        help="Text: self (sampled from the model), python-docs, wikitext, alpaca, a hub id or a file (repeatable).",
         metavar="SOURCE",
     ),
 ]

@@ -1,10 +1,14 @@
-"""Sources of text: named data sets, hub ids, local files and folders. Each yields documents."""
+"""Sources of text: the documentation of Python, data sets, hub ids, local files and folders. Each yields documents."""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import importlib
+import itertools
 import json
 import re
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +29,9 @@ CHAT_COLUMNS = ("messages", "conversations")
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 # Parts of a long .txt file: longer than any sequence, short enough that a shuffle mixes the parts of a single file.
 _PART_CHARACTERS = 2**16
+
+# Of the documentation of Python: paragraphs of a document, and characters of a docstring that is worth reading.
+_PARAGRAPHS, _LONG_DOCSTRING = 16, 500
 
 Row = Mapping[str, Any]
 Document = str | Chat
@@ -72,7 +79,37 @@ def _ptb(split: str, _: str | None) -> Iterator[Document]:
         yield _document(row, "sentence", "the source ptb")
 
 
+def _python_docs(split: str, _: str | None) -> Iterator[Document]:
+    """The language reference and the long docstrings of the standard library, a few paragraphs a document.
+
+    Topics of the reference repeat sections of each other. Each paragraph comes once, so none is both fitted to and held out.
+    """
+    try:
+        topics: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        raise UserError(
+            "this Python has no pydoc_data, which the source python-docs reads; name a text file instead, or the source self"
+        ) from None
+    seen: set[str] = set()
+    for text in itertools.chain((topics[name] for name in sorted(topics)), _docstrings()):
+        paragraphs = [part for part in dict.fromkeys(text.split("\n\n")) if part.strip() and part not in seen]
+        seen.update(paragraphs)
+        for first in range(0, len(paragraphs), _PARAGRAPHS):
+            yield "\n\n".join(paragraphs[first : first + _PARAGRAPHS])
+
+
+def _docstrings() -> Iterator[str]:
+    """Docstrings of the modules of the standard library that are one file, in the order of their names."""
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node) or ""
+                if len(text) >= _LONG_DOCSTRING:
+                    yield text
+
+
 SOURCES: dict[str, Source] = {
+    "python-docs": Source(_python_docs),
     "wikitext": Source(
         partial(_wikitext, config="wikitext-2-raw-v1"), held_out="test", hub_id="Salesforce/wikitext:wikitext-2-raw-v1"
     ),
