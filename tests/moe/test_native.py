@@ -167,6 +167,15 @@ def test_registers_of_the_other_width_compute_the_experts(name: str, monkeypatch
     test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
 
 
+@compiled
+def test_a_compiler_that_is_told_of_no_processor_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that only some processors have is needed: so it builds on ARM, too."""
+    monkeypatch.setattr(build, "FLAGS", tuple(flag for flag in build.FLAGS if not flag.startswith("-march")))
+    run = native._typed(build.load.__wrapped__(native.SOURCE))
+    for dtype, way in ((torch.float32, Way.ROWS), (torch.bfloat16, Way.ROWS), (torch.bfloat16, Way.MATRIX)):
+        assert all(native._agrees_with_pytorch(run, dtype, fine, way) for fine in (False, True))
+
+
 # Products of tiles by the units of this processor, if it has them, and in plain C++ as processors with AVX-512 and others run it.
 TILES = ((), ("-DPORTABLE_TILES",), ("-DPORTABLE_TILES", "-DWIDE_REGISTERS=0"))
 
