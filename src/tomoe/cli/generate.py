@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -22,13 +23,24 @@ def generate(
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Sampling seed.")] = 0,
     active: options.Dial = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask through the model's chat template instead of continuing a text.")
+    ] = False,
 ) -> None:
-    """Continue a prompt with a dense or a converted model."""
+    """Continue a prompt with a dense or a converted model, or ask it."""
     options.check_model(model)
 
     quiet_libraries()
     if active is not None:
         typer.echo(active_experts.ActiveExperts.of(model).nearest(active), err=True)
     loaded, tokenizer = active_experts.load(model, active=active)
-    written = generation.generate(loaded, tokenizer, prompt, max_new_tokens, temperature, seed)
-    typer.echo(printable(prompt + written))
+
+    def show(text: str) -> None:
+        # without a newline the stream would wait for one
+        typer.echo(printable(text), nl=False)
+        sys.stdout.flush()
+
+    if not chat:
+        show(prompt)
+    generation.generate(loaded, tokenizer, prompt, max_new_tokens, temperature, seed, chat, show)
+    typer.echo()

@@ -1,16 +1,17 @@
-"""Continues a prompt with any model."""
+"""Continues a prompt with any model, or asks a chat model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from tomoe.errors import UserError, shortened
 from tomoe.model.tokens import check_ids, check_length
 
-# continued by both models in the report
+# continued to verify an export
 PROMPT = "The three most important things about the sea are"
 
 
@@ -38,29 +39,45 @@ def generate(
     max_new_tokens: int = 64,
     temperature: float = 0.0,
     seed: int = 0,
+    chat: bool = False,
+    on_text: Callable[[str], None] | None = None,
 ) -> str:
-    """The continuation of a prompt. Temperature 0 takes the most likely tokens, a higher one samples with the seed.
+    """The continuation of a prompt, or with `chat` the answer to it, asked through the model's chat template.
 
-    Raises UserError for a prompt without a token, or with one that the model has no row for, or if the text
-    would be longer than the positions that it has learned.
+    Temperature 0 takes the most likely tokens, a higher one samples with the seed. `on_text` gets the text in pieces, as it
+    is written. Raises UserError for a prompt without a token, or with one that the model has no row for, for a text that
+    would be longer than the positions that it has learned, and without a chat template where one is needed.
     """
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    prompt_tokens = inputs["input_ids"].shape[1]
-    if prompt_tokens == 0:
+    prompted = asked(tokenizer, prompt) if chat else list(tokenizer(prompt)["input_ids"])
+    if not prompted:
         raise UserError("there is nothing to continue: the prompt has no token")
-    check_ids(inputs["input_ids"], model)
-    check_length(prompt_tokens + max_new_tokens, model)
+    ids = torch.tensor([prompted], device=model.device)
+    check_ids(ids, model)
+    check_length(len(prompted) + max_new_tokens, model)
     greedy = temperature == 0
     # generate draws from the global generator only
     with torch.inference_mode(), torch.random.fork_rng():
         torch.manual_seed(seed)
-        ids = cast(Any, model).generate(
-            **inputs,
+        written = cast(Any, model).generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             do_sample=not greedy,
             temperature=None if greedy else temperature,
             top_p=None,
             top_k=None if greedy else 0,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            streamer=None if on_text is None else _Streamer(tokenizer, on_text),
         )
-    return str(tokenizer.decode(ids[0, prompt_tokens:], skip_special_tokens=True))
+    return str(tokenizer.decode(written[0, len(prompted) :], skip_special_tokens=True))
+
+
+class _Streamer(TextStreamer):
+    """Hands over what is written, in whole words."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.on_text(text)
