@@ -17,10 +17,12 @@ from pico_files import CommandLine, small, write_pico
 from tomoe.data import evaluation_text
 from tomoe.data.evaluation_text import read_text
 from tomoe.errors import UserError
+from tomoe.evaluation import perplexity
 from tomoe.evaluation.compare import compare
+from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.perplexity import Predictions, measure, sequences_sha256, sliding
-from tomoe.evaluation.results import from_json, to_json
-from tomoe.evaluation.tables import task_table
+from tomoe.evaluation.results import Row, from_json, to_json
+from tomoe.evaluation.tables import position_table, task_table
 from tomoe.evaluation.tasks import SUITES, TaskSet, TaskSpec, parse_tasks
 from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.moe.fold import fold
@@ -69,6 +71,25 @@ def test_routing_counts_each_token_of_overlapping_windows_once(llama: PreTrained
     (row,) = compare([("moe", moe)], *sliding(tokens(1, 41)[0], 12, 5), stride=5)
     assert row.usage is not None
     assert row.usage.tokens == 41
+
+
+def test_long_sequences_are_measured_by_position_too(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perplexity, "SPAN", 8)
+    ids = tokens(3, 40)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[2, 20:] = False
+    moe = fold(llama, make_plan(llama, "off"))
+    whole = measure(moe, ids, mask, llama)
+    assert [(span.end, span.tokens) for span in whole.spans] == [(8, 3 * 7), (16, 3 * 8), (32, 2 * 16 + 4), (40, 2 * 8)]
+    first = measure(moe, ids[:, :8], mask[:, :8], llama)
+    assert first.spans == []
+    assert (whole.spans[0].perplexity, whole.spans[0].kl) == (pytest.approx(first.perplexity), pytest.approx(first.kl))
+    kls = [span.tokens * (span.kl or 0) for span in whole.spans]
+    assert sum(kls) / whole.tokens == pytest.approx(whole.kl)
+    titles, body = position_table([Row(whole, model_facts(moe))])
+    assert [line[0] for line in body] == ["0 to 8", "8 to 16", "16 to 32", "32 to 40"]
+    assert f"KL {kls[0] / 21:.4f}" in body[0][1]
+    assert titles[0] == "position"
 
 
 # -- the reference runs once

@@ -100,8 +100,8 @@ def _show(names: Sequence[str], measured: Sequence[results.Row]) -> None:
     """Print the tables, then warnings; `names` are the models of the rows."""
     console = output()
     console.print(tables.to_rich(measured))
-    if (scores := tables.tasks_to_rich(measured)) is not None:
-        console.print(scores)
+    for table in tables.more_to_rich(measured):
+        console.print(table)
     plans = {name: plan.Plan.load(Path(name)) for name in names if (Path(name) / "plan.json").is_file()}
     for name, row in zip(names, measured, strict=True):
         # what is wrong with a plan is said once

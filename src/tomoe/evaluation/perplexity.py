@@ -1,6 +1,7 @@
 """Perplexity of any causal LM and, beside a reference, how far its predictions are from the reference's.
 
-Letters: B sequences, S tokens of a sequence, T scored positions of one sequence, D hidden size, V vocabulary.
+Letters: B sequences, S tokens of a sequence, T scored positions of one sequence, P spans of positions, D hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 from tomoe import distributed
 from tomoe.errors import UserError
-from tomoe.evaluation.results import Measurement
+from tomoe.evaluation.results import Measurement, Span
 from tomoe.files import basename
 from tomoe.model.shape import ceil_div
 from tomoe.model.tokens import check_ids
@@ -27,6 +29,7 @@ from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.version import __version__
 
 CHUNK = 128  # positions whose float32 logits are alive at a time
+SPAN = 1024  # positions of the first span of long sequences; each later one is as long as all before it
 HIGHEST_NLL = 700.0  # nats; exp of more does not fit a float
 PROBE = 8  # tokens that show how a model makes its logits
 
@@ -116,6 +119,7 @@ def measure(
     _check(model, input_ids, mask)
     with torch.no_grad(), evaluating(model), evaluating(ref_model):
         sums = _sum_sequences(predictions, ref, input_ids, mask, stride, ran, progress)
+    by_span, sums = sums.sum(0), sums.sum(1)
     tokens, nll, kl, agreements = sums.sum(0).tolist()
     if not (nll / tokens < HIGHEST_NLL and math.isfinite(kl)):
         raise UserError(
@@ -141,7 +145,27 @@ def measure(
         device=first.device.type,
         seed=seed,
         versions={m.__name__: str(m.__version__) for m in (torch, transformers)} | {"tomoe": __version__},
+        spans=_spans(by_span, input_ids.shape[1], reference is not None),
     )
+
+
+def _spans(by_span: Float[Tensor, "P 4"], context: int, refers: bool) -> list[Span]:
+    """What was measured by position; nothing if all positions are in one span."""
+    if len(by_span) == 1:
+        return []
+    return [
+        Span(min(end, context), int(tokens), math.exp(nll / tokens), max(0.0, kl / tokens) if refers else None)
+        for end, (tokens, nll, kl, _) in zip(_ends(context), by_span.tolist(), strict=True)
+        if tokens
+    ]
+
+
+def _ends(context: int) -> list[int]:
+    """Where spans of positions end: at SPAN, at twice as many tokens and so on, until all of the context is in one."""
+    ends = [SPAN]
+    while ends[-1] < context:
+        ends.append(2 * ends[-1])
+    return ends
 
 
 def _sum_sequences(
@@ -152,9 +176,10 @@ def _sum_sequences(
     stride: int | None,
     ran: Callable[[int], None] | None,
     progress: StageCallback,
-) -> Float[Tensor, "B 4"]:
-    """Sum tokens, nll, KL and agreements of every sequence; the other processes send the sums of theirs."""
-    sums = torch.zeros(len(input_ids), 4, dtype=torch.float64)
+) -> Float[Tensor, "B P 4"]:
+    """Sum tokens, nll, KL and agreements of every sequence and span; the other processes send the sums of theirs."""
+    ends = _ends(input_ids.shape[1])
+    sums = torch.zeros(len(input_ids), len(ends), 4, dtype=torch.float64)
     for each in (predictions, *([] if ref is None else [ref])):
         each.probe(input_ids[0])
     for b in distributed.rank_indices(len(input_ids)):
@@ -162,7 +187,12 @@ def _sum_sequences(
         scored = (real[:-1] & new_tokens(mask, b, stride)[1:]).nonzero().squeeze(1)
         states, head = predictions.sequence(b, ids, real, scored)
         ref_states = None if ref is None else ref.sequence(b, ids, real, scored)
-        sums[b] = _score(states, head, ids[1:][scored.to(ids.device)], ref_states)
+        targets = ids[1:][scored.to(ids.device)]
+        # the token that is predicted, not the one before it, has the position
+        bounds = torch.searchsorted(scored + 1, torch.tensor([0, *ends], device=scored.device)).tolist()
+        for span, (i, j) in enumerate(pairwise(bounds)):
+            own = None if ref_states is None else (ref_states[0][i:j], ref_states[1])
+            sums[b, span] = _score(states[i:j], head, targets[i:j], own)
         if ran:
             ran(b)
         progress(min(b + distributed.world_size(), len(input_ids)), len(input_ids))

@@ -51,6 +51,16 @@ def validated(kind: type[T], values: object, what: str) -> T:
 
 
 @dataclass(frozen=True)
+class Span:
+    """A measurement on the positions of long sequences between the span before it and `end`."""
+
+    end: Count  # tokens from the beginning of a sequence
+    tokens: Count  # that were predicted
+    perplexity: Positive
+    kl: Number | None = None
+
+
+@dataclass(frozen=True)
 class Measurement:
     """One model on one text, with all that is needed to measure it again. Plain data, as JSON holds it."""
 
@@ -70,6 +80,7 @@ class Measurement:
     device: Name = ""
     seed: int | None = None  # that the data was prepared with
     versions: dict[Name, Name] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)  # by position, of sequences longer than the first span
 
 
 class ModelFacts(TypedDict):

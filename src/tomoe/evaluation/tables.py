@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -12,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tomoe.evaluation.results import LOOP_METRIC, TOKENS_PER_S, Row, TaskScore
+from tomoe.evaluation.results import LOOP_METRIC, TOKENS_PER_S, Row, Span, TaskScore
 from tomoe.files import format_bytes
 
 NONE = "-"
@@ -77,6 +78,25 @@ def footnote(rows: Sequence[Row]) -> str:
     if len({row.measurement.data_sha256 for row in rows}) > 1:
         parts.append("ATTENTION: the rows were measured on different texts and cannot be compared")
     return ". ".join(part for part in parts if part) + "."
+
+
+def position_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells: a line for each span of positions, a column for each model. Empty if sequences are short."""
+    ends = [span.end for span in rows[0].measurement.spans] if rows else []
+    if any([span.end for span in row.measurement.spans] != ends for row in rows):
+        return [], []
+    body = [
+        [f"{first:,} to {end:,}", *(_span_cell(row.measurement.spans[i]) for row in rows)]
+        for i, (first, end) in enumerate(pairwise([0, *ends]))
+    ]
+    return ["position", *(row.name for row in rows)] if body else [], body
+
+
+def _span_cell(span: Span) -> str:
+    return f"{span.perplexity:.2f}" + ("" if span.kl is None else f", KL {span.kl:.4f}")
+
+
+POSITIONS = "Perplexity, and KL to the first model, by the position of the predicted token in its sequence."
 
 
 def task_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -149,7 +169,8 @@ def to_markdown(rows: Sequence[Row]) -> str:
         return "| " + " | ".join(map(escape_markdown, values)) + " |"
 
     lines = []
-    for (titles, body), note in ((table(rows), footnote(rows)), (task_table(rows), task_footnote(rows))):
+    parts = (table(rows), footnote(rows)), (position_table(rows), POSITIONS), (task_table(rows), task_footnote(rows))
+    for (titles, body), note in parts:
         if titles:
             ruler = "|---|" + "---:|" * (len(titles) - 1)
             lines += [line(titles), ruler, *map(line, body), "", escape_markdown(note), ""]
@@ -168,15 +189,17 @@ def to_rich(rows: Sequence[Row]) -> Table:
     return shown
 
 
-def tasks_to_rich(rows: Sequence[Row]) -> Group | None:
-    """The tasks and their footnote for the terminal; None if none was run."""
-    titles, body = task_table(rows)
-    if not titles:
-        return None
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for i, title in enumerate(titles):
-        shown.add_column(escape(title), justify="right" if i else "left", overflow="fold")
-    for values in body:
-        shown.add_row(*map(escape, values))
-    # no caption: that is folded at the width of the table
-    return Group(shown, Text(task_footnote(rows)))
+def more_to_rich(rows: Sequence[Row]) -> list[Group]:
+    """Spans of positions, then tasks, each with its footnote, for the terminal; those that were not measured are left out."""
+    groups = []
+    for (titles, body), note in ((position_table(rows), POSITIONS), (task_table(rows), task_footnote(rows))):
+        if not titles:
+            continue
+        shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for i, title in enumerate(titles):
+            shown.add_column(escape(title), justify="right" if i else "left", overflow="fold")
+        for values in body:
+            shown.add_row(*map(escape, values))
+        # no caption: that is folded at the width of the table
+        groups.append(Group(shown, Text(note)))
+    return groups
