@@ -6,6 +6,7 @@ A width is an int (reports) or a tensor with a gradient (the loss). Biases and n
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from tomoe.model.shape import ModelShape
@@ -40,3 +41,56 @@ def active_params(shape: ModelShape, widths: Iterable[tuple[Any, Any, Any]]) -> 
     """Count T(d_MoE) (Eq. 8, Sec. 3.4) from (MLP width, Q/K dims, V/O dims) per converted layer."""
     layers = sum(mlp_params(shape, w) + attention_params(shape, qk, v) for w, qk, v in widths)
     return layers + shape.other_params
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The weights that writing one token reads. One sequence is written as fast as they come from memory, so they bound it.
+
+    Norms and biases, which are small, are left out.
+    """
+
+    decoder: int
+    """Projection weights of all decoder layers."""
+    attention: int
+    """Those of them that every token uses: of attention, and of layers without experts."""
+    output: int
+    """Of the output matrix."""
+    routers: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, output: int, num_experts: int) -> Decoding:
+        """From a model's sizes, and the experts of a layer."""
+        attention = shape.num_layers * attention_params(shape, shape.head_dim, shape.head_dim) + shape.other_params
+        routers = shape.num_layers * shape.hidden_size * num_experts
+        return cls(decoder_params(shape), int(attention), output, routers)
+
+    def read(self, active: float) -> int:
+        """Weights that a token reads if the share `active` of the decoder parameters works on it."""
+        return round(active * self.decoder) + self.output + self.routers
+
+    @property
+    def always(self) -> float:
+        """The share of what the dense model reads that is read whatever the experts are: attention, output, routers."""
+        return (self.attention + self.output + self.routers) / (self.decoder + self.output)
+
+    def speedup(self, active: float) -> float:
+        """How many times as fast as the dense model one sequence can be written at best."""
+        return (self.decoder + self.output) / self.read(active)
+
+    def sentence(self, least: float, active: float) -> str:
+        """What is always read, and the bounds with one expert of a token and as converted."""
+        return (
+            f"{self.always:.0%} of the weights that writing a token reads are always read (attention, output matrix, routers), "
+            f"so one sequence can be written at most {self.speedup(least):.1f} times as fast as by the dense model with one "
+            f"expert ({least:.0%} active), and {self.speedup(active):.1f} times at {active:.0%}"
+        )
+
+
+FILE_BITS = {"bf16": 16.0, "Q8_0": 8.5, "Q4_K": 4.5}
+"""Bits of a weight in files, with the scales of its block."""
+
+
+def file_bytes(weights: int) -> dict[str, int]:
+    """Bytes of a file with so many weights, by its format."""
+    return {name: round(weights * bits / 8) for name, bits in FILE_BITS.items()}

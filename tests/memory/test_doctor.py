@@ -75,3 +75,15 @@ def test_a_budget_out_of_reach(tomoe: CommandLine, deep: Path) -> None:
     outcome = tomoe("doctor", deep, "--active", "0.05")
     assert outcome.code == 2
     assert "can be cut to" in outcome.err
+
+
+def test_the_doctor_says_what_is_always_read(tomoe: CommandLine, deep: Path) -> None:
+    """Here that is nearly all but the experts, of which one is left."""
+    found = doctor.examine(Recipe.load(None, [f"model={deep}", "active=0.5"]))
+    read, decoding = found.sizes.decoder_params + found.sizes.output, found.decoding
+    assert decoding.speedup(0.5) == pytest.approx(read / (read - found.sizes.decoder_params / 2 + decoding.routers))
+    assert decoding.speedup(0.5) < decoding.speedup(found.one_expert) < 1 / decoding.always
+    assert found.sizes.least_active <= found.one_expert < 0.5
+    shown = tomoe("doctor", deep, "--active", "0.5", "--set", "device=cpu").out
+    assert f"{decoding.speedup(0.5):.1f} times at 50%" in shown
+    assert "in Q4_K" in shown

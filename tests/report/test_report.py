@@ -24,6 +24,7 @@ from tomoe.evaluation import param_counts, perplexity, tables, usage
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.perplexity import measure
 from tomoe.evaluation.results import ExpertUsage, Measurement, Row, from_json, to_json, validated
+from tomoe.files import format_bytes
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import ALWAYS, LayerPlan, Plan
@@ -403,7 +404,20 @@ def test_summary_says_how_it_was_learned(llama: PreTrainedModel) -> None:
     assert "chosen for each token: Q/K 6 to 8, V/O 5 to 8 of 8 dims" in lines["Attention"]
     assert lines["Learning"].startswith("150 steps of 512 tokens")
     assert "none" in dict(summary.conversion_summary(replace(plan, notes={"steps": 0})))["Learning"]
-    assert len(summary.conversion_summary(replace(plan, recipe={}))) == 4
+    assert len(summary.conversion_summary(replace(plan, recipe={}, dense_config={}))) == 4
+
+
+def test_summary_bounds_the_speed_of_decoding_by_the_weights_that_are_read(llama: PreTrainedModel) -> None:
+    plan = replace(make_plan(llama, "off", form="fine"), dense_config=llama.config.to_dict())
+    shape, lines = plan.shape, dict(summary.conversion_summary(plan))
+    attention = shape.num_layers * 2 * 32 * (4 + 2) * 8
+    output, routers, mlps = 64 * 32, shape.num_layers * 32 * 8, shape.num_layers * 3 * 32 * 48
+    dense = attention + mlps + output
+    at = [attention + share * mlps + output + routers for share in (0, (16 + 4) / 48, (16 + 2.5 * 4) / 48)]
+    assert lines["Decoding"].startswith(f"{at[0] / dense:.0%} of the weights")
+    assert f"{dense / at[1]:.1f} times as fast as by the dense model with one expert" in lines["Decoding"]
+    assert f"and {dense / at[2]:.1f} times at" in lines["Decoding"]
+    assert lines["File"].startswith(f"about {format_bytes(2 * (dense + routers))} in bf16")
 
 
 def test_card_summary_and_page_of_fine_grained_experts(llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ def _show(diagnosis: examination.Diagnosis, active: float) -> None:
         f"At least {sizes.least_active:.1%} of the decoder parameters stay active; at {active:.0%}, "
         f"{sizes.of_all(active):.0%} of all parameters are.",
     )
+    sizes_on_disk = ", ".join(f"{format_bytes(size)} in {name}" for name, size in diagnosis.file_bytes.items())
+    console.say(f"{diagnosis.decoding.sentence(diagnosis.one_expert, active)}.", f"The file takes {sizes_on_disk}.")
     for need in diagnosis.least:
         parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in need.parts.items())
         console.say(f"At least {format_bytes(need.total)} for {need.stage}: {parts}.")

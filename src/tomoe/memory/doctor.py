@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tomoe.budget import Decoding, file_bytes, mlp_params
 from tomoe.memory.estimate import AvailableMemory, MemoryEstimate, Sizes, available_memory, least_memory, sizes_of
 from tomoe.model import quantized
 from tomoe.model.loading import check_loading, load_config, pick_device
-from tomoe.pruning.layouts import Layout, settle_layout
+from tomoe.pruning.layouts import FineLayout, Layout, settle_layout
 from tomoe.recipe.conversion import Recipe
 
 
@@ -23,6 +24,12 @@ class Diagnosis:
     """Stages that need more than is available."""
     remedies: list[str]
     """If training is one of them: recipe settings with any of which it may fit."""
+    decoding: Decoding
+    """The weights that writing a token reads."""
+    one_expert: float
+    """The active share with one expert for a token."""
+    file_bytes: dict[str, int]
+    """Of the converted model, by format."""
 
 
 def examine(recipe: Recipe) -> Diagnosis:
@@ -38,7 +45,19 @@ def examine(recipe: Recipe) -> Diagnosis:
     least = least_memory(sizes, recipe, layout)
     lacking = [need.stage for need in least if need.total > free]
     remedies = _remedies(sizes, recipe, layout, free) if "training" in lacking else []
-    return Diagnosis(sizes, least, available, lacking, remedies)
+    decoding = Decoding.of(sizes.shape, sizes.output, layout.num_experts)
+    one = _one_expert(sizes, layout, recipe.active)
+    return Diagnosis(
+        sizes, least, available, lacking, remedies, decoding, one, file_bytes(sizes.total + decoding.routers)
+    )
+
+
+def _one_expert(sizes: Sizes, layout: Layout, active: float) -> float:
+    """The active share if a token uses one expert: the shared part with it, or as planned if it uses one anyway."""
+    if not isinstance(layout, FineLayout):
+        return active
+    cut = sizes.shape.mlp_size - layout.shared - layout.expert_size
+    return 1 - sizes.shape.num_layers * int(mlp_params(sizes.shape, cut)) / sizes.decoder_params
 
 
 def _remedies(sizes: Sizes, recipe: Recipe, layout: Layout, free: int) -> list[str]:

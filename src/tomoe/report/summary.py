@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tomoe.files import basename
+from tomoe.budget import Decoding, active_params, file_bytes
+from tomoe.files import basename, format_bytes
 from tomoe.model.names import HUB_ID
-from tomoe.plan import FINETUNED, REPAIRED, Plan
+from tomoe.plan import FINETUNED, REPAIRED, LayerCounts, Plan
 from tomoe.recipe.conversion import Recipe
 
 ATTENTION = {
@@ -49,6 +50,7 @@ def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
         ("Active params", f"{plan.active_fraction():.1%} of the decoder parameters work on each token"),
         ("Experts", _experts(plan)),
         ("Attention", _attention(plan)),
+        *_decoding(plan),
     ]
     if recipe is None:
         return lines
@@ -115,6 +117,25 @@ def _experts(plan: Plan) -> str:
         f"of {_span(sizes)}, {_span([layer.top_k for layer in plan.counts])} of which each token uses{same}: "
         f"{_span(widths)} of {size:,} neurons; every neuron is in one expert or in the shared part"
     )
+
+
+def _decoding(plan: Plan) -> list[tuple[str, str]]:
+    """What writing a token always reads, what that bounds, and bytes of files; nothing for a config of other names."""
+    vocabulary, hidden = plan.dense_config.get("vocab_size"), plan.dense_config.get("hidden_size")
+    if type(vocabulary) is not int or type(hidden) is not int:
+        return []
+    output = vocabulary * hidden
+    decoding = Decoding.of(plan.shape, output, plan.num_experts)
+    one = active_params(plan.shape, [(_one_expert(layer), layer.qk_dims, layer.value_dims) for layer in plan.counts])
+    weights = decoding.decoder + decoding.routers + output * (1 if plan.dense_config.get("tie_word_embeddings") else 2)
+    sizes = ", ".join(f"{format_bytes(size)} in {name}" for name, size in file_bytes(weights).items())
+    sentence = decoding.sentence(one / decoding.decoder, plan.active_fraction())
+    return [("Decoding", sentence), ("File", f"about {sizes}, with all neurons")]
+
+
+def _one_expert(layer: LayerCounts) -> int:
+    """Neurons of a token with one expert."""
+    return layer.shared_size + layer.expert_size
 
 
 def _repair(plan: Plan) -> list[tuple[str, str]]:
