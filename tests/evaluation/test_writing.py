@@ -19,7 +19,7 @@ from tomoe.evaluation.writing.continuations import continuations
 from tomoe.evaluation.writing.loops import distinct, loops
 from tomoe.evaluation.writing.problems import answer_of, body, function_ended
 from tomoe.evaluation.writing.programs import runs
-from tomoe.model.generation import asked
+from tomoe.model.generation import asked, generate
 from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.moe.fold import fold
 
@@ -46,6 +46,10 @@ def test_a_batch_writes_what_the_family_writes_for_each_prompt_alone(llama: PreT
     assert all(len(text) >= 8 for text in alone)
     stopped = continuations(model, tokenizer, PROMPTS, 12, lambda text: text in {tokenizer.decode(e) for e in ends})
     assert stopped == [text[:8] if tuple(text[:8]) in ends else text for text in alone]
+    # a model that remembers more than keys and values writes row by row, by its own code
+    model._is_stateful = True
+    one_by_one = continuations(model, tokenizer, PROMPTS, 12, lambda text: text in {tokenizer.decode(e) for e in ends})
+    assert one_by_one == stopped
 
 
 def test_nothing_is_written_after_an_end_or_beyond_the_context(llama: PreTrainedModel) -> None:
@@ -68,6 +72,23 @@ def test_a_question_goes_through_the_chat_template() -> None:
     tokenizer.chat_template = "{{ raise_exception('never') }}"
     with pytest.raises(UserError, match="refuses a question"):
         asked(tokenizer, "why?")
+
+
+def test_generate_shows_what_it_writes_in_pieces(tomoe: CommandLine, model: Path) -> None:
+    dense, tokenizer = load_dense(str(model), torch.float32), load_tokenizer(str(model))
+    pieces: list[str] = []
+    whole = generate(dense, tokenizer, "the sea", 12, on_text=pieces.append)
+    assert "".join(pieces) == whole
+    assert len(pieces) > 2
+    refused(tomoe("generate", model, "why?", "--chat"), "no chat template")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    answered = generate(dense, tokenizer, "why?", 12, chat=True)
+    asked_ids = torch.tensor([asked(tokenizer, "why?")])
+    plain = dense.generate(asked_ids, attention_mask=torch.ones_like(asked_ids), max_new_tokens=12, do_sample=False)
+    assert answered == tokenizer.decode(plain[0, asked_ids.shape[1] :], skip_special_tokens=True)
+    assert "why?" not in tomoe("generate", model, "why?", "--chat", "--max-new-tokens", 12).out
+    assert tomoe("generate", model, "why?", "--max-new-tokens", 12).out.startswith("why?")
 
 
 # -- programs

@@ -9,6 +9,7 @@ import torch
 from conftest import make_pico, make_plan
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.routing_trace import RoutingTrace
+from tomoe.evaluation.writing.loops import Variety
 from tomoe.moe.fold import fold
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.all_figures import all_figures
@@ -42,5 +43,5 @@ def hostile_facts() -> PageFacts:
         generations=[Generation(f"p {EVIL}", [(f"model {EVIL}", f"a {EVIL}"), ("moe", "b\n  c")])],
         figures=all_figures(plan, rows, metrics, COST, TIMED),
         commands=[(f"tomoe x {EVIL}", f"does {EVIL}"), *commands(Recipe(model=f"x/{EVIL}"), f"out {EVIL}")],
-        cost=COST, timed=True,
+        cost=COST, timed=True, varieties=[Variety(f"model {EVIL}", 8, 64, 3, 0.5)],
     )  # fmt: skip

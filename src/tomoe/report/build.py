@@ -21,9 +21,10 @@ from tomoe.evaluation.routing_trace import RoutingTrace, trace_ids, trace_text
 from tomoe.evaluation.run import compare_on
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.token_losses import TokenLosses, token_losses, typical_tokens
+from tomoe.evaluation.writing.loops import TOPICS, Variety, opening, question
+from tomoe.evaluation.writing.run import LOOP_LENGTH, LoopTask
 from tomoe.files import atomic_write, basename, read_json, sha256
 from tomoe.model.base_weights import BaseWeights
-from tomoe.model.generation import PROMPT, generate
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress
@@ -36,6 +37,8 @@ from tomoe.training.run_folder import RunFolder
 FORMAT = "tomoe-report-1"
 PASSAGE = 120  # tokens of a source that the page colors
 LONG = 1024  # tokens of the held-out text whose experts are counted, about
+WRITTEN, SHOWN = 8, 3  # texts that each model writes, and those that the page shows
+SLOW, SHORT = 2e9, 64  # weights from which on a CPU writes short texts, and their tokens
 PAIRED = 512  # tokens of its first sequence whose losses are compared; their logits are in memory together
 
 
@@ -49,6 +52,7 @@ class Observed:
     texts: Annotated[list[tuple[str, RoutingTrace]], Field(min_length=1)]
     losses: TokenLosses | None = None  # of a passage of the held-out text
     typical: list[list[list[Name]]] = field(default_factory=list)  # [layer][expert]: tokens
+    varieties: list[Variety] = field(default_factory=list)  # of what both models wrote, loops among it
 
     def __post_init__(self) -> None:
         """Raises ValueError if traces contradict each other or themselves; a file may hold anything."""
@@ -103,7 +107,7 @@ def write_reports(
     facts = PageFacts(
         f"{rows[0].name} as a Mixture-of-Experts, {plan.active_fraction():.0%} active", plan, rows, observed.generations,
         observed.texts, figures, commands=commands(recipe, basename(out), FINETUNED in plan.notes), cost=cost,
-        timed=bool(timed), dial=dial, losses=observed.losses, typical=observed.typical,
+        timed=bool(timed), dial=dial, losses=observed.losses, typical=observed.typical, varieties=observed.varieties,
     )  # fmt: skip
     write_page(out, facts)
     return rows
@@ -125,7 +129,7 @@ def _measure(
     rows = compare_on([(recipe.model, dense), (str(out), moe)], text, on_progress)
     if distributed.rank():
         return rows, None
-    observed = _observe(out, rows, (dense, moe), tokenizer, text)
+    observed = _observe(out, rows, (dense, moe), tokenizer, text, offload)
     atomic_write(out / "evaluation.json", to_json(rows))
     atomic_write(out / "report.json", json.dumps(asdict(observed), ensure_ascii=False) + "\n")
     return rows, observed
@@ -165,18 +169,37 @@ def _observe(
     models: tuple[PreTrainedModel, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
     text: EvaluationText,
+    offload: bool,
 ) -> Observed:
-    """How the dense model and the MoE continue a prompt, and the experts of some tokens of every source."""
+    """What the dense model and the MoE write on some topics, and the experts of some tokens of every source."""
     moe = models[1]
-    answers = [(row.name, generate(model, tokenizer, PROMPT)) for row, model in zip(rows, models, strict=True)]
+    texts = _text_task(models[0], offload)
+    written = [texts.write(model, tokenizer) for model in models]
+    generations = [
+        Generation(question(topic) if written[0].chat else opening(topic), [
+            (row.name, own.texts[n]) for row, own in zip(rows, written, strict=True)
+        ])
+        for n, topic in enumerate(texts.topics[:SHOWN])
+    ]  # fmt: skip
+    varieties = [texts.variety(row.name, own) for row, own in zip(rows, written, strict=True)]
+    first = generations[0]
     passages = [(name, trace_ids(moe, tokenizer, ids)) for name, ids in _passages(text)]
-    passages.append(("What the MoE wrote", trace_text(moe, tokenizer, PROMPT + answers[-1][1], PASSAGE)))
+    passages.append(
+        ("What the MoE wrote", trace_text(moe, tokenizer, f"{first.prompt}\n\n{first.answers[-1][1]}", PASSAGE))
+    )
     long = [ids for ids in (row[mask].tolist() for row, mask in zip(*_beginning(text), strict=True)) if len(ids) > 1]
     return Observed(
-        FORMAT, sha256(out / "plan.safetensors"), [Generation(PROMPT, answers)], passages,
+        FORMAT, sha256(out / "plan.safetensors"), generations, passages,
         token_losses(models[0], moe, tokenizer, long[0][:PAIRED]) if long else None,
-        typical_tokens([trace_ids(moe, tokenizer, ids) for ids in long]) if long else [],
+        typical_tokens([trace_ids(moe, tokenizer, ids) for ids in long]) if long else [], varieties,
     )  # fmt: skip
+
+
+def _text_task(model: PreTrainedModel, offload: bool) -> LoopTask:
+    """The texts to write: at most a quarter of the context, and short ones where a token takes long."""
+    slow = offload or (model.device.type == "cpu" and model.num_parameters() > SLOW)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4 * LOOP_LENGTH
+    return LoopTask(TOPICS[:WRITTEN], min(SHORT if slow else LOOP_LENGTH, max(1, positions // 4)))
 
 
 def _beginning(text: EvaluationText) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 from tomoe.evaluation.results import Row
 from tomoe.evaluation.tables import count, footnote, table, task_footnote, task_table
 from tomoe.evaluation.token_losses import TokenLosses
+from tomoe.evaluation.writing.loops import Variety
 from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
@@ -50,6 +51,7 @@ class PageFacts:
     dial: Sequence[Row] = ()  # the dense model, then the same folder with several numbers of experts
     losses: TokenLosses | None = None  # of a passage, in both models
     typical: Sequence[Sequence[Sequence[str]]] = ()  # [layer][expert]: tokens
+    varieties: Sequence[Variety] = ()  # loops in what each model wrote
 
 
 def write_page(out: Path, facts: PageFacts) -> Path:
@@ -73,7 +75,7 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         usage_titles=usage_titles, usage_body=usage_body, summary=_summary(facts.plan), recipe=_recipe(facts.plan),
         memory=_memory(facts), benchmark=None if facts.timed else _benchmark_command(out, facts.plan),
         loss_titles=loss_titles, loss_body=loss_body, losses=facts.losses and loss_sentence(facts.losses),
-        typical_titles=typical_titles, typical_body=typical_body,
+        varieties=variety_sentence(facts.varieties), typical_titles=typical_titles, typical_body=typical_body,
         commands=facts.commands, version=__version__,
     )  # fmt: skip
     return atomic_write(out / PAGE, page)
@@ -96,6 +98,16 @@ def _sections(facts: PageFacts, warnings: Sequence[str]) -> list[tuple[str, str]
         ("how", "How it was made", True), ("speed", "Speed and memory", True), ("use", "Load, serve, reproduce", facts.commands),
     ]  # fmt: skip
     return [(name, heading) for name, heading, there in sections if there]
+
+
+def variety_sentence(varieties: Sequence[Variety]) -> str:
+    """How many texts of each model end in a loop, and how varied they are; empty if that was not counted."""
+    parts = [
+        f"{v.model}: {v.looped} of {v.texts} texts of {v.length} tokens end in a loop, {v.distinct:.0%} of their "
+        "stretches of four tokens are no repetition"
+        for v in varieties
+    ]
+    return "; ".join(parts) + "." if parts else ""
 
 
 def tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:

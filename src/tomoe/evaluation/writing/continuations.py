@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from tomoe.model.hooks import own_rows
 from tomoe.model.structure import CACHE
@@ -34,6 +35,11 @@ def continuations(
     together; `progress` counts those that are done.
     """
     written: list[list[int]] = [[] for _ in prompts]
+    if not batchable(model):
+        for n, prompt in enumerate(prompts):
+            written[n] = _alone(model, prompt, most, lambda ids: ended(str(tokenizer.decode(ids))))
+            progress(n + 1, len(prompts))
+        return written
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
     for start in range(0, len(order), rows):
         batch = order[start : start + rows]
@@ -46,6 +52,35 @@ def continuations(
             model, [prompts[n] for n in batch], texts, most, lambda ids: ended(str(tokenizer.decode(ids))), report
         )
     return written
+
+
+def batchable(model: Any) -> bool:
+    """Whether rows can be padded, and leave the batch: all that a layer remembers is keys and values of single tokens."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    plain = all(kind in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
+    takes = inspect.signature(model.forward).parameters
+    return plain and not getattr(model, "_is_stateful", False) and "logits_to_keep" in takes
+
+
+@torch.no_grad()
+def _alone(model: Any, prompt: Sequence[int], most: int, ended: Callable[[list[int]], bool]) -> list[int]:
+    """Write on by the family's own code, one row."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or len(prompt) + most
+    if (most := min(most, positions - len(prompt))) < 1:
+        return []
+    ids = torch.tensor([list(prompt)], device=model.device)
+
+    def stop(given: Tensor, *_: Any, **__: Any) -> Tensor:
+        written = given[0, len(prompt) :].tolist()
+        over = len(written) % LOOK == 0 and ended(written)
+        return torch.tensor([over], device=given.device)
+
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False, temperature=None,
+        top_p=None, top_k=None, stopping_criteria=StoppingCriteriaList([stop]), pad_token_id=0,
+    )  # fmt: skip
+    ends = end_tokens(model)
+    return [token for token in out[0, len(prompt) :].tolist() if token not in ends]
 
 
 def end_tokens(model: Any) -> set[int]:

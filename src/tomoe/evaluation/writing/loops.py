@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tomoe.evaluation.results import Count, Name, Share
 
 # a loop is so many tokens at the end, at least, that repeat a stretch of at most so many, three times at least
 LOOP_TOKENS, LONGEST = 48, 64
@@ -14,6 +17,18 @@ TOPICS = (
     "the rules of chess", "how vaccines protect people", "the planets", "how to learn a language", "old bridges",
     "what a database is",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Variety:
+    """How often a model's texts end in a loop, and how varied they are."""
+
+    model: Name
+    texts: Count
+    length: Count
+    """Tokens of a text, at most."""
+    looped: Count
+    distinct: Share
 
 
 def question(topic: str) -> str:

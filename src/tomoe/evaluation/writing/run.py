@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from tomoe.errors import UserError
 from tomoe.evaluation.results import LOOP_METRIC, TOKENS_PER_S, TaskScore
 from tomoe.evaluation.writing.continuations import ROWS, continuations
-from tomoe.evaluation.writing.loops import TOPICS, distinct, loops, opening, question
+from tomoe.evaluation.writing.loops import TOPICS, Variety, distinct, loops, opening, question
 from tomoe.evaluation.writing.problems import WRITTEN, Prompt, Row, WrittenTask
 from tomoe.model.generation import asked
 from tomoe.model.tokens import check_text
@@ -98,8 +98,13 @@ class LoopTask:
     def run(self, model: Any, tokenizer: PreTrainedTokenizerBase, rows: int, progress: StageCallback) -> TaskScore:
         """Let a model explain the topics, so many at a time, and count."""
         written = self.write(model, tokenizer, rows, progress)
-        varied = sum(map(distinct, written.ids)) / len(written.ids)
+        varied = self.variety("", written).distinct
         return written.score(LOOPS, LOOP_METRIC, list(map(loops, written.ids)), {"distinct_4": varied})
+
+    def variety(self, name: str, written: Written) -> Variety:
+        """What the texts say, in numbers, of the model of that name."""
+        ids = written.ids
+        return Variety(name, len(ids), self.length, sum(map(loops, ids)), sum(map(distinct, ids)) / len(ids))
 
     def write(
         self,
