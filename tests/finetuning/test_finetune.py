@@ -24,7 +24,7 @@ from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
 from tomoe.evaluation.results import from_json
 from tomoe.evaluation.run import training_overlap
-from tomoe.finetuning.students import FinetuneStep
+from tomoe.finetuning.students import FinetuneStep, HeldOutLoss
 from tomoe.plan import FINETUNED, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.summary import conversion_summary
@@ -218,6 +218,51 @@ def test_a_scheduler_s_warning_keeps_the_last_whole_step(
     assert tomoe(*own, "-o", out, "--resume").code == 0
     for name in LEARNED:
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+def test_stopped_in_a_check_it_ends_in_the_same_bytes(
+    tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, out = options(place), tmp_path / "cut"
+    assert tomoe(*own, "-o", tmp_path / "whole").code == 0
+    real, calls = HeldOutLoss.__call__, iter(range(10**6))
+
+    def stopped(self: HeldOutLoss) -> float:
+        # of the start, of step 1, of step 2
+        if next(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return real(self)
+
+    with monkeypatch.context() as only_here:
+        only_here.setattr(HeldOutLoss, "__call__", stopped)
+        assert tomoe(*own, "-o", out).code == 128 + signal.SIGTERM
+    assert tomoe(*own, "-o", out, "--resume").code == 0
+    for name in (*LEARNED, "run/best.safetensors", "run/weights/step-000004/state.json"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+def test_a_model_that_got_worse_is_not_written(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
+    out, own = tmp_path / "tuned", options(place, "train.learning_rate=9", "train.warmup_steps=0")
+    outcome = tomoe(*own, "-o", out)
+    assert outcome.code == 2
+    assert "fine-tuning did not make the model better" in outcome.err.splitlines()[-1]
+    assert [path.name for path in out.iterdir() if not path.name.startswith(".")] == ["run"]
+    again = tomoe(*own, "-o", out, "--resume")
+    assert again.err.splitlines()[-1] == outcome.err.splitlines()[-1]
+
+
+def test_the_best_step_is_kept_and_named(
+    tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([5.0, 4.0, 3.0, 4.0, 4.0])
+    monkeypatch.setattr(HeldOutLoss, "__call__", lambda self: next(losses))
+    assert tomoe(*options(place), "-o", tmp_path / "tuned").code == 0
+    plan = Plan.load(tmp_path / "tuned")
+    assert [plan.notes[FINETUNED][key] for key in ("kept_step", "held_out_before", "held_out")] == [2, 5.0, 3.0]
+    assert "step 2 was best on held-out text" in tomoe("inspect", tmp_path / "tuned").out
+    kept = safetensors.torch.load_file(tmp_path / "tuned" / "run" / "weights" / "step-000002" / "weights.safetensors")
+    moe = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert torch.equal(moe.model.layers[0].mlp.up_proj, kept["model/layers/0/mlp/up_proj"])
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(

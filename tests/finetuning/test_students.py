@@ -253,6 +253,26 @@ def test_updates_smaller_than_a_unit_of_bfloat16_add_up(tmp_path: Path) -> None:
     assert moved[-1] > 10 * moved[0]
 
 
+def test_steps_are_relative_to_the_size_of_each_matrix(tmp_path: Path) -> None:
+    """The first update of AdamW moves every weight by the learning rate, here by a thousandth of the matrix's RMS."""
+    made = recipe("train.steps=1", "train.learning_rate=1e-3", "train.weight_decay=0", "train.warmup_steps=0")
+    learner = student(made, make_pico("llama"), make_plan(make_pico("llama"), "off"))
+    run, learned = RunFolder(tmp_path, "weights"), learner.learned
+    run.begin(made, resume=False)
+    step, before = (
+        step_of(made, learner, make_pico("llama")),
+        {n: p.detach().clone() for n, p in learned.named_parameters()},
+    )
+    Training(learner.model, learned, made.train, 0, Text(), run, step, scales=learned.scales()).train()
+    moved = {
+        name: (p - before[name]).abs().max() / before[name].square().mean().sqrt()
+        for name, p in learned.named_parameters()
+    }
+    sizes = [float(w.square().mean().sqrt()) for w in before.values()]
+    assert max(sizes) > 5 * min(sizes)
+    assert all(9e-4 < ratio < 1.01e-3 for ratio in moved.values()), moved
+
+
 def test_gradients_of_bfloat16_weights_are_summed_in_float32(tmp_path: Path) -> None:
     make_pico("llama").save_pretrained(tmp_path / "dense")
     dense = type(make_pico("llama")).from_pretrained(tmp_path / "dense", dtype=torch.bfloat16).requires_grad_(False)

@@ -20,7 +20,7 @@ from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.results import ExpertUsage, Measurement, Row, to_json
 from tomoe.plan import ALWAYS, Plan
 from tomoe.recipe.conversion import Recipe
-from tomoe.report.warnings import BUDGET, OVERLAP, find_warnings
+from tomoe.report.warnings import BUDGET, OVERLAP, find_warnings, find_worsening
 
 DENSE = make_pico("llama")
 
@@ -247,3 +247,11 @@ def test_inspect_tells_what_convert_found(tomoe: CommandLine, tmp_path: Path) ->
     assert f"Warning: {told[1]['text']}.\n" in tomoe("inspect", tmp_path).out
     (tmp_path / "evaluation.json").write_text("{}")  # of another version
     assert [w["kind"] for w in json.loads(tomoe("inspect", tmp_path, "--json").out)["warnings"]] == ["budget missed"]
+
+
+def test_an_improvement_that_made_it_worse_says_so() -> None:
+    unmeasured = row()
+    before, after = (replace(row(), measurement=replace(row().measurement, kl=kl)) for kl in (0.38, 0.78))
+    (found,) = find_worsening(before, after)
+    assert (found.kind, "KL 0.7800 instead of 0.3800" in found.text) == ("worse than before", True)
+    assert find_worsening(after, before) == find_worsening(before, before) == find_worsening(unmeasured, after) == []

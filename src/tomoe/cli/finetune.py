@@ -50,5 +50,6 @@ def finetune(
         return
     console = output()
     console.print(tables.to_rich(rows))
-    show_warnings(console, warnings.find_warnings(plan.Plan.load(out), rows[-1:]))
+    found = [*warnings.find_warnings(plan.Plan.load(out), rows[-1:]), *warnings.find_worsening(*rows[-2:])]
+    show_warnings(console, found)
     console.say(f"\nModel, plan and card are in {out}: a converted model like any other.")

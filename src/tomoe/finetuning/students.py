@@ -20,6 +20,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tomoe import distributed
+from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.model.hooks import hooked
 from tomoe.model.running import family_head, hidden_states
@@ -33,6 +35,8 @@ from tomoe.seeds import derive_seed
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Matrices of the shared neurons.
 ROWS = ("gate_proj", "up_proj", "down_proj")
+# As in Adafactor (Shazeer and Stern 2018, section 8): what is zero has to leave it.
+LEAST_SCALE = 1e-3
 Teacher = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "T D"]]
 """From ids and mask of a batch to the dense model's final hidden states."""
 
@@ -57,6 +61,14 @@ class Fp32MasterWeights(nn.Module):
                 self.copies.append((master, weight))
             # PyTorch allows no dot in a parameter's name
             self.register_parameter(name.replace(".", "/"), master)
+
+    def scales(self) -> dict[str, float]:
+        """The RMS of each matrix or vector by its name, which its steps are relative to; adapters' steps are not, as half of
+        them begin as zeros."""
+        return {
+            name: 1.0 if "lora_" in name else max(LEAST_SCALE, float(p.detach().square().mean().sqrt()))
+            for name, p in self.named_parameters()
+        }
 
     @torch.no_grad()
     def write_(self) -> None:
@@ -149,6 +161,28 @@ class FinetuneStep:
                 loss = distill + recipe.loss.balance_weight * balance
             (loss / recipe.train.gradient_accumulation_steps).backward()
         return {"loss": loss.item(), "distill": distill.item(), "balance": balance.item()}
+
+
+class HeldOutLoss:
+    """The loss of the student on text that it does not learn from, in nats; processes share it. The teacher runs once."""
+
+    def __init__(self, step: FinetuneStep, text: Sequences):
+        self.step, self.text = step, text
+        self.expected: dict[int, Tensor | None] = {}
+
+    @torch.no_grad()
+    def __call__(self) -> float:
+        student, teacher, total = self.step.student, self.step.teacher, 0.0
+        model = student.model
+        student.learned.write_()
+        for i in range(distributed.rank(), len(self.text), distributed.world_size()):
+            ids, mask = (t[i : i + 1].to(model.device) for t in (self.text.input_ids, self.text.mask))
+            if i not in self.expected:
+                self.expected[i] = None if teacher is None else teacher(ids, mask)
+            hidden = hidden_states(model, ids, mask)
+            loss = distill_loss(hidden, self.expected[i], ids, mask, family_head(model))
+            total += loss.item() * int(mask.sum())
+        return distributed.all_reduce_scalars([total])[0] / self.text.tokens
 
 
 def _frozen_embeddings(model: PreTrainedModel) -> set[int]:

@@ -44,8 +44,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits = head(h)
             loss, grad = token_loss(logits.detach(), *chunk[1:])
             total += loss
-            grads.append(torch.autograd.grad(logits, h, grad.to(logits.dtype))[0] / len(hidden))
-        ctx.save_for_backward(torch.cat(grads))
+            if ctx.needs_input_grad[0]:
+                grads.append(torch.autograd.grad(logits, h, grad.to(logits.dtype))[0] / len(hidden))
+        if grads:
+            ctx.save_for_backward(torch.cat(grads))
         return total / len(hidden)
 
     @staticmethod

@@ -33,8 +33,11 @@ class TunedTrainSection(LoopSection):
 
     steps: int = Field(default=200, ge=0)
     """Optimizer steps; 0 learns nothing."""
-    learning_rate: float = Field(default=1e-4, gt=0, le=MAX_LEARNING_RATE)
-    """Peak learning rate of AdamW. The less there is to recover, the smaller it should be (docs/lab/log.md)."""
+    learning_rate: float = Field(default=5e-4, gt=0, le=MAX_LEARNING_RATE)
+    """Peak learning rate of AdamW, relative to the RMS of each matrix (of adapters: absolute). The less there is to recover,
+    the smaller it should be (docs/lab/log.md)."""
+    warmup_steps: int = Field(default=20, ge=0)
+    """Steps over which the learning rate rises linearly from zero."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of AdamW."""
     dtype: Literal["auto", "stored", "float32", "bfloat16"] = "auto"

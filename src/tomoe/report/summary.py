@@ -165,7 +165,10 @@ def _finetuning(plan: Plan) -> list[tuple[str, str]]:
     aim = "what the dense model predicts" if known["objective"] == "kl" else "the next token"
     names = note.get("sources")
     sources = ", ".join(map(str, names))[:200] if isinstance(names, list) else "text that is not named"
-    how = f"{known['steps']} steps, {known['tokens']} tokens of {sources}; {parts}, routers {known['routers']}, towards {aim}"
+    kept = note.get("kept_step", note.get("steps"))
+    best = "" if kept == note.get("steps") else f" (step {str(kept)[:80]} was best on held-out text and is kept)"
+    read = f"{known['steps']} steps{best}, {known['tokens']} tokens of {sources}"
+    how = f"{read}; {parts}, routers {known['routers']}, towards {aim}"
     return [("Fine-tuning", how + "; the plan belongs to these weights, not to those of the dense model")]
 
 

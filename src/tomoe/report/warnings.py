@@ -12,7 +12,7 @@ from tomoe.report.summary import recipe_of
 
 Kind = Literal[
     "dead experts", "overloaded expert", "narrow attention", "unused neurons", "budget missed", "training text", "context",
-    "few sequences", "collapsed routing",
+    "few sequences", "collapsed routing", "worse than before",
 ]  # fmt: skip
 
 # tokens for each expert: in a page or two of one article, one that got none is not dead
@@ -54,6 +54,15 @@ def find_warnings(plan: Plan | None = None, rows: Sequence[Row] = ()) -> list[Fi
     for row in rows:
         findings += [*_routing(row.usage, plan), *_overlap(row), *_context(row), *_few_sequences(row)]
     return list(dict.fromkeys(findings))  # what is wrong with the text is wrong for every row
+
+
+def find_worsening(before: Row, after: Row) -> list[Finding]:
+    """A warning if a model was improved, and on the same text is further from the dense one than what it started from."""
+    was, now = before.measurement.kl, after.measurement.kl
+    if was is None or now is None or now <= was:
+        return []
+    text = f"it is further from the dense model than {before.name}, what it was made from: KL {now:.4f} instead of {was:.4f}"
+    return [Finding("worse than before", text)]
 
 
 def _budget(plan: Plan) -> list[Finding]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,11 +18,14 @@ from transformers import PreTrainedModel
 from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.recipe.run import LoopSection
+from tomoe.training.best import BestWeights
 from tomoe.training.run_folder import RunFolder
 
 Row = dict[str, Any]
 _NONFINITE = "bad_steps"
 """The key of state.json that counts steps in a row without a finite loss."""
+_BEST = "best"
+"""The key of state.json that says what the checks on held-out text found."""
 
 
 @runtime_checkable
@@ -46,10 +49,20 @@ def learning_rate(train: LoopSection, step: int) -> float:
     return train.learning_rate * warmup * decay
 
 
-def make_optimizer(net: nn.Module, train: LoopSection, fused: bool = False) -> torch.optim.AdamW:
-    """Return AdamW for the trainable parameters; `fused` updates them in one pass over memory, rounding slightly differently."""
-    trainable = [p for p in net.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trainable, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused or None)
+def make_optimizer(
+    net: nn.Module, train: LoopSection, fused: bool = False, scales: Mapping[str, float] | None = None
+) -> torch.optim.AdamW:
+    """Return AdamW for the trainable parameters.
+
+    `fused` updates them in one pass over memory, rounding slightly differently. `scales` multiply the learning rate of the
+    parameters with these names.
+    """
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, p in net.named_parameters():
+        if p.requires_grad:
+            groups.setdefault((scales or {}).get(name, 1.0), []).append(p)
+    scaled = [{"params": params, "scale": scale} for scale, params in groups.items()]
+    return torch.optim.AdamW(scaled, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused or None)
 
 
 def check_accumulation(train: LoopSection) -> None:
@@ -65,7 +78,7 @@ def check_accumulation(train: LoopSection) -> None:
 class Training:
     """One run: the trainable modules `net`, their optimizer and the number of steps done. `model` is the model that runs.
 
-    `fused` is that of `make_optimizer`.
+    `fused` and `scales` are those of `make_optimizer`. `best`, if there is one, checks what was learned as the run goes.
     """
 
     def __init__(
@@ -78,9 +91,11 @@ class Training:
         run: RunFolder,
         step_fn: StepFn,
         fused: bool = False,
+        scales: Mapping[str, float] | None = None,
+        best: BestWeights | None = None,
     ):
         self.model, self.net, self.loop, self.seed, self.corpus, self.run = model, net, loop, seed, corpus, run
-        self.optimizer, self.step_fn = make_optimizer(net, loop, fused), step_fn
+        self.optimizer, self.step_fn, self.best = make_optimizer(net, loop, fused, scales), step_fn, best
         self.step, self.nonfinite_steps = 0, 0
         self.saved, self.updating = -1, False
 
@@ -91,6 +106,8 @@ class Training:
             return False
         self.run.restore(checkpoint, self.net, self.optimizer)
         self.step, self.nonfinite_steps = checkpoint.step, int(checkpoint.state[_NONFINITE])
+        if self.best:
+            self.best.restore(checkpoint.state[_BEST])
         distributed.on_rank_zero(lambda: self.run.forget_metrics_after(self.step))
         return True
 
@@ -99,7 +116,8 @@ class Training:
         if distributed.rank():
             return
         self.saved = self.step
-        self.run.save(self.step, self.net, self.optimizer, {_NONFINITE: self.nonfinite_steps})
+        best = {_BEST: self.best.state()} if self.best else {}
+        self.run.save(self.step, self.net, self.optimizer, {_NONFINITE: self.nonfinite_steps} | best)
 
     def train(self, on_step: Callable[[Row], None] | None = None) -> None:
         """Run to the last step of the recipe and save on the way; stopping it in between loses no step.
@@ -109,11 +127,14 @@ class Training:
         """
         train = self.loop
         with activation_checkpointing(self.model) if train.gradient_checkpointing else nullcontext():
+            # also of a step that was stopped before its check
+            self._check()
             if self.step == 0:
                 self.save()
             while self.step < train.steps:
                 with self._saved_if_interrupted():
                     row = self.one_step()
+                    row |= self._check()
                     if self.step % train.log_every == 0 or self.step == train.steps or row["skipped"]:
                         self._log(row)
                     if on_step:
@@ -128,6 +149,9 @@ class Training:
                 if self.step == train.steps or (self.step % train.save_every == 0 and not row["skipped"]):
                     self._refuse_nonfinite()
                     self.save()
+
+    def _check(self) -> dict[str, float]:
+        return self.best.check(self.step) if self.best else {}
 
     def _refuse_nonfinite(self) -> None:
         """Raises UserError if the update before a checkpoint, whose loss no step has seen, left values that are not finite."""
@@ -160,7 +184,7 @@ class Training:
         start, train = time.perf_counter(), self.loop
         rate = learning_rate(train, self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["scale"]
         self.optimizer.zero_grad(set_to_none=True)
         rows, tokens = [], 0
         for micro in range(distributed.rank(), train.gradient_accumulation_steps, distributed.world_size()):

@@ -4,6 +4,7 @@ RUN/recipe.json            the recipe; a folder without it holds no run
 RUN/origin.sha256          the fingerprint of the model that the run starts from: the dense one, or the converted one
 RUN/corpus.safetensors     the text, as sequences of tokens
 RUN/metrics.jsonl          one line per logged step
+RUN/best.safetensors       of a run that is checked on held-out text: the weights that were best
 RUN/masks/step-000100/     masks.safetensors, optimizer.safetensors, state.json
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tomoe.errors import UserError, shortened
-from tomoe.files import atomic_write, parse_json, read_json, read_text, sha256
+from tomoe.files import atomic_file, atomic_write, parse_json, read_json, read_text, sha256
 from tomoe.recipe.base import BaseRecipe
 
 KEEP = 2
@@ -69,6 +70,7 @@ class RunFolder:
         self.tensors = (f"{kind}.safetensors", "optimizer.safetensors")
         self.recipe, self.origin = path / "recipe.json", path / "origin.sha256"
         self.corpus, self.metrics = path / "corpus.safetensors", path / "metrics.jsonl"
+        self.best = path / "best.safetensors"
         # called with every row that is logged
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None
 
@@ -100,7 +102,7 @@ class RunFolder:
         """
         try:
             if not resume:
-                for old in (self.recipe, self.origin, self.corpus, self.metrics):
+                for old in (self.recipe, self.origin, self.corpus, self.metrics, self.best):
                     old.unlink(missing_ok=True)
                 if self.checkpoints.exists():
                     shutil.rmtree(self.checkpoints)
@@ -199,6 +201,21 @@ class RunFolder:
             raise UserError(
                 f"{checkpoint.folder} does not fit this model and recipe; use --force to start over"
             ) from error
+
+    def save_best(self, net: nn.Module) -> None:
+        """Write what was learned so far as the best of it. Raises UserError if it cannot be written."""
+        try:
+            with atomic_file(self.best) as part:
+                save_file(net.state_dict(), part)
+        except SafetensorError as error:
+            raise UserError(f"cannot write {self.best} ({error}); the last checkpoint is kept") from error
+
+    def restore_best(self, net: nn.Module) -> None:
+        """Load what `save_best` wrote. Raises UserError if it is not there, or damaged."""
+        try:
+            net.load_state_dict(load_file(self.best, device=str(next(net.parameters()).device)))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise UserError(f"{self.best} cannot be read ({shortened(error)}); use --force to start over") from error
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Append one line of JSON, with null for a number that is not finite. Raises UserError if it cannot be written."""

@@ -1,0 +1,69 @@
+"""The best weights of a run, by their loss on held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tomoe import distributed
+from tomoe.errors import UserError
+from tomoe.model.shape import ceil_div
+from tomoe.training.run_folder import RunFolder
+
+CHECKS = 10
+"""How often a run is checked, besides its start."""
+
+
+@dataclass
+class BestWeights:
+    """Checks what a run has learned so far on held-out text, and keeps the best of it in a file of the run.
+
+    After a resume, checks repeat bit by bit. So it does no harm if the file is of a later step than the checkpoint.
+    """
+
+    net: nn.Module
+    run: RunFolder
+    steps: int
+    held_out_loss: Callable[[], float]
+    """Of `net` as it is, in nats."""
+    start: float = float("nan")
+    """The loss before the first step."""
+    loss: float = float("nan")
+    """The smallest loss, and the step that it was found after: 0 if no step was better than the start."""
+    step: int = 0
+    checked: int = -1
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"start": self.start, "loss": self.loss, "step": self.step, "checked": self.checked}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.start, self.loss = float(state["start"]), float(state["loss"])
+        self.step, self.checked = int(state["step"]), int(state["checked"])
+
+    def check(self, step: int) -> dict[str, float]:
+        """Measure after step 0, each tenth of the steps and the last; returns the loss as a part of the step's row."""
+        due = step % ceil_div(max(1, self.steps), CHECKS) == 0 or step == self.steps
+        if not due or step == self.checked:
+            return {}
+        loss, self.checked = self.held_out_loss(), step
+        if step == 0:
+            self.start = self.loss = loss
+        elif loss < self.loss:
+            self.loss, self.step = loss, step
+            distributed.on_rank_zero(lambda: self.run.save_best(self.net))
+        return {"held_out": loss}
+
+    def take_(self) -> None:
+        """Put the best weights in the place of the last. Raises UserError if no step was better than the start."""
+        if self.steps and not self.step:
+            raise UserError(
+                f"fine-tuning did not make the model better (loss on held-out text {self.start:.3f} before the first step, more "
+                f"at each of {CHECKS} checks), so nothing is written, and {self.run.path} keeps the run; start over with a "
+                "smaller train.learning_rate, more steps or other text"
+            )
+        if self.step != self.steps:
+            self.run.restore_best(self.net)
