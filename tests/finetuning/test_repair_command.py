@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pico_files import CommandLine, refused
+from tomoe.evaluation.results import Row, from_json
+from tomoe.finetuning import run
 from tomoe.plan import REPAIRED, Plan
 
 
@@ -21,9 +25,29 @@ def test_fine_grained_experts_are_repaired(tomoe: CommandLine, converted_fine: P
     assert plan.form == "fine"
     for layer, old in zip(plan.layers, before.layers, strict=True):
         assert (layer.top_k, layer.refit.keys()) == (old.top_k, {"down.weight"})
-    text = converted_fine / "text.txt"
-    shown = tomoe("evaluate", converted_fine / "dense", tmp_path / "out", "--text", text, "--tokens", "64")
-    assert shown.code == 0, shown.err
+    assert [row.name for row in from_json((tmp_path / "out" / "evaluation.json").read_text())] == [
+        "dense",
+        "moe",
+        "out",
+    ]
+    assert "further from the dense model" not in done.err + done.out
+
+
+@pytest.mark.slow
+def test_a_repair_that_makes_it_worse_says_so(
+    tomoe: CommandLine, converted_fine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = run.compare_on
+
+    def worse(*args: Any) -> list[Row]:
+        dense, before, after = real(*args)
+        measured = replace(after.measurement, kl=before.measurement.kl + 1)
+        return [dense, before, replace(after, measurement=measured)]
+
+    monkeypatch.setattr(run, "compare_on", worse)
+    done = tomoe("repair", converted_fine / "moe", "-o", tmp_path / "out")
+    said = " ".join((done.out + done.err).split())
+    assert (done.code, "further from the dense model than moe" in said) == (0, True), said
 
 
 @pytest.mark.slow

@@ -220,10 +220,12 @@ def save(
         Recipe(**plan.recipe).save(out / "recipe.json")
 
 
-def measure(recipe: FinetuneRecipe, out: Path, on_progress: ProgressCallback = no_progress) -> list[Row]:
-    """Compare the dense, the converted and the fine-tuned model on text that fine-tuning held out; write numbers and card.
+def measure(
+    recipe: FinetuneRecipe, out: Path, on_progress: ProgressCallback = no_progress, command: str = ""
+) -> list[Row]:
+    """Compare the dense, the converted and the improved model on the text that `out` holds out; write numbers and card.
 
-    Under torchrun every process takes part.
+    `command` is what made `out` (default: fine-tuning). Under torchrun every process takes part.
     """
     origin = Origin.of(recipe)
 
@@ -235,6 +237,6 @@ def measure(recipe: FinetuneRecipe, out: Path, on_progress: ProgressCallback = n
     if distributed.rank():
         return rows
     atomic_write(out / "evaluation.json", to_json(rows))
-    command = f"tomoe finetune {shown_name(recipe.model)} --recipe run/recipe.json -o {basename(out)}"
+    command = command or f"tomoe finetune {shown_name(recipe.model)} --recipe run/recipe.json -o {basename(out)}"
     write_card(out, Plan.load(out), rows, base_model=origin.dense, command=command)
     return rows
