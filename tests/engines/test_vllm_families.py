@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_vllm]
 
 # What vLLM's attention and experts on the CPU want.
 SIZES: dict[str, Any] = {"intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+# Latent attention has sizes of its own.
+LATENT: dict[str, Any] = {"intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
 PROMPTS, NEW_TOKENS = tokens(2, 20, seed=5).tolist(), 8
 # What vLLM 0.32 says of the others on a CPU.
 CANNOT: dict[str, str] = {}
@@ -32,7 +34,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
     place, tokenizer = tmp_path_factory.mktemp("families"), make_tokenizer()
     for family, (name, changes) in FAMILIES.items():
         target = cast(FineGrained, TARGETS[name])
-        dense = tiny_model(family, **SIZES | changes)
+        dense = tiny_model(family, **(LATENT if family == "youtu" else SIZES) | changes)
         moe = fold(dense, fitting(make_plan(dense, "off", form="fine"), target))
         write_export(choose(moe, name), moe, tokenizer, place / family, Options(width_multiple=32))
     request = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "may_fail": True}

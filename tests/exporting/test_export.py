@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import tomoe.exporting.overlapping as overlapping
 import tomoe.exporting.stock as stock
@@ -263,3 +263,32 @@ def test_what_counts_as_the_same() -> None:
     assert "KL of 0.0002" in str(judge(replace(good, kl=2e-4), BOUNDS["float32"]))
     assert "KL of 0.06" in str(judge(replace(good, kl=0.06), BOUNDS["bfloat16"]))
     assert judge(replace(good, kl=float("nan")), BOUNDS["float32"]) is not None
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe", "qwen3_moe"])
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 5e5}, LLAMA3], ids=["default", "llama3"])
+@pytest.mark.parametrize("both", [True, False], ids=["beside today's", "older keys only"])
+def test_whoever_reads_the_older_rope_keys_rotates_alike(
+    kind: str, rope: dict[str, object], both: bool, tmp_path: Path
+) -> None:
+    if kind == "glm4_moe":
+        # its own default turns half of each head
+        rope = rope | {"partial_rotary_factor": 1.0}
+    config = AutoConfig.for_model(kind, rope_parameters=dict(rope))
+    writing.write_config(config, tmp_path)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    # Transformers 5.19 takes the scaling for all there is, and elsewhere the defaults of the class.
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    assert written["rope_scaling"] == (scaling if "factor" in rope else None)
+    assert written["rope_theta"] == rope["rope_theta"]
+    if not both:
+        del written["rope_parameters"]
+        file.write_text(json.dumps(written))
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters

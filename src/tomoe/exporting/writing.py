@@ -96,7 +96,8 @@ def older_keys(config: PreTrainedConfig) -> dict[str, Any]:
     rope = getattr(config, "rope_parameters", None) or {}
     # some families have one rotary embedding for each kind of layer, and had other keys for each
     if "rope_theta" in rope:
-        scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
+        # The partial factor stays in: early versions of transformers 5 take the scaling instead of `rope_parameters`.
+        scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
         older["rope_theta"] = rope["rope_theta"]
         older["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
     if "partial_rotary_factor" in rope:
