@@ -72,13 +72,14 @@ class FineNetwork(MaskNetwork):
 
     def width(self, i: int) -> int:
         """Return how many neurons of layer i a token uses."""
-        expert = self.expert_of_neuron[i]
-        return int((expert == SHARED).sum()) + int(self.experts_per_token[i]) * int((expert == 0).sum())
+        return self.layout.width(int(self.experts_per_token[i]))
 
     def sample_experts(self, i: int, embeddings: Float[Tensor, "N E"], seed: int, token_seed: int) -> SampledFine:
         masks, shared = (mask.float() for mask in self.expert_masks(i))
+        # A device has to be waited for to know it, so once.
         top_k = int(self.experts_per_token[i])
-        return SampledFine(self.routers[i], masks, shared, top_k, self.width(i), self.sampling.temperature)
+        width = self.layout.width(top_k)
+        return SampledFine(self.routers[i], masks, shared, top_k, width, self.sampling.temperature)
 
     def extract_experts(self, embeddings: Float[Tensor, "sites N E"]) -> ExtractedFine:
         return ExtractedFine(self)

@@ -80,6 +80,10 @@ class FineLayout:
         """Neurons of a token with 0, 1, .. experts, up to the whole layer."""
         return [*range(self.shared, mlp_size + 1, self.expert_size)]
 
+    def width(self, top_k: int) -> int:
+        """Neurons of a token with so many experts."""
+        return self.shared + top_k * self.expert_size
+
     def top_ks(self, num_layers: int) -> list[int]:
         """Experts of a token in every layer, if layers must use equally many."""
         return [self.num_experts] * self.dense_layers + [self.top_k] * (num_layers - self.dense_layers)

@@ -193,11 +193,12 @@ class Training:
             rows.append(self.step_fn(batch, self.step, micro))
         distributed.sum_gradients_(self.net)
         norm = nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
+        gradient_norm = float(norm)
         *terms, all_tokens = distributed.all_reduce_scalars(
             [*(sum(row[name] for row in rows) for name in rows[0]), tokens]
         )
         row: Row = {name: term / train.gradient_accumulation_steps for name, term in zip(rows[0], terms, strict=True)}
-        skipped = not (math.isfinite(row["loss"]) and bool(norm.isfinite()))
+        skipped = not (math.isfinite(row["loss"]) and math.isfinite(gradient_norm))
         self.nonfinite_steps = self.nonfinite_steps + 1 if skipped else 0
         self.updating = True
         if not skipped:
@@ -211,7 +212,7 @@ class Training:
             "step": self.step,
             **row,
             "learning_rate": rate,
-            "gradient_norm": float(norm),
+            "gradient_norm": gradient_norm,
             "tokens": int(all_tokens),
             "seconds": seconds,
             "tokens_per_second": all_tokens / seconds,
