@@ -52,7 +52,7 @@ class NormalEquations:
             for a in range(0, len(self.upper), BLOCK):
                 self.upper[a : a + BLOCK, a:].addmm_(own[:, a : a + BLOCK].T, own[:, a:])
             self.cross.addmm_(wanted.T, own)
-        self.sums += torch.stack([wanted.double().square().sum(), root.new_tensor(len(h)).double()])
+        self.sums += torch.stack([wanted.square().sum(dtype=torch.float64), root.new_tensor(len(h)).double()])
 
     @property
     def gram(self) -> Float[Tensor, "n n"]:

@@ -94,34 +94,34 @@ class _Repairing:
 
     def _take_attention(self, i: int, chunk: slice, sums: NormalEquations) -> None:
         """Gap of the attention: to its dense self on the same input, or of the stream behind it."""
-        streams, real = self.streams, self.streams.real[chunk]
-        x = streams.converted[chunk].to(streams.device)[real].float()
+        streams, real = self.streams, partial(self.streams.real_tokens, chunk)
+        x = real(streams.converted[chunk].to(streams.device)).float()
         ours = streams.run(i, chunk, streams.converted, True)
-        given = ours["attention"][real].float()
-        same_input = streams.run(i, chunk, streams.converted, False)["attention"][real].float()
+        given = real(ours["attention"]).float()
+        same_input = real(streams.run(i, chunk, streams.converted, False)["attention"]).float()
         gap = (1 - self.share) * (same_input - given)
         if self.share:
-            theirs = streams.run(i, chunk, streams.dense, False)["attention"][real].float()
-            gap += self.share * (streams.dense[chunk].to(streams.device)[real].float() + theirs - x - given)
-        sums.add(ours["o"][real], gap, x)
+            theirs = real(streams.run(i, chunk, streams.dense, False)["attention"]).float()
+            gap += self.share * (real(streams.dense[chunk].to(streams.device)).float() + theirs - x - given)
+        sums.add(real(ours["o"]), gap, x)
 
     def _take_mlp(self, i: int, output: Refit | None, chunk: slice, sums: NormalEquations | None) -> None:
         """Gap of the MLP: what the masks took away, or of the stream behind the layer. Both streams go on.
 
         Without `sums` nothing is fitted: the streams go through a layer that is finished.
         """
-        streams, real, gain = self.streams, self.streams.real[chunk], self.streams.gain(i)
+        streams, real, gain = self.streams, partial(self.streams.real_tokens, chunk), self.streams.gain(i)
         ours = streams.run(i, chunk, streams.converted, True, None if output is None else output.weight)
         theirs = streams.run(i, chunk, streams.dense, False)["out"] if self.share else None
         # A gap of the stream says nothing of the MLP where a norm comes between.
         share = self.share if gain else 0.0
         if sums is not None:
-            out = ours["out"][real].float()
+            out = real(ours["out"]).float()
             lost = F.linear(ours["whole h"] - ours["h"], streams.parts[i].down.weight)
-            gap = (1 - share) * lost[real].float()
+            gap = (1 - share) * real(lost).float()
             if share and theirs is not None:
-                gap += share / cast(float, gain) * (theirs[real].float() - out)
-            sums.add(ours["h"][real], gap, out - (gain or 0.0) * ours["mlp"][real].float())
+                gap += share / cast(float, gain) * (real(theirs).float() - out)
+            sums.add(real(ours["h"]), gap, out - (gain or 0.0) * real(ours["mlp"]).float())
         if theirs is not None:
             streams.dense[chunk] = theirs.cpu()
         if gain:

@@ -109,6 +109,7 @@ class Streams:
         self.gains = dict[type[nn.Module], float | None]()
         own = list(distributed.rank_indices(len(ids)))
         self.ids, self.real = ids[own].to(self.device), real[own].to(self.device)
+        self.padded = not bool(self.real.all())
         sizes = [self.shape.hidden_size] * (2 if both else 1) + [self.shape.mlp_size]
         spilled = self.ids.numel() * sum(sizes) * model.dtype.itemsize > MEMORY
 
@@ -167,6 +168,10 @@ class Streams:
         seen["out"] = out[0] if isinstance(out, tuple | list) else out
         # Some families flatten batch and sequence before the MLP.
         return {name: t.view(*seen["out"].shape[:2], -1) for name, t in seen.items()}
+
+    def real_tokens(self, chunk: slice, x: Float[Tensor, "b S n"]) -> Float[Tensor, "t n"]:
+        """The rows of real tokens of a chunk, without a copy if all are."""
+        return x[self.real[chunk]] if self.padded else x.flatten(0, 1)
 
     def gain(self, i: int) -> float | None:
         """How many times a layer adds what its MLP gives to the stream; None if it does more to it (a norm behind it).
