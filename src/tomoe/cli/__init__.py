@@ -32,6 +32,7 @@ LOADED_LATER = (
     "exporting.publish",
     "exporting.run",
     "exporting.target",
+    "exporting.targets",
     "finetuning.repair",
     "finetuning.run",
     "memory.doctor",
