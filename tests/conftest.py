@@ -206,6 +206,13 @@ def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "jaxtyping_disable", True)
 
 
+@pytest.fixture(autouse=True)
+def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are written without figures, which take half of a small conversion, except in tests that are marked `figures`."""
+    if "figures" not in request.keywords:
+        monkeypatch.setattr("tomoe.report.build.all_figures", lambda *_: [])
+
+
 @pytest.fixture
 def tomoe(capsys: pytest.CaptureFixture[str]) -> CommandLine:
     from pico_files import CommandLine
@@ -251,7 +258,7 @@ def converted_fine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert contents(folder) == before, "a test wrote into the shared conversion"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run() -> Iterator[Launcher]:
     """Several processes on one command."""
     from launcher import Launcher

@@ -17,7 +17,7 @@ from tomoe.errors import UserError
 from tomoe.recipe.conversion import DataSection, Recipe
 from tomoe.sweep import CELL_FILE, Cell, Text, grid, read_axis, sweep, write_tables
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.figures]
 
 BASE = Recipe.load(None, small()[1::2])
 

@@ -93,9 +93,10 @@ def test_an_output_that_cannot_be_written(
 
 
 @pytest.mark.slow
-def test_an_existing_output_stays_without_force(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    out = tmp_path / "out"
-    assert tomoe("carve", model, "-o", out, "--data", text, *small()).code == 0
+def test_an_existing_output_stays_without_force(
+    tomoe: CommandLine, tmp_path: Path, converted: Path, model: Path, text: Path
+) -> None:
+    out = shutil.copytree(converted / "moe", tmp_path / "out")
     before = contents(out)
     refused(tomoe("carve", model, "-o", out, "--data", text, *small()), "--force")
     refused(tomoe("apply", out, model, "-o", out), "--force")
@@ -106,10 +107,9 @@ def test_an_existing_output_stays_without_force(tomoe: CommandLine, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_plan_is_not_overwritten_unasked_and_that_of_a_model_never(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+    tomoe: CommandLine, tmp_path: Path, converted: Path
 ) -> None:
-    out, plan = tmp_path / "out", tmp_path / "plan"
-    assert tomoe("carve", model, "-o", out, "--data", text, *small()).code == 0
+    out, plan = shutil.copytree(converted / "moe", tmp_path / "out"), tmp_path / "plan"
     assert tomoe("plan", out / "run", "-o", plan).code == 0
     before = contents(out), contents(plan)
     refused(tomoe("plan", out / "run", "-o", plan, "--active", "0.9"), "--force")
@@ -149,10 +149,9 @@ def test_dense_weights_that_changed_since_the_run_began(
 
 @pytest.mark.slow
 def test_force_loses_nothing_when_the_new_input_is_bad(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+    tomoe: CommandLine, tmp_path: Path, converted: Path, model: Path, text: Path
 ) -> None:
-    out = tmp_path / "out"
-    assert tomoe("convert", model, "-o", out, "--data", text, *small()).code == 0
+    out = shutil.copytree(converted / "moe", tmp_path / "out")
     before = contents(out)
     refused(tomoe("convert", tmp_path / "nowhere", "-o", out, "--data", text, "--force", *small()))
     refused(tomoe("train", tmp_path / "nowhere", "-o", out / "run", "--data", text, "--force", *small()))

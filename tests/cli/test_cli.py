@@ -59,7 +59,9 @@ def test_defaults_that_the_command_line_repeats() -> None:
 
 
 @pytest.mark.slow
-def test_convert_writes_all_and_says_what_came_out(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
+def test_convert_writes_all_and_says_what_came_out_and_so_does_inspect(
+    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+) -> None:
     out = tmp_path / "moe"
     done = tomoe("convert", model, "--active", "0.6", "-o", out, "--data", text, "--seed", "3", *small())
     assert done.code == 0, done.err
@@ -78,6 +80,24 @@ def test_convert_writes_all_and_says_what_came_out(tomoe: CommandLine, tmp_path:
         assert word in done.out
     assert "learning 4/4" in done.err
     assert json.loads((out / "recipe.json").read_text())["seed"] == 3
+    inspected(tomoe, out)
+
+
+def inspected(tomoe: CommandLine, out: Path) -> None:
+    """What `inspect` says of a conversion of four steps to 60 %, and of its run."""
+    shown = tomoe("inspect", out)
+    assert shown.code == 0
+    assert "expert width" in shown.out
+    known = json.loads(tomoe("inspect", out, "--json").out)
+    assert len(known["layers"]) == known["totals"]["num_layers"] == 2
+    assert known["totals"]["active_fraction"] == pytest.approx(0.6, abs=0.002)
+    weights = AutoModelForCausalLM.from_pretrained(out)
+    routers = sum(p.numel() for name, p in weights.named_parameters() if "router" in name)
+    assert known["totals"]["router_params"] == routers
+    run = json.loads(tomoe("inspect", out / "run", "--json").out)
+    assert run["checkpoint"] == 4
+    assert run["last"]["step"] == 4
+    assert "step 4" in tomoe("inspect", out / "run").out
 
 
 def test_suggested_commands_are_quoted() -> None:
@@ -103,7 +123,7 @@ def test_percentages(tomoe: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [small(), fine(), fine(attention_pruning="per_token")])
+@pytest.mark.parametrize("sizes", [small(), fine(attention_pruning="per_token")])
 def test_the_stages_make_what_convert_makes(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, sizes: list[str]
 ) -> None:
@@ -142,15 +162,11 @@ def test_carve_prepares_the_text_that_it_needs(tomoe: CommandLine, monkeypatch: 
     assert "data.tokens is 5000" in done.err
 
 
-@pytest.mark.slow
-def test_carve_learns_nothing_and_needs_little_text(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
-) -> None:
-    assert tomoe("carve", model, "--active", "0.6", "-o", tmp_path / "moe", "--data", text, *small()).code == 0
-    recipe = json.loads((tmp_path / "moe" / "recipe.json").read_text())
+def test_carve_learns_nothing(converted: Path) -> None:
+    recipe = json.loads((converted / "moe" / "recipe.json").read_text())
     assert recipe["train"]["steps"] == 0
     assert recipe["start"] == "carved"
-    assert "Nothing was learned" in (tmp_path / "moe" / "README.md").read_text()
+    assert "Nothing was learned" in (converted / "moe" / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -178,25 +194,6 @@ def test_generate(tomoe: CommandLine, converted: Path) -> None:
         assert greedy.err == ""
         drawn = [tomoe("generate", folder, "the sea", "--temperature", "2", "--seed", str(s)).out for s in (1, 1, 2)]
         assert drawn[0] == drawn[1] != drawn[2]
-
-
-@pytest.mark.slow
-def test_inspect(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    out = tmp_path / "moe"
-    assert tomoe("convert", model, "--active", "0.6", "-o", out, "--data", text, *small()).code == 0
-    shown = tomoe("inspect", out)
-    assert shown.code == 0
-    assert "expert width" in shown.out
-    known = json.loads(tomoe("inspect", out, "--json").out)
-    assert len(known["layers"]) == known["totals"]["num_layers"] == 2
-    assert known["totals"]["active_fraction"] == pytest.approx(0.6, abs=0.002)
-    weights = AutoModelForCausalLM.from_pretrained(out)
-    routers = sum(p.numel() for name, p in weights.named_parameters() if "router" in name)
-    assert known["totals"]["router_params"] == routers
-    run = json.loads(tomoe("inspect", out / "run", "--json").out)
-    assert run["checkpoint"] == 4
-    assert run["last"]["step"] == 4
-    assert "step 4" in tomoe("inspect", out / "run").out
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tomoe.evaluation.results import DIAL, from_json, read_rows
 from tomoe.evaluation.run import dial_settings, evaluate, save_dials
 from tomoe.moe.active_experts import ActiveExperts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.figures]
 
 
 def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path: Path) -> None:

@@ -409,12 +409,9 @@ def test_evaluate_puts_all_models_into_one_table(
     ],
 )
 def test_evaluate_refuses_in_one_line(
-    tomoe: CommandLine, tmp_path: Path, dense_folder: Path, text: Path, options: list[str], said: str
+    tomoe: CommandLine, dense_folder: Path, converted: Path, text: Path, options: list[str], said: str
 ) -> None:
-    moe = dense_folder
-    if said.startswith("name a text"):
-        moe = tmp_path / "moe"
-        assert tomoe("carve", dense_folder, "-o", moe, "--data", text, *small()).code == 0
+    moe = converted / "moe" if said.startswith("name a text") else dense_folder
     done = tomoe("evaluate", dense_folder, moe, *(str(text) if o == "TEXT" else o for o in options))
     assert done.code == 2
     assert said in done.err

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from conftest import make_pico, make_plan, tokens
-from pico_files import CommandLine, small
+from pico_files import CommandLine
 from tomoe.evaluation.speed import throughput, timings
 from tomoe.evaluation.speed.benchmark import expert_backends
 from tomoe.evaluation.speed.throughput import Pair
@@ -215,11 +215,11 @@ def test_which_way_the_experts_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_the_command(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    assert tomoe("carve", model, "--active", "0.6", "-o", tmp_path / "moe", "--data", text, *small()).code == 0
+def test_the_command(tomoe: CommandLine, tmp_path: Path, converted: Path) -> None:
+    model, moe = converted / "dense", converted / "moe"
     written = tmp_path / "speed.json"
     done = tomoe(
-        "benchmark", model, tmp_path / "moe", "--batch", "1,3", "--prompt", "8", "--pairs", "3", "--dtype", "float32",
+        "benchmark", model, moe, "--batch", "1,3", "--prompt", "8", "--pairs", "3", "--dtype", "float32",
         "--threads", "1", "--json", written,
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -237,7 +237,7 @@ def test_the_command(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
         assert cell["moe_bytes"] < cell["dense_bytes"]
     for words in ("prefill", "decode", "bound", "cache", "held out", "60.0% of the decoder parameters"):
         assert words in done.out
-    refused = tomoe("benchmark", model, tmp_path / "moe", "--batch", "1,x")
+    refused = tomoe("benchmark", model, moe, "--batch", "1,x")
     assert refused.code == 2
     assert "'1,x'" in refused.err
     assert "whole numbers" in refused.err

@@ -9,7 +9,7 @@ import pytest
 
 from pico_files import CommandLine, contents, small, write_pico, write_text
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.figures]
 
 
 def test_a_report_is_made_again_from_what_was_measured(tomoe: CommandLine, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from pico_files import CommandLine, contents, small
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.figures]
 
 TIMED = (
     "cost.json", "README.md", "evaluation.json", "report.html", "report.json", "cost.svg", "cost.png", "metrics.jsonl",
