@@ -35,6 +35,8 @@ class DeepseekV3(FamilyDecoder[FineLayout], FineGrained):
             routed_scaling_factor=2.0,
             n_group=1,
             topk_group=1,
+            # transformers always corrects the choice, vLLM only where this says so
+            topk_method="noaux_tc",
         )
 
     def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
