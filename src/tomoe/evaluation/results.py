@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
@@ -39,10 +40,15 @@ Shares = Annotated[
 ]  # [layer][expert]
 
 
+# making one takes longer than using it
+_adapter = cache(TypeAdapter)
+
+
 def validated(kind: type[T], values: object, what: str) -> T:
     """`values`, read from JSON, as a `kind`. Raises UserError with `what` and the first place that is wrong."""
     try:
-        return TypeAdapter(kind).validate_python(values)
+        found: T = _adapter(cast(Any, kind)).validate_python(values)
+        return found
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])[:100]
