@@ -222,18 +222,22 @@ def write_export(folder: Path, sizes: dict[str, Any], layout: list[int]) -> Path
 
 
 def write_files(converted: Path, folder: Path, precision: Any) -> tuple[dict[str, Path], int]:
-    """The GGUF file of a converted model with fine-grained experts, and the same with plain MLPs: the dense model."""
+    """The GGUF file of a converted model with fine-grained experts, and the same with plain MLPs: the dense model.
+
+    What an earlier run has written is used again.
+    """
     from tomoe.exporting.gguf import write_gguf
     from tomoe.exporting.gguf_experts import merge_experts
-    from tomoe.model.loading import load_tokenizer
+    from tomoe.model.loading import load_config, load_tokenizer
     from tomoe.moe.checkpoint import load_moe
 
     folder.mkdir(parents=True, exist_ok=True)
-    moe, tokenizer = load_moe(converted, None, "cpu"), load_tokenizer(str(converted))
     files = {name: folder / f"{name}-{precision}.gguf" for name in ("dense", "export")}
-    write_gguf(moe, tokenizer, files["export"], precision, 1)
-    merge_experts(files["export"], files["dense"])
-    return files, moe.config.vocab_size
+    if not files["dense"].exists():
+        moe, tokenizer = load_moe(converted, None, "cpu"), load_tokenizer(str(converted))
+        write_gguf(moe, tokenizer, files["export"], precision, 1)
+        merge_experts(files["export"], files["dense"])
+    return files, load_config(str(converted)).vocab_size
 
 
 def open_models(args: argparse.Namespace, clock: Callable[[], float]) -> tuple[dict[str, Run], dict[str, int]]:
