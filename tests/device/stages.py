@@ -1,6 +1,6 @@
 """Every stage on the CPU and on the fake device: what it computes in both places, and how often the host waited.
 
-python stages.py FOLDER      writes FOLDER/found.json
+`python stages.py FOLDER` writes FOLDER/found.json; `test_device` sets the path that it needs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+import gpu_proof
 import torch
 from fake_device import NAME, fake_device, unwrapped, waits
 from torch import Tensor
@@ -114,6 +113,14 @@ class Stages:
             with torch.no_grad():
                 made.append(unwrapped(model(tokens(2, 24, seed=5).to(self.device)).logits))
         return torch.stack(made)
+
+    def proof(self) -> Tensor:
+        """What `gpu_proof.py` does without a compiler, which knows real devices only."""
+        words = ["--part", "kernels", "--tiny", "--device", self.device, "--out", str(self.folder / "proof")]
+        made = gpu_proof.main([*words, "--steps", "ceilings,agreement,equations,routers"])
+        assert not [line for line in made.rows if "failed" in line], made.table()
+        assert all(row.get("passes", True) for line in made.rows for row in line["rows"]), made.table()
+        return torch.tensor([float(len(line["rows"])) for line in made.rows])
 
 
 STAGES = [name for name in vars(Stages) if name not in ("made",) and not name.startswith("_")]

@@ -13,7 +13,7 @@ import pytest
 
 from conftest import SOURCE
 
-STAGES = ("convert", "carve", "repair", "finetune", "evaluate", "generate", "benchmark", "export", "forward")
+STAGES = ("convert", "carve", "repair", "finetune", "evaluate", "generate", "benchmark", "export", "forward", "proof")
 TOLERANCE = 1e-5  # of the largest number, float32
 LAYERS = 2
 
@@ -22,8 +22,9 @@ LAYERS = 2
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `stages.py` finds in a process of its own, which the device cannot leave."""
     folder = tmp_path_factory.mktemp("device")
-    paths = os.pathsep.join([str(SOURCE.parent), str(Path(__file__).parents[1]), str(Path(__file__).parent)])
-    settings = {"PYTHONPATH": paths, "JAXTYPING_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    tests, root = Path(__file__).parents[1], SOURCE.parents[1]
+    paths = map(str, (SOURCE.parent, tests, tests / "device", root / "benchmarks"))
+    settings = {"PYTHONPATH": os.pathsep.join(paths), "JAXTYPING_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("stages.py")), str(folder)]
     ended = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

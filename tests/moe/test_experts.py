@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 from conftest import make_pico, make_plan, tokens
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
+from tomoe.moe.kernels import gpu
 from tomoe.moe.modeling_tomoe import CACHE, EXPERT_BACKENDS, ToMoEMLP, choose_backend
 
 ROUNDOFF = 2.0**-8  # of bfloat16
@@ -65,6 +66,8 @@ CASES = {
     "fine, 64 experts, many tokens": Case(tokens=300, experts=64, width=3, union=200, top_k=20),
     "fine, 256 experts": Case(tokens=70, experts=256, width=5, union=1300, top_k=90),
     "fine, wide experts": Case(tokens=100, experts=6, width=40, union=260, hidden=96, top_k=2),
+    "fine, experts of whole groups": Case(tokens=90, experts=6, width=16, union=120, top_k=2, bias=True),
+    "fine, experts of whole groups, no gate": Case(tokens=3, experts=6, width=8, union=48, top_k=2, gated=False),
     "fine, one expert a token, many tokens": Case(tokens=300, experts=9, width=20, union=200, top_k=1),
 }
 ALL = pytest.mark.parametrize("name", CASES)
@@ -251,6 +254,30 @@ def test_what_is_kept_follows_the_weights(backend: str) -> None:
     changed = run(first, x.double(), expert_ids)
     torch.testing.assert_close(changed, run_reference(first, x.double(), expert_ids), atol=1e-9, rtol=0)
     assert (changed - double).abs().max() > 0.1
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """What a choice asks of tokens on CUDA."""
+
+    tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    is_cuda: bool = True
+    requires_grad: bool = False
+
+    def __len__(self) -> int:
+        return self.tokens
+
+
+def test_what_auto_takes_for_fine_experts_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(name: str, *counts: int) -> list[str | None]:
+        return [gpu.choose_gpu(make_mlp(CASES[name], torch.bfloat16), OnGpu(count)) for count in counts]
+
+    assert taken("fine, 256 experts", 1, 2, 3, 4096) == ["few", "few", None, None]
+    monkeypatch.setattr(gpu, "WIDE", 40)
+    assert taken("fine, wide experts", 1, 3, 4, 191, 192) == ["few", "few", None, None, "grouped"]
+    assert taken("plain", 1, 192) == [None, None]
+    assert gpu.choose_gpu(make_mlp(CASES["fine"]), OnGpu(1, is_cuda=False)) is None
 
 
 def test_auto_can_be_asked_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,3 +148,20 @@ def test_routers_that_learn_and_other_dtypes_are_left_to_pytorch() -> None:
     made.requires_grad_(False)
     assert router.logits(made.double(), x.double()).dtype == torch.float64
     assert router.logits(made.bfloat16(), x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_gpu_rounds_no_factor_of_a_router() -> None:
+    """TF32 holds tokens of 16 bits and weights that bfloat16 holds; anything else is multiplied in full."""
+    settings = torch.backends.cuda.matmul
+    made, _ = make(1, 16, 4, torch.bfloat16)
+    settings.fp32_precision = "tf32"
+    try:
+        for dtype, precision in ((torch.bfloat16, "tf32"), (torch.float32, "ieee")):
+            with router.exact_products(made, dtype):
+                assert settings.fp32_precision == precision
+        made.weight[1, 2] = 1 + 2.0**-12
+        with router.exact_products(made, torch.bfloat16):
+            assert settings.fp32_precision == "ieee"
+        assert settings.fp32_precision == "tf32"
+    finally:
+        settings.fp32_precision = "none"

@@ -597,10 +597,10 @@ class ToMoEPreTrainedModel(PreTrainedModel):
     def check_ids(self) -> None:
         """Raises ValueError unless neurons and pairs are ascending numbers of what is there: duplicates would count twice."""
         for mlp in self.mlps():
-            i = mlp.layer_idx
-            self._check_ids(
-                f"layer {i} numbers its neurons of an expert", mlp.expert_rows, self.config.tomoe_union_sizes[i]
-            )
+            # Fine-grained experts stand one after the other, behind the shared rows.
+            rows = (mlp.expert_rows - mlp.shared_size).view(1, -1) if mlp.fine else mlp.expert_rows
+            what = f"layer {mlp.layer_idx} numbers its neurons of an expert"
+            self._check_ids(what, rows, len(mlp.up_proj) - mlp.shared_size)
         for module in self.modules():
             if isinstance(module, ToMoEAttention):
                 name = f"layer {module.layer_idx} numbers its rotary pairs"
@@ -775,8 +775,8 @@ def _new_model(entry: type[Any], dense_type: str, dense_class: str) -> Any:
 
 
 # Ways to run the experts: x [T, D] and expert_ids [T, k] -> y [T, D], without the bias of `down`.
-# Activations that `masked` holds at once; neurons from which on a slice beats gathering; neurons gathered at once.
-MASKED_ELEMENTS, LONG_RUN, GATHER_SIZE = 2**22, 128, 512
+# Activations that `masked` holds at once, on a CPU and elsewhere; neurons whose slice beats gathering, and gathered at once.
+MASKED_ELEMENTS, MASKED_ELEMENTS_ON_DEVICE, LONG_RUN, GATHER_SIZE = 2**22, 2**28, 128, 512
 
 
 def run_masked(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -784,16 +784,17 @@ def run_masked(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, weights: Tensor | N
 
     `weights` [T, k] multiply what each expert adds, for routers that train.
     """
-    tokens = max(1, MASKED_ELEMENTS // len(mlp.up_proj))
-    masks = x.new_zeros(mlp.num_experts, len(mlp.up_proj)).scatter_(1, mlp.expert_rows.long(), 1)
+    elements = MASKED_ELEMENTS if x.device.type == "cpu" else MASKED_ELEMENTS_ON_DEVICE
+    tokens, rows = max(1, elements // len(mlp.up_proj)), mlp.expert_rows.long()
+    masks = None if mlp.fine else x.new_zeros(mlp.num_experts, len(mlp.up_proj)).scatter_(1, rows, 1)
     pieces = []
     for first in range(0, max(len(x), 1), tokens):
         some = slice(first, first + tokens)
         h, ids = mlp.activations(x[some], slice(None)), expert_ids[some]
-        if mlp.fine:
+        if masks is None:
             ones = torch.ones_like(ids, dtype=x.dtype) if weights is None else weights[some].to(x.dtype)
-            mask = x.new_zeros(len(ids), mlp.num_experts).scatter(1, ids, ones) @ masks
-            mask[:, : mlp.shared_size] = 1
+            chosen = x.new_zeros(len(ids), mlp.num_experts).scatter(1, ids, ones)
+            mask = F.pad(chosen.repeat_interleave(rows.shape[1], 1), (mlp.shared_size, 0), value=1.0)
         else:
             mask = masks[ids[:, 0]]
         pieces.append((h * mask if torch.is_grad_enabled() else h.mul_(mask)) @ mlp.down_proj)

@@ -1,11 +1,12 @@
-"""Routers on the CPU: their logits, and the experts with the largest of them."""
+"""Routers: their logits, and the experts with the largest of them. On the CPU a kernel computes them."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +33,36 @@ def logits(router: Router, x: Tensor) -> Tensor:
         way = fastest_way(len(x), x.shape[1], x.dtype)
         multiply = multiplier() if way is not None else None
     if way is None or multiply is None:
-        return logits_in_pytorch(router, x)
+        if torch.compiler.is_compiling() or x.device.type == "cpu":
+            return logits_in_pytorch(router, x)
+        with exact_products(router, x.dtype):
+            return logits_in_pytorch(router, x)
     return multiply(x.contiguous(), router.weight.contiguous(), router.bias, way)
+
+
+@contextmanager
+def exact_products(router: Router, dtype: torch.dtype) -> Iterator[None]:
+    """Inside the block products of float32 on a GPU take its matrix units (TF32) only where that rounds no factor.
+
+    That is where tokens are of 16 bits and the router's weights bfloat16 values: TF32 holds both.
+    """
+    settings: Any = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    exact = dtype in (torch.bfloat16, torch.float16) and holds_bfloat16(router)
+    settings.fp32_precision = "tf32" if exact else "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def holds_bfloat16(router: Router) -> bool:
+    """Whether all weights are bfloat16 values; looked up again only when they have changed."""
+    weight, known = router.weight, router.__dict__
+    stamp = (id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+    if known.get("holds_bfloat16", ((), False))[0] != stamp:
+        known["holds_bfloat16"] = (stamp, torch.equal(weight, weight.bfloat16().to(weight.dtype)))
+    return bool(known["holds_bfloat16"][1])
 
 
 def fastest_way(tokens: int, size: int, dtype: torch.dtype) -> Way | None:

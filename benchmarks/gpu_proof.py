@@ -1,0 +1,367 @@
+"""What no CPU can tell, ready to be measured on a GPU in minutes: right numbers, speed and memory, without a network.
+
+    python benchmarks/gpu_proof.py --part kernels --out DIR
+    python benchmarks/gpu_proof.py --part model --model FOLDER_OR_GGUF --text FILE --out DIR [--other FOLDER]
+
+`kernels` needs random weights alone. `model` converts a model to 50 %, and compares the result with OTHER, the same conversion
+made on a CPU. Each step appends one JSON line to DIR/proof.jsonl and has a time limit of its own; a step that fails says why, and
+the others go on. A table comes last. `--tiny` runs every step in a few seconds, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+try:
+    import torch
+    import transformers
+    from experts import make, make_fine
+    from torch import Tensor
+
+    import tomoe
+    from tomoe.evaluation.speed.benchmark import benchmark
+    from tomoe.finetuning.run import finetune
+    from tomoe.memory.estimate import least_memory, sizes_of
+    from tomoe.model.loading import free_on_device, load_config, load_dense, load_tokenizer, pick_device
+    from tomoe.moe.kernels import router
+    from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, Router, ToMoEMLP, choose_backend
+    from tomoe.pruning.fine_carving import RidgeRegression
+    from tomoe.pruning.layouts import settle_layout
+    from tomoe.pruning.repair.equations import NormalEquations, refit
+    from tomoe.recipe.conversion import Recipe
+    from tomoe.recipe.finetuning import FinetuneRecipe
+except ModuleNotFoundError as missing:
+    sys.exit(f"gpu_proof.py needs the package {missing.name}, which is not installed here")
+
+Row = dict[str, Any]
+SHAPES = {"135M": (576, 1536), "1B": (2048, 8192), "7B": (4096, 11008), "8B": (4096, 14336)}
+# Experts and shared neurons of a layout, by what a layer of F neurons gives each.
+LAYOUTS = {"fine 256": (256, 0.125), "fine 64": (64, 0.125), "wide 32": (32, 0.25)}
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
+# Weight sets that are timed in turn, so that none stays in the cache of the device.
+SETS = 4
+
+
+class Proof:
+    """One run of the script: where, how large, and what was found so far."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.tiny, self.out = args, bool(args.tiny), Path(args.out)
+        self.device = torch.device(pick_device(args.device))
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.rows: list[Row] = []
+        self.gb_per_s = self.tflop_per_s = 0.0
+        self.moe = self.out / "moe"
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        return {"tiny": (32, 512)} if self.tiny else SHAPES
+
+    def counts(self, *counts: int) -> list[int]:
+        return [count for count in counts if count <= (8 if self.tiny else 10**6)]
+
+    def step(self, name: str, limit: int, work: Callable[[], Iterator[Row]]) -> None:
+        """Run a step, and write down what it yields, or why it ended before it was through."""
+
+        def late(*_: object) -> None:
+            raise TimeoutError(f"took more than {limit} s")
+
+        before, began = signal.signal(signal.SIGALRM, late), time.perf_counter()
+        signal.alarm(limit)
+        found: list[Row] = []
+        failed: dict[str, Any] = {}
+        try:
+            for row in work():
+                found.append(row)
+        except Exception as error:
+            failed = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+        line = {"step": name, "seconds": round(time.perf_counter() - began, 1), "rows": found} | failed
+        with (self.out / "proof.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.rows.append(line)
+
+    def table(self) -> str:
+        """All rows in Markdown."""
+        lines = []
+        for line in self.rows:
+            lines.append(f"\n{line['step']} ({line['seconds']} s){': ' + line['failed'] if 'failed' in line else ''}\n")
+            for row in line["rows"]:
+                lines.append("| " + " | ".join(f"{key} {_shown(value)}" for key, value in row.items()) + " |")
+        return "\n".join(lines)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, *runs: Callable[[], object], rounds: int = 9) -> float:
+        """Median of one run, each of `runs` in turn, the device's work included."""
+        timed = []
+        for i in range(-len(runs), len(runs) if self.tiny else rounds):
+            self.wait()
+            began = time.perf_counter()
+            runs[i % len(runs)]()
+            self.wait()
+            if i >= 0:
+                timed.append(time.perf_counter() - began)
+        return statistics.median(timed)
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype).to(self.device)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def layout_of(name: str, size: int, active: float) -> tuple[int, int, float]:
+    """Experts, shared neurons and active share, as `make_fine` takes them."""
+    experts, shared = LAYOUTS[name]
+    return experts, int(shared * size), active
+
+
+def routed(mlp: ToMoEMLP, tokens: int) -> Tensor:
+    """Random experts of each token, on the CPU."""
+    logits = torch.randn(tokens, mlp.num_experts, generator=torch.Generator().manual_seed(1))
+    return logits.topk(mlp.top_k or 1).indices
+
+
+def ceilings(proof: Proof) -> Iterator[Row]:
+    """What the card can do at most: bytes copied, and products of bfloat16."""
+    cuda = proof.device.type == "cuda"
+    yield {
+        "torch": torch.__version__, "transformers": transformers.__version__, "tomoe": tomoe.__version__,
+        "device": torch.cuda.get_device_name(proof.device) if cuda else proof.device.type,
+        "SMs": torch.cuda.get_device_properties(proof.device).multi_processor_count if cuda else 0,
+    }  # fmt: skip
+    size = 64 if proof.tiny else 8192
+    a = proof.random(size, size, dtype=torch.bfloat16)
+    proof.gb_per_s = 2 * a.nbytes / proof.seconds(a.clone) / 1e9
+    proof.tflop_per_s = 2 * size**3 / proof.seconds(lambda: a @ a) / 1e12
+    yield {"GB/s": proof.gb_per_s, "TFLOP/s": proof.tflop_per_s}
+
+
+@torch.no_grad()
+def agreement(proof: Proof) -> Iterator[Row]:
+    """Every backend against float64 on the CPU."""
+    counts = proof.counts(1, 3, 8, 64, 257)
+    for shape, (hidden, size) in proof.shapes().items():
+        for form in ("overlapping", *LAYOUTS):
+            if form == "overlapping":
+                _, mlp = make(hidden, size, torch.bfloat16, 0.5, torch.Generator().manual_seed(0))
+            else:
+                _, mlp = make_fine(hidden, size, torch.bfloat16, *layout_of(form, size, 0.5))
+            ids, x = routed(mlp, counts[-1]), torch.randn(counts[-1], hidden).bfloat16()
+            exact = EXPERT_BACKENDS["masked"](mlp.double(), x.double(), ids)
+            for dtype, most in TOLERANCES.items():
+                own: Any = mlp
+                own, on = own.to(proof.device, dtype), x.to(proof.device, dtype)
+                for name, run in EXPERT_BACKENDS.items():
+                    errors = []
+                    for count in counts:
+                        y = run(own, on[:count], ids[:count].to(proof.device)).cpu().double()
+                        errors.append(float((y - exact[:count]).abs().max() / exact[:count].abs().max()))
+                    row = {"shape": shape, "form": form, "dtype": str(dtype), "backend": name, "error": max(errors)}
+                    yield row | {"passes": max(errors) < most}
+
+
+@torch.no_grad()
+def one_mlp(proof: Proof) -> Iterator[Row]:
+    """One MLP, dense and by experts, in ms, beside what bandwidth and products allow at best."""
+    for shape, (hidden, size) in proof.shapes().items():
+        for form in LAYOUTS:
+            for active in (0.34, 0.6):
+                pairs = [make_fine(hidden, size, torch.bfloat16, *layout_of(form, size, active)) for _ in range(SETS)]
+                both = [(dense.to(proof.device), moe.to(proof.device)) for dense, moe in pairs]
+                mlp = both[0][1]
+                for tokens in proof.counts(1, 8, 64, 1024, 8192):
+                    x, ids = proof.random(tokens, hidden, dtype=torch.bfloat16), routed(mlp, tokens).to(proof.device)
+                    weights = 3 * hidden * size * 2 / proof.gb_per_s / 1e9
+                    floor = active * max(weights, 6 * tokens * hidden * size / proof.tflop_per_s / 1e12)
+                    row = {"shape": shape, "form": form, "active": active, "tokens": tokens}
+                    row |= {"auto is": choose_backend(mlp, x), "floor": 1e3 * floor}
+                    runs = {"dense": [partial(dense, x) for dense, _ in both]}
+                    for name in ("masked", "auto", "few", "grouped"):
+                        if name == "few" and tokens > 64:
+                            continue
+                        runs[name] = [partial(EXPERT_BACKENDS[name], moe, x, ids) for _, moe in both]
+                    yield row | {name: 1e3 * proof.seconds(*each) for name, each in runs.items()}
+
+
+@torch.no_grad()
+def one_layer(proof: Proof) -> Iterator[Row]:
+    """A decoder layer, compiled into CUDA graphs: its dense MLP against fine-grained experts, in ms."""
+    for shape, (hidden, size) in list(proof.shapes().items())[-3:]:
+        config = transformers.LlamaConfig(
+            hidden_size=hidden, intermediate_size=size, num_hidden_layers=1, num_attention_heads=max(1, hidden // 128),
+            vocab_size=256, max_position_embeddings=16384,
+        )  # fmt: skip
+        model: Any = transformers.LlamaModel(config).eval()
+        model = model.to(proof.device, torch.bfloat16)
+        row: Row = {"shape": shape}
+        for form in ("dense", "wide 32") if proof.tiny else ("dense", *LAYOUTS):
+            if form != "dense":
+                _, moe = make_fine(hidden, size, torch.bfloat16, *layout_of(form, size, 0.34))
+                model.layers[0].mlp = moe.to(proof.device)
+            for tokens in proof.counts(8, 1024, 8192) if proof.tiny else (1, 8, 1024, 8192):
+                x = proof.random(1, tokens, hidden, dtype=torch.bfloat16)
+                torch.compiler.reset()
+                run = model if proof.tiny else torch.compile(model, dynamic=False, mode="reduce-overhead")
+                row[f"{form}, {tokens}"] = 1e3 * proof.seconds(partial(run, inputs_embeds=x, use_cache=False))
+        yield row
+
+
+def equations(proof: Proof) -> Iterator[Row]:
+    """The refit of one layer and the fit of its router on random activations."""
+    hidden, size = list(proof.shapes().values())[-2 if not proof.tiny else 0]
+    tokens = 64 if proof.tiny else 4096
+    h, gap, x = (proof.random(tokens, n, dtype=torch.bfloat16) for n in (size, hidden, hidden))
+    began = time.perf_counter()
+    sums = NormalEquations(size, hidden, proof.device)
+    sums.add(h, gap.float(), x.float())
+    made = refit(proof.random(hidden, size), sums, 1e-2)
+    weight, _ = RidgeRegression(x.float()).fit(proof.random(tokens, 64).sigmoid())
+    proof.wait()
+    finite = bool(made.weight.isfinite().all()) and bool(weight.isfinite().all())
+    peak = torch.cuda.max_memory_allocated(proof.device) if proof.device.type == "cuda" else 0
+    yield {"seconds": time.perf_counter() - began, "finite": finite, "ridge": made.ridge, "peak GB": peak / 1e9}
+
+
+@torch.no_grad()
+def routers(proof: Proof) -> Iterator[Row]:
+    """Routers in products of 16 bits choose what they choose in float32."""
+    hidden = list(proof.shapes().values())[-1][0]
+    made = Router(hidden, 256, bias=True).to(proof.device)
+    made.weight.copy_(made.weight.bfloat16())
+    x = proof.random(64 if proof.tiny else 8192, hidden, dtype=torch.bfloat16)
+    fast, exact = router.logits(made, x), made.double()
+    full = torch.nn.functional.linear(x.double(), exact.weight, exact.bias)
+    chosen = [torch.zeros_like(full).scatter(1, logits.topk(90).indices, 1) for logits in (fast, full)]
+    equal = float((chosen[0] == chosen[1]).double().mean())
+    yield {"equal": equal, "passes": equal >= 0.9999}
+
+
+def recipe_of(proof: Proof) -> Recipe:
+    """Half of the model, from the text."""
+    small = [
+        "data.seq_len=16", "data.tokens=900", "data.calibration_tokens=128", "data.evaluation_tokens=128",
+        "experts.num_experts=64",
+    ] if proof.tiny else ["data.tokens=75000"]  # fmt: skip
+    where = [f"model={proof.args.model}", f"data.sources={proof.args.text}", f"device={proof.device}"]
+    return Recipe.load(None, [*where, *small, "active=0.6" if proof.tiny else "active=0.5", "train.steps=0"])
+
+
+def converts(proof: Proof) -> Iterator[Row]:
+    """A conversion, its peak beside the least that it should need, and whether a second one is the same bit by bit."""
+    recipe = recipe_of(proof)
+    sizes = sizes_of(load_config(str(proof.args.model)), recipe)
+    least = max(stage.total for stage in least_memory(sizes, recipe, settle_layout(recipe, sizes.shape)))
+    written = []
+    for name in ("moe", "again"):
+        began = time.perf_counter()
+        tomoe.convert(recipe, proof.out / name, force=True)
+        written.append((proof.out / name / "model.safetensors").read_bytes())
+        peak = torch.cuda.max_memory_allocated(proof.device) if proof.device.type == "cuda" else 0
+        yield {"seconds": time.perf_counter() - began, "peak GB": peak / 1e9, "estimated GB": least / 1e9}
+    yield {"same bits": written[0] == written[1], "free GB": free_on_device(proof.device) / 1e9}
+
+
+def quality(proof: Proof) -> Iterator[Row]:
+    """KL of the folder, and of the one that a CPU made."""
+    folders = [str(proof.moe), *([proof.args.other] if proof.args.other else [])]
+    rows = tomoe.evaluate([proof.args.model, *folders], device=str(proof.device), text=None)
+    for row in rows:
+        yield {"perplexity": row.measurement.perplexity, "kl": row.measurement.kl}
+    if len(rows) == 3:
+        yield {"passes": abs((rows[1].measurement.kl or 0) - (rows[2].measurement.kl or 0)) < 0.02}
+
+
+def text(proof: Proof) -> Iterator[Row]:
+    """The greedy continuation of a prompt in float32, on the device and on the CPU."""
+    tokenizer = load_tokenizer(str(proof.moe))
+    written = []
+    for device in (proof.device, torch.device("cpu")):
+        model = load_dense(str(proof.moe), torch.float32, device)
+        written.append(tomoe.generate(model, tokenizer, "The sea and a boat", 4 if proof.tiny else 32))
+    yield {"same text": written[0] == written[1], "text": written[0]}
+
+
+def speed(proof: Proof) -> Iterator[Row]:
+    """`tomoe benchmark`."""
+    batches, prompts = ((1,), (8,)) if proof.tiny else ((1, 8), (128, 1024))
+    found = benchmark(
+        str(proof.args.model), str(proof.moe), batches, prompts, device=str(proof.device), pairs=3, seconds=20.0,
+        dtype="float32" if proof.tiny else "bfloat16",
+    )  # fmt: skip
+    for cell in found.cells:
+        row = {"phase": cell.phase, "batch": cell.batch, "prompt": cell.prompt, "experts": cell.backend}
+        yield row | {
+            "dense ms": 1e3 * cell.dense_s,
+            "moe ms": 1e3 * cell.moe_s,
+            "ratio": cell.ratio,
+            "bound": cell.bound,
+        }
+
+
+def exports(proof: Proof) -> Iterator[Row]:
+    """The export for stock engines, verified, and run by transformers' own experts."""
+    tomoe.export(proof.moe, "glm4_moe", proof.out / "glm4_moe", device=str(proof.device), tokens=32, force=True)
+    ids = torch.arange(8, device=proof.device)[None] + 3
+    model: Any = load_dense(str(proof.out / "glm4_moe"), torch.bfloat16, proof.device)
+    for implementation in ("grouped_mm", "batched_mm"):
+        model.set_experts_implementation(implementation)
+        yield {"experts": implementation, "ms": 1e3 * proof.seconds(lambda: model(ids))}
+
+
+def tunes(proof: Proof) -> Iterator[Row]:
+    """Fine-tuning."""
+    small = ["data.seq_len=16", "data.tokens=900", "data.evaluation_tokens=128", "train.steps=1"]
+    small += ["data.calibration_tokens=128"]
+    changes = small if proof.tiny else ["train.steps=200", "data.tokens=500000"]
+    where = [f"model={proof.moe}", f"data.sources={proof.args.text}", f"device={proof.device}"]
+    began = time.perf_counter()
+    finetune(FinetuneRecipe.load(None, [*where, *changes]), proof.out / "tuned", force=True)
+    yield {"seconds": time.perf_counter() - began}
+
+
+# The steps of each part, with their limits in seconds.
+PARTS: dict[str, list[tuple[Callable[[Proof], Iterator[Row]], int]]] = {
+    "kernels": [(ceilings, 20), (agreement, 90), (one_mlp, 120), (one_layer, 120), (equations, 30), (routers, 20)],
+    "model": [(converts, 120), (quality, 60), (text, 60), (speed, 120), (exports, 60), (tunes, 120)],
+}
+
+
+def main(words: list[str] | None = None) -> Proof:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=sorted(PARTS), required=True)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--model", help="folder or .gguf file (part model)")
+    parser.add_argument("--text", help="a text file (part model)")
+    parser.add_argument("--other", help="the same conversion, made on a CPU")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--steps", help="names of the steps to run, with commas between (all of the part)")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args(words)
+    if args.part == "model" and not (args.model and args.text):
+        parser.error("part model needs --model and --text")
+    proof = Proof(args)
+    for step, limit in PARTS[args.part]:
+        if args.steps and step.__name__ not in args.steps.split(","):
+            continue
+        proof.step(step.__name__, limit, partial(step, proof))
+    print(proof.table())
+    return proof
+
+
+if __name__ == "__main__":
+    main()

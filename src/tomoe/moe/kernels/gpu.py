@@ -1,0 +1,115 @@
+"""Fine-grained experts on a GPU, in PyTorch alone: for a few tokens the rows that they need, for many one grouped product.
+
+Not measured on a GPU. Both compute the same on a CPU, where `auto` never takes them. Letters as in the modelling file; S shared
+neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tomoe.moe.kernels.native import ACTIVATIONS, activation_kind
+from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked
+
+# Tokens up to which each reads the rows of its own experts; together more would read most of them.
+FEW_TOKENS = 4
+# Neurons of an expert from which on, and tokens of one in the mean from which on, a grouped product has enough to do.
+WIDE, MANY_TOKENS = 128, 64
+# What rows of 16 bytes need, without which PyTorch refuses the grouped product.
+GROUPED_MULTIPLE = 8
+
+Activation = Callable[[Tensor], Tensor]
+
+
+# What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
+def choose_gpu(mlp: ToMoEMLP, x: Tensor) -> str | None:
+    """Tell `auto` what to take on CUDA for fine-grained experts; None passes the question on."""
+    if not (mlp.fine and x.is_cuda and len(x)) or (torch.is_grad_enabled() and x.requires_grad):
+        return None
+    chosen = len(x) * (mlp.top_k or 1)
+    if len(x) <= FEW_TOKENS and chosen <= mlp.num_experts:
+        return "few"
+    wide = mlp.expert_rows.shape[1] >= WIDE and chosen >= MANY_TOKENS * mlp.num_experts
+    return "grouped" if wide and x.dtype == torch.bfloat16 and _divides(mlp) else None
+
+
+def _divides(mlp: ToMoEMLP) -> bool:
+    return mlp.expert_rows.shape[1] % GROUPED_MULTIPLE == 0 and mlp.up_proj.shape[1] % GROUPED_MULTIPLE == 0
+
+
+def run_few(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
+    """Each token reads the shared rows and those of its experts, which are contiguous; on CUDA in compiled kernels that
+    make no copy of them. `masked` where experts overlap, or the activation is an unknown one."""
+    kind = activation_kind(mlp) if mlp.fine else None
+    if kind is None:
+        return run_masked(mlp, x, expert_ids)
+    run = _compiled() if x.is_cuda and not torch.compiler.is_compiling() else few
+    weights = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias
+    return run(x, expert_ids, *weights, mlp.shared_size, mlp.num_experts, ACTIVATIONS[kind])
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    # One graph for each number of tokens: the sizes of all layers are alike.
+    return torch.compile(few, dynamic=False)
+
+
+def few(
+    x: Tensor, expert_ids: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None,
+    up_bias: Tensor | None, shared: int, num_experts: int, activation: Activation,
+) -> Tensor:  # fmt: skip
+    """The experts of x [T, D] by gathered rows [T, k, W, D]: products that a compiler fuses with their gathering."""
+
+    def split(t: Tensor) -> tuple[Tensor, Tensor]:
+        return t[:shared], t[shared:].unflatten(0, (num_experts, -1))[expert_ids]
+
+    def project(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        (all_use, own), wide = split(weight), x.float()
+        first = F.linear(x, all_use).float()
+        second = (own * wide[:, None, None]).sum(-1)
+        if bias is None:
+            return first, second
+        biases = split(bias)
+        return first + biases[0], second + biases[1]
+
+    h = project(up, up_bias)
+    if gate is None:
+        h = activation(h[0]), activation(h[1])
+    else:
+        gates = project(gate, gate_bias)
+        h = activation(gates[0]) * h[0], activation(gates[1]) * h[1]
+    all_use, own = split(down)
+    return ((h[1][..., None] * own).sum((1, 2)) + (h[0].to(x.dtype) @ all_use)).to(x.dtype)
+
+
+def run_grouped(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
+    """Tokens sorted by expert meet all experts in one grouped product, and the host never waits for how many each got.
+
+    `masked` where experts overlap or their sizes do not suit the product, and in float64.
+    """
+    if not (mlp.fine and len(x) and _divides(mlp)) or x.dtype == torch.float64:
+        return run_masked(mlp, x, expert_ids)
+    shared, n, k = mlp.shared_size, mlp.num_experts, expert_ids.shape[1]
+    flat = expert_ids.flatten()
+    experts, order = flat.sort(stable=True)
+    ends = torch.searchsorted(experts, torch.arange(n, device=x.device), right=True).int()
+    rows = x[order // k]
+
+    def project(weight: Tensor, bias: Tensor | None) -> Tensor:
+        own = weight[shared:].unflatten(0, (n, -1)).to(x.dtype)
+        y = F.grouped_mm(rows, own.transpose(1, 2), offs=ends)
+        return y if bias is None else y + bias[shared:].view(n, -1)[experts].to(x.dtype)
+
+    h = project(mlp.up_proj, mlp.up_bias)
+    h = mlp.activation(h) if mlp.gate_proj is None else mlp.activation(project(mlp.gate_proj, mlp.gate_bias)) * h
+    y = F.grouped_mm(h, mlp.down_proj[shared:].unflatten(0, (n, -1)).to(x.dtype), offs=ends)
+    # Back in the order of the tokens, so that sums do not depend on which product ended first.
+    out = y[order.argsort()].unflatten(0, (-1, k)).sum(1, dtype=torch.float32)
+    if shared:
+        out += mlp.activations(x, slice(shared)) @ mlp.down_proj[:shared]
+    return out.to(x.dtype)
