@@ -30,6 +30,9 @@ NAME = "fakegpu"
 class Backend(_DummyBackendModule):
     """What PyTorch asks of the module torch.fakegpu."""
 
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        return 2**30, 2**30
+
     def get_rng_state(self, device: object = None) -> Tensor:
         return torch.get_rng_state()
 

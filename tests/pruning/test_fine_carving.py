@@ -75,6 +75,22 @@ def test_balanced_clusters_have_one_size_and_keep_together_what_points_one_way()
     assert sum(pure) >= 4, "clusters mix directions"
 
 
+def test_dims_of_massive_activations_spoil_no_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Gram matrix whose largest entries are a billion times the others, as some models' inputs make it."""
+    monkeypatch.setattr(fine_carving, "ROUTER_RIDGE", 1e-9)  # wide models get as far with the usual one
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 24, generator=generator)
+    x[:, 3] *= 3e4
+    y = torch.rand(400, 6, generator=generator)
+    weight, _ = RidgeRegression(x).fit(y)
+    wide, gap = x.double() - x.double().mean(0), y.double() - y.double().mean(0)
+    gram = wide.T @ wide
+    gram.diagonal().add_(1e-9 * gram.diagonal().mean())
+    exact = torch.linalg.solve(gram, wide.T @ gap).T
+    scale = (weight.double() * exact).sum() / exact.square().sum()
+    assert (weight - scale * exact).norm() <= 1e-2 * weight.norm()
+
+
 def test_ridge_regression_is_least_squares_with_a_ridge() -> None:
     """Against the least squares of the problem with a row for each ridge; the scale makes logits vary by 1."""
     generator = torch.Generator().manual_seed(0)

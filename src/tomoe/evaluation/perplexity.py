@@ -289,12 +289,12 @@ def _score(
     ref: tuple[Tensor, nn.Module] | None,
 ) -> Float[Tensor, " 4"]:
     """Sum over one sequence's positions: how many, nll, KL(reference || model), agreements (0 without reference)."""
-    sums = torch.zeros(4, dtype=torch.float64)
+    sums = states.new_zeros(4, dtype=torch.float64)
     sums[0] = len(targets)
     for i in range(0, len(targets), CHUNK):
         log_q = head(states[i : i + CHUNK]).float().log_softmax(-1)
         target = targets[i : i + CHUNK, None].to(log_q.device)
-        sums[1] -= log_q.gather(1, target).double().sum().cpu()
+        sums[1] -= log_q.gather(1, target).double().sum()
         if ref is None:
             continue
         log_p = ref[1](ref[0][i : i + CHUNK].to(log_q.device)).float().log_softmax(-1)
@@ -303,7 +303,7 @@ def _score(
                 f"the reference has {log_p.shape[1]} output tokens and the model {log_q.shape[1]}; "
                 "KL and agreement need the same vocabulary, so leave the reference out"
             )
-        sums[3] += (log_p.argmax(-1) == log_q.argmax(-1)).sum().cpu()
+        sums[3] += (log_p.argmax(-1) == log_q.argmax(-1)).sum()
         p = log_p.exp()
-        sums[2] += log_p.sub_(log_q).mul_(p).sum(-1).double().sum().cpu()
+        sums[2] += log_p.sub_(log_q).mul_(p).sum(-1).double().sum()
     return sums

@@ -20,7 +20,7 @@ from tomoe.budget import decoder_params
 from tomoe.errors import UserError
 from tomoe.files import format_bytes
 from tomoe.model.base_weights import BaseWeights
-from tomoe.model.loading import load_config, pick_device
+from tomoe.model.loading import free_on_device, load_config, pick_device
 from tomoe.model.quantized import BITS
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
@@ -186,8 +186,7 @@ def hidden_state_bytes(s: ModelShape, dtype: torch.dtype, repair: RepairSection,
 
 def available_memory(device: str) -> AvailableMemory:
     """Return what is free on this machine, or of the part of it that this process may use."""
-    on_device = torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0
-    return AvailableMemory(min([psutil.virtual_memory().available, *_left_in_cgroups()]), on_device)
+    return AvailableMemory(min([psutil.virtual_memory().available, *_left_in_cgroups()]), free_on_device(device))
 
 
 def _left_in_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:

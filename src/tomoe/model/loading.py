@@ -41,6 +41,13 @@ def pick_device(name: str) -> str:
     return name
 
 
+def free_on_device(device: str | torch.device) -> int:
+    """Bytes that are free on a device now; 0 for the CPU, and where PyTorch does not tell."""
+    device = torch.device(device)
+    ask = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
+    return int(ask(device)[0]) if ask else 0
+
+
 def load_dense(
     model: str, dtype: torch.dtype, device: str | torch.device = "cpu", shards: int = 1, offload: bool | None = False,
     quantization: str = "none", num_experts_per_tok: int | None = None,

@@ -65,7 +65,10 @@ class RidgeRegression:
         self.x = x - self.mean
         self.gram = self.x.T @ self.x
         ridge = ROUTER_RIDGE * self.gram.diagonal().mean().clamp_min(1e-12)
-        self.factor = torch.linalg.cholesky(self.gram + ridge * torch.eye(len(self.gram), device=x.device))
+        # In float32 a few dims with a large mean square leave no digit for the others.
+        regular = self.gram.double()
+        regular.diagonal().add_(ridge)
+        self.factor = torch.linalg.cholesky(regular)
 
     def fit(self, y: Float[Tensor, "T N"]) -> tuple[Float[Tensor, "N D"], Float[Tensor, " N"]]:
         """Return weight and bias of a router, scaled so that its logits vary by 1 around their means.
@@ -75,7 +78,7 @@ class RidgeRegression:
         """
         # without a bias, what all experts of a token have in common is left out instead: it decides nothing
         mean = y.mean(0) if self.bias else y.mean(1, keepdim=True)
-        weight = torch.cholesky_solve(self.x.T @ (y - mean), self.factor).T
+        weight = torch.cholesky_solve((self.x.T @ (y - mean)).double(), self.factor).T.float()
         scale = 1 / self._deviation(weight).clamp_min(1e-12)
         weight = bfloat16_values(scale * weight)
         return weight, scale * mean - weight @ self.mean if self.bias else weight.new_zeros(len(weight))

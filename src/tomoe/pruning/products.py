@@ -1,27 +1,28 @@
-"""Matrix products of activations that were rounded to bfloat16 before: the processor's units for it may take them."""
+"""Matrix products of activations that were rounded to bfloat16 before: matrix units may take them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 
 @contextmanager
 def rounded_products(dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block float32 products on the CPU may round their factors, not their sums, if `dtype` is bfloat16.
+    """Inside the block float32 products may round their factors, not their sums, if `dtype` is bfloat16.
 
     That is what activations were computed in: rounding them once more changes little, and a Gram matrix of rounded
-    activations is one all the same. Matrix units take a tenth of the time.
+    activations is one all the same. Matrix units take a tenth of the time. If `dtype` is another one, a GPU rounds nothing
+    either, whatever the process allows it elsewhere.
     """
-    backend: Any = torch.backends.mkldnn
-    settings = backend.matmul
-    before = settings.fp32_precision
+    cpu, gpu = cast(Any, torch.backends.mkldnn).matmul, cast(Any, torch.backends.cuda).matmul
+    before = cpu.fp32_precision, gpu.fp32_precision
     try:
         if dtype == torch.bfloat16:
-            settings.fp32_precision = "bf16"
+            cpu.fp32_precision = "bf16"
+        gpu.fp32_precision = "tf32" if dtype == torch.bfloat16 else "ieee"
         yield
     finally:
-        settings.fp32_precision = before
+        cpu.fp32_precision, gpu.fp32_precision = before

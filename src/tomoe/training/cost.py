@@ -45,8 +45,8 @@ def write_cost(
         "seconds": watch.seconds,
         "tokens": tokens,
         "peak_memory_bytes": peak_memory(),
-        "device_peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "device_peak_memory_bytes": torch.cuda.max_memory_allocated(model.device) if device == "cuda" else None,
+        "device": torch.cuda.get_device_name(model.device) if device == "cuda" else device,
         "threads": torch.get_num_threads(),
         "resumed": resumed,
     }

@@ -123,10 +123,10 @@ class _Repairing:
                 gap += share / cast(float, gain) * (real(theirs).float() - out)
             sums.add(real(ours["h"]), gap, out - (gain or 0.0) * real(ours["mlp"]).float())
         if theirs is not None:
-            streams.dense[chunk] = theirs.cpu()
+            streams.dense[chunk] = theirs
         if gain:
-            streams.converted[chunk] = ours["out"].cpu()
-        streams.hidden[chunk] = ours["h"].cpu()
+            streams.converted[chunk] = ours["out"]
+        streams.hidden[chunk] = ours["h"]
 
     @torch.no_grad()
     def layer(self, i: int, say: Callable[[str], None], finished: LayerRepair | None = None) -> LayerRepair:
@@ -140,11 +140,11 @@ class _Repairing:
                 if gain:
                     # What the change adds to the stream; the layer need not run again.
                     added = F.linear(streams.hidden[chunk].to(streams.device), change)
-                    streams.converted[chunk] += (added if gain == 1 else gain * added).cpu()
+                    streams.converted[chunk] += (added if gain == 1 else gain * added).to(streams.converted.device)
                 else:
                     output = None if made.output is None else made.output.weight
                     out = streams.run(i, chunk, streams.converted, True, output, made.down.weight)["out"]
-                    streams.converted[chunk] = out.cpu()
+                    streams.converted[chunk] = out
             return made
 
     def _refit(self, i: int, say: Callable[[str], None]) -> LayerRepair:

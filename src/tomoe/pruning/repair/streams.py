@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from tomoe import distributed
 from tomoe.model.hooks import hooked, input_of
+from tomoe.model.loading import free_on_device
 from tomoe.model.mlp import decoder_layers
 from tomoe.model.offload import materialized
 from tomoe.model.running import replaced_forward
@@ -28,7 +29,7 @@ CHUNK_TOKENS = 4096
 ADDITIVE = 2e-2
 """Relative error, in 16 bits too, up to which a layer adds what its MLP gives."""
 MEMORY = 4 * 2**30
-"""Bytes of hidden states to keep in memory; if there are more, they go to a file."""
+"""Bytes of hidden states to keep in main memory, if a device has no room for them; if there are more, they go to a file."""
 
 
 @contextmanager
@@ -111,12 +112,16 @@ class Streams:
         self.ids, self.real = ids[own].to(self.device), real[own].to(self.device)
         self.padded = not bool(self.real.all())
         sizes = [self.shape.hidden_size] * (2 if both else 1) + [self.shape.mlp_size]
-        spilled = self.ids.numel() * sum(sizes) * model.dtype.itemsize > MEMORY
+        total = self.ids.numel() * sum(sizes) * model.dtype.itemsize
+        # The other half of a device is for a layer and its Gram matrix.
+        place = self.device if total <= free_on_device(self.device) // 2 else torch.device("cpu")
+        spilled = place.type == "cpu" and total > MEMORY
+        pinned = place != self.device and self.device.type == "cuda"
 
         def store(name: str, size: int) -> Tensor:
             shape = (*self.ids.shape, size)
             if not (spilled and folder):
-                return torch.empty(shape, dtype=model.dtype)
+                return torch.empty(shape, dtype=model.dtype, device=place, pin_memory=pinned)
             path = str(folder / f"{name}.bin")
             return torch.from_file(path, shared=True, size=math.prod(shape), dtype=model.dtype).view(shape)
 
@@ -130,7 +135,7 @@ class Streams:
         for chunk in self.chunks:
             for stream in (self.converted, self.dense):
                 first, handed = layer_inputs(model, self.ids[chunk], self.real[chunk])
-                stream[chunk], self.handed[chunk.start, stream is self.converted] = first.cpu(), handed
+                stream[chunk], self.handed[chunk.start, stream is self.converted] = first, handed
 
     def run(
         self, i: int, chunk: slice, stream: Tensor, masked_too: bool, output: Tensor | None = None,
@@ -201,6 +206,6 @@ class Streams:
         with held(self.layers[i]):
             for chunk in self.chunks:
                 theirs = self.run(i, chunk, self.dense, False)["out"] if self.both else None
-                self.converted[chunk] = self.run(i, chunk, self.converted, False)["out"].cpu()
+                self.converted[chunk] = self.run(i, chunk, self.converted, False)["out"]
                 if theirs is not None:
-                    self.dense[chunk] = theirs.cpu()
+                    self.dense[chunk] = theirs
