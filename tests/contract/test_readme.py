@@ -42,7 +42,7 @@ def test_every_command_of_the_readme_exists(tomoe: CommandLine) -> None:
     verbs = set(re.findall(r"\btomoe (\w+) ", "\n".join(code_blocks("")) + "\n")) | set(
         re.findall(r"`tomoe (\w+)", text)
     )
-    assert {"convert", "evaluate", "generate", "inspect"} <= verbs
+    assert {"convert", "evaluate", "generate", "finetune"} <= verbs
     for verb in sorted(verbs):
         assert tomoe(verb, "--help").code == 0, verb
 
