@@ -49,10 +49,9 @@ WAYS = {"fine-grained": [], "static": ["experts.form=overlapping", "experts.num_
 SHOWN = {
     "dense": "dense",
     "fine-grained": "fine-grained experts",
-    "dialed": "the same conversion, more experts",
+    "dialed": "a conversion at a smaller share, with more experts",
     "static": "same neurons for all tokens",
 }
-OURS = "fine-grained", "dialed"
 STEPS = "convert", "text", "humaneval", "loops", "tasks", "positions", "speed"
 REPAIR_TOKENS = 32_768
 TEST = 1024, 8192
@@ -273,7 +272,7 @@ def sweet_spot(rows: Sequence[dict[str, Any]], name: str) -> str:
     """The smallest share at which fine-grained experts keep most of what the dense model solves."""
     own = [row for row in rows if row["name"] == name and "humaneval" in row]
     dense = next((row for row in own if row["way"] == "dense"), None)
-    ours = sorted((row for row in own if row["way"] in OURS), key=lambda row: float(row["active"]))
+    ours = sorted((row for row in own if row["way"] == "fine-grained"), key=lambda row: float(row["active"]))
     if dense is None or not ours:
         return ""
     needed = KEPT * dense["humaneval"]["solved"]
