@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -278,6 +280,21 @@ def test_what_auto_takes_for_fine_experts_on_a_gpu(monkeypatch: pytest.MonkeyPat
     assert taken("fine, wide experts", 1, 3, 4, 191, 192) == ["few", "few", None, None, "grouped"]
     assert taken("plain", 1, 192) == [None, None]
     assert gpu.choose_gpu(make_mlp(CASES["fine"]), OnGpu(1, is_cuda=False)) is None
+
+
+@pytest.mark.slow
+def test_every_size_of_a_few_tokens_has_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than PyTorch compiles one function for."""
+    mlp = make_mlp(CASES["fine, experts of whole groups"])
+    monkeypatch.setattr(gpu.torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
+    gpu.compiled.cache_clear()
+    weights = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens_, top_k in itertools.product((1, 2, 3, 4), (1, 2, 6)):
+            x, ids = torch.randn(tokens_, 32), torch.rand(tokens_, 6).topk(top_k).indices
+            y = gpu.compiled(tokens_, top_k)(x, ids, *weights, mlp.shared_size, 6, gpu.ACTIVATIONS[0])
+            torch.testing.assert_close(y, gpu.run_few(mlp, x, ids))
+    gpu.compiled.cache_clear()
 
 
 def test_auto_can_be_asked_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

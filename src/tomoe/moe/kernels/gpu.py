@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 
 import torch
 import torch.nn.functional as F
@@ -48,15 +49,16 @@ def run_few(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
     kind = activation_kind(mlp) if mlp.fine else None
     if kind is None:
         return run_masked(mlp, x, expert_ids)
-    run = _compiled() if x.is_cuda and not torch.compiler.is_compiling() else few
+    run = compiled(*expert_ids.shape) if x.is_cuda and not torch.compiler.is_compiling() else few
     weights = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias
     return run(x, expert_ids, *weights, mlp.shared_size, mlp.num_experts, ACTIVATIONS[kind])
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
-    # One graph for each number of tokens: the sizes of all layers are alike.
-    return torch.compile(few, dynamic=False)
+def compiled(tokens: int, top_k: int) -> Callable[..., Tensor]:
+    """`few` for one size of the expert ids, which may differ from layer to layer."""
+    # PyTorch compiles one function for no more than eight sizes, and then runs it as it is: so each has a copy.
+    return torch.compile(FunctionType(few.__code__.replace(), few.__globals__), dynamic=False)
 
 
 def few(
