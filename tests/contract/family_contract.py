@@ -69,7 +69,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": dict(intermediate_size=[512] * 4, laurel_rank=8),
 }  # fmt: skip
 # How much larger than at the start the weights are: 8, or less where recurrences make rounding errors large.
-WEIGHTS = {"recurrent_gemma": 1.5}
+WEIGHTS = {"recurrent_gemma": 1.5, "qwen3_5_text": 4.0}
 # The seed of the tokens: 7, or another where two experts of a token are so near that the order of sums decides.
 SEEDS = {"mbart": 8, "nemotron_h": 8}
 SMALLER_THAN = 20_000_000

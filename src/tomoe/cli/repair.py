@@ -14,8 +14,7 @@ from tomoe.files import basename
 from tomoe.finetuning import repair as refitting
 from tomoe.finetuning import run
 from tomoe.recipe.finetuning import FinetuneRecipe
-from tomoe.report import warnings
-from tomoe.report.summary import shown_name
+from tomoe.report import summary, warnings
 
 
 def repair(
@@ -44,7 +43,7 @@ def repair(
         )
         rows = []
         if (out / "run" / "corpus.safetensors").is_file():
-            command = f"tomoe repair {shown_name(str(folder))} -o {basename(out)}"
+            command = f"tomoe repair {summary.shown_name(str(folder))} -o {basename(out)}"
             rows = run.measure(FinetuneRecipe(model=str(folder), dense=dense or ""), out, screen.on_progress, command)
     if rows and not distributed.rank():
         console = output()
