@@ -785,8 +785,8 @@ def run_masked(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, weights: Tensor | N
     `weights` [T, k] multiply what each expert adds, for routers that train.
     """
     elements = MASKED_ELEMENTS if x.device.type == "cpu" else MASKED_ELEMENTS_ON_DEVICE
-    tokens, rows = max(1, elements // len(mlp.up_proj)), mlp.expert_rows.long()
-    masks = None if mlp.fine else x.new_zeros(mlp.num_experts, len(mlp.up_proj)).scatter_(1, rows, 1)
+    tokens, rows = max(1, elements // len(mlp.up_proj)), mlp.expert_rows
+    masks = None if mlp.fine else x.new_zeros(mlp.num_experts, len(mlp.up_proj)).scatter_(1, rows.long(), 1)
     pieces = []
     for first in range(0, max(len(x), 1), tokens):
         some = slice(first, first + tokens)
