@@ -303,7 +303,7 @@ def figure(results: Results) -> CaptionedFigure:
     axes[0].set_ylabel("KL to the dense model, nats")
     axes[1].set_ylabel("HumanEval solved")
     axes[1].set_xlabel("active decoder parameters, %")
-    axes[0].legend()
+    axes[0].legend(loc="upper right")
     return CaptionedFigure(
         "headline", "What is left at each share", "; ".join(said),
         "Above, the distance from the dense model (100 %) on WikiText-2; below, the share of problems solved.", drawn,

@@ -49,7 +49,7 @@ def accuracy_figure(rows: Rows) -> CaptionedFigure:
     values = [value for points in lines.values() for _, value in points] + ([1.0] if relative else [*dense])
     _quality_axes(axes, values, "perplexity / dense perplexity" if relative else "perplexity")
     if len(lines) > 1 or next(iter(lines)):
-        axes.legend()
+        axes.legend(loc="upper right")
     points_text = "; ".join(
         f"{label or 'model'}: " + ", ".join(f"{y:.4g} at {x:.0%}" for x, y in sorted(points))
         for label, points in lines.items()
@@ -110,7 +110,7 @@ def dial_figure(rows: Sequence[Row], plan: Plan) -> CaptionedFigure | None:
     _dense_line(axes, dense, f"dense {dense:.2f}")
     _quality_axes(axes, [dense, *perplexities], "perplexity")
     if planned in [k for _, _, k in points]:
-        axes.legend()
+        axes.legend(loc="upper right")
     numbers = ", ".join(f"{y:.4g} at {x:.0%} ({k} experts in the layer that uses most)" for x, y, k in points)
     refitted = " Projections were refitted for the planned number, so with all experts it need not be the dense model."
     return CaptionedFigure(
