@@ -114,11 +114,11 @@ def test_of_many_at_once_one_has_it(tmp_path: Path, before: str) -> None:
 
 def test_it_nests_within_one_process(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with folder_lock(out, "sweep"):
+    with folder_lock(out, "convert"):
         with folder_lock(tmp_path / "x" / ".." / "out", "convert"), folder_lock(out / "cell", "convert"):
             assert (out / "cell" / LOCK_FILE).exists()
         assert not (out / "cell").exists()
-        assert (out / LOCK_FILE).read_text().startswith("tomoe sweep")
+        assert (out / LOCK_FILE).read_text().startswith("tomoe convert")
         assert ended(forked(lambda: folder_lock(out, "report").__enter__())) == 3
     assert not out.exists()
 

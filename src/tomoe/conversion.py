@@ -72,16 +72,15 @@ def convert_dense(
     resume: bool = False,
     force: bool = False,
     on_progress: ProgressCallback = no_progress,
-    same_text: Path | None = None,
 ) -> tuple[Plan, PreTrainedModel | None]:
     """Run the stages of `convert`: text, start, training (none if `train.steps` is 0), plan, repair, fold.
 
-    Returns the plan, and the dense model if the run has its original weights in memory. `same_text`: see `begin`.
+    Returns the plan, and the dense model if the run has its original weights in memory.
     """
     run, base, watch = RunFolder(out / "run"), BaseWeights.of(recipe), Stopwatch()
     refuse_overwriting(out, force, recipe.model, resume)
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
-    opened = begin(recipe, base, run, resumes, on_progress, same_text)
+    opened = begin(recipe, base, run, resumes, on_progress)
     watch.ended("text")
     net = learn(recipe, base, opened, run, watch, on_progress)
 
@@ -124,13 +123,11 @@ def begin(
     run: RunFolder,
     resumes: bool,
     on_progress: ProgressCallback,
-    same_text: Path | None = None,
 ) -> Opened:
     """Open model and text, then start the run or resume it.
 
-    `same_text` is the corpus of another run with the same model and text settings. Nothing is written, and nothing of an
-    older run is deleted, before model and text have been prepared. Raises UserError if they cannot be, or if the run was
-    started with other weights.
+    Nothing is written, and nothing of an older run is deleted, before model and text have been prepared. Raises UserError if
+    they cannot be, or if the run was started with other weights.
     """
     tracking.check(recipe.report_to)
     check_accumulation(recipe.train)
@@ -139,8 +136,6 @@ def begin(
     def text() -> Corpus | None:
         if resumes and run.corpus.exists():
             return None
-        if same_text is not None:
-            return Corpus.load(same_text)
         return prepare(recipe.data, tokenizer, recipe.seed, model, stage_callback(on_progress, "text"))
 
     # all processes sample together; a sharded model runs in all of them or in none

@@ -37,7 +37,7 @@ def fresh(script: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
         ([*CONVERT, "--set", "train.step=3"], 2, "train.steps"),
         ([*CONVERT, "--set", "train.steps=many"], 2, "train.steps"),
         ([*CONVERT, "--recipe", "dmo"], 2, "demo"),
-        (["sweep", "nowhere", "-o", "out", "--over", "active=0.5", "--attention", "none"], 2, "per_token"),
+        ([*CONVERT, "--attention", "none"], 2, "per_token"),
         (["route", "nowhere"], 2, "--file"),
         (["report", "nowhere"], 2, "no converted model"),
     ],

@@ -125,20 +125,9 @@ def test_measuring_chooses_as_well(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert load_model(str(folder / "dense"), "auto", "cpu").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("stored", "setting", "expected"),
-    [
-        ("bfloat16", "auto", "auto"),
-        ("bfloat16", "stored", "bfloat16"),
-        ("bfloat16", "float32", "float32"),
-        ("float32", "auto", "float32"),
-        ("float16", "auto", "float16"),
-    ],
-)
-def test_a_result_is_measured_in_the_dtype_that_its_recipe_computes_in(
-    stored: str, setting: str, expected: str
-) -> None:
-    assert measuring_dtype(stored, setting) == expected
+@pytest.mark.parametrize(("stored", "expected"), [("bfloat16", "auto"), ("float32", "float32"), ("float16", "float16")])
+def test_bfloat16_is_measured_as_the_processor_likes_it_and_all_else_as_stored(stored: str, expected: str) -> None:
+    assert measuring_dtype(stored) == expected
 
 
 def test_the_paper_computes_as_stored() -> None:

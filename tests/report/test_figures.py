@@ -16,7 +16,6 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from tomoe.errors import UserError
 from tomoe.evaluation.results import ExpertUsage, Measurement, Row
 from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan, Plan
@@ -27,11 +26,6 @@ from tomoe.report.style import INK, CaptionedFigure
 pytestmark = pytest.mark.slow
 
 EVIL = "</script><img src=x onerror=alert(1)> $\\frac$ \"&'"
-ACCURACY = [
-    {"label": "carved", "active_share": 0.7, "perplexity": 30.2, "dense_perplexity": 16.25},
-    {"label": "carved", "active_share": 0.5, "perplexity": 81.1, "dense_perplexity": 16.25},
-    {"label": EVIL, "active_share": 0.6, "perplexity": 25.2, "dense_perplexity": 16.25},
-]
 
 
 def drawn_lines(drawn: CaptionedFigure, axes: int = 0) -> dict[str, list[tuple[float, float]]]:
@@ -56,24 +50,19 @@ def check(drawn: CaptionedFigure) -> None:
     assert set(re.findall(r'(?:href="|url\()#([^")]+)', svg)) <= set(ids)
 
 
-def test_accuracy_draws_the_rows() -> None:
-    drawn = figures.accuracy_figure(ACCURACY)
-    assert drawn_lines(drawn)["carved"] == [(0.5, 81.1), (0.7, 30.2)]
-    assert "81.1 at 50%" in drawn.alt
-    assert drawn.figure.axes[0].get_yscale() == "log"
-    assert "dense 16.25" in drawn.svg
-    check(drawn)
+def dial_row(perplexity: float, active: float, k: int | None) -> Row:
+    facts: Any = {"active_share": active}
+    return Row(Measurement(perplexity, None, 0.0, 10, 1, 8), facts, experts_per_token=k)
+
+
+DIAL = [dial_row(16.25, 1.0, None), dial_row(40.0, 0.5, 4), dial_row(90.0, 0.3, 1), dial_row(16.5, 1.0, 8)]
 
 
 def test_the_dial_draws_each_number_of_experts() -> None:
-    def row(perplexity: float, active: float | None, k: int | None) -> Row:
-        facts: Any = {"active_share": active}
-        return Row(Measurement(perplexity, None, 0.0, 10, 1, 8), facts, experts_per_token=k)
-
-    plan = make_fine_plan()
-    rows = [row(16.25, 1.0, None), row(40.0, 0.5, 4), row(90.0, 0.3, 1), row(16.5, 1.0, 8)]
+    plan, rows = make_fine_plan(), DIAL
     drawn = figures.dial_figure(rows, plan)
     assert drawn is not None
+    assert drawn.figure.axes[0].get_yscale() == "log"
     lines = [[tuple(point) for point in line.get_xydata()] for line in drawn.figure.axes[0].get_lines()]
     assert lines[0] == [(0.3, 90.0), (0.5, 40.0), (1.0, 16.5)]
     assert lines[1] == [(1.0, 16.5)]  # the plan's 8
@@ -90,25 +79,19 @@ def test_the_dial_draws_each_number_of_experts() -> None:
     assert [figure.name for figure in all_figures(plan, dial=rows)] == ["dial", "width", "parts"]
 
 
-def test_accuracy_on_several_texts_is_against_each_ones_dense_model() -> None:
-    other = [ACCURACY[0], {**ACCURACY[0], "label": "other", "perplexity": 20.0, "dense_perplexity": 10.0}]
-    drawn = figures.accuracy_figure(other)
-    assert drawn_lines(drawn)["other"] == [(0.7, 2.0)]
-    assert drawn.figure.axes[0].get_ylabel() == "perplexity / dense perplexity"
-    alone = figures.accuracy_figure([{"label": "", "active_share": 0.7, "perplexity": 3.0, "dense_perplexity": None}])
-    check(alone)
-    with pytest.raises(UserError, match="no row to draw"):
-        figures.accuracy_figure([])
-
-
 def test_files_are_the_same_twice_and_no_setting_elsewhere_changes_them(tmp_path: Path) -> None:
-    first = [file.read_bytes() for file in style.save(figures.accuracy_figure(ACCURACY), tmp_path)]
+    def files() -> list[bytes]:
+        drawn = figures.dial_figure(DIAL, make_fine_plan())
+        assert drawn is not None
+        return [file.read_bytes() for file in style.save(drawn, tmp_path)]
+
+    first = files()
     with matplotlib.rc_context({"font.size": 20, "svg.hashsalt": "x", "axes.grid": False}):
-        again = [file.read_bytes() for file in style.save(figures.accuracy_figure(ACCURACY), tmp_path)]
+        again = files()
     assert first == again
     assert first[1].startswith(b"\x89PNG")
     assert b"<dc:date>" not in first[0]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["accuracy.png", "accuracy.svg"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["dial.png", "dial.svg"]
 
 
 def make_plan(

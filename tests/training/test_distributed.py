@@ -134,17 +134,6 @@ def test_overlapping_windows_are_divided(run: Launcher, inputs: Path, tmp_path: 
     assert json.loads((tmp_path / "3.json").read_text())["rows"][0]["measurement"]["blocks"] == 2
 
 
-def test_a_sweep_runs_in_all_processes(run: Launcher, inputs: Path, tmp_path: Path) -> None:
-    """And continues in all of them after a cell that failed."""
-    out, sizes = tmp_path / "sweep", small(train_steps="0")
-    cells = ["--over", "active=0.01,0.7", "--data", inputs / "text.txt", "-o", out]
-    assert run(2, "sweep", inputs / "dense", *cells, *sizes) == [2, 2]
-    assert "1 of 2 cells failed; active=0.01: active is 0.01, but" in Path(f"{out}.0.log").read_text()
-    assert Path(f"{out}.1.log").read_text() == ""
-    (row,) = [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
-    assert row["measured"]["active_share"] == pytest.approx(0.7, abs=0.01)
-
-
 def test_two_processes_fine_tune_what_one_does(run: Launcher, tmp_path: Path) -> None:
     """And measure it: both on their share of the held-out text."""
     text, dense, out = write_text(tmp_path / "text.txt"), write_pico(tmp_path / "dense"), tmp_path / "out"

@@ -46,7 +46,6 @@ LOADED_LATER = (
     "report.html",
     "report.summary",
     "report.warnings",
-    "sweep",
     "training.run_folder",
 )
 
@@ -98,7 +97,6 @@ from tomoe.cli.report import report
 from tomoe.cli.route import route
 from tomoe.cli.sanitize import one_line
 from tomoe.cli.signals import Stopped, stoppable
-from tomoe.cli.sweep import sweep
 from tomoe.cli.train import train
 
 app = typer.Typer(
@@ -109,7 +107,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 VERBS = {
-    "Convert": (doctor, convert, carve, repair, finetune, sweep),
+    "Convert": (doctor, convert, carve, repair, finetune),
     "Convert stage by stage": (train, plan, apply),
     "Look and measure": (evaluate, generate, report, inspect, route, benchmark),
     "Use elsewhere": (export, push),

@@ -20,12 +20,9 @@ def compute_dtype(setting: str, stored: torch.dtype, device: str) -> torch.dtype
     return torch.float32 if setting == "auto" and emulated else stored
 
 
-def measuring_dtype(stored: str, setting: str = "auto") -> str:
-    """The name of the dtype to measure weights in that are stored as `stored`; setting: as for `compute_dtype`.
-
-    `auto` stays `auto`, which `load_model` decides on the device that it loads to.
-    """
-    return setting if stored == "bfloat16" and setting != "stored" else stored
+def measuring_dtype(stored: str) -> str:
+    """The name of the dtype to measure weights in that are stored as `stored`; `auto` is for `load_model` to decide."""
+    return "auto" if stored == "bfloat16" else stored
 
 
 def multiplies_bfloat16() -> bool:

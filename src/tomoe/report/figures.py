@@ -6,82 +6,18 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, ScalarFormatter
 
-from tomoe.errors import UserError
 from tomoe.evaluation.results import ExpertUsage, Row
 from tomoe.files import format_bytes
 from tomoe.plan import FINETUNED, REPAIRED, Plan
 from tomoe.report.plan_figures import layer_axis
-from tomoe.report.style import COLORS, DASHES, HEAT, INK, LIGHT, MARKERS, WIDTH, CaptionedFigure, canvas, short, styled
+from tomoe.report.style import COLORS, HEAT, INK, LIGHT, MARKERS, WIDTH, CaptionedFigure, canvas, short, styled
 
 LABELLED = 16  # points that still have room for their number
 Rows = Sequence[Mapping[str, Any]]
 Shares = Sequence[Sequence[float]]  # [layer][expert]
-
-
-@styled
-def accuracy_figure(rows: Rows) -> CaptionedFigure:
-    """Perplexity against active share, one line for each label.
-
-    A row is {label, active_share (of the decoder parameters, 0..1), perplexity, dense_perplexity (or None)}. If the rows
-    have several dense perplexities (other texts, other models), each perplexity is divided by its own. Raises UserError
-    if there is no row.
-    """
-    if not rows:
-        raise UserError("there is no row to draw: give at least one model with its active share and its perplexity")
-    dense = {row["dense_perplexity"] for row in rows if row.get("dense_perplexity")}
-    relative = len(dense) > 1 and all(row.get("dense_perplexity") for row in rows)
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        value = row["perplexity"] / row["dense_perplexity"] if relative else row["perplexity"]
-        lines.setdefault(str(row["label"]), []).append((row["active_share"], value))
-    figure, (axes,) = canvas(3.2)
-    for n, (label, points) in enumerate(lines.items()):
-        style = {"color": COLORS[n % 4], "marker": MARKERS[n % 4], "linestyle": DASHES[n % 4], "markersize": 5}
-        axes.plot(*zip(*sorted(points), strict=True), label=short(label), **style)
-        for x, y in points if len(rows) <= LABELLED else ():
-            axes.annotate(f"{y:.3g}", (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=8)
-    if relative or dense:
-        _dense_line(axes, 1.0 if relative else max(dense), "dense" if relative else f"dense {max(dense):.2f}")
-    values = [value for points in lines.values() for _, value in points] + ([1.0] if relative else [*dense])
-    _quality_axes(axes, values, "perplexity / dense perplexity" if relative else "perplexity")
-    if len(lines) > 1 or next(iter(lines)):
-        axes.legend(loc="upper right")
-    points_text = "; ".join(
-        f"{label or 'model'}: " + ", ".join(f"{y:.4g} at {x:.0%}" for x, y in sorted(points))
-        for label, points in lines.items()
-    )
-    return CaptionedFigure(
-        "accuracy",
-        "Quality against active parameters",
-        f"Line chart of {'perplexity over dense perplexity' if relative else 'perplexity'} by active share. {points_text}.",
-        "Lower is better, the dotted line is the dense model. Look for the share at which the line begins to climb: "
-        "below it each parameter saved costs more than the last. Points on different texts cannot be compared.",
-        figure,
-    )
-
-
-def _dense_line(axes: Axes, level: float, label: str) -> None:
-    """A dotted line at the level of the dense model."""
-    axes.axhline(level, color=INK, linewidth=1, linestyle=":")
-    axes.annotate(label, (0, level), (4, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-                  ha="left", fontsize=8)  # fmt: skip
-
-
-def _quality_axes(axes: Axes, values: Sequence[float], label: str) -> None:
-    """Quality against active share; logarithmic if the values are far apart."""
-    if max(values) > 4 * min(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.set_xlabel("active share of the decoder parameters")
-    axes.set_ylabel(label)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.margins(x=0.08, y=0.1)
 
 
 @styled
@@ -107,8 +43,18 @@ def dial_figure(rows: Sequence[Row], plan: Plan) -> CaptionedFigure | None:
             axes.plot(x, y, color=COLORS[1], marker=MARKERS[1], markersize=7, linestyle="none", label="as planned")
         if len(points) <= LABELLED:
             axes.annotate(f"{y:.3g}", (x, y), (0, 6), textcoords="offset points", ha="center", fontsize=8)
-    _dense_line(axes, dense, f"dense {dense:.2f}")
-    _quality_axes(axes, [dense, *perplexities], "perplexity")
+    axes.axhline(dense, color=INK, linewidth=1, linestyle=":")
+    axes.annotate(f"dense {dense:.2f}", (0, dense), (4, 3), xycoords=("axes fraction", "data"),
+                  textcoords="offset points", ha="left", fontsize=8)  # fmt: skip
+    if max(dense, *perplexities) > 4 * min(dense, *perplexities):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xlabel("active share of the decoder parameters")
+    axes.set_ylabel("perplexity")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.margins(x=0.08, y=0.1)
     if planned in [k for _, _, k in points]:
         axes.legend(loc="upper right")
     numbers = ", ".join(f"{y:.4g} at {x:.0%} ({k} experts in the layer that uses most)" for x, y, k in points)
