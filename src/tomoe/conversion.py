@@ -165,7 +165,9 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreT
     check_output(model, recipe.attention.pruning != "off")
     check_length(recipe.data.seq_len, model)
     layout = settle_layout(recipe, shape_of(model))
-    if reason := TARGETS[recipe.target].supports_dense(model, recipe.experts.form):
+    # a layout for GPUs stays in tomoe's own form
+    form = TARGETS["hf" if recipe.target == "gpu" else recipe.target]
+    if reason := form.supports_dense(model, recipe.experts.form):
         raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")
     tokenizer = load_tokenizer(recipe.model)
     # others write nothing, and their disks may be full

@@ -15,13 +15,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
+from tomoe.budget import decoder_params, mlp_params
+from tomoe.conversion import empty_network
 from tomoe.model.structure import shape_of
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEForCausalLM
 from tomoe.plan import Plan
+from tomoe.pruning.carving import carve_
+from tomoe.pruning.extract import extract_plan
+from tomoe.pruning.layouts import FineLayout, settle_layout
 from tomoe.pruning.masking import masked, planned_masks
+from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 TOLERANCE = 1e-5  # of the largest logit, float32
@@ -132,6 +138,33 @@ def test_fine_experts_can_be_used_in_other_numbers(dense: PreTrainedModel, k: in
         with running(moe, backend):
             assert_same(moe(ids).logits, meant)
     assert bool((meant - dense(ids).logits).abs().max() < 1e-5 * meant.abs().max()) == (k == 8)
+
+
+def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
+    """`target = gpu`, from the layout to the folder; all experts are the dense model."""
+    dense = make_pico("qwen2", intermediate_size=2688)
+    shape, width = shape_of(dense), 640 + 7.5 * 128
+    left_out = shape.num_layers * mlp_params(shape, shape.mlp_size - width)
+    recipe, ids = Recipe(active=1 - left_out / decoder_params(shape), target="gpu"), tokens(2, 24, seed=5)
+    calibration = ids, torch.ones_like(ids, dtype=torch.bool)
+    layout = settle_layout(recipe, shape)
+    assert layout == FineLayout(16, 128, 640, 8)
+    net = empty_network(recipe, dense, layout)
+    carve_(net, dense, *calibration, recipe.active, seed=0)
+    plan = extract_plan(net, dense, recipe.active, calibration)
+    assert sorted(layer.top_k for layer in plan.layers) == [7, 8]
+    folded = fold(dense, plan)
+    save_moe(folded, plan, None, tmp_path / "moe")
+    with masked(dense, planned_masks(plan)):
+        meant = dense(ids).logits
+    whole = dense(ids).logits
+    assert (meant - whole).abs().max() > 1e-2, "the masks changed nothing"
+    for moe in (folded, AutoModelForCausalLM.from_pretrained(tmp_path / "moe")):
+        for backend in EXPERT_BACKENDS:
+            with running(moe, backend):
+                assert_same(moe(ids).logits, meant)
+    everything = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=16)
+    assert_same(everything(ids).logits, whole)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 8])

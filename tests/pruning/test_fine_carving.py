@@ -39,6 +39,8 @@ from tomoe.recipe.target_rules import TARGET_RULES
 
 SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 64, 64, True)
 LLAMA2_7B = ModelShape(32, 4096, 11008, 32, 32, 128, 128, True)
+QWEN_05B = ModelShape(24, 896, 4864, 14, 2, 64, 64, True)
+QWEN_15B = ModelShape(28, 1536, 8960, 12, 2, 128, 128, True)
 
 
 def fine(**keys: object) -> ExpertsSection:
@@ -210,6 +212,36 @@ def test_a_stock_form_may_take_fewer_experts_to_hold_few_zeros(
     layout = settle_layout(Recipe(active=active, target="glm4_moe", experts={"form": "fine"} | experts), shape)
     assert replace(layout, uniform=False, dense_layers=0) == expected
     assert (layout.uniform, layout.dense_layers) == (True, experts.get("dense_layers", 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "active", "experts", "expected"),
+    [
+        (QWEN_05B, 0.5, {}, FineLayout(32, 128, 768, 10)),
+        (QWEN_15B, 0.5, {}, FineLayout(32, 256, 768, 12)),
+        (LLAMA2_7B, 0.7, {}, FineLayout(32, 256, 2816, 13)),
+        # a shared part of 2,816 neurons would be wider than a token
+        (LLAMA2_7B, 0.5, {}, FineLayout(32, 344, 0, 8)),
+        (QWEN_15B, 0.5, {"num_experts": 16}, FineLayout(16, 448, 1792, 5)),
+        (QWEN_15B, 0.5, {"num_experts": 24}, None),
+        (QWEN_15B, 0.5, {"num_experts": 8}, None),
+        (QWEN_15B, 0.5, {"num_experts": 64, "expert_size": 128}, None),  # 24 of them for a token
+        (SMOLLM2, 0.5, {}, None),
+    ],
+)  # fmt: skip
+def test_a_gpu_gets_few_wide_experts_or_a_refusal(
+    shape: ModelShape, active: float, experts: dict[str, int], expected: FineLayout | None
+) -> None:
+    recipe = Recipe(active=active, target="gpu", experts=experts)
+    if expected is None:
+        with pytest.raises(
+            UserError, match=r"no layout for a GPU divides the .* power of two of experts, at least 16, of"
+        ):
+            settle_layout(recipe, shape)
+        return
+    layout = settle_layout(recipe, shape)
+    assert layout == expected
+    assert layout.shared + layout.num_experts * layout.expert_size == shape.mlp_size
 
 
 @pytest.mark.parametrize(

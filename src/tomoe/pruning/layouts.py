@@ -13,11 +13,21 @@ from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape, ceil_div
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
-from tomoe.recipe.target_rules import FINE_MULTIPLE, MAX_EXPERTS_PER_TOKEN, STOCK_MULTIPLE, TARGET_RULES, TargetRules
+from tomoe.recipe.target_rules import (
+    FINE_MULTIPLE,
+    GPU_EXPERTS_PER_TOKEN,
+    GPU_WIDTH,
+    MAX_EXPERTS_PER_TOKEN,
+    STOCK_MULTIPLE,
+    TARGET_RULES,
+    TargetRules,
+)
 
 FINE_EXPERTS = (256, 128, 64)
 """Numbers of fine-grained experts unless the recipe gives one: more are better (docs/lab/log.md), but a router costs a token as
 much as a third of a gated neuron for each. Any model and any stock format takes the last number."""
+GPU_NUMBERS = (256, 128, 64, 32, 16)
+"""The same for a GPU, whose kernels want a power of two."""
 NEURONS_PER_EXPERT = 6
 """Neurons of a layer that there must be for each of the larger numbers: the router then costs at most 1/18 of the dense MLP."""
 FEWER_EXPERTS = 0.25
@@ -121,8 +131,11 @@ def _fine_layout(
     dense_layers = min(experts.dense_layers, shape.num_layers - 1) if rules.uniform else 0
     search = _search(shape, experts, attention, active, rules, dense_layers)
     numbers = _numbers_to_try(shape, experts, rules)
-    of_number = search.for_stock if rules.uniform and not experts.expert_size else search.roundest
-    layout = next((found for n in numbers if (found := of_number(n)) is not None), None)
+    if rules.wide:
+        layout = search.wide(numbers)
+    else:
+        of_number = search.for_stock if rules.uniform and not experts.expert_size else search.roundest
+        layout = next((found for n in numbers if (found := of_number(n)) is not None), None)
     if layout is None:
         _check_least(least_active(shape, experts, attention, target), attention, active)
         raise search.refusal(numbers[-1])
@@ -138,6 +151,8 @@ def _numbers_to_try(shape: ModelShape, experts: ExpertsSection, rules: TargetRul
     """Numbers of fine-grained experts, the best first: the given one, or the usual ones that suit a layer of this width."""
     if experts.num_experts:
         return [experts.num_experts]
+    if rules.wide:
+        return GPU_NUMBERS
     *more, fewest = FINE_EXPERTS
     wide_enough = [] if rules.uniform else [n for n in more if n * NEURONS_PER_EXPERT <= shape.mlp_size]
     return [*wide_enough, fewest]
@@ -194,8 +209,24 @@ class _Search:
             or self._with_fewest_zeros(range(fewest - 1, MAX_EXPERTS_PER_TOKEN - 1, -1))
         )
 
+    def wide(self, numbers: Sequence[int]) -> FineLayout | None:
+        """The layout for a GPU: near the wanted shared part if that can be, then of most experts, then of the roundest size."""
+
+        def worth(layout: FineLayout) -> tuple[bool, int, int, float]:
+            round_size = math.gcd(layout.expert_size, GPU_WIDTH)
+            return self._near(layout), layout.num_experts, round_size, -self._off(layout)
+
+        return max((layout for n in numbers for layout in self._wide_layouts(n)), key=worth, default=None)
+
     def refusal(self, number: int) -> UserError:
         """What to say if there is no layout."""
+        if self.rules.wide:
+            return UserError(
+                f"no layout for a GPU divides the {self.mlp_size:,} neurons of a layer so that a token uses {self.width:,.0f} "
+                f"of them: it wants a power of two of experts, at least {GPU_NUMBERS[-1]}, of at least {GPU_WIDTH} neurons, at "
+                f"most {GPU_EXPERTS_PER_TOKEN} of them for a token, and a multiple of their width as the shared part; set "
+                "target to hf, or another active"
+            )
         given_size = "" if not self.experts.expert_size else f" of {self.experts.expert_size} neurons"
         exactly = "" if math.isinf(self.slack) else f" (to {self.slack:,.1f} exactly)"
         return UserError(
@@ -221,23 +252,49 @@ class _Search:
     def _off(self, layout: FineLayout) -> float:
         return abs(layout.shared - self.wanted)
 
+    def _near(self, layout: FineLayout) -> bool:
+        # more than is wanted only up to half of the layer: beyond, there is too little left to choose from
+        most_shared = max(self.wanted, self.mlp_size / 2)
+        return self._off(layout) <= SHARED_SLACK * self.width and layout.shared <= most_shared
+
     def _layouts(self, numbers: Sequence[int], multiple: int, max_used: float) -> Iterator[FineLayout]:
         """Layouts with experts of a multiple of neurons, or of the given size, that meet the width."""
         given = self.experts.expert_size
-        # more than is wanted only up to half of the layer: beyond, there is too little left to choose from
-        most_shared = max(self.wanted, self.mlp_size / 2)
         for n in numbers:
             for size in [given] if given else range(multiple, self.mlp_size // n + 1, multiple):
-                shared = self.mlp_size - n * size
-                layout = FineLayout(n, size, shared, min(max(1, round((self.width - shared) / size)), n))
-                near = given or (self._off(layout) <= SHARED_SLACK * self.width and shared <= most_shared)
-                used = min(round(self.layers * (self.width - shared) / size), self.layers * n) / self.layers
-                met = abs(shared + used * size - self.width) <= self.slack
-                fits = shared == 0 or (shared > 0 and self.rules.holds_shared)
-                in_experts = math.ceil(shared / size) if self.rules.shared_in_experts else 0
+                layout = self._layout(n, size)
+                in_experts = math.ceil(layout.shared / size) if self.rules.shared_in_experts else 0
                 few = layout.top_k + in_experts <= max_used
-                if fits and shared + size <= self.width and near and met and few:
+                if few and (given or self._near(layout)) and self._meets(layout):
                     yield layout
+
+    def _wide_layouts(self, number: int) -> Iterator[FineLayout]:
+        """Layouts of so many experts that a GPU runs well and that meet the width."""
+        given = self.experts.expert_size
+        for size in [given] if given else range(GPU_WIDTH, self.mlp_size // number + 1, FINE_MULTIPLE):
+            layout = self._layout(number, size)
+            # layers may differ by one
+            most_used = math.ceil((self.width - layout.shared) / size)
+            if (
+                number.bit_count() == 1
+                and number >= GPU_NUMBERS[-1]
+                and size >= GPU_WIDTH
+                and layout.shared % size == 0
+                and most_used <= GPU_EXPERTS_PER_TOKEN
+                and self._meets(layout)
+            ):
+                yield layout
+
+    def _layout(self, number: int, size: int) -> FineLayout:
+        shared = self.mlp_size - number * size
+        return FineLayout(number, size, shared, min(max(1, round((self.width - shared) / size)), number))
+
+    def _meets(self, layout: FineLayout) -> bool:
+        """Whether the parts fill a layer, and a token can have the width."""
+        n, size, shared = layout.num_experts, layout.expert_size, layout.shared
+        used = min(round(self.layers * (self.width - shared) / size), self.layers * n) / self.layers
+        fits = shared == 0 or (shared > 0 and self.rules.holds_shared)
+        return fits and shared + size <= self.width and abs(shared + used * size - self.width) <= self.slack
 
 
 def stored_zeros(layout: FineLayout) -> int:

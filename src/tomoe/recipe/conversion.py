@@ -181,8 +181,10 @@ class Recipe(RunRecipe):
         "deepseek_v3",
         "flex_olmo",
         "gguf",
+        "gpu",
     ] = "hf"
-    """The format that the result must fit exactly. `hf`, ToMoE's own, holds every plan; the others need experts of one
+    """The format that the result must fit exactly. `hf`, ToMoE's own, holds every plan; `gpu` is the same with few wide
+    fine-grained experts, as a GPU runs them (not measured on one); the others need experts of one
     width in all layers (fine-grained ones: as many a token in all layers) and exclude attention.pruning = per_token.
     mixtral, qwen2_moe and qwen3_moe are for experts.form = overlapping, the others for fine; those behind glm4_moe are for
     one family each, whose attention they have."""

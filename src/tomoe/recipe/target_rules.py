@@ -17,6 +17,10 @@ without which the grouped matrix product that transformers runs experts with ref
 MAX_EXPERTS_PER_TOKEN = 30
 """Fine-grained experts of a token in a stock format. llama.cpp (2026.10) makes nodes of its graph for each, has room for 8 nodes
 a tensor, and ends the process when they are used up: a plain llama has room for 30. vLLM's fused routing is for 32."""
+GPU_WIDTH = 128
+"""Neurons of an expert from which on grouped products of a GPU have enough to do."""
+GPU_EXPERTS_PER_TOKEN = 16
+"""Experts of a token that fused routing on GPUs takes (SGLang's; vLLM's and TensorRT-LLM's take 32); they want a power of two."""
 STOCK_SHARED = 0.75
 """The shared part of fine-grained experts in a stock format, as a share of a token's neurons: a little worse than 0.4 and much
 faster in engines (docs/lab/log.md)."""
@@ -42,6 +46,9 @@ class TargetRules:
     """Whether tokens may share neurons."""
     shared_in_experts: bool = False
     """Whether it holds these neurons in experts, which count among those of a token."""
+    wide: bool = False
+    """Whether a GPU runs it: a power of two of experts of at least GPU_WIDTH neurons, no more than GPU_EXPERTS_PER_TOKEN of
+    them for a token unless it uses all, and a shared part that is a multiple of one."""
 
 
 _CORRECTED = TargetRules(forms=("fine",), shared=STOCK_SHARED)
@@ -64,4 +71,5 @@ TARGET_RULES = {
     "flex_olmo": _UNSHARED,
     "gguf": TargetRules(shared=STOCK_SHARED, bounded=True),
     "hf": TargetRules(uniform=False),
+    "gpu": TargetRules(forms=("fine",), uniform=False, wide=True),
 }
