@@ -89,17 +89,17 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
         width = int(logits.shape[-1])
         logits = logits.reshape(-1, width)
         top_k = top_ks[router]
-        fine = top_k is not None
-        if top_k is not None:
-            # an expert that every token uses says nothing of a token
-            always = always_used(router.bias)
-            logits = logits.masked_fill(always, -torch.inf)
-            free, others = top_k - int(always.sum()), int((~always).sum())
-            top_k = free if 0 < free < others else None
-        ids = route(logits, top_k)[0]
+        if top_k is None:
+            rows.append(route(logits)[0][:, 0].tolist())
+            return
+        # an expert that every token uses says nothing of a token
+        always = always_used(router.bias)
+        logits = logits.masked_fill(always, -torch.inf)
+        free, others = top_k - int(always.sum()), int((~always).sum())
+        chooses = 0 < free < others
+        ids = route(logits, free if chooses else None)[0]
         ids = ids.gather(1, logits.gather(1, ids).argsort(1, descending=True))
-        if fine:
-            chosen.append([] if top_k is None else ids.tolist())
+        chosen.append(ids.tolist() if chooses else [])
         rows.append(ids[:, 0].tolist())
 
     hooks = hooked(router.register_forward_hook(record) for router in top_ks)

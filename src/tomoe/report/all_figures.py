@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,11 @@ from tomoe.report.plan_figures import (
     width_figure,
 )
 from tomoe.report.style import CaptionedFigure, save
+
+OF_FORM: dict[str, tuple[Callable[[Plan], CaptionedFigure | None], ...]] = {
+    "fine": (parts_figure,),
+    "overlapping": (union_figure, expert_width_figure, similarity_figure),
+}
 
 
 def all_figures(
@@ -36,8 +41,7 @@ def all_figures(
     active = plan.recipe.get("active", plan.active_fraction())
     figures = [
         dial_figure(dial, plan), throughput_figure(timed), training_figure(metrics, plan.num_experts, active), width_figure(plan),
-        parts_figure(plan), union_figure(plan), expert_width_figure(plan), similarity_figure(plan), value_figure(plan),
-        _usage(rows), cost_figure(cost or {}),
+        *(draw(plan) for draw in OF_FORM[plan.form]), value_figure(plan), _usage(rows), cost_figure(cost or {}),
     ]  # fmt: skip
     return [figure for figure in figures if figure is not None]
 

@@ -19,6 +19,7 @@ from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.model import catalog
 from tomoe.plan import FINETUNED, REPAIRED, Plan
 from tomoe.recipe.conversion import Recipe
+from tomoe.report.forms import WORDS
 from tomoe.report.license import base_model_info
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
@@ -64,8 +65,7 @@ def write_card(
         quoted=_fenced(json.dumps(name, ensure_ascii=False)),
         base=escape_markdown(shown_name(base) or "a dense model"),
         active=f"{plan.active_fraction():.0%}",
-        num_experts=plan.num_experts,
-        fine=plan.form == "fine",
+        experts=WORDS[plan.form].card(plan.num_experts, dialed),
         refitted=REPAIRED in plan.notes or FINETUNED in plan.notes,
         summary=_escaped(line for line in conversion_summary(plan) if line[0] != "Dense model"),
         comparison=to_markdown(rows) if rows else "",
@@ -73,7 +73,6 @@ def write_card(
         warnings=[warning.text for warning in find_warnings(plan, rows)],
         license=info.license,
         export=export,
-        dialed=dialed,
         command=_fenced(command or repeat),
     )
     return atomic_write(out / "README.md", str(card))

@@ -17,9 +17,10 @@ from tomoe.evaluation.writing.loops import Variety
 from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
+from tomoe.report.forms import WORDS
 from tomoe.report.html import Texts, render, svg_uri
 from tomoe.report.style import CaptionedFigure
-from tomoe.report.summary import conversion_summary, layer_table, recipe_of, routing, self_sampled, shown_name
+from tomoe.report.summary import conversion_summary, layer_table, recipe_of, self_sampled, shown_name
 from tomoe.report.token_tables import loss_sentence, loss_table, typical_table
 from tomoe.report.warnings import find_warnings
 from tomoe.version import __version__
@@ -69,7 +70,7 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         tiles=tiles(facts.rows), warnings=warnings, titles=titles, body=body, footnote=footnote(facts.rows),
         task_titles=task_titles, task_body=task_body, task_footnote=task_footnote(facts.rows), texts=facts.texts,
         generations=facts.generations, figures=facts.figures,
-        fine=facts.plan.form == "fine", method=method_drawing(facts.plan.form),
+        words=WORDS[facts.plan.form], method=method_drawing(facts.plan.form),
         layer_titles=layer_titles, layer_body=layer_body,
         dial_titles=dial_titles, dial_body=dial_body, dial_footnote=footnote(facts.dial),
         usage_titles=usage_titles, usage_body=usage_body, summary=_summary(facts.plan), recipe=_recipe(facts.plan),
@@ -84,7 +85,7 @@ def write_page(out: Path, facts: PageFacts) -> Path:
 def _lead(plan: Plan) -> str:
     s = plan.shape
     return (
-        f"{s.num_layers} layers of {routing(plan)}; {plan.active_fraction():.1%} of the "
+        f"{s.num_layers} layers of {WORDS[plan.form].routing(plan)}; {plan.active_fraction():.1%} of the "
         "decoder parameters work on a token. Everything below was measured on this model; the dense model stands beside it."
     )
 
@@ -187,8 +188,7 @@ def _benchmark_command(out: Path, plan: Plan) -> str:
 
 def method_drawing(form: str) -> str | None:
     """The drawing of the method, with experts of that form, as the source of an <img>; None if the package has none."""
-    name = "method.svg" if form == "fine" else "method-overlapping.svg"
-    drawing = resources.files("tomoe.report").joinpath("templates", name)
+    drawing = resources.files("tomoe.report").joinpath("templates", WORDS[form].drawing)
     return svg_uri(drawing.read_text(encoding="utf-8")) if drawing.is_file() else None
 
 
@@ -205,13 +205,6 @@ def commands(recipe: Recipe, name: str, finetuned: bool = False) -> list[tuple[s
         f'model = AutoModelForCausalLM.from_pretrained({quoted}, dtype="auto")\n'
         f"tokenizer = AutoTokenizer.from_pretrained({quoted})"
     )
-    dial = [
-        (f'tomoe generate {folder} "Once upon a time" --active 0.8', "Use more or fewer experts for each token"),
-        (
-            f"tomoe evaluate {folder} --active 0.3,0.5,0.7,1\ntomoe report {folder}",
-            "Measure it with several numbers of experts, and add the curve to this page",
-        ),
-    ]
     return [
         (load, "Load it in Python"),
         (f'tomoe generate {folder} "Once upon a time"', "Generate text"),
@@ -221,6 +214,6 @@ def commands(recipe: Recipe, name: str, finetuned: bool = False) -> list[tuple[s
         ),
         (f'tomoe route {folder} "Any text" --html tokens.html', "Color any text by expert"),
         (f"tomoe evaluate {model} {folder} --text FILE", "Measure both on your own text"),
-        *(dial if recipe.experts.form == "fine" else []),
+        *WORDS[recipe.experts.form].commands(folder),
         (again, "Repeat the conversion with the same recipe"),
     ]

@@ -67,10 +67,8 @@ def width_figure(plan: Plan) -> CaptionedFigure:
 
 
 @styled
-def parts_figure(plan: Plan) -> CaptionedFigure | None:
-    """Shared part, chosen and other fine-grained experts, by layer; None for overlapping experts."""
-    if plan.form != "fine":
-        return None
+def parts_figure(plan: Plan) -> CaptionedFigure:
+    """Shared part, chosen and other fine-grained experts, by layer."""
     layers, size = plan.describe(), plan.shape.mlp_size
     shared, used = [row["shared"] / size for row in layers], [row["width_share"] for row in layers]
     indices = range(len(layers))
@@ -95,10 +93,8 @@ def parts_figure(plan: Plan) -> CaptionedFigure | None:
 
 
 @styled
-def union_figure(plan: Plan) -> CaptionedFigure | None:
-    """The union of all experts beside the width of one, by layer; None for fine-grained experts, whose union is everything."""
-    if plan.form == "fine":
-        return None
+def union_figure(plan: Plan) -> CaptionedFigure:
+    """The union of all overlapping experts beside the width of one, by layer."""
     layers = plan.describe()
     widths, unions = [row["width_share"] for row in layers], [row["union_share"] for row in layers]
     figure, (axes,) = canvas(2.5)
@@ -190,8 +186,8 @@ def _mosaic(tiles: Sequence[Tensor]) -> tuple[Float[Tensor, "h w"], int]:
 
 @styled
 def similarity_figure(plan: Plan) -> CaptionedFigure | None:
-    """Jaccard index of every two experts, by layer; None if there is a single expert, or if they share no neuron."""
-    if plan.num_experts < 2 or plan.form == "fine":
+    """Jaccard index of every two overlapping experts, by layer; None if there is a single expert."""
+    if plan.num_experts < 2:
         return None
     tiles = [jaccard(layer.expert_masks) for layer in plan.layers]
     above = torch.ones_like(tiles[0], dtype=torch.bool).triu(1)

@@ -10,6 +10,7 @@ from tomoe.files import basename, format_bytes
 from tomoe.model.names import HUB_ID
 from tomoe.plan import FINETUNED, REPAIRED, LayerCounts, Plan
 from tomoe.recipe.conversion import Recipe
+from tomoe.report.forms import WORDS, span
 
 ATTENTION = {
     "off": "kept whole",
@@ -48,7 +49,7 @@ def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
     lines = [
         ("Dense model", shown_name(recipe.model if recipe else "") or "not named"),
         ("Active params", f"{plan.active_fraction():.1%} of the decoder parameters work on each token"),
-        ("Experts", _experts(plan)),
+        ("Experts", WORDS[plan.form].experts(plan)),
         ("Attention", _attention(plan)),
         *_decoding(plan),
     ]
@@ -77,46 +78,11 @@ def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
 
 def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """Titles and cells, one line for each layer."""
-    rows, common = plan.describe(), ["Q/K dims", "V/O dims", "active params"]
-    if plan.form == "fine":
-        titles = ["layer", "shared part", "experts", "of a token", "neurons of a token", "of neurons", *common]
-        cells = [
-            [f"{row['shared']:,}", f"{plan.num_experts} x {row['expert_size']}", str(row["top_k"]), f"{row['width']:,}",
-             f"{row['width_share']:.1%}"]
-            for row in rows
-        ]  # fmt: skip
-    else:
-        titles = ["layer", "expert width", "of neurons", "in any expert", *common]
-        cells = [[f"{row['width']:,}", f"{row['width_share']:.1%}", f"{row['union_share']:.1%}"] for row in rows]
-    return titles, [
+    titles, cells = WORDS[plan.form].columns(plan)
+    return ["layer", *titles, "Q/K dims", "V/O dims", "active params"], [
         [str(row["layer"]), *own, str(row["qk_dims"]), str(row["value_dims"]), f"{row['active']:.1%}"]
-        for row, own in zip(rows, cells, strict=True)
+        for row, own in zip(plan.describe(), cells, strict=True)
     ]
-
-
-def routing(plan: Plan) -> str:
-    """The experts of a layer and how many of them a token uses, as a phrase."""
-    if plan.form == "overlapping":
-        return f"{plan.num_experts} experts, one for each token"
-    return f"a shared part and {plan.num_experts} experts, {_span([layer.top_k for layer in plan.counts])} of them for each token"
-
-
-def _experts(plan: Plan) -> str:
-    widths, size = [layer.width for layer in plan.counts], plan.shape.mlp_size
-    if plan.form == "overlapping":
-        unions = [layer.union for layer in plan.counts]
-        return (
-            f"{plan.num_experts} per layer, one for each token, {_span(widths)} of {size:,} neurons wide; "
-            f"they share neurons, {sum(unions) / len(unions) / size:.1%} of which are in use"
-        )
-    shared, sizes = ([getattr(layer, name) for layer in plan.counts] for name in ("shared_size", "expert_size"))
-    always = max(layer.always_used for layer in plan.counts)
-    same = f" (up to {always} of them the same ones for all tokens)" if always else ""
-    return (
-        f"fine-grained: in each layer a part of {_span(shared)} neurons that all tokens share, and {plan.num_experts} experts "
-        f"of {_span(sizes)}, {_span([layer.top_k for layer in plan.counts])} of which each token uses{same}: "
-        f"{_span(widths)} of {size:,} neurons; every neuron is in one expert or in the shared part"
-    )
 
 
 def _decoding(plan: Plan) -> list[tuple[str, str]]:
@@ -172,11 +138,6 @@ def _finetuning(plan: Plan) -> list[tuple[str, str]]:
     return [("Fine-tuning", how + "; the plan belongs to these weights, not to those of the dense model")]
 
 
-def _span(numbers: list[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
 def _attention(plan: Plan) -> str:
     whole = plan.shape.head_dim
     if all(qk == whole and v == whole for _, qk, v in plan.widths()):
@@ -184,4 +145,4 @@ def _attention(plan: Plan) -> str:
     kind = ATTENTION["per_token" if plan.dynamic_values else "static"]
     qk, values = ([w[i] for w in plan.widths()] for i in (1, 2))
     basis = "; values were rotated before they were cut" if plan.rotated else ""
-    return f"{kind}: Q/K {_span(qk)}, V/O {_span(values)} of {whole} dims{basis}"
+    return f"{kind}: Q/K {span(qk)}, V/O {span(values)} of {whole} dims{basis}"

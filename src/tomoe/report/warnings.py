@@ -133,7 +133,7 @@ def _fine_routing(usage: ExpertUsage, plan: Plan | None) -> list[Finding]:
     findings: list[Finding] = []
     for layer, (top_k, row) in enumerate(zip(usage.per_token, usage.shares, strict=True)):
         # chosen for every token by their bias, which is no choice
-        always = 0 if plan is None or plan.form != "fine" else plan.counts[layer].always_used
+        always = 0 if plan is None else plan.counts[layer].always_used
         free, others = top_k - always, len(row) - always
         if not 0 < free < others or usage.tokens * free < ENOUGH * others:
             continue
