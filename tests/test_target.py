@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import LLAMA3_ROPE, make_network, make_pico, tokens
-from pico_files import CommandLine, small, write_pico, write_text
-from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params
+from pico_files import CommandLine, pico_recipe, small, write_pico, write_text
+from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params, mlp_params
+from tomoe.conversion import convert
 from tomoe.errors import UserError
 from tomoe.exporting.targets import TARGETS
 from tomoe.model.structure import shape_of
@@ -156,3 +157,18 @@ def test_convert_makes_a_plan_that_fits_and_exports_it(tomoe: CommandLine, tmp_p
         actual = AutoModelForCausalLM.from_pretrained(out / "export-qwen2_moe")(IDS).logits
         expected = AutoModelForCausalLM.from_pretrained(out)(IDS).logits
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+def test_a_gguf_plan_may_be_a_little_further_from_the_budget(tmp_path: Path) -> None:
+    """Experts of whole blocks meet few budgets; another target would have been refused."""
+    model, _ = write_pico(tmp_path / "dense"), write_text(tmp_path / "text.txt")
+    shape = shape_of(AutoModelForCausalLM.from_pretrained(model))
+    left_out = mlp_params(shape, 5 * 32) / decoder_params(shape)
+    asked = round(1 - left_out + 0.0025, 6)
+    experts = ("form=fine", "num_experts=12", "expert_size=32", "dense_layers=1")
+    changes = ["train.steps=0", "repair.mode=none", "target=gguf", *(f"experts.{key}" for key in experts)]
+    recipe = pico_recipe(tmp_path, f"active={asked}", *changes)
+    plan = convert(recipe, tmp_path / "out")
+    assert plan.active_fraction() == pytest.approx(asked - 0.0025, abs=1e-6)
+    with pytest.raises(UserError, match="cannot divide 512 neurons"):
+        settle_layout(recipe.changed(["target=glm4_moe"]), shape)

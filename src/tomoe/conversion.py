@@ -15,6 +15,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe import distributed
+from tomoe.budget import BUDGET_TOLERANCE
 from tomoe.data.corpus import Corpus, Sequences, prepare
 from tomoe.data.sources import SELF
 from tomoe.errors import UserError
@@ -41,6 +42,7 @@ from tomoe.pruning.repair.plan import forget_repair, repair_plan
 from tomoe.pruning.rotation import value_rotations
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.run import RunRecipe
+from tomoe.recipe.target_rules import TARGET_RULES
 from tomoe.report.card import write_card
 from tomoe.report.summary import shown_name
 from tomoe.training import tracking
@@ -249,7 +251,8 @@ def finish_plan(
     file in `folder`, and needs every rank.
     """
     calibration = corpus.calibration.input_ids.to(model.device), corpus.calibration.mask.to(model.device)
-    bare = extract_plan(net, model, recipe.active, calibration)
+    tolerance = max(BUDGET_TOLERANCE, TARGET_RULES[recipe.target].tolerance)
+    bare = extract_plan(net, model, recipe.active, calibration, tolerance)
     notes = bare.notes | {
         "steps": steps,
         "seq_len": recipe.data.seq_len,

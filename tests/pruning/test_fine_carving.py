@@ -217,6 +217,34 @@ def test_a_stock_form_may_take_fewer_experts_to_hold_few_zeros(
 @pytest.mark.parametrize(
     ("shape", "active", "experts", "expected"),
     [
+        # glm4_moe gets 48 of 78 neurons
+        (QWEN_05B, 0.5, {}, FineLayout(53, 64, 1472, 8)),
+        # 64 of 48 neurons
+        (QWEN_05B, 0.6, {}, FineLayout(48, 64, 1792, 12)),
+        (SMOLLM2, 0.5, {}, FineLayout(37, 32, 352, 4)),
+        (QWEN_15B, 0.5, {}, FineLayout(64, 96, 2816, 9)),
+        # what has no layout in blocks gets the one of other targets
+        (SMOLLM2, 0.6, {}, FineLayout(64, 16, 512, 11)),
+        (SMOLLM2, 0.5, {"width_multiple": 8}, FineLayout(49, 24, 360, 5)),
+        (SMOLLM2, 0.5, {"expert_size": 20}, FineLayout(64, 20, 256, 11)),
+    ],
+)  # fmt: skip
+def test_rows_of_a_gguf_file_are_whole_blocks_if_they_can_be(
+    shape: ModelShape, active: float, experts: dict[str, int], expected: FineLayout
+) -> None:
+    layout = settle_layout(Recipe(active=active, target="gguf", experts=experts), shape)
+    assert replace(layout, uniform=False, dense_layers=0) == expected
+    width, size = (
+        _width(shape, active),
+        shape.mlp_size + 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / 3,
+    )
+    mean = (shape.mlp_size + (shape.num_layers - 1) * layout.width(layout.top_k)) / shape.num_layers
+    assert abs(mean - width) <= 0.003 * size
+
+
+@pytest.mark.parametrize(
+    ("shape", "active", "experts", "expected"),
+    [
         (QWEN_05B, 0.5, {}, FineLayout(32, 128, 768, 10)),
         (QWEN_15B, 0.5, {}, FineLayout(32, 256, 768, 12)),
         (LLAMA2_7B, 0.7, {}, FineLayout(32, 256, 2816, 13)),

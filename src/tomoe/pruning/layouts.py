@@ -170,7 +170,7 @@ def _search(
     others = mlp_params(shape, 1) * (shape.num_layers - dense_layers)
     width = (left - dense_layers * mlp_params(shape, shape.mlp_size)) / others
     exact = rules.uniform or attention.pruning == "off"
-    slack = BUDGET_TOLERANCE * decoder_params(shape) / others if exact else math.inf
+    slack = max(BUDGET_TOLERANCE, rules.tolerance) * decoder_params(shape) / others if exact else math.inf
     return _Search(experts, rules, shape.mlp_size, width, slack, 1 if rules.uniform else shape.num_layers)
 
 
@@ -198,12 +198,16 @@ class _Search:
     def for_stock(self, number: int) -> FineLayout | None:
         """The layout of a stock format, which may have a quarter fewer experts, and fewer still if a token would use too many.
 
-        With fewer if only that meets the width, or if the format has to hold more than STORED_ZEROS of zeros otherwise.
+        With fewer if only that meets the width, or if the format has to hold more than STORED_ZEROS of zeros otherwise, and
+        with half as many if only these have the rows that its blocks divide.
         """
         fewest, most_zeros = math.ceil(number * (1 - FEWER_EXPERTS)), STORED_ZEROS * self.mlp_size
-        numbers = range(number, fewest - 1, -1)
+        numbers, block = range(number, fewest - 1, -1), self.rules.block
+        in_blocks = ([number], numbers, range(fewest - 1, number // 2 - 1, -1)) if block > 1 else ()
+        found = (self._roundest(some, most_zeros, MAX_EXPERTS_PER_TOKEN, block) for some in in_blocks)
         return (
-            self._roundest([number], most_zeros, MAX_EXPERTS_PER_TOKEN)
+            next(filter(None, found), None)
+            or self._roundest([number], most_zeros, MAX_EXPERTS_PER_TOKEN)
             or self._roundest(numbers, most_zeros, MAX_EXPERTS_PER_TOKEN)
             or self._with_fewest_zeros(numbers)
             or self._with_fewest_zeros(range(fewest - 1, MAX_EXPERTS_PER_TOKEN - 1, -1))
@@ -235,10 +239,10 @@ class _Search:
         )
 
     def _roundest(
-        self, numbers: Sequence[int], most_zeros: float = math.inf, max_used: float = math.inf
+        self, numbers: Sequence[int], most_zeros: float = math.inf, max_used: float = math.inf, block: int = 1
     ) -> FineLayout | None:
         multiple = self.experts.width_multiple
-        while multiple:
+        while multiple and multiple % block == 0:
             found = [x for x in self._layouts(numbers, multiple, max_used) if stored_zeros(x) <= most_zeros]
             if found:
                 return min(found, key=self._off)

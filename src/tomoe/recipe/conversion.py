@@ -34,8 +34,8 @@ class ExpertsSection(Section):
     num_experts: int = Field(default_factory=_usual_number, ge=0, le=256)
     """Experts per MLP (N): 8 overlapping ones unless this is given. 0 for fine-grained ones: 256, 128 or 64, whatever a sixth
     of the neurons of a layer allows, and 64 for a stock target. For such a target there may be up to a quarter fewer, if the
-    budget asks for it or the file would hold many zeros, and still fewer if a token would use more than 30; not if
-    `expert_size` is given, too."""
+    budget asks for it or the file would hold many zeros, and still fewer if a token would use more than 30 or, for gguf, if
+    only these have widths that 32 divides; not if `expert_size` is given, too. For gpu: 16 to 256, a power of two."""
     expert_size: int = Field(default=0, ge=0)
     """Neurons of a fine-grained expert; 0: chosen so that the shared part takes about `shared` of a token's neurons."""
     shared: float = Field(default=0.4, ge=0, le=1)

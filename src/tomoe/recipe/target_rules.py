@@ -17,6 +17,10 @@ without which the grouped matrix product that transformers runs experts with ref
 MAX_EXPERTS_PER_TOKEN = 30
 """Fine-grained experts of a token in a stock format. llama.cpp (2026.10) makes nodes of its graph for each, has room for 8 nodes
 a tensor, and ends the process when they are used up: a plain llama has room for 30. vLLM's fused routing is for 32."""
+GGUF_BLOCK = 32
+"""Numbers of a row that Q8_0 and Q4_0 hold together. Rows that it does not divide stay in 16 bits: a larger, slower file."""
+GGUF_TOLERANCE = 0.003
+"""So wide experts meet few budgets exactly: half of this block is up to 0.3 % of a layer of 4,864 neurons."""
 GPU_WIDTH = 128
 """Neurons of an expert from which on grouped products of a GPU have enough to do."""
 GPU_EXPERTS_PER_TOKEN = 16
@@ -46,6 +50,10 @@ class TargetRules:
     """Whether tokens may share neurons."""
     shared_in_experts: bool = False
     """Whether it holds these neurons in experts, which count among those of a token."""
+    block: int = 1
+    """Neurons that should divide the width of a fine-grained expert."""
+    tolerance: float = 0.0
+    """Largest distance between the active fraction of a plan and the requested one, if it is more than BUDGET_TOLERANCE."""
     wide: bool = False
     """Whether a GPU runs it: a power of two of experts of at least GPU_WIDTH neurons, no more than GPU_EXPERTS_PER_TOKEN of
     them for a token unless it uses all, and a shared part that is a multiple of one."""
@@ -69,7 +77,7 @@ TARGET_RULES = {
     "cohere2_moe": _UNBIASED,
     "deepseek_v3": _CORRECTED,
     "flex_olmo": _UNSHARED,
-    "gguf": TargetRules(shared=STOCK_SHARED, bounded=True),
+    "gguf": TargetRules(shared=STOCK_SHARED, bounded=True, block=GGUF_BLOCK, tolerance=GGUF_TOLERANCE),
     "hf": TargetRules(uniform=False),
     "gpu": TargetRules(forms=("fine",), uniform=False, wide=True),
 }
