@@ -271,7 +271,7 @@ class Baselines:
         def carved(name: str, setting: str) -> Sequence[LayerMasks]:
             recipe = self.bench.recipe(active).changed([setting])
             net = make_network(recipe, self.model, self.corpus.calibration)
-            plan = finish_plan(net, self.model, recipe, self.corpus, 0, "")
+            plan = finish_plan(net, self.model, recipe, self.corpus, {"steps": 0}, "")
             if self.args.speed:
                 save_conversion(plan, self.model, self.bench.tokenizer, self.folder(name, active), force=True)
             return planned_masks(plan)

@@ -82,7 +82,7 @@ class Bench:
             recipe = self.recipe(active)
             net = make_network(recipe, self.model, self.corpus.calibration)
             folder.mkdir(parents=True, exist_ok=True)
-            finish_plan(net, self.model, recipe, self.corpus, 0, "").save(folder)
+            finish_plan(net, self.model, recipe, self.corpus, {"steps": 0}, "").save(folder)
         return Plan.load(folder)
 
     @contextmanager

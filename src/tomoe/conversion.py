@@ -6,6 +6,7 @@ recipe -> RUN (recipe, corpus, metrics, masks/step-N) -> PLAN (plan.json, plan.s
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from tomoe.moe.fold import fold
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.pruning.carving import carve_
-from tomoe.pruning.extract import extract_plan
+from tomoe.pruning.extract import extract_plan, planned_loss
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import Layout, settle_layout
 from tomoe.pruning.mask_network import MaskNetwork
@@ -46,10 +47,14 @@ from tomoe.recipe.target_rules import TARGET_RULES
 from tomoe.report.card import write_card
 from tomoe.report.summary import shown_name
 from tomoe.training import tracking
+from tomoe.training.best import BestWeights
 from tomoe.training.cost import Stopwatch, write_cost
-from tomoe.training.loop import Training, check_accumulation
+from tomoe.training.loop import CHECKED, Training, check_accumulation
 from tomoe.training.run_folder import RunFolder
 from tomoe.version import __version__
+
+CHECKED_TOKENS = 4096
+"""Held-out tokens that show, before and after training, what the masks lose."""
 
 
 def convert(
@@ -84,12 +89,12 @@ def convert_dense(
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
     opened = begin(recipe, base, run, resumes, on_progress)
     watch.ended("text")
-    net = learn(recipe, base, opened, run, watch, on_progress)
+    net, learned = learn(recipe, base, opened, run, watch, on_progress)
 
     def extract() -> tuple[Plan, PreTrainedModel]:
         original, weights = opened.model if base.is_original else base.original(), run.origin_fingerprint()
-        steps, text = recipe.train.steps, opened.corpus
-        return finish_plan(net, original, recipe, text, steps, weights, on_progress, run.path, base.dtype), original
+        text = opened.corpus
+        return finish_plan(net, original, recipe, text, learned, weights, on_progress, run.path, base.dtype), original
 
     # ranks repair together; without repair rank 0 finishes alone
     together = extract() if recipe.repair.mode != "none" else None
@@ -184,8 +189,11 @@ def learn(
     run: RunFolder,
     watch: Stopwatch,
     on_progress: ProgressCallback,
-) -> MaskNetwork:
-    """Start the mask network, or take up its last checkpoint, and train it to the last step."""
+) -> tuple[MaskNetwork, dict[str, Any]]:
+    """Start the mask network, or take up its last checkpoint, and train it to the last step.
+
+    Returns it and what the plan's notes say of its training.
+    """
     model, corpus = opened.model, opened.corpus
     net = empty_network(recipe, model, opened.layout)
     # a checkpoint holds the start too, so a resumed run need not carve again
@@ -195,10 +203,33 @@ def learn(
         start_(net, recipe, readable, corpus.calibration, on_progress)
         watch.ended("carving" if recipe.start == "carved" else "start")
     step = MaskStep(model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
-    run_training(Training(model, net, recipe.train, recipe.seed, corpus, run, step), recipe, "train", on_progress)
-    if recipe.train.steps:
-        watch.ended("learning")
-    return net
+    best = _start_and_end(net, recipe, model, corpus, run) if recipe.train.steps else None
+    training = Training(model, net, recipe.train, recipe.seed, corpus, run, step, best=best)
+    run_training(training, recipe, "train", on_progress)
+    if best is None:
+        return net, {"steps": 0}
+    watch.ended("learning")
+    return net, training_notes(recipe.train.steps, best.state())
+
+
+def _start_and_end(
+    net: MaskNetwork, recipe: Recipe, model: PreTrainedModel, corpus: Corpus, run: RunFolder
+) -> BestWeights:
+    """Checks, before the first step and after the last, what the plan of these masks loses on held-out text."""
+    text = corpus.evaluation.truncate(CHECKED_TOKENS)
+
+    def loss() -> float:
+        return planned_loss(model, _extract(net, model, recipe, corpus), text, recipe.loss.objective)
+
+    return BestWeights(net, run, recipe.train.steps, loss, checks=1)
+
+
+def training_notes(steps: int, checked: dict[str, Any]) -> dict[str, Any]:
+    """What a plan's notes say of a training of `steps` steps; `checked` is the state of the checks on held-out text."""
+    # not if the training was stopped before its last check, or if a loss was not finite
+    if checked.get("checked") != steps or not math.isfinite(checked["start"]):
+        return {"steps": steps}
+    return {"steps": steps, "held_out_before": checked["start"], "held_out": checked["loss"]}
 
 
 def empty_network(recipe: Recipe, model: PreTrainedModel, layout: Layout) -> MaskNetwork:
@@ -241,20 +272,25 @@ def run_training(training: Training, recipe: RunRecipe, stage: str, on_progress:
         training.train(lambda row: on_progress(stage, row["step"], recipe.train.steps, row))
 
 
+def _extract(net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus: Corpus) -> Plan:
+    """The plan that the masks give at the recipe's share, as near to it as its target allows."""
+    calibration = corpus.calibration.input_ids.to(model.device), corpus.calibration.mask.to(model.device)
+    tolerance = max(BUDGET_TOLERANCE, TARGET_RULES[recipe.target].tolerance)
+    return extract_plan(net, model, recipe.active, calibration, tolerance)
+
+
 def finish_plan(
-    net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus: Corpus, steps: int, weights: str,
+    net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus: Corpus, learned: dict[str, Any], weights: str,
     on_progress: ProgressCallback = no_progress, folder: Path | None = None, stored: torch.dtype | None = None,
 ) -> Plan:  # fmt: skip
     """Extract the plan, add its metadata (fingerprint of the dense weights, dense config, recipe, versions), repair it.
 
-    `stored` is the dtype of whole matrices in the plan (default: the model's). Repair keeps what does not fit in memory in a
-    file in `folder`, and needs every rank.
+    `learned` is what the notes say of training. `stored` is the dtype of whole matrices in the plan (default: the model's).
+    Repair keeps what does not fit in memory in a file in `folder`, and needs every rank.
     """
-    calibration = corpus.calibration.input_ids.to(model.device), corpus.calibration.mask.to(model.device)
-    tolerance = max(BUDGET_TOLERANCE, TARGET_RULES[recipe.target].tolerance)
-    bare = extract_plan(net, model, recipe.active, calibration, tolerance)
-    notes = bare.notes | {
-        "steps": steps,
+    bare = _extract(net, model, recipe, corpus)
+    notes = bare.notes | learned
+    notes |= {
         "seq_len": recipe.data.seq_len,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -323,7 +359,8 @@ def plan(
     corpus = Corpus.load(run.corpus)
     net = empty_network(recipe, model, settle_layout(recipe, shape_of(model)))
     run.restore(checkpoint, net, None)
-    extracted = finish_plan(net, model, target, corpus, checkpoint.step, weights, on_progress, run_path, base.dtype)
+    learned = training_notes(checkpoint.step, checkpoint.state.get(CHECKED, {}))
+    extracted = finish_plan(net, model, target, corpus, learned, weights, on_progress, run_path, base.dtype)
     with atomic_folder(out, "plan.json", ()) as part:
         extracted.save(part)
     forget_repair(run_path)

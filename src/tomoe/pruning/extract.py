@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params
+from tomoe.data.corpus import Sequences
 from tomoe.model.hooks import hooked, input_of
+from tomoe.model.running import family_head, hidden_states
 from tomoe.model.structure import layer_parts
 from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.allocation import Site, common_offset
 from tomoe.pruning.gumbel import keep_probability
 from tomoe.pruning.layouts import check_tolerance
+from tomoe.pruning.losses import distill_loss
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.routing import bfloat16_values
@@ -144,3 +147,17 @@ def extract_plan(
     plan = extraction.plan(active, logits, tolerance)
     check_tolerance(plan.active_fraction(), active, tolerance, net.layout)
     return plan
+
+
+@torch.no_grad()
+def planned_loss(model: Any, plan: Plan, text: Sequences, objective: str) -> float:
+    """Return what the dense model loses under a plan's masks, in nats a token of `text`: the KL to itself, or the
+    language-modeling loss if that is the objective."""
+    masks, total = planned_masks(plan, model.device), 0.0
+    for ids, mask in zip(text.input_ids.split(1), text.mask.split(1), strict=True):
+        ids, mask = ids.to(model.device), mask.to(model.device)
+        teacher = hidden_states(model, ids, mask) if objective == "kl" else None
+        with masked(model, masks):
+            student = hidden_states(model, ids, mask)
+        total += distill_loss(student, teacher, ids, mask, family_head(model)).item() * int(mask.sum())
+    return total / text.tokens

@@ -50,7 +50,9 @@ def find_warnings(plan: Plan | None = None, rows: Sequence[Row] = ()) -> list[Fi
     The same plan and rows give the same findings, in the same order, and no model runs. Raises UserError if the recipe of
     the plan is damaged.
     """
-    findings = [] if plan is None else [*_budget(plan), *_attention(plan), *_union(plan), *_fitted_context(plan)]
+    findings = []
+    if plan is not None:
+        findings += [*_budget(plan), *_attention(plan), *_union(plan), *_fitted_context(plan), *_training(plan)]
     for row in rows:
         findings += [*_routing(row.usage, plan), *_overlap(row), *_context(row), *_few_sequences(row)]
     return list(dict.fromkeys(findings))  # what is wrong with the text is wrong for every row
@@ -106,6 +108,18 @@ def _fitted_context(plan: Plan) -> list[Finding]:
         return []
     text = f"it was fitted on sequences of {recipe.data.seq_len:,} tokens, but the model is made for {highest:,}"
     return [Finding("context", text)]
+
+
+def _training(plan: Plan) -> list[Finding]:
+    before, after = plan.notes.get("held_out_before"), plan.notes.get("held_out")
+    # an edited plan may hold anything
+    if not (isinstance(before, float) and isinstance(after, float)) or after < before:
+        return []
+    text = (
+        f"training its masks for {plan.notes['steps']} steps made it no better: the loss on held-out text was {before:.3f} "
+        "before the first step and is not less after the last; leave train.steps at 0, or lower train.learning_rate"
+    )
+    return [Finding("worse than before", text)]
 
 
 def _routing(usage: ExpertUsage | None, plan: Plan | None) -> list[Finding]:

@@ -14,7 +14,7 @@ from tomoe.model.shape import ceil_div
 from tomoe.training.run_folder import RunFolder
 
 CHECKS = 10
-"""How often a run is checked, besides its start."""
+"""How often a run of fine-tuning is checked, besides its start."""
 
 
 @dataclass
@@ -35,18 +35,23 @@ class BestWeights:
     """The smallest loss, and the step that it was found after: 0 if no step was better than the start."""
     step: int = 0
     checked: int = -1
+    checks: int = CHECKS
+    """How often the run is checked, besides its start."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {"start": self.start, "loss": self.loss, "step": self.step, "checked": self.checked}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Take up what a checkpoint kept; one without it is of an earlier version, which did not check."""
+        if not state:
+            return
         self.start, self.loss = float(state["start"]), float(state["loss"])
         self.step, self.checked = int(state["step"]), int(state["checked"])
 
     def check(self, step: int) -> dict[str, float]:
-        """Measure after step 0, each tenth of the steps and the last; returns the loss as a part of the step's row."""
-        due = step % ceil_div(max(1, self.steps), CHECKS) == 0 or step == self.steps
+        """Measure after step 0, `checks` times on the way and after the last; returns the loss as a part of the step's row."""
+        due = step % ceil_div(max(1, self.steps), self.checks) == 0 or step == self.steps
         if not due or step == self.checked:
             return {}
         loss, self.checked = self.held_out_loss(), step
@@ -62,7 +67,7 @@ class BestWeights:
         if self.steps and not self.step:
             raise UserError(
                 f"fine-tuning did not make the model better (loss on held-out text {self.start:.3f} before the first step, more "
-                f"at each of {CHECKS} checks), so nothing is written, and {self.run.path} keeps the run; start over with a "
+                f"at each of {self.checks} checks), so nothing is written, and {self.run.path} keeps the run; start over with a "
                 "smaller train.learning_rate, more steps or other text"
             )
         if self.step != self.steps:

@@ -24,7 +24,7 @@ from tomoe.training.run_folder import RunFolder
 Row = dict[str, Any]
 _NONFINITE = "bad_steps"
 """The key of state.json that counts steps in a row without a finite loss."""
-_BEST = "best"
+CHECKED = "best"
 """The key of state.json that says what the checks on held-out text found."""
 
 
@@ -107,7 +107,7 @@ class Training:
         self.run.restore(checkpoint, self.net, self.optimizer)
         self.step, self.nonfinite_steps = checkpoint.step, int(checkpoint.state[_NONFINITE])
         if self.best:
-            self.best.restore(checkpoint.state[_BEST])
+            self.best.restore(checkpoint.state.get(CHECKED, {}))
         distributed.on_rank_zero(lambda: self.run.forget_metrics_after(self.step))
         return True
 
@@ -116,7 +116,7 @@ class Training:
         if distributed.rank():
             return
         self.saved = self.step
-        best = {_BEST: self.best.state()} if self.best else {}
+        best = {CHECKED: self.best.state()} if self.best else {}
         self.run.save(self.step, self.net, self.optimizer, {_NONFINITE: self.nonfinite_steps} | best)
 
     def train(self, on_step: Callable[[Row], None] | None = None) -> None:
