@@ -31,7 +31,7 @@ HEAD = """\
 
 A recipe decides everything about a run. Give it as a file (`--recipe FILE`, TOML or JSON), as a preset (`default`,
 `demo`, `paper`), or key by key (`--set section.key=value`, repeatable; the value is JSON if it parses as JSON, else a
-string). From Python: `Recipe.load("demo", ["model=smollm2-135m", "train.steps=50"])`.
+string). A key that others imply keeps the value that you give it.
 """
 
 
@@ -136,7 +136,9 @@ def make_page() -> str:
     finetuning = describe("Fine-tuning", about, FinetuneRecipe)
     # A row that was there already would say everything twice.
     known = {line for line in conversion if line.startswith("| `")}
-    finetuning = [f"{line.split(' |')[0]} | as above | | |" if line in known else line for line in finetuning]
+    keys = [line.split(" |")[0].removeprefix("| ") for line in finetuning if line in known]
+    finetuning[2] += f" These keys are as above: {', '.join(keys)}."
+    finetuning = [line for line in finetuning if line not in known]
     return "\n".join([HEAD, *conversion, "", *finetuning, ""])
 
 

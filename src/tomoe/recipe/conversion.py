@@ -28,23 +28,22 @@ class ExpertsSection(Section):
     """The experts that an MLP becomes."""
 
     form: Form = "fine"
-    """`fine`: a token uses a shared part and several of many small experts that share nothing; `overlapping` (the paper's):
-    a token uses one expert, and experts share neurons. Unless the key is given, it is `overlapping` for a random start and
-    for the targets mixtral, qwen2_moe and qwen3_moe, which have no place for the other."""
+    """`fine`: a token uses a shared part and several of many small experts; `overlapping` (the paper's): a token uses one
+    expert, and experts share neurons. A random start and the targets mixtral, qwen2_moe and qwen3_moe imply `overlapping`."""
     num_experts: int = Field(default_factory=_usual_number, ge=0, le=256)
-    """Experts per MLP (N): 8 overlapping ones unless this is given. 0 for fine-grained ones: 256, 128 or 64, whatever a sixth
-    of the neurons of a layer allows, and 64 for a stock target. For such a target there may be up to a quarter fewer, if the
-    budget asks for it or the file would hold many zeros, and still fewer if a token would use more than 30 or, for gguf, if
-    only these have widths that 32 divides; not if `expert_size` is given, too. For gpu: 16 to 256, a power of two."""
+    """Experts per MLP (N); 8 overlapping ones by default. 0 for fine-grained ones: 256, 128 or 64, at most a sixth of the
+    neurons of a layer; 64 for a stock target; a power of two from 16 to 256 for gpu. Without `expert_size` a stock target may get
+    a quarter fewer, to meet the budget or to save zeros in the file, and still fewer so that a token uses at most 30 or, for
+    gguf, that 32 divides the width."""
     expert_size: int = Field(default=0, ge=0)
-    """Neurons of a fine-grained expert; 0: chosen so that the shared part takes about `shared` of a token's neurons."""
+    """Neurons of a fine-grained expert; 0: chosen by `shared`."""
     shared: float = Field(default=0.4, ge=0, le=1)
-    """For fine-grained experts without a given size: the share of a token's neurons that all tokens use. Unless the key is
-    given, it is 0.75 for gguf and the stock targets of fine-grained experts, because engines run a shared part faster than
-    experts, and 0 for gemma4 and flex_olmo, which have no place for one."""
+    """About this share of a token's neurons is used by all tokens (fine-grained experts without `expert_size`). Stock targets
+    imply 0.75, because engines run a shared part faster than experts; gemma4 and flex_olmo, which have no place for one, imply
+    0."""
     dense_layers: int = Field(default=1, ge=0)
-    """For fine-grained experts of a stock target, where all other layers use equally many: so many of the first layers, which
-    suffer most, stay whole. Unless the key is given, it is 0 for targets that have experts in every layer."""
+    """How many of the first layers, which suffer most, a stock target leaves whole (fine-grained experts); targets that have
+    experts in every layer imply 0."""
     embedding_size: int = Field(default=128, ge=2, multiple_of=2)
     """Size of an expert embedding (E); even, because both directions of the hypernetwork share it."""
     width_multiple: int = Field(default=32, ge=1)
@@ -60,12 +59,10 @@ class AttentionSection(Section):
     embedding: Literal["global", "local"] = "global"
     """`global`: attention embeddings come from the hypernetwork; `local`: each layer has its own (ablation)."""
     rotate_values: bool = True
-    """Cut V/O dims in a basis of their own, which calibration text gives for every head, instead of the model's: V and O
-    turned by it compute the same, and what is cut then weighs least (not in the paper). Unless the key is given, a random
-    start that chooses dims for each token keeps the model's, from which it learns better."""
+    """Turn V and O of every head into a basis in which the cut dims weigh least; they compute the same (not in the paper). A
+    random start with per_token implies false, because it learns better from the model's own dims."""
     share: float = Field(default=1 / 3, ge=0, le=1)
-    """For a carved start: how much of the cut attention takes. Every layer's attention starts with
-    1 - share x (1 - active) of its dims; 1: it shrinks as much as the model, 0: it starts whole."""
+    """How much of the cut attention takes, for a carved start: it keeps 1 - share x (1 - active) of its dims."""
 
 
 class SamplingSection(Section):
@@ -94,17 +91,16 @@ class RepairSection(Section):
     """Refitting projections in closed form to the masks of the plan, after it was extracted."""
 
     mode: Literal["none", "full", "low_rank"] = "full"
-    """`none`: every dense matrix stays as it is; `full`: the plan holds whole down projections; `low_rank`: it holds
-    factors of the change, which keeps it small."""
+    """`none`: dense matrices stay as they are; `full`: the plan holds refitted matrices; `low_rank`: it holds factors of the
+    change, which keeps it small."""
     rank: int = Field(default=64, ge=1)
     """Rank of the change (low_rank)."""
     ridge: float = Field(default=0.0, ge=0)
-    """Ridge, relative to the mean of the diagonal of the Gram matrix; it holds a matrix near the dense one. 0: four times the
-    neurons of a layer for each token, at least 0.01, as measured in docs/lab/log.md."""
+    """Holds a matrix near the dense one; relative to the mean diagonal of the Gram matrix. 0: 4 x neurons of a layer / tokens,
+    at least 0.01."""
     target: Literal["auto", "local", "half"] = "auto"
-    """What a layer is fitted to. `local`: the dense layer's output on the same input; `half`: the mean of that and of what
-    brings the hidden states back to the dense model's, errors of earlier layers included; `auto`: `local` after learning,
-    else `half`, as measured in docs/lab/log.md."""
+    """A layer is fitted to the dense layer's output on the same input (`local`), or half-way from there to the dense model's
+    hidden states, which corrects errors of earlier layers (`half`). `auto`: `local` after learning, else `half`."""
     tokens: int = Field(default=65_536, ge=1)
     """Tokens to fit to, at most: of the training text, then of the calibration text."""
 
@@ -127,11 +123,11 @@ class TrainSection(LoopSection):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Dtype of the frozen base; everything trainable is float32. float16 is for carving only (steps = 0)."""
     compute_dtype: Literal["auto", "stored", "float32"] = "auto"
-    """Dtype that the frozen base is multiplied in, with the values that it is stored with: `stored`, that of `dtype`;
-    `float32`; `auto`, float32 on a processor without instructions for bfloat16, where it is about twice as fast and takes
-    twice the memory, else `stored`. A base that is offloaded, sharded or quantized always computes as stored."""
+    """Dtype of the frozen base's products: `stored` (the same as `dtype`), `float32`, or `auto`: float32 on a processor without
+    bfloat16 instructions, about twice as fast and in twice the memory, else `stored`. A base that is offloaded, sharded or
+    quantized always computes as stored."""
     quantization: Literal["none", "int8", "nf4"] = "none"
-    """Quantization of the frozen base during training: none, 8 bits (LLM.int8) or 4 bits (NF4), by bitsandbytes."""
+    """Quantization of the frozen base during training, by bitsandbytes: LLM.int8 or NF4."""
     shard: bool = False
     """Shard the frozen base over the ranks of torchrun (FSDP2)."""
 
@@ -164,7 +160,7 @@ class Recipe(RunRecipe):
     start: Literal["carved", "random"] = "carved"
     """Initial masks and routers: `carved` from calibration statistics, or `random` (the paper's)."""
     offload: bool = False
-    """Load one decoder layer at a time, for checkpoints larger than RAM; without learning only (train.steps = 0)."""
+    """Load one decoder layer at a time, for checkpoints larger than RAM; only with train.steps = 0."""
     target: Literal[
         "hf",
         "mixtral",
@@ -184,10 +180,9 @@ class Recipe(RunRecipe):
         "gpu",
     ] = "hf"
     """The format that the result must fit exactly. `hf`, ToMoE's own, holds every plan; `gpu` is the same with few wide
-    fine-grained experts, as a GPU runs them (not measured on one); the others need experts of one
-    width in all layers (fine-grained ones: as many a token in all layers) and exclude attention.pruning = per_token.
-    mixtral, qwen2_moe and qwen3_moe are for experts.form = overlapping, the others for fine; those behind glm4_moe are for
-    one family each, whose attention they have."""
+    fine-grained experts (not measured on a GPU). All others need one layout for all layers and exclude attention.pruning =
+    per_token. mixtral, qwen2_moe and qwen3_moe hold overlapping experts, the others fine-grained ones; the table of
+    docs/guide/export.md says which families fit."""
     experts: ExpertsSection = ExpertsSection()
     attention: AttentionSection = AttentionSection()
     repair: RepairSection = RepairSection()

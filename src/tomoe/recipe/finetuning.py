@@ -35,15 +35,14 @@ class TunedTrainSection(LoopSection):
     """Optimizer steps; 0 learns nothing."""
     learning_rate: float = Field(default=5e-4, gt=0, le=MAX_LEARNING_RATE)
     """Peak learning rate of AdamW, relative to the RMS of each matrix (of adapters: absolute). The less there is to recover,
-    the smaller it should be (docs/lab/log.md)."""
+    the smaller it should be."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps over which the learning rate rises linearly from zero."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of AdamW."""
     dtype: Literal["auto", "stored", "float32", "bfloat16"] = "auto"
-    """Dtype of forward and backward pass; `stored`: as in the converted folder (float16 runs as float32, which keeps small
-    gradients); `auto`: as stored, or float32 on a processor without instructions for bfloat16, which is about twice as fast
-    there. Updates always accumulate in float32."""
+    """Dtype of forward and backward pass. `stored`: as in the converted folder (float16 runs as float32, which keeps small
+    gradients); `auto`: the same, but float32 on a processor without bfloat16 instructions. Updates accumulate in float32."""
 
 
 class TunedDataSection(DataSection):
@@ -65,10 +64,10 @@ class FinetuneRecipe(RunRecipe):
     model: str = ""
     """A converted folder."""
     dense: str = ""
-    """The dense model it was made from; empty: the one its plan names."""
+    """The dense model that it was made from; empty: the one that its plan names."""
     weights: Literal["full", "lora"] = "full"
-    """What to train: `full`, all weights of the decoder layers; `lora`, adapters beside them (needs peft). Embeddings and
-    output matrix stay frozen."""
+    """Train all weights of the decoder layers (`full`) or adapters beside them (`lora`, needs peft). Embeddings and output
+    matrix stay frozen."""
     routers: Literal["learned", "frozen"] = "learned"
     """Whether expert routers are trained; value routers stay frozen."""
     loss: TunedLossSection = TunedLossSection()

@@ -61,15 +61,15 @@ class DataSection(Section):
     seq_len: int = Field(default=512, ge=8)
     """Tokens per sequence (context length)."""
     tokens: int = Field(default=0, ge=0)
-    """Total tokens of training, calibration and evaluation; for `self`, tokens to sample. 0: what calibration, evaluation and
-    repair take, and for steps more, until each token is read once or there are 100,000."""
+    """Tokens of training, calibration and evaluation together; for `self`, tokens to sample. 0: as many as calibration,
+    evaluation and repair take; with steps, enough to read each token once, up to 100,000."""
     calibration_tokens: int = Field(default=32_768, ge=1)
     """Tokens that the start is carved from."""
     evaluation_tokens: int = Field(default=16_384, ge=1)
     """Tokens held out for evaluation."""
     text_column: str | None = None
-    """Column with texts or chats, for hub, .jsonl and .parquet sources; default: `text`, else `messages` or `conversations`
-    (by the model's chat template), `prompt` and `completion`, or `instruction`, `input` and `output`."""
+    """Column with texts or chats, for hub, .jsonl and .parquet sources. Default: `text`, `messages`, `conversations`, `prompt`
+    and `completion`, or `instruction`, `input` and `output`, the first that is there."""
 
     @field_validator("sources", mode="before")
     @classmethod
