@@ -1,19 +1,19 @@
 """Pico models: one per family, with everything random that an initialiser would leave at 0 or 1; random plans for them.
 
-Whatever module speaks of shapes in its signatures is imported with these shapes checked at every call.
+Whatever function speaks of shapes in its signature is imported with these shapes checked at every call.
 """
 # ruff: noqa: E402  (shapes are checked only in modules that are imported after the hook)
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from jaxtyping import install_import_hook
+import jaxtyping
 
 SOURCE = Path(__file__).parents[1] / "src" / "tomoe"
 
@@ -23,7 +23,21 @@ def _module(path: Path) -> str:
 
 
 SHAPED = {_module(path) for path in SOURCE.rglob("*.py") if "from jaxtyping import" in path.read_text("utf-8")}
-install_import_hook(sorted(SHAPED), "beartype.beartype")
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def _only_shapes(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
+    """What the import hook decorates with: functions without shapes stay as they are, which halves the start of the tests."""
+
+    def decorated(found: Any) -> Any:
+        words = getattr(found.__init__ if isinstance(found, type) else found, "__annotations__", {}).values()
+        return _jaxtyped(found, typechecker=typechecker) if any(", '" in str(word) for word in words) else found
+
+    return decorated
+
+
+jaxtyping.jaxtyped = _only_shapes
+jaxtyping.install_import_hook(sorted(SHAPED), "beartype.beartype")
 
 import pytest
 import torch
@@ -207,10 +221,11 @@ def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports are written without figures, which take half of a small conversion, except in tests that are marked `figures`."""
+def short_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have short texts and no figures, which take most of a small conversion, except in tests marked `figures`."""
     if "figures" not in request.keywords:
         monkeypatch.setattr("tomoe.report.build.all_figures", lambda *_: [])
+        monkeypatch.setattr("tomoe.report.build.LOOP_LENGTH", 4)
 
 
 @pytest.fixture

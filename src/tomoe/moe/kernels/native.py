@@ -86,15 +86,15 @@ def working_kind(mlp: ToMoEMLP) -> int | None:
 
 def activation_kind(mlp: ToMoEMLP) -> int | None:
     """Which of ACTIVATIONS the MLP uses, judged by what it computes; None if it is another one, or has parameters."""
+    return mlp.cached("activation", lambda: _recognized(mlp.activation))
 
-    def recognize() -> int | None:
-        if isinstance(mlp.activation, nn.Module) and next(mlp.activation.parameters(), None) is not None:
-            return None
-        probe = torch.linspace(-8, 8, 257)
-        values = mlp.activation(probe)
-        return next((i for i, act in enumerate(ACTIVATIONS) if torch.allclose(values, act(probe), atol=2e-6)), None)
 
-    return mlp.cached("activation", recognize)
+def _recognized(activation: Callable[[Tensor], Tensor]) -> int | None:
+    if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
+        return None
+    probe = torch.linspace(-8, 8, 257)
+    values = activation(probe)
+    return next((i for i, act in enumerate(ACTIVATIONS) if torch.allclose(values, act(probe), atol=2e-6)), None)
 
 
 def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, way: Way | None = None) -> Tensor:
