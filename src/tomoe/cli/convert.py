@@ -39,8 +39,8 @@ def convert(
     """Convert a dense model to a Mixture-of-Experts and measure both."""
     target = None if format in (None, "auto") else format
     recipe = chosen.make(target=target)
-    if format == "auto" and recipe.target == "hf" and recipe.experts.form == "fine" and recipe.model:
-        recipe = chosen.make(target=targets.of_family(recipe.model))
+    if format == "auto" and recipe.target == "hf" and recipe.model:
+        recipe = chosen.make(target=targets.of_family(recipe.model, recipe.experts.form))
     first = run_conversion(recipe, out, resume, force, skip_memory_check)
     if format is not None and first:
         export(out, out / f"export-{format}", format, device=recipe.device, force=force or resume)

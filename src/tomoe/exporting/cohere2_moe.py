@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtyping import Float
-from torch import Tensor
 from transformers import Cohere2MoeConfig, PreTrainedConfig
 
 from tomoe.exporting.family_decoder import FamilyDecoder
@@ -41,6 +39,3 @@ class Cohere2Moe(FamilyDecoder[FineLayout], FineGrained):
             expert_selection_fn="softmax",
             mlp_layer_types=["sparse"] * moe.config.num_hidden_layers,
         )
-
-    def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        return {"mlp.gate.weight": weight}

@@ -12,7 +12,6 @@ from transformers import Ernie4_5_MoeConfig, PreTrainedConfig, PreTrainedModel
 from tomoe.exporting.family_decoder import FamilyDecoder
 from tomoe.exporting.fine_grained import FineGrained, FineLayout
 from tomoe.exporting.routers import CorrectedSoftmax
-from tomoe.exporting.stock import expert_mlps
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 
@@ -42,7 +41,7 @@ class Ernie4_5_Moe(FamilyDecoder[FineLayout], FineGrained):
     def config(self, moe: ToMoEForCausalLM, layout: FineLayout) -> PreTrainedConfig:
         return self.make_config(
             moe,
-            intermediate_size=len(expert_mlps(moe)[0].up_proj),
+            intermediate_size=len(moe.mlps()[0].up_proj),
             moe_intermediate_size=layout.width,
             moe_num_experts=layout.experts,
             moe_k=layout.top_k,

@@ -8,7 +8,6 @@ Letters: N experts, w width of an expert, S shared neurons, D hidden size, F neu
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from tomoe.exporting.overlapping import QWEN_PROJECTIONS, round_up
 from tomoe.exporting.proof_by_parts import StockRouter, verify_by_parts
 from tomoe.exporting.routers import RouterForm, stored_router
-from tomoe.exporting.stock import Stock, expert_mlps, padded
+from tomoe.exporting.stock import Stock, padded
 from tomoe.exporting.target import Options, Sizes
 from tomoe.exporting.verification import Check, Proof
 from tomoe.model.hooks import hooked, input_of
@@ -32,9 +31,6 @@ from tomoe.recipe.target_rules import FINE_MULTIPLE
 
 # Tokens that the reach of a router is measured on.
 PROBE_TOKENS = 256
-OVERLAPPING_PROBLEM = (
-    "its experts share neurons (experts.form = overlapping), and it has a place for fine-grained ones only"
-)
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class FineLayout:
 def fine_layout(moe: ToMoEForCausalLM, multiple: int | None = None, whole_layers: bool = True) -> FineLayout:
     """One width, shared part and k for all layers, the smallest that hold each of them; w is a multiple of `multiple`."""
     multiple = multiple or FINE_MULTIPLE
-    every = expert_mlps(moe)
+    every = moe.mlps()
     # engines want at least one layer with experts
     whole = 0
     while whole_layers and whole < len(every) - 1 and experts_per_token(every[whole]) == every[whole].num_experts:
@@ -83,15 +79,19 @@ def without_shared_expert(layout: FineLayout) -> FineLayout:
 class FineGrained(Stock[FineLayout]):
     """A class with a place for fine-grained experts.
 
-    form: of its routers; block, gate: names of a layer's MoE, and of the router in it; projections: of an expert's gate, up and
-    down; shared: of the shared expert; shared_factor: what undoes how it is weighed; holds_shared: whether there is a place for
-    a shared part; whole_layers: whether the first layers may be plain MLPs; float32_routers: whether routers are float32 in a
-    checkpoint of any dtype.
+    form: of its routers; block, gate: names of a layer's MoE, and of the router in it; router_names: of its weight, and of its
+    corrections if it has some, in a layer of the checkpoint; projections: of an expert's gate, up and down; shared: of the
+    shared expert; shared_factor: what undoes how it is weighed; holds_shared: whether there is a place for a shared part;
+    whole_layers: whether the first layers may be plain MLPs; float32_routers: whether routers are float32 in a checkpoint of
+    any dtype.
     """
 
+    experts_form = "fine"
+    other_form = "its experts share neurons (experts.form = overlapping), and it has a place for fine-grained ones only"
     form: ClassVar[RouterForm]
     block: ClassVar[str] = "mlp"
     gate: ClassVar[str] = "gate"
+    router_names: ClassVar[tuple[str, ...]] = ("mlp.gate.weight",)
     projections: ClassVar[tuple[str, str, str]] = QWEN_PROJECTIONS
     shared: ClassVar[str] = "shared_experts"
     shared_factor: ClassVar[float] = 1.0
@@ -104,14 +104,11 @@ class FineGrained(Stock[FineLayout]):
         """The form of its routers in a checkpoint of this dtype."""
         return self.form
 
-    def form_problem(self, form: str) -> str | None:
-        return None if form == "fine" else OVERLAPPING_PROBLEM
-
     def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
         return not self.form_in(moe.dtype).normalized
 
     def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
-        mlps, advice = expert_mlps(moe), f"convert with target = {self.name}"
+        mlps, advice = moe.mlps(), f"convert with target = {self.name}"
         if moe.dtype == torch.float16 and not self.float32_routers:
             return "its weights are float16, which has no numbers as small as this class needs in a router"
         if not self.holds_shared and any(mlp.shared_size for mlp in mlps):
@@ -128,12 +125,12 @@ class FineGrained(Stock[FineLayout]):
         layout = fine_layout(moe, multiple, self.whole_layers)
         return layout if self.holds_shared else replace(layout, shared=0)
 
-    @abstractmethod
     def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
         """A layer's router by the names in the layer."""
+        return dict(zip(self.router_names, (weight, corrections), strict=False))
 
     def mlp_tensors(self, moe: ToMoEForCausalLM, layout: FineLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
-        form, mlps = self.form_in(moe.dtype), expert_mlps(moe)
+        form, mlps = self.form_in(moe.dtype), moe.mlps()
         scales = router_scales(moe, form)
 
         def of_layer(i: int) -> Iterator[tuple[str, Tensor]]:
@@ -165,7 +162,7 @@ class FineGrained(Stock[FineLayout]):
             yield f"{self.block}.{place}{name}.weight", t
 
     def bytes(self, moe: ToMoEForCausalLM, layout: FineLayout) -> int:
-        routers = (len(expert_mlps(moe)) - layout.whole) * layout.experts * moe.config.hidden_size
+        routers = (len(moe.mlps()) - layout.whole) * layout.experts * moe.config.hidden_size
         wider = torch.float32.itemsize - moe.dtype.itemsize if self.float32_routers else 0
         return super().bytes(moe, layout) + routers * wider
 
@@ -219,13 +216,13 @@ def layout_words(moe: ToMoEForCausalLM, layout: FineLayout) -> str:
     """The layout in words, "64 experts of 16 neurons, 16 for each token, and a shared one of 512 in each of 30 layers"."""
     zeros = f" ({layout.zeros} of zeros)" if layout.zeros else ""
     whole = f", {layout.whole} whole before them" if layout.whole else ""
-    size = max(mlp.expert_rows.shape[1] for mlp in expert_mlps(moe))
+    size = max(mlp.expert_rows.shape[1] for mlp in moe.mlps())
     filled = f" (filled up from {size:,})" if layout.width > size else ""
     shared = f", and a shared one of {layout.shared:,}" if layout.shared else ""
     always = f" ({layout.always} of them always, the shared part)" if layout.always else ""
     return (
         f"{layout.experts} experts{zeros} of {layout.width:,} neurons{filled}, {layout.top_k} for each token{always}{shared} "
-        f"in each of {len(expert_mlps(moe)) - layout.whole} layers{whole}"
+        f"in each of {len(moe.mlps()) - layout.whole} layers{whole}"
     )
 
 
@@ -237,7 +234,7 @@ def router_scales(moe: ToMoEForCausalLM, form: RouterForm) -> list[float]:
 @torch.no_grad()
 def router_reach(moe: ToMoEForCausalLM) -> list[float]:
     """The largest logit of each layer's router, without its bias, on some tokens of the vocabulary."""
-    mlps = expert_mlps(moe)
+    mlps = moe.mlps()
     reach = [0.0] * len(mlps)
 
     def note(i: int, mlp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -5,8 +5,6 @@ Weights are 1/k, so down projections are multiplied by k, and no other number of
 
 from __future__ import annotations
 
-from jaxtyping import Float
-from torch import Tensor
 from transformers import FlexOlmoConfig, PreTrainedConfig
 
 from tomoe.exporting.family_decoder import FamilyDecoder
@@ -33,6 +31,3 @@ class FlexOlmo(FamilyDecoder[FineLayout], FineGrained):
             num_experts_per_tok=layout.top_k,
             norm_topk_prob=True,
         )
-
-    def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        return {"mlp.gate.weight": weight}

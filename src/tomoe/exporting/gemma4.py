@@ -21,7 +21,6 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from transformers import Gemma4TextConfig, PreTrainedConfig
 
@@ -42,6 +41,7 @@ class Gemma4(FamilyDecoder[FineLayout], FineGrained):
     config_class = Gemma4TextConfig
     families = ("gemma4_text",)
     form = Softmax()
+    router_names = ("router.proj.weight",)
     holds_shared = False
     whole_layers = False
 
@@ -73,9 +73,6 @@ class Gemma4(FamilyDecoder[FineLayout], FineGrained):
             yield from of_layer(i)
 
         return with_norms
-
-    def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        return {"router.proj.weight": weight}
 
     def expert_tensors(self, mlp: ToMoEMLP, layout: FineLayout) -> Iterator[tuple[str, Tensor]]:
         zeros = mlp.up_proj.new_zeros(ZERO_NEURONS, mlp.up_proj.shape[1])

@@ -77,10 +77,22 @@ class Gguf(Target):
 
 def arch_of(model: PreTrainedModel, kind: str, form: str) -> GgufArch[Any]:
     """The architecture for experts of this form (experts.form) in a model, dense or converted, of this kind of config."""
-    if form == "fine":
-        return FAMILY_ARCHS.get(kind) or Glm4Moe()
+    return ARCHS[form](model, kind)
+
+
+def _fine_arch(model: PreTrainedModel, kind: str) -> GgufArch[Any]:
+    return FAMILY_ARCHS.get(kind) or Glm4Moe()
+
+
+def _overlapping_arch(model: PreTrainedModel, kind: str) -> GgufArch[Any]:
     attention = getattr(decoder_layers(model)[0], "self_attn", None)
     return Qwen3Moe() if getattr(attention, "q_norm", None) is not None else Llama()
+
+
+ARCHS: dict[str, Callable[[PreTrainedModel, str], GgufArch[Any]]] = {
+    "fine": _fine_arch,
+    "overlapping": _overlapping_arch,
+}
 
 
 def _arch(moe: ToMoEForCausalLM) -> GgufArch[Any]:

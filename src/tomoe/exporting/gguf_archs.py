@@ -32,7 +32,6 @@ from tomoe.exporting.gguf_verification import Comparison, verify_file_by_parts, 
 from tomoe.exporting.overlapping import QWEN_PROJECTIONS, Layout, expert_tensors, has_copies, widest
 from tomoe.exporting.plain_decoder import Places, attention_tensors, dense_problem, sliding_windows, stock_problem
 from tomoe.exporting.routers import RouterForm
-from tomoe.exporting.stock import expert_mlps
 from tomoe.exporting.verification import Proof
 from tomoe.model.shape import num_kv_heads
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
@@ -298,7 +297,7 @@ class FineExperts(GgufArch[FineLayout]):
             return router_scales(moe, self.form)
 
         def of_layer(i: int) -> Iterator[Entry]:
-            mlp, prefix = expert_mlps(moe)[i], f"blk.{i}."
+            mlp, prefix = moe.mlps()[i], f"blk.{i}."
             if i < layout.whole:
                 return whole_entries(mlp, prefix, entry)
             return self.moe_entries(mlp, layout, prefix, lambda: scales()[i], entry)

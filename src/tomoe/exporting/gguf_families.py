@@ -23,7 +23,6 @@ from tomoe.exporting.gguf_file import Entry
 from tomoe.exporting.lfm2_moe import Lfm2Moe
 from tomoe.exporting.qwen3_5_moe import Qwen3_5Moe
 from tomoe.exporting.routers import NormalizedSigmoid, Softmax
-from tomoe.exporting.stock import expert_mlps
 from tomoe.model.shape import ceil_div
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 
@@ -53,7 +52,7 @@ class FamilyArch(FineExperts):
         writer.add_expert_feed_forward_length(layout.width)
         writer.add_expert_count(layout.experts)
         writer.add_expert_used_count(layout.top_k)
-        self.write_own_sizes(writer, config, layout, len(expert_mlps(moe)[0].up_proj))
+        self.write_own_sizes(writer, config, layout, len(moe.mlps()[0].up_proj))
 
     @abstractmethod
     def write_own_sizes(self, writer: GGUFWriter, config: Any, layout: FineLayout, neurons: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtyping import Float
 from torch import Tensor
 from transformers import Glm4MoeConfig, PreTrainedConfig
 
@@ -26,6 +25,7 @@ class Glm4Moe(PlainDecoder[FineLayout], FineGrained):
     config_class = Glm4MoeConfig
     places = Places(biased=True, normed=None, windows="no layer", silu_only=True)
     form = Sigmoid()
+    router_names = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
     float32_routers = True
 
     def config(self, moe: ToMoEForCausalLM, layout: FineLayout) -> PreTrainedConfig:
@@ -48,9 +48,6 @@ class Glm4Moe(PlainDecoder[FineLayout], FineGrained):
             first_k_dense_replace=layout.whole,
             num_nextn_predict_layers=0,
         )
-
-    def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        return {"mlp.gate.weight": weight, "mlp.gate.e_score_correction_bias": corrections}
 
     def output_tensors(self, moe: ToMoEForCausalLM) -> Iterator[tuple[str, Tensor]]:
         # a tensor of its own: two names of one are refused by safetensors

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from transformers import GraniteMoeHybridConfig, GraniteMoeSharedConfig, PreTrainedConfig
 
@@ -28,6 +27,7 @@ class GraniteMoeShared(FamilyDecoder[FineLayout], FineGrained):
     families = ("granite",)
     form = Softmax()
     block, gate = "block_sparse_moe", "router"
+    router_names = ("block_sparse_moe.router.layer.weight",)
     whole_layers = False
 
     def config(self, moe: ToMoEForCausalLM, layout: FineLayout) -> PreTrainedConfig:
@@ -38,9 +38,6 @@ class GraniteMoeShared(FamilyDecoder[FineLayout], FineGrained):
             num_local_experts=layout.experts,
             num_experts_per_tok=layout.top_k,
         )
-
-    def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        return {"block_sparse_moe.router.layer.weight": weight}
 
     def expert_tensors(self, mlp: ToMoEMLP, layout: FineLayout) -> Iterator[tuple[str, Tensor]]:
         gate, up, down = self.matrices(mlp, layout, None)

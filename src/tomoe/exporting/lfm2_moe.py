@@ -10,7 +10,6 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from transformers import Lfm2MoeConfig, PreTrainedConfig
 
@@ -18,7 +17,6 @@ from tomoe.exporting.family_decoder import FamilyDecoder
 from tomoe.exporting.fine_grained import FineGrained, FineLayout, without_shared_expert
 from tomoe.exporting.proof_by_parts import StockRouter
 from tomoe.exporting.routers import HalfPrecisionSigmoid, RouterForm, Sigmoid
-from tomoe.exporting.stock import expert_mlps
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 
@@ -29,6 +27,7 @@ class Lfm2Moe(FamilyDecoder[FineLayout], FineGrained):
     config_class = Lfm2MoeConfig
     families = ("lfm2",)
     block, projections = "feed_forward", ("w1", "w3", "w2")
+    router_names = ("feed_forward.gate.weight", "feed_forward.expert_bias")
 
     def form_in(self, dtype: torch.dtype) -> RouterForm:
         return Sigmoid() if dtype == torch.float32 else HalfPrecisionSigmoid(dtype)
@@ -39,7 +38,7 @@ class Lfm2Moe(FamilyDecoder[FineLayout], FineGrained):
     def config(self, moe: ToMoEForCausalLM, layout: FineLayout) -> PreTrainedConfig:
         return self.make_config(
             moe,
-            intermediate_size=len(expert_mlps(moe)[0].up_proj),
+            intermediate_size=len(moe.mlps()[0].up_proj),
             moe_intermediate_size=layout.width,
             num_dense_layers=layout.whole,
             num_experts=layout.experts,
@@ -48,9 +47,6 @@ class Lfm2Moe(FamilyDecoder[FineLayout], FineGrained):
             norm_topk_prob=False,
             routed_scaling_factor=2.0,
         )
-
-    def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        return {"feed_forward.gate.weight": weight, "feed_forward.expert_bias": corrections}
 
     def routers(self, exported: Any, form: RouterForm) -> dict[int, StockRouter]:
         biases = {i: exported.model.layers[i].feed_forward.expert_bias for i in self.gates(exported)}

@@ -23,7 +23,6 @@ from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import STOCK_MULTIPLE
 
 QWEN_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-FINE_PROBLEM = "its experts are fine-grained (experts.form = fine): a token uses several, each with the weight 1"
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,10 @@ class Overlapping(Stock[Layout]):
     block: of a layer's MoE in a checkpoint; projections: of an expert's gate, up and down there.
     """
 
+    experts_form = "overlapping"
+    other_form = "its experts are fine-grained (experts.form = fine): a token uses several, each with the weight 1"
     block: ClassVar[str] = "mlp"
     projections: ClassVar[tuple[str, str, str]] = QWEN_PROJECTIONS
-
-    def form_problem(self, form: str) -> str | None:
-        return FINE_PROBLEM if form == "fine" else None
 
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> Layout:
         return widest(moe, multiple)

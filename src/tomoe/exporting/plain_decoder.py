@@ -19,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tomoe.errors import UserError
-from tomoe.exporting.stock import LayoutT, Stock, empty_stock, expert_mlps
+from tomoe.exporting.stock import LayoutT, Stock, dense_mlp_problem, empty_stock, mlp_problem
 from tomoe.model.attention import Attention, attention_checks, attention_of, attention_sizes
 from tomoe.model.far_tokens import original_context
 from tomoe.model.hooks import hooked, input_of
-from tomoe.model.mlp import Refused, converted_mlps, decoder_layers
+from tomoe.model.mlp import Refused, decoder_layers
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM, sliding_window
 
 PROBE_TOKENS = 8
@@ -53,30 +53,20 @@ class NumberedLayer:
 
 def dense_problem(dense: PreTrainedModel, places: Places) -> str | None:
     """Why no MoE made from this dense model could become a class with these places; None if one might."""
-    mlps = converted_mlps(dense)
-    biases = any(p is not None and p.bias is not None for p in (mlps[0].gate, mlps[0].up, mlps[0].down))
-    return _decoder_problem(dense, places, len(mlps), mlps[0].gate is not None, biases)
+    return dense_mlp_problem(dense) or _decoder_problem(dense, places)
 
 
 def stock_problem(moe: ToMoEForCausalLM, places: Places) -> str | None:
     """Why a class with these places cannot compute what this MoE computes, as half a sentence; None if it can."""
-    mlp = expert_mlps(moe)[0]
     if any(getattr(module, "value_router", None) is not None for module in moe.modules()):
         return (
             "it chooses V/O dims for each token (attention.pruning = per_token), and stock attention has no such choice"
         )
-    biases = any(bias is not None for bias in (mlp.gate_bias, mlp.up_bias, mlp.down_bias))
-    return _decoder_problem(moe, places, len(expert_mlps(moe)), mlp.gate_proj is not None, biases)
+    return mlp_problem(moe) or _decoder_problem(moe, places)
 
 
-def _decoder_problem(model: Any, places: Places, converted: int, gated: bool, biases: bool) -> str | None:
+def _decoder_problem(model: Any, places: Places) -> str | None:
     layers = [NumberedLayer(i, layer) for i, layer in enumerate(decoder_layers(model))]
-    if converted < len(layers):
-        return "some of its layers have no MLP that is converted"
-    if not gated:
-        return "its MLP has no gate projection"
-    if biases:
-        return "its MLP has biases"
     own = [
         numbered for numbered in layers if not isinstance(getattr(numbered.layer, "self_attn", None), ToMoEAttention)
     ]

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tomoe.exporting.routers import RouterForm
-from tomoe.exporting.stock import expert_mlps
 from tomoe.exporting.verification import Agreement, Bounds, Check, Proof, first_problem, judge
 from tomoe.model.hooks import hooked, input_of
 from tomoe.moe.checkpoint import load_moe
@@ -91,7 +90,7 @@ class RouterCheck:
 
     def hooks(self, moe: ToMoEForCausalLM) -> Iterator[RemovableHandle]:
         """Hooks on the layers of the converted model, each run of which is then counted."""
-        mlps = expert_mlps(moe)
+        mlps = moe.mlps()
         for i in self.routers:
             yield mlps[i].register_forward_pre_hook(partial(self._note, i), with_kwargs=True)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
@@ -38,9 +37,6 @@ class Qwen3_5Moe(FamilyDecoder[FineLayout], FineGrained):
             num_experts=layout.experts,
             num_experts_per_tok=layout.top_k,
         )
-
-    def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        return {"mlp.gate.weight": weight}
 
     def expert_tensors(self, mlp: ToMoEMLP, layout: FineLayout) -> Iterator[tuple[str, Tensor]]:
         yield f"{self.block}.shared_expert_gate.weight", mlp.up_proj.new_zeros(1, mlp.up_proj.shape[1])

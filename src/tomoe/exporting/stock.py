@@ -18,16 +18,24 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tomoe.exporting.target import Options, Sizes, Target
 from tomoe.exporting.writing import write_checkpoint, write_config, write_tokenizer
-from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
+from tomoe.model.mlp import converted_mlps, decoder_layers
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback
+from tomoe.recipe.target_rules import Form
 
 LayoutT = TypeVar("LayoutT")
 
 
 class Stock(Target, Generic[LayoutT]):
-    """A class of transformers: a config and tensors by name; how_well: it holds a model that it supports."""
+    """A class of transformers: a config and tensors by name.
+
+    experts_form: of the experts that it has a place for; other_form: why it has none for others, as half a sentence; how_well:
+    it holds a model that it supports.
+    """
 
     config_class: ClassVar[type[PreTrainedConfig]]
+    experts_form: ClassVar[Form]
+    other_form: ClassVar[str]
     how_well: ClassVar[str] = "exactly"
 
     def supports(self, moe: ToMoEForCausalLM) -> str | None:
@@ -36,9 +44,9 @@ class Stock(Target, Generic[LayoutT]):
     def supports_dense(self, dense: PreTrainedModel, form: str) -> str | None:
         return self.form_problem(form) or self.dense_decoder_problem(dense)
 
-    @abstractmethod
     def form_problem(self, form: str) -> str | None:
         """Why the class has no place for experts of this form (experts.form), as half a sentence; None if it has."""
+        return None if form == self.experts_form else self.other_form
 
     @abstractmethod
     def decoder_problem(self, moe: ToMoEForCausalLM) -> str | None:
@@ -100,9 +108,28 @@ class Stock(Target, Generic[LayoutT]):
         write_checkpoint(self.tensors(moe, layout), folder, self.bytes(moe, layout), on_progress)
 
 
-def expert_mlps(moe: ToMoEForCausalLM) -> list[ToMoEMLP]:
-    """The MLPs that hold experts, in the order of their layers."""
-    return moe.mlps()
+def mlp_problem(moe: ToMoEForCausalLM) -> str | None:
+    """Why no stock class has MLPs such as those of this MoE, as half a sentence; None if some may have."""
+    mlps = moe.mlps()
+    biases = (mlps[0].gate_bias, mlps[0].up_bias, mlps[0].down_bias)
+    return _mlp_problem(moe, len(mlps), mlps[0].gate_proj, biases)
+
+
+def dense_mlp_problem(dense: PreTrainedModel) -> str | None:
+    """The same of the MoE that this dense model becomes."""
+    mlps = converted_mlps(dense)
+    biases = [part and part.bias for part in (mlps[0].gate, mlps[0].up, mlps[0].down)]
+    return _mlp_problem(dense, len(mlps), mlps[0].gate, biases)
+
+
+def _mlp_problem(model: PreTrainedModel, converted: int, gate: Any, biases: Iterable[Any]) -> str | None:
+    if converted < len(decoder_layers(model)):
+        return "some of its layers have no MLP that is converted"
+    if gate is None:
+        return "its MLP has no gate projection"
+    if any(bias is not None for bias in biases):
+        return "its MLP has biases"
+    return None
 
 
 def empty_stock(config: PreTrainedConfig) -> Any:

@@ -89,14 +89,15 @@ def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
     return Choice(TARGETS["hf"], f"no stock architecture holds it exactly ({reasons})")
 
 
-def of_family(model: str) -> str | None:
-    """The target whose class has the attention of this dense model's family, which its config tells; None if there is none.
+def of_family(model: str, form: str) -> str | None:
+    """The target whose class has the attention of this dense model's family, which its config tells, and a place for experts
+    of this form; None if there is none.
 
     Raises UserError if the config cannot be read.
     """
     kind = load_config(model).get_text_config(decoder=True).model_type
-    own = (target for target in TARGETS.values() if isinstance(target, FamilyDecoder))
-    return next((target.name for target in own if kind in target.families), None)
+    own = (target for target in TARGETS.values() if isinstance(target, FamilyDecoder) and kind in target.families)
+    return next((target.name for target in own if target.form_problem(form) is None), None)
 
 
 @contextmanager
