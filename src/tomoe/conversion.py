@@ -36,7 +36,7 @@ from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan, planned_loss
 from tomoe.pruning.forms import mask_network
-from tomoe.pruning.layouts import Layout, settle_layout
+from tomoe.pruning.layouts import FORMS, Layout, settle_layout
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import MaskStep
 from tomoe.pruning.repair.plan import forget_repair, repair_plan
@@ -342,7 +342,7 @@ def plan(
         raise UserError(f"{out} already holds a plan; choose another folder or give --force")
     run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
     target = recipe if active is None else recipe.changed([f"active={active}"])
-    if recipe.experts.form == "fine" and target.active != recipe.active:
+    if FORMS[recipe.experts.form].for_one_budget and target.active != recipe.active:
         raise UserError(
             f"{run_path} divided its neurons into fine-grained experts for active = {recipe.active}, so a plan for "
             f"{target.active} needs a run of its own; or use other numbers of them when the model runs (--active)"

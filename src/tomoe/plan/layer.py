@@ -9,7 +9,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tomoe.model.shape import ModelShape
+from tomoe.plan.form import FINE, FORMS, OVERLAPPING, ExpertForm
 from tomoe.plan.layout import FIELDS, always_used, layer_shapes, refit_shapes, router_shapes
+from tomoe.recipe.target_rules import Form
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class LayerCounts:
     """Neurons of the widest expert."""
     shared_size: int
     """Neurons of the shared part; 0 for overlapping experts."""
-    fine: bool
-    """Whether the experts are fine-grained."""
+    form: Form
+    """Of the experts."""
     top_k: int
     """Experts of a token."""
     union: int
@@ -65,9 +67,10 @@ class LayerCounts:
             return "an expert has no neuron"
         if self.expert_size != self.widest:
             return f"its experts have unequal widths ({self.expert_size} to {self.widest})"
-        if not 1 <= self.top_k <= (self.num_experts if self.fine else 1):
+        form = FORMS[self.form]
+        if not 1 <= self.top_k <= form.most_per_token(self.num_experts):
             return f"a token uses {self.top_k} of its {self.num_experts} experts"
-        if self.fine and not self.members == self.union == shape.mlp_size:
+        if form.partitions and not self.members == self.union == shape.mlp_size:
             return "a neuron is in no expert, or in several"
         if shape.head_dim and (not self.qk_dims or not 1 <= self.value_top_k <= self.value_dims):
             return f"it keeps no Q/K dim, or K = {self.value_top_k} of {self.value_dims} V/O dims"
@@ -120,9 +123,9 @@ class LayerPlan:
         return weight
 
     @property
-    def fine(self) -> bool:
-        """Whether the experts are fine-grained."""
-        return self.shared_mask is not None
+    def form(self) -> ExpertForm:
+        """The form of the experts, which the tensors tell."""
+        return OVERLAPPING if self.shared_mask is None else FINE
 
     @property
     def always_used(self) -> Bool[Tensor, " N"]:
@@ -142,11 +145,11 @@ class LayerPlan:
             expert_size=int(widths.min()),
             widest=int(widths.max()),
             shared_size=shared,
-            fine=self.fine,
+            form=self.form.name,
             top_k=self.top_k,
             union=int(used.sum()),
             members=int(widths.sum()) + shared,
-            always_used=int(self.always_used.sum()) if self.fine else 0,
+            always_used=0 if self.router_bias is None else int(self.always_used.sum()),
             rotary_pairs=int(self.qk_kept[:pairs].sum()),
             unpaired_dims=int(self.qk_kept[pairs:].sum()),
             value_dims=int(self.value_kept.sum()),
@@ -159,7 +162,7 @@ class LayerPlan:
     def tensor_error(self, s: ModelShape) -> str | None:
         """What is wrong with the shapes of the tensors, or with the numbers in them; None if nothing is."""
         n = len(self.expert_masks)
-        for name, shape in layer_shapes(s, n, self.fine).items():
+        for name, shape in layer_shapes(s, n, self.form).items():
             t = getattr(self, FIELDS[name])
             if t is None or tuple(t.shape) != shape:
                 return f"{name} has shape {None if t is None else tuple(t.shape)}, the model needs {shape}"

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tomoe.model.shape import ModelShape, ceil_div
+from tomoe.plan.form import FINE, OVERLAPPING, ExpertForm, Shape
 
-Shape = tuple[int, ...]
 StoredTensor = tuple[Shape, str]
 """Shape and dtype, as a safetensors file names it."""
 
@@ -19,12 +19,10 @@ StoredTensor = tuple[Shape, str]
 TENSORS = {
     "expert_masks": "expert_neurons", "router_weight": "router_weight", "qk_kept": "qk_kept", "value_kept": "value_kept",
 }  # fmt: skip
-# the same, for tensors that only fine-grained experts have, and those that only layers with rotated values have
-FINE = {"shared_mask": "shared_neurons", "router_bias": "router_bias"}
+# the same, for tensors that only layers with rotated values have
 ROTATION = {"value_rotation": "value_rotation"}
-FIELDS = {name: field for field, name in (TENSORS | FINE).items()}
-NEURON_MASKS = ("expert_neurons", "shared_neurons")
-MASKS = (*NEURON_MASKS, "qk_kept", "value_kept")
+FIELDS = {name: field for field, name in (TENSORS | FINE.fields).items()}
+MASKS = ("expert_neurons", "shared_neurons", "qk_kept", "value_kept")
 ROUTER = "value_router."
 REFIT = "refit."
 FLOATS: tuple[str, ...] = ("F32", "BF16", "F16")
@@ -44,11 +42,11 @@ def packed_shape(mask: Shape) -> Shape:
     return (*rows, ceil_div(neurons, 8))
 
 
-def layer_shapes(s: ModelShape, n: int, fine: bool) -> dict[str, Shape]:
-    """Shapes of what every layer with n experts has."""
+def layer_shapes(s: ModelShape, n: int, form: ExpertForm) -> dict[str, Shape]:
+    """Shapes of what every layer with n experts of a form has."""
     shapes: dict[str, Shape] = {"expert_neurons": (n, s.mlp_size), "router_weight": (n, s.hidden_size),
                                 "qk_kept": (s.num_qk_choices,), "value_kept": (s.head_dim,)}  # fmt: skip
-    return shapes | {"shared_neurons": (s.mlp_size,), "router_bias": (n,)} if fine else shapes
+    return shapes | form.shapes(s, n)
 
 
 def router_shapes(s: ModelShape, e: int) -> dict[str, Shape]:
@@ -90,8 +88,8 @@ def checked_layers(stored: dict[str, StoredTensor], s: ModelShape) -> Iterator[l
 def _expected(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> dict[str, tuple[Shape, tuple[str, ...]]]:
     """Shape and possible dtypes of a layer's tensors, by its number of experts and the embedding size of its value router."""
     (experts, *_), _ = stored[f"{prefix}router_weight"]
-    fine = any(f"{prefix}{name}" in stored for name in FINE.values())
-    shapes = layer_shapes(s, experts, fine)
+    form = FINE if any(f"{prefix}{name}" in stored for name in FINE.fields.values()) else OVERLAPPING
+    shapes = layer_shapes(s, experts, form)
     if any(name.startswith(prefix + ROUTER) for name in stored):
         (embedding, *_), _ = stored[f"{prefix}{ROUTER}norm.bias"]
         shapes |= {ROUTER + name: size for name, size in router_shapes(s, embedding).items()}
@@ -99,6 +97,5 @@ def _expected(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> di
     refit = prefix + REFIT
     stored_refit = {name.removeprefix(refit): size for name, (size, _) in stored.items() if name.startswith(refit)}
     shapes |= {REFIT + name: size for name, size in refit_shapes(s, stored_refit).items()}
-    packed = NEURON_MASKS if fine else ()
-    dtypes = dict.fromkeys(shapes, FLOATS) | dict.fromkeys(MASKS, ("BOOL",)) | dict.fromkeys(packed, ("U8",))
-    return {name: (packed_shape(size) if name in packed else size, dtypes[name]) for name, size in shapes.items()}
+    dtypes = dict.fromkeys(shapes, FLOATS) | dict.fromkeys(MASKS, ("BOOL",)) | dict.fromkeys(form.packed, ("U8",))
+    return {name: (packed_shape(size) if name in form.packed else size, dtypes[name]) for name, size in shapes.items()}

@@ -13,13 +13,11 @@ from safetensors import SafetensorError
 from tomoe.errors import UserError, shortened
 from tomoe.files import read_json
 from tomoe.model.shape import ModelShape
+from tomoe.plan.form import FINE, OVERLAPPING
 
-FORMAT = "tomoe-plan-1"
-ROTATED_FORMAT = "tomoe-plan-3"
-"""Plans with rotated values: versions that do not rotate them must refuse them."""
-FINE_FORMAT = "tomoe-plan-4"
-"""Plans of fine-grained experts, with or without rotated values."""
-FORMATS = (FORMAT, ROTATED_FORMAT, FINE_FORMAT)
+FORMAT = OVERLAPPING.formats[0]
+"""The first format, in which a token uses one expert."""
+FORMATS = (*OVERLAPPING.formats, FINE.formats[0])
 REPAIRED = "repair"
 """The note of a plan whose projections were refitted: how, on what text, with what gain."""
 FINETUNED = "finetuned"

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from tomoe.budget import active_params, decoder_params, layer_params
 from tomoe.errors import UserError
 from tomoe.files import atomic_write, sha256
 from tomoe.model.shape import ModelShape
+from tomoe.plan.form import FINE, FORMS
 from tomoe.plan.layer import LayerCounts, LayerPlan
-from tomoe.plan.layout import FINE, MASKS, NEURON_MASKS, REFIT, ROTATION, ROUTER, TENSORS, checked_layers
-from tomoe.plan.manifest import FINE_FORMAT, FORMAT, REPAIRED, ROTATED_FORMAT, Manifest, damage_in_a_sentence
+from tomoe.plan.layout import MASKS, REFIT, ROTATION, ROUTER, TENSORS, checked_layers
+from tomoe.plan.manifest import FORMAT, REPAIRED, Manifest, damage_in_a_sentence
+from tomoe.recipe.target_rules import Form
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Plan:
         for i, layer in enumerate(self.counts):
             if error := layer.error(self.shape):
                 raise _broken_layer(i, error)
-        if len({layer.fine for layer in self.counts}) > 1:
+        if len({layer.form for layer in self.counts}) > 1:
             raise UserError(
                 "the layers of the plan differ: some have fine-grained experts, others overlapping ones; make the plan "
                 "again with `tomoe plan`"
@@ -78,9 +80,9 @@ class Plan:
         return self.counts[0].num_experts
 
     @property
-    def form(self) -> Literal["overlapping", "fine"]:
+    def form(self) -> Form:
         """The form of the experts."""
-        return "fine" if self.counts[0].fine else "overlapping"
+        return self.counts[0].form
 
     @property
     def prunes_attention(self) -> bool:
@@ -145,15 +147,14 @@ class Plan:
         """Write both files atomically; the same plan gives the same bytes. Raises UserError if they cannot be written."""
         tensors: dict[str, Tensor] = {}
         for i, layer in enumerate(self.layers):
-            names = TENSORS | (FINE if layer.fine else {}) | ({} if layer.value_rotation is None else ROTATION)
+            names = TENSORS | layer.form.fields | ({} if layer.value_rotation is None else ROTATION)
             parts = {name: getattr(layer, field) for field, name in names.items()}
             parts |= {f"{ROUTER}{k}": v for k, v in layer.value_router.items()}
             parts |= {f"{REFIT}{k}": v for k, v in layer.refit.items()}
             parts["router_weight"] = _halved(layer.router_weight)
-            if layer.fine:
-                parts |= {name: _packed(parts[name]) for name in NEURON_MASKS}
+            parts |= {name: _packed(parts[name]) for name in layer.form.packed}
             tensors |= {f"layers.{i}.{name}": t.contiguous().cpu() for name, t in parts.items()}
-        plan_format = FINE_FORMAT if self.form == "fine" else ROTATED_FORMAT if self.rotated else FORMAT
+        plan_format = FORMS[self.form].formats[self.rotated]
         data = save(tensors, metadata={"format": plan_format})
         head = {
             "format": plan_format,
@@ -219,11 +220,13 @@ def _read_layers(head: Manifest) -> tuple[LayerPlan, ...]:
         names_of_layers = list(checked_layers(stored, head.shape))
         for i, (names, (value_top_k, top_k)) in enumerate(zip(names_of_layers, head.chosen, strict=True)):
             read = {part: file.get_tensor(f"layers.{i}.{part}") for part in names}
-            packed = {part: t for part, t in read.items() if part in NEURON_MASKS and t.dtype == torch.uint8}
+            packed = {part: t for part, t in read.items() if part in FINE.packed and t.dtype == torch.uint8}
             read |= {part: _unpacked(t, head.shape.mlp_size) for part, t in packed.items()}
             tensors = {part: t if part in MASKS or part.startswith(REFIT) else t.float() for part, t in read.items()}
             router = {part.removeprefix(ROUTER): t for part, t in tensors.items() if part.startswith(ROUTER)}
-            fields = {field: tensors[name] for field, name in (TENSORS | FINE | ROTATION).items() if name in tensors}
+            fields = {
+                field: tensors[name] for field, name in (TENSORS | FINE.fields | ROTATION).items() if name in tensors
+            }
             refit = {part.removeprefix(REFIT): t for part, t in tensors.items() if part.startswith(REFIT)}
             layers.append(LayerPlan(**fields, value_top_k=value_top_k, value_router=router, refit=refit, top_k=top_k))
     return tuple(layers)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan
 from tomoe.pruning.fine_grained import FineNetwork, PlannedFine
 from tomoe.pruning.form import Experts
-from tomoe.pruning.layouts import FineLayout, Layout
+from tomoe.pruning.layouts import FineLayout, Layout, OverlappingLayout
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.overlapping import OverlappingNetwork, PlannedOverlapping
 from tomoe.recipe.conversion import AttentionSection, SamplingSection
+from tomoe.recipe.target_rules import Form
+
+NETWORKS: dict[type, type[MaskNetwork]] = {FineLayout: FineNetwork, OverlappingLayout: OverlappingNetwork}
+PLANNED: dict[Form, Callable[[LayerPlan, torch.device], Experts]] = {
+    "fine": PlannedFine,
+    "overlapping": PlannedOverlapping,
+}
 
 
 def mask_network(
@@ -19,11 +28,9 @@ def mask_network(
     seed: int,
 ) -> MaskNetwork:  # fmt: skip
     """Make the mask network of a layout, at a random start."""
-    network = FineNetwork if isinstance(layout, FineLayout) else OverlappingNetwork
-    return network(shape, layout, embedding_size, attention, sampling, seed)
+    return NETWORKS[type(layout)](shape, layout, embedding_size, attention, sampling, seed)
 
 
 def planned_experts(layer: LayerPlan, device: torch.device) -> Experts:
     """Return the experts of one layer of a plan."""
-    planned = PlannedFine if layer.fine else PlannedOverlapping
-    return planned(layer, device)
+    return PLANNED[layer.form.name](layer, device)

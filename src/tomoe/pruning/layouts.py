@@ -6,7 +6,7 @@ The mask network, the carve, the extraction and the estimate of memory all recei
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp_params
@@ -20,6 +20,7 @@ from tomoe.recipe.target_rules import (
     MAX_EXPERTS_PER_TOKEN,
     STOCK_MULTIPLE,
     TARGET_RULES,
+    Form,
     TargetRules,
 )
 
@@ -104,7 +105,7 @@ Layout = OverlappingLayout | FineLayout
 
 def settle_layout(recipe: Recipe, shape: ModelShape) -> Layout:
     """The layout that a recipe asks for. Raises UserError if it is known without the masks that no plan can meet the budget."""
-    settle = _fine_layout if recipe.experts.form == "fine" else _overlapping_layout
+    settle = FORMS[recipe.experts.form].settle
     return settle(shape, recipe.experts, recipe.attention, recipe.active, recipe.target)
 
 
@@ -319,15 +320,17 @@ def least_active(shape: ModelShape, experts: ExpertsSection, attention: Attentio
     """Return the smallest active fraction that any plan can have: the narrowest MLP, and one unit at every other site."""
     smallest_qk = 2 if shape.rotary_size == shape.head_dim else 1
     dims = (shape.head_dim, shape.head_dim) if attention.pruning == "off" else (smallest_qk, 1)
-    width = min(_least_width(shape, experts, TARGET_RULES[target]), shape.mlp_size)
+    width = min(FORMS[experts.form].least_width(shape, experts, TARGET_RULES[target]), shape.mlp_size)
     layer = mlp_params(shape, width) + attention_params(shape, *dims)
     return float(layer * shape.num_layers + shape.other_params) / decoder_params(shape)
 
 
-def _least_width(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> int:
-    """Return the fewest neurons of a layer that a token can use: one multiple, or the shared part and one fine expert."""
-    if experts.form == "overlapping":
-        return experts.width_multiple
+def _least_overlapping_width(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> int:
+    return experts.width_multiple
+
+
+def _least_fine_width(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> int:
+    """The shared part and one expert."""
     sizes = {n: experts.expert_size or max(1, shape.mlp_size // n) for n in _numbers_to_try(shape, experts, rules)}
     return min(shape.mlp_size - (n - 1) * size for n, size in sizes.items())
 
@@ -347,3 +350,20 @@ def check_tolerance(nearest: float, active: float, tolerance: float, layout: Lay
         raise UserError(
             f"the nearest plan has {nearest:.4f} of the decoder parameters active, requested {active:.4f}; {layout.advice}"
         )
+
+
+@dataclass(frozen=True)
+class FormRules:
+    """How one form of experts divides a layer."""
+
+    settle: Callable[[ModelShape, ExpertsSection, AttentionSection, float, str], Layout]
+    least_width: Callable[[ModelShape, ExpertsSection, TargetRules], int]
+    """The fewest neurons of a layer that a token can use."""
+    for_one_budget: bool
+    """Whether a run is for the budget that its neurons were divided for."""
+
+
+FORMS: dict[Form, FormRules] = {
+    "fine": FormRules(_fine_layout, _least_fine_width, for_one_budget=True),
+    "overlapping": FormRules(_overlapping_layout, _least_overlapping_width, for_one_budget=False),
+}

@@ -14,14 +14,14 @@ from tomoe.recipe.target_rules import TARGET_RULES, Form
 
 # Where to compute and how often to write do not change what is learned.
 _NOT_IN_DIGEST = frozenset({"device", "offload", "report_to", "train.log_every", "train.save_every", "train.shard"})
-# Overlapping experts unless the recipe says otherwise.
-OVERLAPPING_EXPERTS = 8
+# Experts by their form, unless the recipe says how many; fine-grained ones depend on the model.
+USUAL_NUMBERS = {"overlapping": 8}
 # Ridge of a repair on one token for each neuron of a layer, and the least one.
 RIDGE_PER_NEURON, LEAST_RIDGE = 4.0, 1e-2
 
 
 def _usual_number(section: dict[str, Any]) -> int:
-    return OVERLAPPING_EXPERTS if section.get("form") == "overlapping" else 0
+    return USUAL_NUMBERS.get(section.get("form", ""), 0)
 
 
 class ExpertsSection(Section):
