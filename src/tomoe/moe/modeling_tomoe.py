@@ -35,7 +35,7 @@ from transformers.pytorch_utils import Conv1D
 
 # What the family's own code calls the cache: transformers renamed it in 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-# Of the checkpoint. Folders of format 1 kept the names of a few families and nothing of what others compute.
+# Of the checkpoint.
 FORMAT = 2
 MLP_SIZES = ("expert_sizes", "union_sizes", "shared_sizes", "experts_per_token")
 # What families call the modules that a conversion replaces, in the names of their tensor-parallel plans.
@@ -93,14 +93,9 @@ class ToMoEConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, in the family's class. Raises ValueError for a folder of an older format."""
+        """As in transformers, in the family's class. Raises ValueError for a folder of another format."""
         if cls is not ToMoEConfig:
             return super().from_dict(config_dict, **kwargs)
-        if "dense_model_type" in config_dict and "tomoe_format" not in config_dict:
-            raise ValueError(
-                "this folder was written by an older version of tomoe, whose format is no longer read; make it again from "
-                "its own plan: tomoe apply FOLDER MODEL -o NEW"
-            )
         if config_dict.get("tomoe_format") != FORMAT:
             raise ValueError(
                 f"the folder has format {str(config_dict.get('tomoe_format'))[:40]!r}, and {FORMAT} is read here"
@@ -118,9 +113,9 @@ class ToMoEConfig(PreTrainedConfig):
         self.auto_map = {auto: f"modeling_tomoe.{name}" for auto, name in classes.items()}
         if not self.tomoe_dense_type:
             return
-        # Serving engines read it; with overlapping experts the routing is top-1, whatever a file says.
-        if self.tomoe_expert_form == "overlapping" or not getattr(self, self.top_k_key, None):
-            setattr(self, self.top_k_key, 1 if self.tomoe_expert_form == "overlapping" else self.planned_top_k or 1)
+        # Serving engines read it; where a token can use one expert only it is 1, whatever a file says.
+        if self.most_top_k == 1 or not getattr(self, self.top_k_key, None):
+            setattr(self, self.top_k_key, 1 if self.most_top_k == 1 else self.planned_top_k or 1)
         self.check()
 
     @property
@@ -159,7 +154,7 @@ class ToMoEConfig(PreTrainedConfig):
                 raise ValueError(f"the config has {count} under tomoe_{name}, but {layers} converted layers")
         if self.tomoe_expert_form not in ("overlapping", "fine"):
             raise ValueError(f"tomoe_expert_form is {str(self.tomoe_expert_form)[:40]!r}, not overlapping or fine")
-        most = experts if self.tomoe_expert_form == "fine" else 1
+        most = self.most_top_k
         self._check_size(self.top_k_key, getattr(self, self.top_k_key), 1, most)
         width = getattr(self, "intermediate_size", None)
         for i in range(layers):
@@ -193,6 +188,11 @@ class ToMoEConfig(PreTrainedConfig):
     def _check_size(name: str, value: Any, smallest: int, largest: int) -> None:
         if type(value) is not int or not smallest <= value <= largest:
             raise ValueError(f"the config has {str(value)[:40]!r} as {name}, which must be {smallest} to {largest}")
+
+    @property
+    def most_top_k(self) -> int:
+        """The largest k that a layer can have."""
+        return self.tomoe_num_experts if self.tomoe_expert_form == "fine" else 1
 
     @property
     def planned_top_k(self) -> int:
@@ -448,11 +448,9 @@ class ToMoEMLP(nn.Module):
         self.register_buffer("expert_neurons", self.default_rows(size, config.tomoe_expert_sizes[layer]))
 
     def default_rows(self, union: int, width: int) -> Tensor:
-        """Rows [N, W] of experts that no plan chose; overlapping ones are runs of neighbors that together cover all U rows."""
-        if self.fine:
-            return torch.arange(self.shared_size, union, dtype=torch.int32).view(self.num_experts, width)
-        starts = torch.arange(self.num_experts) * (union - width) // max(1, self.num_experts - 1)
-        return (starts[:, None] + torch.arange(width)).int()
+        """Rows [N, W] of experts that no plan chose: runs of neighbors that together cover all behind the shared ones."""
+        starts = torch.arange(self.num_experts) * (union - self.shared_size - width) // max(1, self.num_experts - 1)
+        return (self.shared_size + starts[:, None] + torch.arange(width)).int()
 
     @property
     def top_k(self) -> int | None:
@@ -507,8 +505,9 @@ class ToMoEMLP(nn.Module):
         """y of the shape of the hidden states; some families hand their MLP the residual, too, and want the sum."""
         x = hidden_states.flatten(0, -2)
         trains = torch.is_grad_enabled() and self.router.weight.requires_grad
-        expert_ids, weights = route(self.router(x), self.top_k, trains)
-        if weights is not None and self.fine:
+        top_k = self.top_k
+        expert_ids, weights = route(self.router(x), top_k, trains)
+        if weights is not None and top_k is not None:
             y = run_masked(self, x, expert_ids, weights)
         else:
             y = EXPERT_BACKENDS[self.config.tomoe_expert_backend](self, x, expert_ids)

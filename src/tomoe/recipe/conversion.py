@@ -208,9 +208,8 @@ class Recipe(RunRecipe):
     def _keys_that_fit(self) -> Self:
         """The forms and dims of a random start, and the form and the shared part that suit a stock target."""
         rules = TARGET_RULES[self.target]
-        experts: dict[str, Any] = {}
-        if self.start == "random" or "fine" not in rules.forms:
-            experts["form"] = "overlapping"
+        # a random start learns masks of overlapping experts; otherwise the first form that the target has a place for
+        experts: dict[str, Any] = {"form": "overlapping" if self.start == "random" else rules.forms[0]}
         if rules.shared is not None:
             experts["shared"] = rules.shared
         if not rules.dense_layers:
@@ -266,7 +265,7 @@ class Recipe(RunRecipe):
 
     @model_validator(mode="after")
     def _check_number(self) -> Self:
-        if self.experts.form != "fine" and not self.experts.num_experts:
+        if self.experts.form in USUAL_NUMBERS and not self.experts.num_experts:
             raise UserError(
                 "experts.num_experts is 0, which chooses a number for fine-grained experts, but experts.form is "
                 f"{self.experts.form}; set experts.num_experts to 1 or more, or experts.form to fine"

@@ -40,7 +40,10 @@ def choose_gpu(mlp: ToMoEMLP, x: Tensor) -> str | None:
 
 
 def _divides(mlp: ToMoEMLP) -> bool:
-    return mlp.expert_rows.shape[1] % GROUPED_MULTIPLE == 0 and mlp.up_proj.shape[1] % GROUPED_MULTIPLE == 0
+    """Whether experts stand one after the other, and their sizes suit the grouped product."""
+    return (
+        mlp.fine and mlp.expert_rows.shape[1] % GROUPED_MULTIPLE == 0 and mlp.up_proj.shape[1] % GROUPED_MULTIPLE == 0
+    )
 
 
 def run_few(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
@@ -94,7 +97,7 @@ def run_grouped(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
 
     `masked` where experts overlap or their sizes do not suit the product, and in float64.
     """
-    if not (mlp.fine and len(x) and _divides(mlp)) or x.dtype == torch.float64:
+    if not (len(x) and _divides(mlp)) or x.dtype == torch.float64:
         return run_masked(mlp, x, expert_ids)
     shared, n, k = mlp.shared_size, mlp.num_experts, expert_ids.shape[1]
     flat = expert_ids.flatten()

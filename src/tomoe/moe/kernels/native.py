@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -40,11 +40,56 @@ class Way(IntEnum):
     MATRIX = 1
 
 
-def chunk_size(way: Way, fine: bool) -> int:
-    """Tokens whose activations are kept at once. Those of overlapping experts are sorted, so that few need few neurons."""
-    if fine:
-        return 512 if way == Way.MATRIX else 1024
-    return 256 if PROCESSOR.get("avx512_f") else 128
+class OverlappingMembers:
+    """Membership of neurons in experts that overlap: bit e of a neuron's number says that expert e has it."""
+
+    tokens: ClassVar[dict[int, int]] = dict.fromkeys(Way, 256 if PROCESSOR.get("avx512_f") else 128)
+    """Tokens whose activations are kept at once."""
+    numbers_of_three: ClassVar[int] = 8
+    """How many different numbers three experts give."""
+
+    @staticmethod
+    def numbers(expert_rows: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
+        """The number of each neuron."""
+        members = torch.zeros(union, dtype=torch.long)
+        for expert, neurons in enumerate(expert_rows.long()):
+            members[neurons] |= 1 << expert if expert < 63 else -(1 << 63)
+        return members
+
+    @staticmethod
+    def used(members: Int[Tensor, " U"], expert_ids: Int[Tensor, "T 1"]) -> Bool[Tensor, "T U"]:
+        """Which neurons a token uses."""
+        return (members >> expert_ids & 1).bool()
+
+    @staticmethod
+    def chunks(expert_ids: Int[Tensor, "T k"], most: int) -> Sequence[slice | Tensor]:
+        """Tokens to run together: sorted ones go to one or two of the experts, and need their neurons only."""
+        return expert_ids[:, 0].argsort(stable=True).split(most)
+
+
+class FineMembers:
+    """The same of fine-grained experts: the number is 1 + the expert of a neuron, or 0 if all tokens use it."""
+
+    tokens: ClassVar[dict[int, int]] = {Way.ROWS: 1024, Way.MATRIX: 512}
+    numbers_of_three: ClassVar[int] = 4
+
+    @staticmethod
+    def numbers(expert_rows: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
+        members = torch.zeros(union, dtype=torch.long)
+        members[expert_rows.long()] = 1 + torch.arange(len(expert_rows))[:, None]
+        return members
+
+    @staticmethod
+    def used(members: Int[Tensor, " U"], expert_ids: Int[Tensor, "T 1"]) -> Bool[Tensor, "T U"]:
+        return (members == 0) | (members == 1 + expert_ids)
+
+    @staticmethod
+    def chunks(expert_ids: Int[Tensor, "T k"], most: int) -> Sequence[slice | Tensor]:
+        return [slice(first, first + most) for first in range(0, len(expert_ids), most)]
+
+
+# By whether experts are fine-grained, as the kernel is told.
+MEMBERS: dict[bool, type[OverlappingMembers] | type[FineMembers]] = {False: OverlappingMembers, True: FineMembers}
 
 
 # What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
@@ -110,7 +155,9 @@ def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, way: Way | None = N
     weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
     if torch.compiler.is_compiling():
         return experts(x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine, way)
-    members = mlp.cached("members", lambda: membership(mlp.expert_rows, len(mlp.up_proj), mlp.fine), mlp.expert_rows)
+    members = mlp.cached(
+        "members", lambda: MEMBERS[mlp.fine].numbers(mlp.expert_rows, len(mlp.up_proj)), mlp.expert_rows
+    )
     return call(x, expert_ids, members, weights, kind, mlp.fine, way)
 
 
@@ -130,15 +177,12 @@ def call(
             "the native kernel is missing (no C++ compiler, or TOMOE_NATIVE=0); run torch.compile on the model again"
         )
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
-    count, most = x.shape[0], chunk_size(Way(way), fine)
-    if count <= most:
+    form = MEMBERS[fine]
+    most = form.tokens[way]
+    if len(x) <= most:
         return run(x, expert_ids, members, weights, kind, fine, way)
-    chunks: Sequence[slice | Tensor] = [slice(first, first + most) for first in range(0, count, most)]
-    if not fine:
-        # A chunk of sorted tokens goes to one or two of the overlapping experts, and needs their neurons only.
-        chunks = expert_ids[:, 0].argsort(stable=True).split(most)
     y = torch.empty_like(x)
-    for some in chunks:
+    for some in form.chunks(expert_ids, most):
         y[some] = run(x[some], expert_ids[some], members, weights, kind, fine, way)
     return y
 
@@ -168,24 +212,12 @@ _members = WeakTensorKeyDictionary()
 
 
 def _members_of(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[Tensor, " U"]:
-    """`membership`, cached for a tensor until it changes."""
+    """The number of each neuron, kept for a tensor until it changes."""
     stamp = (expert_rows.data_ptr(), -1 if expert_rows.is_inference() else expert_rows._version, union, fine)
     entry = _members.get(expert_rows)
     if entry is None or entry[0] != stamp:
-        entry = _members[expert_rows] = (stamp, membership(expert_rows, union, fine))
+        entry = _members[expert_rows] = (stamp, MEMBERS[fine].numbers(expert_rows, union))
     return cast(Tensor, entry[1])
-
-
-def membership(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[Tensor, " U"]:
-    """One number per neuron. Of overlapping experts bit e says that expert e has it; of fine-grained ones it is 1 + its
-    expert, or 0 if all tokens use it."""
-    members = torch.zeros(union, dtype=torch.long)
-    for expert, neurons in enumerate(expert_rows.long()):
-        if fine:
-            members[neurons] = 1 + expert
-        else:
-            members[neurons] |= 1 << expert if expert < 63 else -(1 << 63)
-    return members
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor | None], int, bool, int], Tensor]
@@ -201,7 +233,7 @@ def kernel() -> Kernel | None:
     ways = [(dtype, Way.ROWS) for dtype in DTYPES]
     if _tiles() == MATRIX_UNITS:
         ways.append((torch.bfloat16, Way.MATRIX))
-    if not all(_agrees_with_pytorch(run, dtype, fine, way) for dtype, way in ways for fine in (False, True)):
+    if not all(_agrees_with_pytorch(run, dtype, fine, way) for dtype, way in ways for fine in MEMBERS):
         log.warning("the native kernel computes something else than PyTorch on this machine; it is not used")
         return None
     return run
@@ -261,13 +293,9 @@ def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, fine: bool, way: Way) 
         torch.linspace(-1, 1, rows * size).mul(seed).sin().view(rows, size).to(dtype)
         for rows, seed in ((tokens, 977), (union, 1009), (union, 1511), (union, 2003))
     )
-    expert_ids, members = (torch.arange(tokens) % 3)[:, None], torch.arange(union)
-    if fine:
-        members = members % 4
-        used = (members == 0) | (members == 1 + expert_ids)
-    else:
-        members = members % 8
-        used = (members >> expert_ids & 1).bool()
+    form, expert_ids = MEMBERS[fine], (torch.arange(tokens) % 3)[:, None]
+    members = torch.arange(union) % form.numbers_of_three
+    used = form.used(members, expert_ids)
     y = run(x, expert_ids, members, (gate, up, down, None, None), 0, fine, way)
     h = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t()) * used
     expected = h @ down.float()
