@@ -3,14 +3,14 @@
 Rows of every model and share: `fine-grained`, a conversion as `tomoe convert` makes it but for text and tokens of repair, and
 `static`, the same neurons for all tokens: one expert by backward elimination with the widths of a carved start, repaired
 alike, the line to beat. `dialed` is the fine-grained conversion at --from, run with more experts: no conversion of its own.
-Nothing is trained.
+Nothing of these is trained. `fine-tuned` is what `tomoe finetune` made of the fine-grained one, in WORK/NAME-fine-tuned-SHARE.
 
 Every cell is computed once and kept in RESULTS (JSON), so an interrupted run goes on where it stopped; what cannot be
 computed yet, because its conversion is missing and `convert` is not among the steps, is left out. The table and the figure
 are drawn from RESULTS alone.
 
     python benchmarks/headline.py RESULTS --work WORK --model NAME=MODEL [--active 0.7,0.6,0.5]
-        [--rows fine-grained,static,dialed] [--from 0.5] --text a.txt,books --chats c.jsonl
+        [--rows fine-grained,static,dialed,fine-tuned] [--from 0.5] --text a.txt,books --chats c.jsonl
         --test wikitext2.valid.txt --task-dir TASKS --problems FOLDER
         [--steps convert,text,humaneval,loops,tasks,positions,speed] [--tasks arc_easy,piqa --limit 100] [--solve 41]
     python benchmarks/headline.py RESULTS --draw FOLDER [--page PAGE]
@@ -51,6 +51,7 @@ SHOWN = {
     "fine-grained": "fine-grained experts",
     "dialed": "a conversion at a smaller share, with more experts",
     "static": "same neurons for all tokens",
+    "fine-tuned": "fine-grained experts, fine-tuned",
 }
 STEPS = "convert", "text", "humaneval", "loops", "tasks", "positions", "speed"
 REPAIR_TOKENS = 32_768
@@ -290,7 +291,8 @@ def figure(results: Results) -> CaptionedFigure:
     """KL and solved problems against the active share, a color for each model and way."""
     drawn, axes = canvas(4.6, 2, sharex=True)
     said = []
-    rows = list(results.rows.values())
+    # more experts than a repair was fitted to are for the table
+    rows = [row for row in results.rows.values() if row["way"] != "dialed"]
     for i, (name, way) in enumerate(dict.fromkeys((row["name"], row["way"]) for row in rows)):
         own = [row for row in rows if (row["name"], row["way"]) == (name, way)]
         for axis, step, value in ((axes[0], "text", "kl"), (axes[1], "humaneval", "value")):
