@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from conftest import make_plan, tokens
-from pico_files import CommandLine, small, write_pico
+from pico_files import CommandLine, small, write_pico, write_text
 from tomoe.data import evaluation_text
 from tomoe.data.evaluation_text import read_text
 from tomoe.errors import UserError
-from tomoe.evaluation import perplexity
+from tomoe.evaluation import perplexity, run
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.perplexity import Predictions, measure, sequences_sha256, sliding
@@ -109,6 +109,47 @@ def test_the_first_model_runs_over_the_text_once(llama: PreTrainedModel) -> None
         assert (row.measurement.kl, row.measurement.top1_agreement) == (alone.kl, alone.top1_agreement)
         assert alone.kl is not None
         assert alone.kl > 0
+
+
+def test_sequences_that_run_together_are_measured_as_alone(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: two at a time, one of them padded, and what each source uses of the experts."""
+    ids, mask = tokens(5, 12), torch.ones(5, 12, dtype=torch.bool)
+    mask[2, 7:] = False
+    moe = fold(llama, make_plan(llama, "off", form="fine"))
+    pairs, sources = [("dense", llama), ("moe", moe)], ["a", "b", "a", "b", "b"]
+    alone = compare(pairs, ids, mask, sources=sources)
+    sizes: list[int] = []
+    hook = moe.model.register_forward_hook(lambda _m, _i, out: sizes.append(len(out.last_hidden_state)))
+    monkeypatch.setattr(Predictions, "together", lambda *_: 2)
+    together = compare(pairs, ids, mask, sources=sources)
+    hook.remove()
+    assert sizes[-3:] == [2, 2, 1]
+    for one, other in zip(alone, together, strict=True):
+        assert other.measurement.nll == pytest.approx(one.measurement.nll, rel=1e-6)
+        assert other.measurement.tokens == one.measurement.tokens
+        assert (other.usage, other.usage_by_source) == (one.usage, one.usage_by_source)
+    assert together[1].measurement.kl == pytest.approx(alone[1].measurement.kl, rel=1e-4)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_usual_context_is_that_of_the_loaded_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool
+) -> None:
+    """Its config is read with it, not once more, and no model is loaded where there is no text."""
+    model, loaded = write_pico(tmp_path / "dense"), []
+    text = write_text(tmp_path / "text.txt")
+    load = run.load_model
+    monkeypatch.setattr(run, "load_model", lambda *args: loaded.append(args[0]) or load(*args))
+    if not found:
+        text.unlink()
+        with pytest.raises(UserError, match="no file or folder"):
+            run.evaluate(model, text)
+        assert not loaded
+        return
+    (row,) = run.evaluate(model, text, tokens=512, dtype="float32")
+    assert (row.measurement.context_length, loaded) == (256, [str(model)])
 
 
 @pytest.mark.parametrize(("given", "shown"), [(".", "here"), ("..", "around"), ("../here", "here")])

@@ -275,7 +275,7 @@ def expert_usage(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Ten
         for ids, real in zip(input_ids, mask, strict=True):
             if counter.routers:
                 perplexity.forward_sequence(model, ids, real, inner=perplexity.has_inner(model))
-                counter.count(real)
+                counter.count(real[None], [""])
     return counter.usage()
 
 

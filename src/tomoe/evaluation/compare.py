@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
@@ -44,8 +45,9 @@ def compare(
         name = (basename(path) if path.exists() else model_name) + _other_number(model)
         counter = ExpertCounter(model)
 
-        def count(b: int, counter: ExpertCounter = counter) -> None:
-            counter.count(new_tokens(mask, b, stride), sources[b] if sources else "")
+        def count(group: list[int], counter: ExpertCounter = counter) -> None:
+            real = torch.stack([new_tokens(mask, b, stride) for b in group])
+            counter.count(real, [sources[b] if sources else "" for b in group])
 
         predictions = Predictions(model, keep=reference is None)
         on_sequences = stage_callback(on_progress, f"evaluating {name}")

@@ -32,6 +32,7 @@ CHUNK = 128  # positions whose float32 logits are alive at a time
 SPAN = 1024  # positions of the first span of long sequences; each later one is as long as all before it
 HIGHEST_NLL = 700.0  # nats; exp of more does not fit a float
 PROBE = 8  # tokens that show how a model makes its logits
+DEVICE_TOKENS = 8192  # of the sequences that a GPU runs together, which alone keep it half busy
 
 
 class Predictions:
@@ -46,23 +47,33 @@ class Predictions:
         self.model, self.keep = model, keep
         self.chunked: bool | None = None
         self.kept: dict[int, Tensor] = {}
+        # of the sequences that ran last
+        self.last: dict[int, Tensor] = {}
 
     def probe(self, ids: Int[Tensor, " S"]) -> None:
         """Find out how the model makes its logits, from the first sequence, whichever sequences are this process's."""
         if self.chunked is None:
             self.chunked = _makes_plain_logits(self.model, ids)
 
-    def sequence(
-        self, b: int, ids: Int[Tensor, " S"], real: Bool[Tensor, " S"], scored: Int[Tensor, " T"]
-    ) -> tuple[Float[Tensor, "T _"], nn.Module]:
-        """Return the hidden states of the scored positions and the output matrix, or logits and an identity."""
+    def together(self, length: int) -> int:
+        """Return how many sequences of a length to run at once: one on a CPU, which has no time to spare."""
+        many = self.chunked and next(self.model.parameters()).device.type != "cpu"
+        return max(1, DEVICE_TOKENS // length) if many else 1
+
+    def run(self, group: list[int], input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> None:
+        """Run some of the sequences together, unless they were kept."""
         assert self.chunked is not None, "probe first"
+        if group[0] not in self.kept:
+            out = forward_sequences(self.model, input_ids[group], mask[group], inner=self.chunked)
+            self.last = dict(zip(group, out.last_hidden_state if self.chunked else out.logits, strict=True))
+
+    def sequence(self, b: int, scored: Int[Tensor, " T"]) -> tuple[Float[Tensor, "T _"], nn.Module]:
+        """Return the hidden states of the scored positions and the output matrix, or logits and an identity."""
         head = cast(Any, self.model).get_output_embeddings() if self.chunked else nn.Identity()
         if b in self.kept:
             return self.kept[b], head
-        out = forward_sequence(self.model, ids, real, inner=self.chunked)
-        states = out.last_hidden_state if self.chunked else out.logits
-        states = states[0, scored.to(states.device)]
+        states = self.last.pop(b)
+        states = states[scored.to(states.device)]
         if self.keep and self.chunked:
             self.kept[b] = states.cpu()
         return states, head
@@ -96,7 +107,7 @@ def measure(
     reference: nn.Module | Predictions | None = None,
     progress: StageCallback = no_stage_progress,
     *,
-    ran: Callable[[int], None] | None = None,
+    ran: Callable[[list[int]], None] | None = None,
     stride: int | None = None,
     name: str | None = None,
     data: str = "",
@@ -104,11 +115,11 @@ def measure(
 ) -> Measurement:
     """Score every real token that follows a real token; the first of a sequence has no prediction and is left out.
 
-    Sequences run one at a time, each on its own. With `stride` they are the overlapping windows of `sliding`, and each
-    token counts once. Logits are made CHUNK positions at a time if the model allows it, and every softmax is float32.
-    The standard error takes sequences as the independent unit, see `ratio_error`. `name`, `data` and `seed` are only
-    written down. Several processes divide the sequences among them, and each gets the numbers of all; `ran` is called
-    with the index of each sequence that ran here, `progress` with the sequences done by all of them.
+    Sequences run one at a time, or some at a time on a GPU, each on its own. With `stride` they are the overlapping windows
+    of `sliding`, and each token counts once. Logits are made CHUNK positions at a time if the model allows it, and every
+    softmax is float32. The standard error takes sequences as the independent unit, see `ratio_error`. `name`, `data` and
+    `seed` are only written down. Several processes divide the sequences among them, and each gets the numbers of all; `ran`
+    is called with the indices of the sequences that ran here together, `progress` with the sequences done by all of them.
 
     Raises UserError if no token can be scored, if the text, the model and the reference do not have one vocabulary, or
     if the model's output is not finite.
@@ -174,30 +185,44 @@ def _sum_sequences(
     input_ids: Int[Tensor, "B S"],
     mask: Bool[Tensor, "B S"],
     stride: int | None,
-    ran: Callable[[int], None] | None,
+    ran: Callable[[list[int]], None] | None,
     progress: StageCallback,
 ) -> Float[Tensor, "B P 4"]:
     """Sum tokens, nll, KL and agreements of every sequence and span; the other processes send the sums of theirs."""
     ends = _ends(input_ids.shape[1])
     sums = torch.zeros(len(input_ids), len(ends), 4, dtype=torch.float64)
-    for each in (predictions, *([] if ref is None else [ref])):
+    both = [predictions] if ref is None else [predictions, ref]
+    for each in both:
         each.probe(input_ids[0])
-    for b in distributed.rank_indices(len(input_ids)):
-        ids, real = input_ids[b], mask[b]
-        scored = (real[:-1] & new_tokens(mask, b, stride)[1:]).nonzero().squeeze(1)
-        states, head = predictions.sequence(b, ids, real, scored)
-        ref_states = None if ref is None else ref.sequence(b, ids, real, scored)
-        targets = ids[1:][scored.to(ids.device)]
-        # the token that is predicted, not the one before it, has the position
-        bounds = torch.searchsorted(scored + 1, torch.tensor([0, *ends], device=scored.device)).tolist()
-        for span, (i, j) in enumerate(pairwise(bounds)):
-            own = None if ref_states is None else (ref_states[0][i:j], ref_states[1])
-            sums[b, span] = _score(states[i:j], head, targets[i:j], own)
+    own = list(distributed.rank_indices(len(input_ids)))
+    size = min(each.together(input_ids.shape[1]) for each in both)
+    for first in range(0, len(own), size):
+        group = own[first : first + size]
+        for each in both:
+            each.run(group, input_ids, mask)
+        for b in group:
+            _sum_spans(sums[b], ends, predictions, ref, b, input_ids[b], mask[b], new_tokens(mask, b, stride))
         if ran:
-            ran(b)
-        progress(min(b + distributed.world_size(), len(input_ids)), len(input_ids))
+            ran(group)
+        progress(min(group[-1] + distributed.world_size(), len(input_ids)), len(input_ids))
     distributed.all_reduce_(sums)
     return sums
+
+
+def _sum_spans(
+    sums: Float[Tensor, "P 4"], ends: list[int], predictions: Predictions, ref: Predictions | None, b: int,
+    ids: Int[Tensor, " S"], real: Bool[Tensor, " S"], new: Bool[Tensor, " S"],
+) -> None:  # fmt: skip
+    """Write the sums of each span of sequence b, which has just run, into `sums`."""
+    scored = (real[:-1] & new[1:]).nonzero().squeeze(1)
+    states, head = predictions.sequence(b, scored)
+    ref_states = None if ref is None else ref.sequence(b, scored)
+    targets = ids[1:][scored.to(ids.device)]
+    # the token that is predicted, not the one before it, has the position
+    bounds = torch.searchsorted(scored + 1, torch.tensor([0, *ends], device=scored.device)).tolist()
+    for span, (i, j) in enumerate(pairwise(bounds)):
+        own = None if ref_states is None else (ref_states[0][i:j], ref_states[1])
+        sums[span] = _score(states[i:j], head, targets[i:j], own)
 
 
 def ratio_error(sums: Float[Tensor, " B"], tokens: Float[Tensor, " B"]) -> float | None:
@@ -250,15 +275,20 @@ def evaluating(model: nn.Module | None) -> Iterator[None]:
         model.train()
 
 
-def forward_sequence(model: nn.Module, input_ids: Int[Tensor, " S"], mask: Bool[Tensor, " S"], inner: bool) -> Any:
-    """Run one sequence through the model, or through its inner part, which ends at the hidden states.
+def forward_sequences(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], inner: bool) -> Any:
+    """Run sequences through the model, or through its inner part, which ends at the hidden states.
 
     Without padding no mask is passed, which lets attention run faster.
     """
     device = next(model.parameters()).device
-    attention_mask = None if bool(mask.all()) else mask[None].long().to(device)
+    attention_mask = None if bool(mask.all()) else mask.long().to(device)
     part: Any = model.base_model if inner else model
-    return part(input_ids=input_ids[None].to(device), attention_mask=attention_mask, use_cache=False)
+    return part(input_ids=input_ids.to(device), attention_mask=attention_mask, use_cache=False)
+
+
+def forward_sequence(model: nn.Module, input_ids: Int[Tensor, " S"], mask: Bool[Tensor, " S"], inner: bool) -> Any:
+    """`forward_sequences` of one."""
+    return forward_sequences(model, input_ids[None], mask[None], inner)
 
 
 def has_inner(model: Any) -> bool:

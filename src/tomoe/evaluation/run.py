@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from tomoe import distributed
 from tomoe.data.corpus import Sequences, joined
 from tomoe.data.evaluation_text import CONTEXT, EvaluationText, held_out_text, read_text
+from tomoe.data.sources import find
 from tomoe.errors import UserError
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.overlap import kept_corpora, shared_share
@@ -18,7 +20,7 @@ from tomoe.evaluation.perplexity import sliding
 from tomoe.evaluation.results import DIAL, Row, TaskScore, to_json
 from tomoe.evaluation.tasks import TaskSet
 from tomoe.files import atomic_write, basename
-from tomoe.model.loading import load_config, load_model, load_tokenizer
+from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
 from tomoe.moe.active_experts import ActiveExperts, ExpertSetting, use_experts_
 from tomoe.plan.manifest import Manifest
@@ -72,9 +74,16 @@ def evaluate(
         raise UserError("no model is named; give the dense model first, then converted ones")
     settings = dial_settings(models, active)
     models = list(dict.fromkeys(name for name, _ in settings))
+    loaded = _loaded(settings, dtype, device, offload)
+    if text is not None and context is None:
+        # before a model is loaded in vain
+        find(str(text))
+        first = next(loaded)
+        # reading a config alone takes seconds where it is in a .gguf file
+        context = min(CONTEXT, getattr(first[1].config, "max_position_embeddings", None) or CONTEXT)
+        loaded = itertools.chain([first], loaded)
     evaluation = _evaluation_text(models, None if text is None else str(text), context, stride, tokens)
-
-    return compare_on(_loaded(settings, dtype, device, offload), evaluation, on_progress, tasks)
+    return compare_on(loaded, evaluation, on_progress, tasks)
 
 
 def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, ExpertSetting | None]]:
@@ -150,8 +159,7 @@ def _evaluation_text(
 ) -> EvaluationText:
     """The text to measure on, see `evaluate`."""
     if text is not None:
-        if context is None:
-            context = min(CONTEXT, getattr(load_config(models[0]), "max_position_embeddings", None) or CONTEXT)
+        assert context is not None
         if stride is not None and not 0 < stride <= context:
             raise UserError(f"the stride is {stride}, but it should be between 1 and the context ({context})")
         return replace(read_text(text, load_tokenizer(models[0]), context, tokens), stride=stride)

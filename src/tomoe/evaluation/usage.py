@@ -31,7 +31,7 @@ class ExpertCounter:
     def __init__(self, model: nn.Module):
         self.top_ks = routers(model)
         self.routers = list(self.top_ks)
-        self.chosen: dict[nn.Module, Tensor] = {}  # 0/1 [S, N] of the last forward pass
+        self.chosen: dict[nn.Module, Tensor] = {}  # 0/1 [B S, N] of the last forward pass
         self.experts: dict[nn.Module, int] = {}
         self.counts: dict[str, dict[nn.Module, Tensor]] = {}  # by source, "" where none is named
         self.tokens: dict[str, int] = {}
@@ -51,12 +51,14 @@ class ExpertCounter:
         expert_ids, _ = route(logits, self.top_ks[router])
         self.chosen[router] = torch.zeros_like(logits, dtype=torch.long).scatter_(1, expert_ids, 1)
 
-    def count(self, real: Bool[Tensor, " S"], source: str = "") -> None:
-        """Add the real tokens of the sequence that ran last to those of its source."""
-        counts = self.counts.setdefault(source, {})
-        for router, chosen in self.chosen.items():
-            counts[router] = counts.get(router, 0) + chosen[real.to(chosen.device)].sum(0).cpu()
-        self.tokens[source] = self.tokens.get(source, 0) + int(real.sum())
+    def count(self, real: Bool[Tensor, "B S"], sources: Sequence[str]) -> None:
+        """Add the real tokens of each of the sequences that ran last to those of its source."""
+        for i, (row, source) in enumerate(zip(real, sources, strict=True)):
+            counts = self.counts.setdefault(source, {})
+            for router, chosen in self.chosen.items():
+                own = chosen.view(*real.shape, -1)[i]
+                counts[router] = counts.get(router, 0) + own[row.to(own.device)].sum(0).cpu()
+            self.tokens[source] = self.tokens.get(source, 0) + int(row.sum())
         self.chosen.clear()
 
     def collect(self, sources: Sequence[str]) -> None:
