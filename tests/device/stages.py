@@ -31,6 +31,7 @@ from tomoe.model.generation import generate
 from tomoe.model.loading import load_dense, load_model, load_tokenizer
 from tomoe.model.stored import StoredModel
 from tomoe.moe.modeling_tomoe import CACHE, EXPERT_BACKENDS
+from tomoe.pruning.overlapping_carving import backward_elimination
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training.loop import Training
 
@@ -117,7 +118,7 @@ class Stages:
     def proof(self) -> Tensor:
         """What `gpu_proof.py` does without a compiler, which knows real devices only."""
         words = ["--part", "kernels", "--tiny", "--device", self.device, "--out", str(self.folder / "proof")]
-        made = gpu_proof.main([*words, "--steps", "ceilings,agreement,equations,routers"])
+        made = gpu_proof.main([*words, "--steps", "ceilings,agreement,training,equations,routers"])
         assert not [line for line in made.rows if "failed" in line], made.table()
         assert all(row.get("passes", True) for line in made.rows for row in line["rows"]), made.table()
         return torch.tensor([float(len(line["rows"])) for line in made.rows])
@@ -154,13 +155,15 @@ def counted(run: Callable[[], Any]) -> dict[str, int]:
 
 
 def host_waits(stages: Stages) -> dict[str, dict[str, int]]:
-    """Of one prefill, of one decoded token after it, and of one training step."""
+    """Of one prefill, of one decoded token after it, of the order of eight neurons, and of one training step."""
     found: dict[str, dict[str, int]] = {}
     with fake_device(), torch.no_grad():
         model: Any = load_model(str(stages.moe), "float32", NAME)
         ids, cache = tokens(1, 40, seed=5).to(NAME), DynamicCache()
         for name, some in (("prefill", ids[:, :-1]), ("token", ids[:, -1:])):
             found[name] = counted(lambda some=some: model(some, use_cache=True, logits_to_keep=1, **{CACHE: cache}))
+        error = torch.eye(8).to(NAME)
+        found["elimination"] = counted(lambda: backward_elimination(error))
     one_step = Training.one_step
 
     def counting(training: Training) -> dict[str, Any]:

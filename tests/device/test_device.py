@@ -39,7 +39,7 @@ def test_a_stage_computes_on_a_device_what_it_does_on_the_cpu(found: dict[str, A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("work", "most"), [("prefill", 0), ("token", 0), ("step", 14 + LAYERS)])
+@pytest.mark.parametrize(("work", "most"), [("prefill", 0), ("token", 0), ("elimination", 0), ("step", 14 + LAYERS)])
 def test_the_host_waits_no_more_often_than_it_must(found: dict[str, Any], work: str, most: int) -> None:
     waits = found["waits"][work]
     assert sum(waits.values()) <= most, waits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import torch
 
 from conftest import FAMILIES, make_pico, make_plan, mask_step, tokens
 from pico_files import CommandLine, small, write_pico
+from tomoe.conversion import empty_network
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.memory import estimate
 from tomoe.model.loading import load_config
 from tomoe.model.structure import shape_of
+from tomoe.pruning import fine_carving
+from tomoe.pruning.carving import carve_
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import OverlappingLayout, settle_layout
 from tomoe.pruning.repair.plan import repair_plan
@@ -98,6 +102,27 @@ def test_what_is_learned(attention: str) -> None:
     assert estimate.trainable_bytes(net, learns=True) == sum(t.nbytes for t in held)
     stored = sum(t.nbytes for m in (net.parameters(), net.buffers()) for t in m)
     assert estimate.trainable_bytes(net, learns=False) == stored
+
+
+def test_what_a_carve_holds_of_all_calibration_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the tensors that are there when the first clusters are sought."""
+    recipe = Recipe.load(None, ["data.calibration_tokens=96", "experts.num_experts=64", "active=0.6"])
+    model = make_pico("llama", intermediate_size=512)
+    layout = settle_layout(recipe, shape_of(model))
+    held: list[int] = []
+
+    def note(*_: object) -> None:
+        local = sys._getframe(1).f_locals
+        held.append(sum(local[name].nbytes for name in ("h", "x", "routed_energy")))
+        raise _Kept
+
+    monkeypatch.setattr(fine_carving, "balanced_clusters", note)
+    net, ids = empty_network(recipe, model, layout), tokens(3, 32)
+    with pytest.raises(_Kept):
+        carve_(net, model, ids, torch.ones_like(ids, dtype=torch.bool), recipe.active, 0)
+    assert held == [estimate.calibration_bytes(shape_of(model), torch.float32, layout, recipe.data)]
+    carving, *_ = estimate.least_memory(estimate.sizes_of(model.config, recipe), recipe, layout)
+    assert "activations of one layer" in carving.parts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -210,7 +235,13 @@ def stages(folder: Path, recipe: Recipe) -> tuple[estimate.MemoryEstimate, ...]:
 def test_folding_holds_dense_model_and_a_file_of_experts_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = ("train.steps=0", "experts.embedding_size=4", "experts.width_multiple=1", "repair.mode=none")
+    changes = (
+        "train.steps=0",
+        "experts.embedding_size=4",
+        "experts.width_multiple=1",
+        "repair.mode=none",
+        "data.calibration_tokens=1",
+    )
     recipe = a_recipe(f"model={write_pico(tmp_path / 'dense')}", *changes)
     carving, folding = stages(tmp_path / "dense", recipe)
     assert carving.stage == "carving"

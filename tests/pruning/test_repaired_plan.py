@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
 from tomoe.errors import UserError
+from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import REPAIRED, Plan
-from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.masking import PlannedLayerMasks, masked, planned_masks
 from tomoe.pruning.repair.plan import repair_bytes, repair_plan
 from tomoe.recipe.conversion import RepairSection
 
@@ -94,6 +95,21 @@ def test_without_its_repair_a_plan_is_the_one_before_it(tmp_path: Path) -> None:
     repaired(make_pico("llama"), "off").without_repair().save(tmp_path / "after")
     for name in ("plan.json", "plan.safetensors"):
         assert (tmp_path / "after" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
+
+
+def test_a_device_gets_each_refitted_matrix_once() -> None:
+    """Of a plan that is measured masked; the CPU has it already."""
+    model = make_pico("llama")
+    layer = make_plan(model, "off").layers[0]
+    weight = model.model.layers[0].mlp.down_proj.weight
+    masks = PlannedLayerMasks(
+        replace(layer, refit={"down.weight": 2 * weight.detach()}), shape_of(model), weight.device
+    )
+    there = weight.to("meta")
+    first = masks.refitted("down", there)
+    assert first.is_meta
+    assert masks.refitted("down", there) is first
+    assert torch.equal(masks.refitted("down", weight), 2 * weight)
 
 
 @pytest.mark.parametrize("wrong", ["47 columns", "one factor alone", "not finite", "unknown"])

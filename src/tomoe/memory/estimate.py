@@ -27,7 +27,7 @@ from tomoe.model.structure import shape_of
 from tomoe.model.trouble import usable_config
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
 from tomoe.pruning.forms import mask_network
-from tomoe.pruning.layouts import Layout, least_active, settle_layout
+from tomoe.pruning.layouts import FineLayout, Layout, least_active, settle_layout
 from tomoe.pruning.losses import CHUNK
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.repair.plan import repair_bytes
@@ -107,6 +107,8 @@ def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout, shards: int = 1) 
             shape, computing, tokens, t.gradient_checkpointing
         )
         training["logits"] = 4 * CHUNK * sizes.output // shape.hidden_size * _FLOAT32
+    elif recipe.start == "carved":
+        training["activations of one layer"] = calibration_bytes(shape, computing, layout, recipe.data)
     stages = [MemoryEstimate("training" if t.steps else "carving", training)]
     by_layer = recipe.offload or t.shard or quantized
     original = {f"weights in {name}": one_layer if by_layer else weight_bytes(sizes, computing)}
@@ -168,6 +170,15 @@ def activation_bytes(s: ModelShape, dtype: torch.dtype, tokens: int, checkpointi
     if checkpointing:
         return tokens * (s.num_layers * dtype.itemsize * s.hidden_size + (layer if s.num_layers > 1 else 0))
     return tokens * (s.num_layers - 1) * layer
+
+
+def calibration_bytes(s: ModelShape, dtype: torch.dtype, layout: Layout, data: DataSection) -> int:
+    """Bytes of what the carve of one layer holds of all calibration tokens.
+
+    These are its activations, its input in float32, and for fine-grained experts the energy of each routed neuron in float32.
+    """
+    routed = s.mlp_size - layout.shared if isinstance(layout, FineLayout) else 0
+    return data.calibration_tokens * (s.mlp_size * dtype.itemsize + (s.hidden_size + routed) * _FLOAT32)
 
 
 def equation_bytes(shape: ModelShape) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,8 @@ class PlannedLayerMasks:
         self.value_mask = layer.value_kept.float().to(device)
         self.value_rotation = None if layer.value_rotation is None else layer.value_rotation.to(device)
         self.top_k, self.layer = layer.value_top_k, layer
+        # refitted matrices that were copied to a device, by projection
+        self.copied: dict[str, Tensor] = {}
         # of the last forward pass
         self.routing: Routing | None = None
         self.value_router: ValueRouter | None = None
@@ -62,6 +64,14 @@ class PlannedLayerMasks:
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         self.routing, neurons = self.experts.choose(x)
         return neurons
+
+    def refitted(self, part: Literal["down", "output"], weight: Float[Tensor, "D n"]) -> Float[Tensor, "D n"]:
+        """Return the matrix that replaces the dense `weight` of a projection; beside the CPU it is copied once."""
+        if weight.device.type == "cpu":
+            return self.layer.refitted(part, weight)
+        if part not in self.copied:
+            self.copied[part] = self.layer.refitted(part, weight)
+        return self.copied[part]
 
     def qk(self) -> Float[Tensor, " C"]:
         return self.qk_mask
@@ -123,7 +133,7 @@ def _hooks(parts: LayerParts, layer_masks: LayerMasks) -> Iterator[RemovableHand
     yield parts.mlp.register_forward_pre_hook(choose_neurons, with_kwargs=True)
     yield parts.down.register_forward_pre_hook(mask_neurons)
     if isinstance(layer_masks, PlannedLayerMasks):
-        yield from _refit_hooks(parts, layer_masks.layer)
+        yield from _refit_hooks(parts, layer_masks)
     if parts.of_attention is None:
         return
     yield parts.attention.register_forward_pre_hook(choose_values, with_kwargs=True)
@@ -133,13 +143,13 @@ def _hooks(parts: LayerParts, layer_masks: LayerMasks) -> Iterator[RemovableHand
     yield parts.o.register_forward_pre_hook(mask_o)
 
 
-def _refit_hooks(parts: LayerParts, layer: LayerPlan) -> Iterator[RemovableHandle]:
+def _refit_hooks(parts: LayerParts, masks: PlannedLayerMasks) -> Iterator[RemovableHandle]:
     """Let the projections that the plan refitted compute with their new matrices."""
-    names = {name.partition(".")[0] for name in layer.refit}
+    names = {name.partition(".")[0] for name in masks.layer.refit}
     if "down" in names:
-        yield with_weight(parts.down, partial(layer.refitted, "down"))
+        yield with_weight(parts.down, partial(masks.refitted, "down"))
     if "output" in names:
-        yield with_weight(parts.o, partial(layer.refitted, "output"))
+        yield with_weight(parts.o, partial(masks.refitted, "output"))
 
 
 def with_weight(projection: Linear, weight: Callable[[Tensor], Tensor] | Tensor) -> RemovableHandle:

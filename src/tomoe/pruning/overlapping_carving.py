@@ -104,9 +104,10 @@ def backward_elimination(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"]
     marginal = error.diagonal().clone()
     ranks, loss = torch.zeros(size, dtype=torch.long, device=error.device), error.new_zeros(size + 1)
     for kept in range(size - 1, -1, -1):
-        dropped = marginal.argmin()
-        ranks[dropped] = kept
-        loss[kept] = marginal[dropped]
-        marginal.add_(error[dropped], alpha=2)
-        marginal[dropped] = torch.inf
+        # An index of one number; a GPU would have to be waited for to know the number itself.
+        dropped = marginal.argmin().view(1)
+        ranks.index_fill_(0, dropped, kept)
+        loss[kept] = marginal.index_select(0, dropped)[0]
+        marginal.add_(error.index_select(0, dropped)[0], alpha=2)
+        marginal.index_fill_(0, dropped, torch.inf)
     return ranks, loss.flip(0).cumsum(0).flip(0)
