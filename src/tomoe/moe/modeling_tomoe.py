@@ -414,6 +414,11 @@ def take_rows(weight: Tensor, neurons: slice | Tensor) -> Tensor:
     return weight[neurons] if isinstance(neurons, slice) else weight.index_select(0, neurons)
 
 
+def stamp_of(tensor: Tensor) -> Any:
+    """What is another one when the tensor was replaced or written to."""
+    return id(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+
+
 class ToMoEMLP(nn.Module):
     """N experts (Eqs. 2, 13). Each neuron is stored once, as one row of every matrix, whether experts share it or not.
 
@@ -477,9 +482,7 @@ class ToMoEMLP(nn.Module):
 
     def cached(self, name: str, make: Callable[[], Any], source: Tensor | int = 0) -> Any:
         """What `make` returns, kept outside the state until the tensor, or the number, that it is made from changes."""
-        stamp: Any = source
-        if isinstance(source, Tensor):
-            stamp = (id(source), source.data_ptr(), None if source.is_inference() else source._version)
+        stamp = stamp_of(source) if isinstance(source, Tensor) else source
         if self._cache.get(name, ("",))[0] != stamp:
             self._cache[name] = (stamp, make())
         return self._cache[name][1]
@@ -661,29 +664,27 @@ def recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
             routes = config.output_router_logits if asked is None else asked
         if not attends and not routes:
             return forward(self, *args, **kwargs)
-        tuples = kwargs.get("return_dict") is False
-        with (
-            record_outputs(mlp.router for mlp in self.mlps()) as router_logits,
-            record_outputs(module for module in self.modules() if isinstance(module, ToMoEAttention)) as attended,
-        ):
-            outputs = forward(self, *args, **kwargs | {"return_dict": True})
+        tuples, kwargs = kwargs.get("return_dict") is False, kwargs | {"return_dict": True}
+        with record_outputs(module for module in self.modules() if isinstance(module, ToMoEAttention)) as attended:
+            outputs = _routed(forward, self, args, kwargs) if routes else forward(self, *args, **kwargs)
         if attends:
             outputs["attentions"] = tuple(weights for _, weights in attended if weights is not None)
-        if routes:
-            outputs = _with_routing(self, outputs, tuple(router_logits), args, kwargs)
         return outputs.to_tuple() if tuples else outputs
 
     return recording
 
 
-def _with_routing(model: Any, outputs: Any, routed: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _routed(forward: Callable[..., Any], model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    mlps = [module for module in model.modules() if isinstance(module, ToMoEMLP)]
+    with record_outputs(mlp.router for mlp in mlps) as routed:
+        outputs = forward(model, *args, **kwargs)
     if "logits" not in outputs:
-        return MoeModelOutputWithPast(**outputs, router_logits=routed)
+        return MoeModelOutputWithPast(**outputs, router_logits=tuple(routed))
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    balance = balance_loss(routed, mask, [mlp.top_k for mlp in model.mlps()])
+    balance = balance_loss(routed, mask, [mlp.top_k for mlp in mlps])
     if (loss := outputs.get("loss")) is not None:
         outputs["loss"] = loss + model.config.router_aux_loss_coef * balance.to(loss.device)
-    return MoeCausalLMOutputWithPast(**outputs, aux_loss=balance, router_logits=routed)
+    return MoeCausalLMOutputWithPast(**outputs, aux_loss=balance, router_logits=tuple(routed))
 
 
 def balance_loss(
@@ -723,11 +724,8 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel):
 
 def _decode(decoder: Any, *args: Any, output_router_logits: bool = False, **kwargs: Any) -> Any:
     """The forward pass of the family's decoder, with router logits if a trainer that computes the loss itself asks for them."""
-    if not output_router_logits:
-        return type(decoder).forward(decoder, *args, **kwargs)
-    with record_outputs(mlp.router for mlp in decoder.modules() if isinstance(mlp, ToMoEMLP)) as routed:
-        outputs = type(decoder).forward(decoder, *args, **kwargs)
-    return MoeModelOutputWithPast(**outputs, router_logits=tuple(routed))
+    forward = type(decoder).forward
+    return _routed(forward, decoder, args, kwargs) if output_router_logits else forward(decoder, *args, **kwargs)
 
 
 def _own_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

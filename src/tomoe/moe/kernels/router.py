@@ -15,7 +15,7 @@ from torch import Tensor
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.kernels.build import load
 from tomoe.moe.kernels.native import DTYPES, MATRIX_DIMS, PROCESSOR, SOURCE, Way, has_matrix_units, kernel
-from tomoe.moe.modeling_tomoe import Router
+from tomoe.moe.modeling_tomoe import Router, stamp_of
 
 logits_in_pytorch, largest_in_pytorch = modeling_tomoe.router_logits, modeling_tomoe.largest
 # On a processor with matrix units, products of tiles were faster than PyTorch's from so many tokens on.
@@ -59,8 +59,7 @@ def exact_products(router: Router, dtype: torch.dtype) -> Iterator[None]:
 def holds_bfloat16(router: Router) -> bool:
     """Whether all weights are bfloat16 values; looked up again only when they have changed."""
     weight, known = router.weight, router.__dict__
-    stamp = (id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-    if known.get("holds_bfloat16", ((), False))[0] != stamp:
+    if known.get("holds_bfloat16", ((), False))[0] != (stamp := stamp_of(weight)):
         known["holds_bfloat16"] = (stamp, torch.equal(weight, weight.bfloat16().to(weight.dtype)))
     return bool(known["holds_bfloat16"][1])
 
