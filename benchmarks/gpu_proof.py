@@ -26,6 +26,7 @@ try:
     import transformers
     from experts import make, make_fine
     from torch import Tensor
+    from transformers import StaticCache
 
     import tomoe
     from tomoe.evaluation.speed.benchmark import benchmark
@@ -33,7 +34,7 @@ try:
     from tomoe.memory.estimate import least_memory, sizes_of
     from tomoe.model.loading import free_on_device, load_config, load_dense, load_tokenizer, pick_device
     from tomoe.moe.kernels import router
-    from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, Router, ToMoEMLP, choose_backend
+    from tomoe.moe.modeling_tomoe import CACHE, EXPERT_BACKENDS, Router, ToMoEMLP, choose_backend
     from tomoe.pruning.fine_carving import RidgeRegression
     from tomoe.pruning.layouts import settle_layout
     from tomoe.pruning.repair.equations import NormalEquations, refit
@@ -116,6 +117,33 @@ class Proof:
                 timed.append(time.perf_counter() - began)
         return statistics.median(timed)
 
+    def graphed(self, run: Callable[[], object]) -> Callable[[], object]:
+        """A run as a CUDA graph, which the host starts as one; elsewhere as it is."""
+        if self.device.type != "cuda":
+            return run
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                run()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay
+
+    def peak_gb(self) -> float:
+        """The most that tensors took on the card since this was asked last."""
+        if self.device.type != "cuda":
+            return 0.0
+        most = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return most / 1e9
+
+    def poison(self, *shape: int, dtype: torch.dtype) -> None:
+        """Leave NaN in the memory that the next tensors of such sizes get: what a kernel does not write shows."""
+        held = [torch.full(shape, torch.nan, dtype=dtype, device=self.device) for _ in range(4)]
+        del held
+
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype).to(self.device)
 
@@ -153,7 +181,7 @@ def ceilings(proof: Proof) -> Iterator[Row]:
 
 @torch.no_grad()
 def agreement(proof: Proof) -> Iterator[Row]:
-    """Every backend against float64 on the CPU."""
+    """Every backend against float64 on the CPU, in memory that held NaN."""
     counts = proof.counts(1, 3, 8, 64, 257)
     for shape, (hidden, size) in proof.shapes().items():
         for form in ("overlapping", *LAYOUTS):
@@ -169,8 +197,11 @@ def agreement(proof: Proof) -> Iterator[Row]:
                 for name, run in EXPERT_BACKENDS.items():
                     errors = []
                     for count in counts:
+                        for width in (hidden, size):
+                            proof.poison(count, width, dtype=dtype)
                         y = run(own, on[:count], ids[:count].to(proof.device)).cpu().double()
-                        errors.append(float((y - exact[:count]).abs().max() / exact[:count].abs().max()))
+                        error = (y - exact[:count]).abs().max() / exact[:count].abs().max()
+                        errors.append(float(error.nan_to_num(torch.inf)))
                     row = {"shape": shape, "form": form, "dtype": str(dtype), "backend": name, "error": max(errors)}
                     yield row | {"passes": max(errors) < most}
 
@@ -190,17 +221,23 @@ def one_mlp(proof: Proof) -> Iterator[Row]:
                     floor = active * max(weights, 6 * tokens * hidden * size / proof.tflop_per_s / 1e12)
                     row = {"shape": shape, "form": form, "active": active, "tokens": tokens}
                     row |= {"auto is": choose_backend(mlp, x), "floor": 1e3 * floor}
-                    runs = {"dense": [partial(dense, x) for dense, _ in both]}
+                    runs: dict[str, list[Callable[[], object]]] = {"dense": [partial(dense, x) for dense, _ in both]}
                     for name in ("masked", "auto", "few", "grouped"):
                         if name == "few" and tokens > 64:
                             continue
                         runs[name] = [partial(EXPERT_BACKENDS[name], moe, x, ids) for _, moe in both]
+                    for name in ("dense", "masked", "few"):
+                        if name in runs:
+                            runs[f"{name} in a graph"] = [proof.graphed(run) for run in runs[name]]
                     yield row | {name: 1e3 * proof.seconds(*each) for name, each in runs.items()}
 
 
 @torch.no_grad()
 def one_layer(proof: Proof) -> Iterator[Row]:
-    """A decoder layer, compiled into CUDA graphs: its dense MLP against fine-grained experts, in ms."""
+    """A decoder layer, compiled into CUDA graphs: its dense MLP against fine-grained experts, in ms.
+
+    Prefills, and one token after those in a static cache.
+    """
     for shape, (hidden, size) in list(proof.shapes().items())[-3:]:
         config = transformers.LlamaConfig(
             hidden_size=hidden, intermediate_size=size, num_hidden_layers=1, num_attention_heads=max(1, hidden // 128),
@@ -218,7 +255,37 @@ def one_layer(proof: Proof) -> Iterator[Row]:
                 torch.compiler.reset()
                 run = model if proof.tiny else torch.compile(model, dynamic=False, mode="reduce-overhead")
                 row[f"{form}, {tokens}"] = 1e3 * proof.seconds(partial(run, inputs_embeds=x, use_cache=False))
+            before, x = 8 if proof.tiny else 1024, proof.random(1, 1, hidden, dtype=torch.bfloat16)
+            cache = StaticCache(config, before + 64)
+            model(inputs_embeds=x.expand(-1, before, -1), use_cache=True, **{CACHE: cache})
+            torch.compiler.reset()
+            step = model if proof.tiny else torch.compile(model, dynamic=False, mode="reduce-overhead")
+            after = torch.tensor([[before]], device=proof.device)
+            decode = partial(step, inputs_embeds=x, position_ids=after, use_cache=True, **{CACHE: cache})
+            row[f"{form}, 1 after {before}"] = 1e3 * proof.seconds(decode)
         yield row
+
+
+def training(proof: Proof) -> Iterator[Row]:
+    """Five steps of one MLP, routers and rows, with AdamW."""
+    hidden, size = list(proof.shapes().values())[-2 if not proof.tiny else 0]
+    x = proof.random(64 if proof.tiny else 4096, hidden, dtype=torch.bfloat16)
+    for form in LAYOUTS:
+        _, made = make_fine(hidden, size, torch.bfloat16, *layout_of(form, size, 0.5))
+        moe = made.to(proof.device).requires_grad_(True)
+        optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-4)
+        proof.peak_gb()
+        began, losses = time.perf_counter(), []
+        for _ in range(5):
+            loss = moe(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        routed = all(bool(p.isfinite().all()) for p in moe.router.parameters())
+        finite = bool(torch.stack(losses).isfinite().all()) and routed
+        row = {"form": form, "seconds": time.perf_counter() - began, "peak GB": proof.peak_gb()}
+        yield row | {"loss": [float(loss) for loss in losses], "passes": finite}
 
 
 def equations(proof: Proof) -> Iterator[Row]:
@@ -233,8 +300,8 @@ def equations(proof: Proof) -> Iterator[Row]:
     weight, _ = RidgeRegression(x.float()).fit(proof.random(tokens, 64).sigmoid())
     proof.wait()
     finite = bool(made.weight.isfinite().all()) and bool(weight.isfinite().all())
-    peak = torch.cuda.max_memory_allocated(proof.device) if proof.device.type == "cuda" else 0
-    yield {"seconds": time.perf_counter() - began, "finite": finite, "ridge": made.ridge, "peak GB": peak / 1e9}
+    row = {"seconds": time.perf_counter() - began, "passes": finite, "ridge": made.ridge}
+    yield row | {"peak GB": proof.peak_gb()}
 
 
 @torch.no_grad()
@@ -271,8 +338,7 @@ def converts(proof: Proof) -> Iterator[Row]:
         began = time.perf_counter()
         tomoe.convert(recipe, proof.out / name, force=True)
         written.append((proof.out / name / "model.safetensors").read_bytes())
-        peak = torch.cuda.max_memory_allocated(proof.device) if proof.device.type == "cuda" else 0
-        yield {"seconds": time.perf_counter() - began, "peak GB": peak / 1e9, "estimated GB": least / 1e9}
+        yield {"seconds": time.perf_counter() - began, "peak GB": proof.peak_gb(), "estimated GB": least / 1e9}
     yield {"same bits": written[0] == written[1], "free GB": free_on_device(proof.device) / 1e9}
 
 
@@ -336,7 +402,15 @@ def tunes(proof: Proof) -> Iterator[Row]:
 
 # The steps of each part, with their limits in seconds.
 PARTS: dict[str, list[tuple[Callable[[Proof], Iterator[Row]], int]]] = {
-    "kernels": [(ceilings, 20), (agreement, 90), (one_mlp, 120), (one_layer, 120), (equations, 30), (routers, 20)],
+    "kernels": [
+        (ceilings, 20),
+        (agreement, 90),
+        (one_mlp, 120),
+        (one_layer, 120),
+        (training, 30),
+        (equations, 30),
+        (routers, 20),
+    ],
     "model": [(converts, 120), (quality, 60), (text, 60), (speed, 120), (exports, 60), (tunes, 120)],
 }
 

@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine
 from tomoe.evaluation.speed import throughput, timings
 from tomoe.evaluation.speed.benchmark import expert_backends
-from tomoe.evaluation.speed.throughput import Pair
+from tomoe.evaluation.speed.throughput import STEPS, Pair
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
@@ -138,6 +139,34 @@ def test_decoding_goes_on_from_the_prompt(pair: Pair, monkeypatch: pytest.Monkey
         assert throughput.decode(pair.moe, kept, ids[:, 5:]) > 0
         torch.testing.assert_close(torch.cat(made, 1), meant, atol=1e-4, rtol=0)
     hook.remove()
+
+
+def test_compiled_decoding_makes_the_same_logits_with_a_static_cache(pair: Pair) -> None:
+    """As on a GPU, where what is compiled is timed beside the model as it is; here nothing is changed."""
+    made: list[Tensor] = []
+    asked: list[object] = []
+
+    def compiled(model: Any) -> Any:
+        asked.append(model)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            out = model(*args, **kwargs)
+            if model is pair.moe:
+                made.append(out.logits)
+            return out
+
+        return step
+
+    both = replace(pair, compiled=compiled, max_seconds=1e6)
+    assert both.phases == ("prefill", "decode", "compiled decode")
+    cell = both.measure("compiled decode", 2, 5)
+    assert isinstance(cell, Cell)
+    assert (cell.phase, asked) == ("compiled decode", [pair.dense, pair.moe])
+    ids = pair.rows(2, 5 + STEPS)
+    meant = pair.moe(ids).logits[:, 5:]
+    for first in range(0, len(made), STEPS):
+        torch.testing.assert_close(torch.cat(made[first : first + STEPS], 1), meant, atol=1e-4, rtol=0)
+    assert cell.dense_bytes == both.measure("decode", 2, 5).dense_bytes
 
 
 def test_rows_are_the_text_again_and_again(pair: Pair) -> None:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.usage import ExpertCounter
@@ -32,6 +32,7 @@ from tomoe.moe.kernels.router import logits_in_pytorch
 from tomoe.progress import StageCallback, no_stage_progress
 
 STEPS = 4  # tokens that one timed run decodes
+COMPILED = "compiled decode"
 FEWEST = 3  # pairs of runs below which a median says nothing
 Describe = Callable[[Any, int], str]
 """Called as (model, tokens at once); names how the model runs its experts."""
@@ -87,7 +88,7 @@ def decode(model: Any, kept: Kept, ids: Int[Tensor, "B K"]) -> float:
     return seconds(lambda: _steps(model, cache, ids), ids.device) / ids.shape[1]
 
 
-def _steps(model: Any, cache: DynamicCache, ids: Int[Tensor, "B K"]) -> None:
+def _steps(model: Any, cache: DynamicCache | StaticCache, ids: Int[Tensor, "B K"]) -> None:
     for column in ids.split(1, 1):
         model(column, use_cache=True, logits_to_keep=1, **{CACHE: cache})
 
@@ -163,6 +164,12 @@ class Pair:
     describe: Describe
     max_seconds: float  # of one cell
     pairs: int
+    compiled: Callable[[Any], Any] | None = None
+    """Makes what decodes with a static cache, beside the model as it is; None: nothing does."""
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return ("prefill", "decode", *([] if self.compiled is None else [COMPILED]))
 
     def rows(self, batch: int, length: int) -> Int[Tensor, "B S"]:
         """Different stretches of the text, from its beginning again where it ends."""
@@ -182,11 +189,13 @@ class Pair:
         else:
             kept = {id(model): prefill(model, head) for model in both}
 
+            static = self._static(head, tail) if phase == COMPILED else None
+
             def run(model: Any) -> float:
-                return decode(model, kept[id(model)], tail)
+                return decode(model, kept[id(model)], tail) if static is None else static(model)
 
         first = run(self.dense) + run(self.moe)  # warm-up
-        spent = first * (STEPS if phase == "decode" else 1)
+        spent = first * (1 if phase == "prefill" else STEPS)
         pairs = min(self.pairs, int(self.max_seconds / spent)) if spent else self.pairs
         if pairs < FEWEST:
             return f"{phase} of {batch} x {prompt} tokens: {FEWEST} pairs of runs would take {FEWEST * spent:.0f} s"
@@ -194,6 +203,25 @@ class Pair:
         ids = head if phase == "prefill" else tail[:, :1]
         touched = [touched_bytes(model, ids, kept[id(model)]) for model in both]
         return self._cell(phase, ids, prompt, timed, touched)
+
+    def _static(self, head: Int[Tensor, "B S"], tail: Int[Tensor, "B K"]) -> Callable[[Any], float]:
+        """Seconds of one step with a static cache, which all runs of a model share, as its graph has its address."""
+        assert self.compiled is not None
+        both, length = (self.dense, self.moe), head.shape[1] + tail.shape[1]
+        caches = {id(model): StaticCache(model.config, length) for model in both}
+        steps = {id(model): self.compiled(model) for model in both}
+
+        @torch.no_grad()
+        def run(model: Any) -> float:
+            cache = caches[id(model)]
+            cache.reset()
+            model(head, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+            return seconds(lambda: _steps(steps[id(model)], cache, tail), head.device) / tail.shape[1]
+
+        for model in both:
+            run(model)  # compiles
+            run(model)  # records
+        return run
 
     def _cell(
         self,
@@ -205,7 +233,7 @@ class Pair:
     ) -> Cell:
         ratios = sorted(dense / moe for dense, moe in timed)
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        batch, step = len(ids), phase == "decode"
+        batch, step = len(ids), phase != "prefill"
         flops = [count_flops(model, self.rows(1, prompt))[step] * batch for model in (self.dense, self.moe)]
         return Cell(
             phase=phase,
@@ -239,14 +267,14 @@ def run_cells(
     cells: list[Cell] = []
     left_out: list[str] = []
     sizes = sorted(((b, p) for b in batches for p in prompts), key=lambda size: size[0] * size[1])
-    per_token = 0.0  # seconds of prefilling with both models, as last seen
+    per_token, phases = 0.0, pair.phases  # seconds of prefilling with both models, as last seen
     for done, (batch, prompt) in enumerate(sizes):
         expected = per_token * batch * prompt
-        for phase in ("prefill", "decode"):
+        for i, phase in enumerate(phases):
             name = f"{phase} of {batch} x {prompt} tokens"
-            progress(2 * done + (phase == "decode"), 2 * len(sizes))
+            progress(len(phases) * done + i, len(phases) * len(sizes))
             # A decoding cell needs its cache filled by one prefill, a prefill cell a warm-up and the fewest pairs.
-            if expected * (1 if phase == "decode" else 1 + FEWEST) > pair.max_seconds:
+            if expected * (1 + FEWEST if phase == "prefill" else 1) > pair.max_seconds:
                 left_out.append(f"{name}: would take longer than {pair.max_seconds:.0f} s")
                 continue
             cell = pair.measure(phase, batch, prompt)
@@ -256,5 +284,5 @@ def run_cells(
             cells.append(cell)
             if phase == "prefill":
                 per_token = (cell.dense_s + cell.moe_s) / (batch * prompt)
-    progress(2 * len(sizes), 2 * len(sizes))
+    progress(len(phases) * len(sizes), len(phases) * len(sizes))
     return cells, left_out

@@ -19,7 +19,7 @@ FORMAT = "tomoe-benchmark-1"
 class Cell:
     """One phase at one size. Seconds are those of one pass: over the whole prompt, or over one token of every row."""
 
-    phase: Name  # prefill or decode
+    phase: Name  # prefill, decode or compiled decode
     batch: Count
     prompt: Count  # tokens of a row that are prefilled, or that the cache holds when decoding starts
     dtype: Name
@@ -36,7 +36,7 @@ class Cell:
     moe_flops: Count
     dense_bytes: Count  # of weights that the pass reads, per token
     moe_bytes: Count
-    bound: NotNegative  # the ratio if the pass cost its operations (prefill) or its bytes of weights (decode) alone
+    bound: NotNegative  # the ratio if the pass cost its operations (prefill) or its bytes of weights (decoding) alone
 
     @property
     def verdict(self) -> str:
