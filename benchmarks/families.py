@@ -90,12 +90,13 @@ def page(found: list[dict[str, Any]]) -> str:
         outcome: [row for row in found if row["outcome"] == outcome]
         for outcome in (CONVERTED, REFUSED, NOT_TRIED, FAILED)
     }
+    dense = [row for row in of[REFUSED] if "Mixtures of Experts already" not in row["why"]]
     lines = [
         "# Model families",
         "",
         f"Of the {len(found)} types of causal language model in transformers {transformers.__version__}, "
         f"{len(of[CONVERTED])} convert, {len(of[REFUSED])} are refused, and {len(of[NOT_TRIED])} were not tried. "
-        "Each was tried on a tiny random model, of which every second neuron stays active:",
+        "Each was tried on a tiny random model with every second neuron active:",
         "",
         "- the folder, loaded without tomoe, gives the logits of the dense model under the plan's masks, to 1e-5 on 200 tokens;",
         "- with all experts it is the dense model;",
@@ -112,9 +113,11 @@ def page(found: list[dict[str, Any]]) -> str:
         "",
         "## Refused",
         "",
+        f"{len(of[REFUSED]) - len(dense)} types are Mixtures of Experts already. The others:",
+        "",
         "| reason | types |",
         "|---|---|",
-        *_grouped(of[REFUSED], lambda row: row["why"].partition(" (relative")[0].partition(", but ")[0]),
+        *_grouped(dense, lambda row: row["why"].partition(" (relative")[0].partition(", but ")[0]),
         "",
         "## Not tried",
         "",

@@ -1,1 +1,1 @@
-"""The converted model in other forms, stock architectures and GGUF, each of them verified; and its upload."""
+"""Exports the converted model to stock architectures and GGUF, verifies each export, and uploads."""

@@ -1,1 +1,1 @@
-"""The dense model: where its parts are, how it is loaded and held in memory, and where it comes from."""
+"""The dense model: where it comes from, how it is loaded and held in memory, where its parts are."""

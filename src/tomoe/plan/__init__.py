@@ -1,4 +1,4 @@
-"""The plan: everything ToMoE learned, as data; (dense weights, plan) -> MoE is a pure function of these.
+"""The plan: everything that a conversion learned, as data; the MoE is a pure function of it and the dense weights.
 
 A plan is a folder with `plan.json` (sizes, recipe, source, checksum) and `plan.safetensors` (neuron sets, routers, kept
 dims). It holds no dense weight, so it can be shared by itself.

@@ -1,1 +1,1 @@
-"""What the user asks for: every key of a conversion and of a fine-tuning, with its default."""
+"""Every key of a conversion and of a fine-tuning, with its default."""

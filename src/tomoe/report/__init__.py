@@ -1,1 +1,1 @@
-"""Tells what came of a conversion: model card, page, figures, warnings."""
+"""Shows the outcome of a conversion: model card, page, figures, warnings."""

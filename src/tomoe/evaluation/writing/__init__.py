@@ -1,1 +1,1 @@
-"""What models write: many continuations at once, programs that are run, word problems, loops."""
+"""Measures texts that models write: programs, which are run, word problems, loops."""

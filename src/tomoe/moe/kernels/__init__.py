@@ -1,4 +1,4 @@
-"""Faster ways to run the experts than the modelling file has: importing this package enters them there."""
+"""Faster ways to run the experts, entered into the modeling file on import."""
 
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.kernels import gpu, native, router
