@@ -63,7 +63,7 @@ from tomoe.model.structure import LayerParts, layer_parts, shape_of
 from tomoe.plan import REPAIRED, Plan
 from tomoe.pruning.fine_carving import RidgeRegression, balanced_assignment
 from tomoe.pruning.masking import LayerMasks, planned_masks
-from tomoe.pruning.repair.layers import RepairSettings, repair
+from tomoe.pruning.repair.layers import RepairSettings, repair_layers
 from tomoe.recipe.conversion import RepairSection
 from tomoe.report.style import COLORS, CaptionedFigure, canvas, save, styled
 
@@ -357,7 +357,7 @@ class Baselines:
                 self.row(plain, masks, spent=time.process_time() - began)
             if fitted not in done:
                 began = time.process_time()
-                repairs = repair(self.model, masks, text.input_ids, text.mask, settings)
+                repairs = list(repair_layers(self.model, masks, text.input_ids, text.mask, settings))
                 spent = time.process_time() - began
                 self.row(fitted, masks, repairs, spent, facts=self.speed(self.folder(name, active)))
         if SPARSE in only and key(SPARSE) not in done:

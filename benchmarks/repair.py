@@ -32,7 +32,7 @@ from tomoe.evaluation.perplexity import Predictions, measure
 from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.plan import Plan
 from tomoe.pruning.masking import LayerMasks, masked, planned_masks
-from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair, repaired
+from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair_layers, repaired
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.run import DataSection
 
@@ -113,7 +113,7 @@ class Bench:
         if settings:
             text = self.calibration(tokens)
             began, worked = time.perf_counter(), time.process_time()
-            repairs = repair(self.model, planned_masks(plan), text.input_ids, text.mask, settings)
+            repairs = list(repair_layers(self.model, planned_masks(plan), text.input_ids, text.mask, settings))
         line: dict[str, Any] = {"plan": name, "active": round(plan.active_fraction(), 4), "tokens": tokens}
         line |= {n: getattr(settings, n) for n in ("target", "ridge", "rank", "output")} if settings else {}
         if repairs:

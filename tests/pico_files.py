@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from conftest import make_pico
 from pico_tokenizer import make_tokenizer
 from tomoe.cli import main
+from tomoe.evaluation.results import Row, read_rows
 from tomoe.recipe.conversion import Recipe
 
 WORDS = list(
@@ -134,3 +136,10 @@ def contents(folder: Path, but: Sequence[str] = ()) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in but
     }
+
+
+def rows_from(text: str) -> list[Row]:
+    """The rows of a file that `to_json` wrote, or anyone else."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "evaluation.json").write_text(text, encoding="utf-8")
+        return read_rows(Path(folder))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pico_files import CommandLine, refused
+from pico_files import CommandLine, refused, rows_from
 from tomoe.errors import UserError
-from tomoe.evaluation.results import DIAL, from_json, read_rows
+from tomoe.evaluation.results import DIAL, read_rows
 from tomoe.evaluation.run import dial_settings, evaluate, save_dials
 from tomoe.moe.active_experts import ActiveExperts
 
@@ -26,7 +26,7 @@ def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path
     assert done.code == 0, done.err
     points = [dial.nearest(active) for active in (0.3, 0.5, 0.6, 1)]
     assert done.err.splitlines()[:4] == [f"moe: {point}" for point in points]
-    rows = from_json(found.read_text())
+    rows = rows_from(found.read_text())
     planned = dial.config.planned_top_k
     assert points[2].experts_per_token == planned
     names = [f"moe, {p.experts_per_token} of 64 experts" for p in points]

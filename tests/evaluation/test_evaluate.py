@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from conftest import make_plan, tokens
-from pico_files import CommandLine, small, write_pico, write_text
+from pico_files import CommandLine, rows_from, small, write_pico, write_text
 from tomoe.data import evaluation_text
 from tomoe.data.evaluation_text import read_text
 from tomoe.errors import UserError
@@ -21,7 +21,7 @@ from tomoe.evaluation import perplexity, run
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.perplexity import Predictions, measure, sequences_sha256, sliding
-from tomoe.evaluation.results import Row, from_json, to_json
+from tomoe.evaluation.results import Row, to_json
 from tomoe.evaluation.tables import position_table, task_table
 from tomoe.evaluation.tasks import SUITES, TaskSet, TaskSpec, parse_tasks
 from tomoe.model.loading import load_dense, load_tokenizer
@@ -417,8 +417,8 @@ def test_evaluate_puts_all_models_into_one_table(
     windows = ["--text", text, "--context", "32", "--stride", "16", "--tokens", "320", "--dtype", "float32"]
     done = tomoe("evaluate", dense_folder, tmp_path / "moe", *windows, *tasks, *files)
     assert done.code == 0, done.err
-    rows = from_json((tmp_path / "rows.json").read_text())
-    assert from_json(to_json(rows)) == rows
+    rows = rows_from((tmp_path / "rows.json").read_text())
+    assert rows_from(to_json(rows)) == rows
     assert [row.name for row in rows] == ["dense", "moe"]
     assert [score.task for score in rows[1].tasks] == ["seas", "hills"]
     assert (rows[0].measurement.stride, rows[0].measurement.tokens) == (16, 319)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from damage import odd_copies
+from pico_files import rows_from
 from tomoe.errors import UserError
-from tomoe.evaluation.results import ExpertUsage, Measurement, Row, TaskScore, from_json, read_rows, to_json
+from tomoe.evaluation.results import ExpertUsage, Measurement, Row, TaskScore, read_rows, to_json
 from tomoe.evaluation.tables import escape_markdown, footnote, table, task_footnote, task_table, to_markdown
 from tomoe.report.page import tiles
 from tomoe.report.warnings import find_warnings
@@ -43,7 +44,7 @@ def show(rows: list[Row]) -> None:
 
 def test_rows_read_back() -> None:
     rows = some_rows()
-    assert from_json(to_json(rows)) == rows
+    assert rows_from(to_json(rows)) == rows
 
 
 @pytest.mark.slow
@@ -51,7 +52,7 @@ def test_no_odd_value_ends_in_a_traceback() -> None:
     shown = refused = 0
     for values in odd_copies(json.loads(to_json(some_rows()))):
         try:
-            rows = from_json(json.dumps(values))
+            rows = rows_from(json.dumps(values))
         except UserError as error:
             refused += "\n" not in str(error)
             continue
@@ -105,8 +106,8 @@ def test_shares_of_the_tokens_are_those_of_the_choices_times_their_number() -> N
     assert usage.token_shares() == [[0.5, 1.0, 0.5, 0.0], [1.0] * 4]
     assert ExpertUsage(usage.shares, 100).token_shares() == usage.shares
     row = replace(some_rows()[1], usage=usage)
-    assert from_json(to_json([row])) == [row]
+    assert rows_from(to_json([row])) == [row]
     broken = to_json([row]).replace('"per_token": [\n          2,', '"per_token": [')
     assert broken != to_json([row])
     with pytest.raises(UserError, match="not given for every layer"):
-        from_json(broken)
+        rows_from(broken)

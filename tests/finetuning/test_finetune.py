@@ -17,12 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import tokens
-from pico_files import FINE, CommandLine, contents, pico_recipe, steps_of, write_pico, write_text
+from pico_files import FINE, CommandLine, contents, pico_recipe, rows_from, steps_of, write_pico, write_text
 from tomoe.cli import main
 from tomoe.conversion import convert
 from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
-from tomoe.evaluation.results import from_json
 from tomoe.evaluation.run import training_overlap
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss
 from tomoe.plan import FINETUNED, Plan
@@ -74,7 +73,7 @@ def test_the_result_is_a_converted_model_like_any_other(tomoe: CommandLine, plac
     assert (plan.notes[FINETUNED]["steps"], plan.notes[FINETUNED]["dense"]) == (4, before.source)
     assert plan.source == moe.config.tomoe_plan_source != before.source
     assert Recipe.load(out / "recipe.json") == Recipe.load(place / "out" / "recipe.json")
-    assert [row.name for row in from_json((out / "evaluation.json").read_text())] == ["dense", "out", "tuned"]
+    assert [row.name for row in rows_from((out / "evaluation.json").read_text())] == ["dense", "out", "tuned"]
     card = (out / "README.md").read_text()
     assert "Fine-tuning" in card
     assert "tomoe finetune out" in card

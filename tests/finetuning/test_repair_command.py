@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pico_files import CommandLine, refused
-from tomoe.evaluation.results import Row, from_json
+from pico_files import CommandLine, refused, rows_from
+from tomoe.evaluation.results import Row
 from tomoe.finetuning import run
 from tomoe.plan import REPAIRED, Plan
 
@@ -25,7 +25,7 @@ def test_fine_grained_experts_are_repaired(tomoe: CommandLine, converted_fine: P
     assert plan.form == "fine"
     for layer, old in zip(plan.layers, before.layers, strict=True):
         assert (layer.top_k, layer.refit.keys()) == (old.top_k, {"down.weight"})
-    assert [row.name for row in from_json((tmp_path / "out" / "evaluation.json").read_text())] == [
+    assert [row.name for row in rows_from((tmp_path / "out" / "evaluation.json").read_text())] == [
         "dense",
         "moe",
         "out",

@@ -26,12 +26,17 @@ from tomoe.pruning.masking import LayerMasks, masked, planned_masks
 from tomoe.pruning.repair import layers as repairing
 from tomoe.pruning.repair import streams
 from tomoe.pruning.repair.equations import MOST_RAISES, NormalEquations, low_rank, refit, solve
-from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair, repaired
+from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair_layers, repaired
 from tomoe.pruning.repair.streams import layer_inputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 RED = 1e-2  # what a planted fault must exceed; a right solution stays below a hundredth of it
 SHARE = {"local": 0.0, "half": 0.5}
+
+
+def repair(*args: Any) -> list[LayerRepair]:
+    """All layers at once."""
+    return list(repair_layers(*args))
 
 
 def calibration(rows: int = 8, length: int = 24) -> tuple[Int[Tensor, "rows length"], Bool[Tensor, "rows length"]]:

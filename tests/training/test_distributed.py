@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from launcher import Launcher, assert_same_run, masks, train
-from pico_files import small, write_pico, write_text
+from pico_files import rows_from, small, write_pico, write_text
 from tomoe.conversion import convert
-from tomoe.evaluation.results import from_json
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
 
@@ -157,5 +156,5 @@ def test_two_processes_fine_tune_what_one_does(run: Launcher, tmp_path: Path) ->
     for name, weight in one.items():
         if weight.is_floating_point():
             assert (two[name] - weight).norm() <= 1e-3 * (weight - was[name]).norm() + 1e-6, name
-    kl = [from_json((tmp_path / name / "evaluation.json").read_text())[-1].measurement.kl for name in ("one", "two")]
+    kl = [rows_from((tmp_path / name / "evaluation.json").read_text())[-1].measurement.kl for name in ("one", "two")]
     assert kl[0] == pytest.approx(kl[1], rel=1e-3)

@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
-from tomoe.errors import UserError, shortened
-from tomoe.files import parse_json, read_json
+from tomoe.errors import UserError
+from tomoe.files import read_json
 
 FORMAT = "tomoe-comparison-2"
 # in the folder of a model with fine-grained experts: the dense model, then the model with several numbers of experts
@@ -157,19 +157,8 @@ class Row:
 
 
 def to_json(rows: list[Row] | tuple[Row, ...]) -> str:
-    """All of it, for `from_json`."""
+    """All of it, for `read_rows`."""
     return json.dumps({"format": FORMAT, "rows": [asdict(row) for row in rows]}, indent=2, allow_nan=False) + "\n"
-
-
-def from_json(text: str) -> list[Row]:
-    """Raises UserError for text that `to_json` of this version did not make."""
-    try:
-        values = parse_json(text)
-    except ValueError as error:
-        raise UserError(
-            f"this is no comparison of models ({shortened(error)}); make one with `tomoe evaluate`"
-        ) from None
-    return _rows(values)
 
 
 def read_rows(folder: Path, name: str = "evaluation.json") -> list[Row]:
@@ -185,14 +174,6 @@ def read_rows(folder: Path, name: str = "evaluation.json") -> list[Row]:
     if values.get("format") != FORMAT:
         return []
     try:
-        return _rows(values)
+        return validated(list[Row], values.get("rows"), "comparison of models")
     except UserError as error:
         raise UserError(f"{path} is damaged: {error}") from None
-
-
-def _rows(values: Any) -> list[Row]:
-    if not isinstance(values, dict) or "format" not in values:
-        raise UserError("this is no comparison of models; make one with `tomoe evaluate`")
-    if values["format"] != FORMAT:
-        raise UserError(f"this comparison has format {str(values['format'])[:40]!r}, not {FORMAT!r}; measure again")
-    return validated(list[Row], values.get("rows"), "comparison of models")

@@ -197,16 +197,3 @@ def repair_layers(
             known["note"] = f"layer {i}: {'; '.join(notes)}"
         on_progress(done, total, known)
         yield made
-
-
-def repair(
-    model: PreTrainedModel,
-    masks: Sequence[LayerMasks],
-    ids: Int[Tensor, "B S"],
-    real: Bool[Tensor, "B S"],
-    settings: RepairSettings = RepairSettings(),
-    on_progress: OnProgress = lambda done, total, known: None,
-    folder: Path | None = None,
-) -> list[LayerRepair]:
-    """All layers of `repair_layers` at once: float32 copies of all refitted matrices are in memory together."""
-    return list(repair_layers(model, masks, ids, real, settings, on_progress, folder))
