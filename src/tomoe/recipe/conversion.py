@@ -32,9 +32,8 @@ class ExpertsSection(Section):
     expert, and experts share neurons. A random start and the targets mixtral, qwen2_moe and qwen3_moe imply `overlapping`."""
     num_experts: int = Field(default_factory=_usual_number, ge=0, le=256)
     """Experts per MLP (N); 8 overlapping ones by default. 0 for fine-grained ones: 256, 128 or 64, at most a sixth of the
-    neurons of a layer; 64 for a stock target; a power of two from 16 to 256 for gpu. Without `expert_size` a stock target may get
-    a quarter fewer, to meet the budget or to save zeros in the file, and still fewer so that a token uses at most 30 or, for
-    gguf, that 32 divides the width."""
+    neurons of a layer; a power of two from 16 to 256 for gpu; 64 for a stock target, or fewer without `expert_size`: to meet the
+    budget, to save zeros in the file, to keep a token at 30 experts and, for gguf, widths at multiples of 32."""
     expert_size: int = Field(default=0, ge=0)
     """Neurons of a fine-grained expert; 0: chosen by `shared`."""
     shared: float = Field(default=0.4, ge=0, le=1)
