@@ -103,10 +103,13 @@ demo() {
 run_tests() {
     # two processes, one thread each; without a network the tests that need one are skipped
     export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+    # the tests start Python some twenty times, which would compile the package each time
+    unset PYTHONDONTWRITEBYTECODE
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
     .venv/bin/mypy
-    .venv/bin/python -m pytest --numprocesses 2 --quiet "$@"
+    # a file's fixtures are made by one process
+    .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --quiet "$@"
 }
 
 case "${1:-}" in

@@ -16,13 +16,21 @@ from safetensors.torch import load_file
 
 from pico_files import small
 
+# What the command line loads when it is first used, and what transformers does: a forked process has it then.
+EVERYTHING = """
+import gguf, torch, torch.distributed, torch.profiler
+import tomoe.conversion, tomoe.data.corpus, tomoe.evaluation.run, tomoe.finetuning.run, tomoe.report.build, tomoe.training.loop
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from tomoe.cli import main
+"""
+
 # Does what torchrun does without importing torch in every process: for each line of JSON on stdin it forks that many
-# processes, tells each its rank, and sends the signal to the victims as soon as the checkpoint of step 4 exists.
-FORK = """
+# processes, tells each its rank, and sends the signal to the victims as soon as there is a checkpoint after that of step 0.
+FORK = (
+    EVERYTHING
+    + """
 import json, os, resource, signal, socket, sys, time
 from pathlib import Path
-import torch
-from tomoe.cli import main
 
 torch.set_num_threads(1)
 for line in sys.stdin:
@@ -48,12 +56,13 @@ for line in sys.stdin:
             except SystemExit as left:
                 os._exit(left.code or 0)
         children.append(pid)
-    while victims and not (out / "masks" / "step-000004").exists():
+    while victims and not any((out / "masks").glob("step-*[1-9]*")):
         time.sleep(0.01)
     for victim in victims:
         os.kill(children[victim], signum)
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]), flush=True)
 """
+)
 
 
 class Launcher:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import os
 import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import tomoe as package
+from launcher import Launcher
 from pico_files import CommandLine, contents, fine, small
 from tomoe.cli import VERBS, evaluate, export
 from tomoe.cli.convert import next_commands
@@ -236,41 +233,15 @@ def test_names_in_a_plan_cannot_steer_the_terminal(tomoe: CommandLine, tmp_path:
 
 
 @pytest.mark.slow
-def test_the_tokenizer_travels(tmp_path: Path, converted: Path) -> None:
-    moe = converted / "moe"
-    here, there = (AutoTokenizer.from_pretrained(folder) for folder in (converted / "dense", moe))
-    assert here("the sea").input_ids == there("the sea").input_ids
-    # and in a process that cannot import tomoe, by the words of the card, with nobody there to be asked
-    *_, words = re.findall(r"```python\n(.*?)```", (moe / "README.md").read_text("utf-8"), re.DOTALL)
-    script = f"import sys; sys.modules['tomoe'] = None\n{words}\nprint(tokenizer('the sea').input_ids, type(model).__module__)"
-    ran = subprocess.run(
-        [sys.executable, "-c", script], cwd=converted, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.startswith(f"{here('the sea').input_ids} transformers_modules."), ran.stdout
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_in_one_sentence_and_the_run_resumes(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, signum: signal.Signals, code: int
+    tomoe: CommandLine, run: Launcher, tmp_path: Path, model: Path, text: Path, signum: signal.Signals, code: int
 ) -> None:
-    run = tmp_path / "run"
-    options = [str(o) for o in ("train", model, "-o", run, "--data", text, *small(train_steps="100000"))]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tomoe", *options],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    # any checkpoint but that of the start: on a fast machine the first ones are gone before anyone looks
-    while not any((run / "masks").glob("step-*[1-9]*")) and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(signum)
-    _, err = process.communicate()
-    assert process.returncode == code, err
+    out = tmp_path / "run"
+    command = ["train", model, "-o", out, "--data", text, *small(train_steps="100000")]
+    assert run(1, *command, victims=[0], signum=signum) == [code]
+    err = Path(f"{out}.0.log").read_text()
     last = err.splitlines()[-1]
     assert "--resume" in last
     assert "Traceback" not in err
-    assert "no whole checkpoint" not in tomoe("inspect", run).out
+    assert "no whole checkpoint" not in tomoe("inspect", out).out

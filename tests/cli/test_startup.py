@@ -2,58 +2,96 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "jaxtyping", "huggingface_hub")
-# runs a command and says what it imported
+# `python -m tomoe`, which says what it imported
 COMMAND = f"""
-import sys
-from tomoe.cli import main
+import runpy, sys
 try:
-    main(sys.argv[1:])
+    runpy.run_module("tomoe", run_name="__main__")
 finally:
     print("imported", [name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
 """
 CONVERT = ["convert", "nowhere", "-o", "out"]
+# Runs each script in a fork of its own; what they all need and none is about has been imported by then.
+FORKS = """
+import json, os, sys, traceback
+jobs, imported = json.loads(sys.argv[1])
+for name in imported:
+    __import__(name)
+for out, script, args in jobs:
+    if os.fork():
+        with open(out + ".code", "w") as file:
+            file.write(str(os.waitstatus_to_exitcode(os.wait()[1])))
+        continue
+    for stream in (1, 2):
+        os.dup2(os.open(f"{out}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv[1:], code = args, 0
+    try:
+        exec(script, {"__name__": "script"})
+    except SystemExit as left:
+        code = left.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+"""
 
 
-def fresh(script: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", script, *map(str, args)], capture_output=True, text=True)
+@dataclass(frozen=True)
+class Done:
+    """What a script left."""
+
+    code: int
+    out: str
+    err: str
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "words"),
-    [
-        (["--help"], 0, "Mixture-of-Experts"),
-        (["--version"], 0, "tomoe"),
-        (["convert", "--help"], 0, "--active"),
-        (["convrt"], 2, "convert"),
-        ([*CONVERT, "--stepz", "3"], 2, "--steps"),
-        (["convert", "nowhere"], 2, "--out"),
-        ([*CONVERT, "--set", "train.step=3"], 2, "train.steps"),
-        ([*CONVERT, "--set", "train.steps=many"], 2, "train.steps"),
-        ([*CONVERT, "--recipe", "dmo"], 2, "demo"),
-        ([*CONVERT, "--attention", "none"], 2, "per_token"),
-        (["route", "nowhere"], 2, "--file"),
-        (["report", "nowhere"], 2, "no converted model"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_no_command_imports_torch_before_its_arguments_are_right(args: list[str], code: int, words: str) -> None:
-    done = fresh(COMMAND, *args)
-    assert done.returncode == code, done.stderr
-    assert words in done.stdout + done.stderr
-    assert done.stderr.splitlines()[-1] == "imported []"
+def fresh(folder: Path, scripts: list[tuple[str, list[str]]], *imported: str) -> list[Done]:
+    """Run scripts with their arguments, each in a process that has imported nothing but `imported`."""
+    jobs = [(str(folder / str(i)), script, args) for i, (script, args) in enumerate(scripts)]
+    subprocess.run([sys.executable, "-c", FORKS, json.dumps([jobs, imported])], check=True)
+    left = [[Path(f"{out}.{end}").read_text("utf-8") for end in ("code", "1", "2")] for out, _, _ in jobs]
+    return [Done(int(code), out, err) for code, out, err in left]
 
 
-def test_importing_tomoe_imports_neither_torch_nor_transformers() -> None:
+WORDS = [
+    (["--help"], 0, "Mixture-of-Experts"),
+    (["--version"], 0, "tomoe"),
+    (["convert", "--help"], 0, "--active"),
+    (["convrt"], 2, "convert"),
+    ([*CONVERT, "--stepz", "3"], 2, "--steps"),
+    (["convert", "nowhere"], 2, "--out"),
+    ([*CONVERT, "--set", "train.step=3"], 2, "train.steps"),
+    ([*CONVERT, "--set", "train.steps=many"], 2, "train.steps"),
+    ([*CONVERT, "--recipe", "dmo"], 2, "demo"),
+    ([*CONVERT, "--attention", "none"], 2, "per_token"),
+    (["route", "nowhere"], 2, "--file"),
+    (["report", "nowhere"], 2, "no converted model"),
+]
+
+
+def test_no_command_imports_torch_before_its_arguments_are_right(tmp_path: Path) -> None:
+    found = fresh(tmp_path, [(COMMAND, args) for args, _, _ in WORDS])
+    for done, (args, code, words) in zip(found, WORDS, strict=True):
+        assert done.code == code, (args, done.err)
+        assert words in done.out + done.err
+        assert done.err.splitlines()[-1] == "imported []", args
+
+
+def test_importing_tomoe_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = "import tomoe, sys; from tomoe import UserError; assert not {'torch', 'transformers'} & set(sys.modules)"
-    done = fresh(script)
-    assert done.returncode == 0, done.stderr
+    (done,) = fresh(tmp_path, [(script, [])])
+    assert done.code == 0, done.err
 
 
 CONFIG = "from transformers import AutoConfig; assert type(AutoConfig.from_pretrained(folder)).__module__ == place"
@@ -62,31 +100,30 @@ BARE = "from transformers import AutoModel; assert type(AutoModel.from_pretraine
 TOKENIZER = "from transformers import AutoTokenizer; assert AutoTokenizer.from_pretrained(folder)('the sea').input_ids"
 KERNELS = "from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS; assert 'native' in EXPERT_BACKENDS"
 START = "import sys; folder, place = sys.argv[1], 'tomoe.moe.modeling_tomoe'"
+ORDERS = [
+    ["import tomoe", MODEL],
+    ["import tomoe", TOKENIZER, BARE],
+    ["import transformers", "import tomoe", CONFIG],
+    ["from transformers import AutoConfig, AutoModelForCausalLM", "import tomoe", MODEL],
+    ["import tomoe", "import transformers.models.auto.auto_factory", MODEL],
+    ["import tomoe.moe.kernels", MODEL],
+]
+NAMES = """
+import tomoe
+for name in tomoe.__all__:
+    print(name, getattr(tomoe, name))
+assert dir(tomoe) == sorted(tomoe.__all__)
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "lines",
-    [
-        ["import tomoe", MODEL],
-        ["import tomoe", TOKENIZER, BARE],
-        ["import transformers", "import tomoe", CONFIG],
-        ["from transformers import AutoConfig, AutoModelForCausalLM", "import tomoe", MODEL],
-        ["import tomoe", "import transformers.models.auto.auto_factory", MODEL],
-        ["import tomoe.moe.kernels", MODEL],
-    ],
-    ids=lambda lines: "; ".join(line.partition(";")[0] for line in lines),
-)
-def test_converted_models_need_no_flag(converted: Path, lines: list[str]) -> None:
-    done = fresh("\n".join([START, *lines, KERNELS]), converted / "moe")
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_the_public_names() -> None:
-    script = "import tomoe\nfor name in tomoe.__all__: print(name, getattr(tomoe, name))"
-    done = fresh(script + "\nassert dir(tomoe) == sorted(tomoe.__all__)")
-    assert done.returncode == 0, done.stderr
-    assert "module" not in done.stdout, "a public name must be no module"
-    wrong = fresh("import tomoe; tomoe.fold")
-    assert "module 'tomoe' has no attribute 'fold'" in wrong.stderr
+def test_converted_models_need_no_flag_and_public_names_are_no_modules(converted: Path, tmp_path: Path) -> None:
+    """In whatever order tomoe and transformers are imported."""
+    scripts = ["\n".join([START, *lines, KERNELS]) for lines in ORDERS]
+    jobs = [(script, [str(converted / "moe")]) for script in (*scripts, NAMES, "import tomoe; tomoe.fold")]
+    *found, names, wrong = fresh(tmp_path, jobs, "torch", "torch._dynamo", "torch.distributed.tensor", "scipy.optimize")
+    for done, lines in zip(found, ORDERS, strict=True):
+        assert done.code == 0, (lines, done.err)
+    assert names.code == 0, names.err
+    assert "module" not in names.out, "a public name must be no module"
+    assert "module 'tomoe' has no attribute 'fold'" in wrong.err

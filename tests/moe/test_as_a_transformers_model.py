@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+)
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
@@ -159,7 +166,9 @@ def test_continuous_batching_writes_what_generate_writes(attention: str) -> None
     moe, ids = converted("llama", attention), tokens(2, 7)
     settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     rows = [moe.generate(row[None], generation_config=settings)[0, 7:].tolist() for row in ids]
-    batch = moe.generate_batch(ids.tolist(), generation_config=settings)
+    # by default it takes most of the memory that is free
+    pages = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
+    batch = moe.generate_batch(ids.tolist(), settings, pages)
     assert sorted(out.generated_tokens for out in batch.values()) == sorted(rows)
 
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from launcher import EVERYTHING
 from pico_files import CommandLine, contents, pico_recipe, small, steps_of
 from tomoe import conversion
 from tomoe.conversion import convert, plan, train
@@ -33,11 +34,11 @@ pytestmark = pytest.mark.slow
 
 # One process that has imported everything forks a fresh `tomoe train` again and again and kills it (-9): every second time
 # after a random while, every second time as soon as a checkpoint is being written.
-KILLER = """
+KILLER = (
+    EVERYTHING
+    + """
 import os, random, signal, sys, time
 from pathlib import Path
-import torch
-from tomoe.cli import main
 
 whole, killed, *options = sys.argv[1:]
 
@@ -91,13 +92,14 @@ if code is None:
 assert code == 0, Path(killed + ".log").read_text()
 print(kills, writing)
 """
+)
 
 
 def test_killed_at_random_moments_it_ends_in_the_same_bytes(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
 ) -> None:
     # dynamic attention draws per token, too: the most that a resumed run has to draw again
-    options = [model, "--data", text, "--attention", "per_token", *small(train_steps="30", train_save_every="5")]
+    options = [model, "--data", text, "--attention", "per_token", *small(train_steps="12", train_save_every="2")]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = subprocess.run(
         [sys.executable, "-c", KILLER, *map(str, (whole, killed, *options))],
@@ -107,13 +109,13 @@ def test_killed_at_random_moments_it_ends_in_the_same_bytes(
     kills, while_writing = map(int, done.stdout.split())
     assert kills >= 3
     assert while_writing >= 1
-    last = Path("masks") / "step-000030" / "masks.safetensors"
+    last = Path("masks") / "step-000012" / "masks.safetensors"
     assert (whole / last).read_bytes() == (killed / last).read_bytes()
     for run in (whole, killed):
         assert tomoe("plan", run, "-o", tmp_path / f"plan-{run.name}").code == 0
     assert contents(tmp_path / "plan-whole") == contents(tmp_path / "plan-killed")
     assert steps_of(whole) == steps_of(killed)
-    assert [row["step"] for row in steps_of(killed)] == list(range(1, 31))
+    assert [row["step"] for row in steps_of(killed)] == list(range(1, 13))
 
 
 @pytest.mark.parametrize("harm", ["cut", "foreign weights", "no state", "state of nothing"])
