@@ -24,7 +24,8 @@ from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEConfig
 from tomoe.plan.manifest import REPAIRED
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.recipe.conversion import Recipe
+from tomoe.pruning.repair.plan import repair_plan
+from tomoe.recipe.conversion import Recipe, RepairSection
 
 VOCABULARY = 259
 # Whatever of these a config has. Windows and original contexts are short, so that 200 tokens reach beyond them.
@@ -101,12 +102,12 @@ def write_tiny(model_type: str, folder: Path, **changes: Any) -> PreTrainedModel
     return model
 
 
-def recipe_for(dense: PreTrainedModel, folder: Path, text: Path, repair: str) -> Recipe:
-    """Fine-grained experts that leave a token half of the neurons."""
+def recipe_for(dense: PreTrainedModel, folder: Path, text: Path) -> Recipe:
+    """Fine-grained experts that leave a token half of the neurons, not repaired."""
     shape = shape_of(dense)
     active = 1 - 0.5 * shape.num_layers * mlp_params(shape, shape.mlp_size) / decoder_params(shape)
     keys = SMALL | {"train.steps": "0", "model": str(folder), "data.sources": str(text), "active": f"{active:.4f}"}
-    return Recipe.load(None, [*(f"{key}={value}" for key, value in keys.items()), *FINE, f"repair.mode={repair}"])
+    return Recipe.load(None, [*(f"{key}={value}" for key, value in keys.items()), *FINE, "repair.mode=none"])
 
 
 def without_tomoe(folder: Path, **options: Any) -> PreTrainedModel:
@@ -133,8 +134,8 @@ def greedy(model: Any, ids: Tensor, cached: bool) -> Tensor:
     made: Tensor = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=24,
-        min_new_tokens=24,
+        max_new_tokens=12,
+        min_new_tokens=12,
         do_sample=False,
         use_cache=cached,
     )
@@ -157,7 +158,7 @@ def hold(dense: PreTrainedModel, folder: Path, text: Path) -> dict[str, Any]:
     and beside padding the same logits as alone, wherever the dense model keeps that itself; a repair lowers the error.
     """
     out = folder / "moe"
-    plan = convert(recipe_for(dense, folder / "dense", text, "none"), out)
+    plan = convert(recipe_for(dense, folder / "dense", text), out)
     ids = tokens(2, 200, SEEDS.get(dense.config.model_type, 7))
     moe = without_tomoe(out)
     with masked(dense, planned_masks(plan)):
@@ -182,6 +183,7 @@ def hold(dense: PreTrainedModel, folder: Path, text: Path) -> dict[str, Any]:
     if (beside - single).abs().max() <= 1e-5 * max(1.0, float(single.abs().max())):
         assert_same(moe(**batch).logits[0, -1], moe(**alone).logits[0, -1], "a padded row against the row alone")
 
-    repair = convert(recipe_for(dense, folder / "dense", text, "full"), folder / "repaired").notes[REPAIRED]
+    everything = torch.ones_like(ids, dtype=torch.bool)
+    repair = repair_plan(plan, dense, ids, everything, RepairSection(mode="full")).notes[REPAIRED]
     assert repair["error_after"] < repair["error_before"], repair
     return {"layers": plan.shape.num_layers, "active": plan.active_fraction(), "repair": repair}

@@ -74,7 +74,7 @@ def test_the_command_line_measures_and_draws_families_of_other_names(
 ) -> None:
     """Neither has attention that can be pruned; of the first, the MLP is no module and positions are learned."""
     dense, text = tmp_path / "dense", write_text(tmp_path / "text.txt")
-    recipe = recipe_for(write_tiny(model_type, dense), dense, text, "none")
+    recipe = recipe_for(write_tiny(model_type, dense), dense, text)
     done = tomoe("convert", dense, "--data", text, "-o", tmp_path / "moe", *fine(), "--active", str(recipe.active))
     assert done.code == 0, done.err
     assert "experts" in (tmp_path / "moe" / "report.html").read_text()

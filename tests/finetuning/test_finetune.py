@@ -47,6 +47,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Path:
+    """Its fine-tuning, never interrupted; to be read only."""
+    with pytest.raises(SystemExit) as left:
+        main([str(word) for word in (*options(place), "-o", place / "whole")])
+    assert not left.value.code
+    return place / "whole"
+
+
 def options(place: Path, *changes: str) -> list[str | Path]:
     sets = [word for setting in (*SETTINGS, *changes) for word in ("--set", setting)]
     return ["finetune", place / "out", "--data", place / "text.txt", *sets]
@@ -112,9 +121,9 @@ def test_fine_grained_experts_are_tuned_like_any_others(tomoe: CommandLine, tmp_
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "tuned" / name).read_bytes(), name
 
 
-def test_its_plan_fits_no_dense_model_and_says_so(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
+def test_its_plan_fits_no_dense_model_and_says_so(tomoe: CommandLine, place: Path, whole: Path, tmp_path: Path) -> None:
     out, again = tmp_path / "tuned", tmp_path / "again"
-    assert tomoe(*options(place), "-o", out).code == 0
+    shutil.copytree(whole, out)
     applied = tomoe("apply", out, place / "dense", "-o", again)
     assert applied.code == 2
     assert "fine-tuned after folding" in applied.err
@@ -180,11 +189,9 @@ LEARNED = ("model.safetensors", "plan.safetensors", "plan.json")
 
 
 def test_killed_and_resumed_it_ends_in_the_same_bytes(
-    tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = options(place)
-    assert tomoe(*own, "-o", tmp_path / "whole").code == 0
-    out = tmp_path / "cut"
+    own, out = options(place), tmp_path / "cut"
     pid = os.fork()
     if pid == 0:  # kill -9, after the checkpoint of step 2 and one more step
         die_at(3, lambda: os.kill(os.getpid(), signal.SIGKILL), monkeypatch)
@@ -198,9 +205,9 @@ def test_killed_and_resumed_it_ends_in_the_same_bytes(
     assert tomoe(*own, "-o", out).code == 2, "a run that is there was started over without --force"
     assert tomoe(*own, "-o", out, "--resume").code == 0
     for name in LEARNED:
-        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
-    assert steps_of(out / "run") == steps_of(tmp_path / "whole" / "run")
-    assert contents(out / "run" / "weights") == contents(tmp_path / "whole" / "run" / "weights")
+        assert (out / name).read_bytes() == (whole / name).read_bytes(), name
+    assert steps_of(out / "run") == steps_of(whole / "run")
+    assert contents(out / "run" / "weights") == contents(whole / "run" / "weights")
 
 
 def test_a_scheduler_s_warning_keeps_the_last_whole_step(
@@ -220,10 +227,9 @@ def test_a_scheduler_s_warning_keeps_the_last_whole_step(
 
 
 def test_stopped_in_a_check_it_ends_in_the_same_bytes(
-    tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, out = options(place), tmp_path / "cut"
-    assert tomoe(*own, "-o", tmp_path / "whole").code == 0
     real, calls = HeldOutLoss.__call__, iter(range(10**6))
 
     def stopped(self: HeldOutLoss) -> float:
@@ -237,7 +243,7 @@ def test_stopped_in_a_check_it_ends_in_the_same_bytes(
         assert tomoe(*own, "-o", out).code == 128 + signal.SIGTERM
     assert tomoe(*own, "-o", out, "--resume").code == 0
     for name in (*LEARNED, "run/best.safetensors", "run/weights/step-000004/state.json"):
-        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+        assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 def test_a_model_that_got_worse_is_not_written(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
@@ -306,9 +312,10 @@ def test_what_cannot_be_trained_is_refused_in_one_sentence(tomoe: CommandLine, p
     assert not out.exists()
 
 
-def test_the_recipe_of_another_run_is_not_resumed(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
-    assert tomoe(*options(place), "-o", tmp_path / "tuned").code == 0
-    outcome = tomoe(*options(place), "--weights", "lora", "-o", tmp_path / "tuned", "--resume")
+def test_the_recipe_of_another_run_is_not_resumed(tomoe: CommandLine, place: Path, whole: Path) -> None:
+    before = contents(whole)
+    outcome = tomoe(*options(place), "--weights", "lora", "-o", whole, "--resume")
+    assert contents(whole) == before
     assert outcome.code == 2
     assert 'weights: "full" here, "lora" there' in outcome.err
 
