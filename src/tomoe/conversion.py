@@ -1,4 +1,4 @@
-"""`convert`, its stages in their order, and the verbs that run some of them: train -> plan -> apply, which hand over files.
+"""`convert`, and the verbs that run some of its stages: train -> plan -> apply.
 
 recipe -> RUN (recipe, corpus, metrics, masks/step-N) -> PLAN (plan.json, plan.safetensors) -> OUT (a Hugging Face folder)
 """

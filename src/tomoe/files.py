@@ -1,4 +1,7 @@
-"""Files: written under a temporary name, then renamed, so that none is ever half there; checksums; untrusted JSON."""
+"""Files that are never half written, checksums, untrusted JSON.
+
+A file is written under a temporary name, then renamed.
+"""
 
 from __future__ import annotations
 

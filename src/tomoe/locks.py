@@ -1,4 +1,7 @@
-"""One writer per folder: `folder_lock` is held from the first look at a run or output folder until its command ends."""
+"""One writer per folder.
+
+`folder_lock` is held from the first look at a run or output folder until its command ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeds: one per draw, derived from the purpose of the draw, so that any draw can be repeated by itself."""
+"""One seed per draw, derived from its purpose, so that any draw can be repeated by itself."""
 
 from __future__ import annotations
 

@@ -1,3 +1,6 @@
-"""The version of the package: read by pyproject.toml, and written into whatever is made."""
+"""The version of the package.
+
+pyproject.toml reads it, and whatever is made records it.
+"""
 
 __version__ = "0.1.0"
