@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import runpy
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,17 @@ def room(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All of its syntax tree."""
+    return [*ast.walk(ast.parse(path.read_text("utf-8")))]
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """Full names of all that a module imports, also within functions."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -76,7 +84,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
     assert len(text.splitlines()) <= LONGER.get(name(path), MAX_FILE), (
         f"{name(path)} has {len(text.splitlines())} lines"
     )
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
             assert lines <= MAX_FUNCTION, f"{node.name} in {name(path)} has {lines} lines"
@@ -109,7 +117,7 @@ def test_files_are_never_pickled() -> None:
 def test_random_numbers_come_from_seeds() -> None:
     """No draw from the global stream: each `rand*` call is handed a generator, or stands under a forked stream."""
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 drawn = node.func.attr in ("rand", "randn", "randint", "randperm", "multinomial", "bernoulli")
                 given = any(keyword.arg == "generator" for keyword in node.keywords)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._decomp.decompositions import gru_impl
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "fakegpu"
@@ -113,11 +113,25 @@ class OnDevice(Tensor):
 
 
 def unwrapped(value: Any) -> Any:
-    return tree_map(lambda t: t.held if isinstance(t, OnDevice) else t, value)
+    """The value, or the tuple, list or dict of values, as operators get them, with the tensors that are held."""
+    if isinstance(value, OnDevice):
+        return value.held
+    if isinstance(value, tuple | list):
+        return type(value)(map(unwrapped, value))
+    return {key: unwrapped(v) for key, v in value.items()} if isinstance(value, dict) else value
 
 
 def wrapped(value: Any) -> Any:
     return tree_map(lambda t: OnDevice(t) if isinstance(t, Tensor) and not isinstance(t, OnDevice) else t, value)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in arguments of an operator."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors_in(part)
 
 
 def asking() -> str:
@@ -136,7 +150,7 @@ def on_device(value: object) -> bool:
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on the tensors that are held, after the checks of a device; give the result its device."""
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
     asked = kwargs.get("device")
     if not any(map(on_device, tensors)) and (asked is None or torch.device(asked).type != NAME):
         return func(*args, **kwargs)
@@ -159,7 +173,12 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*plain, **unwrapped(kwargs))
     if not stays:
         return result
-    return return_and_correct_aliasing(func, args, kwargs, wrapped(result)) if not leaves else args[0]
+    # PyTorch takes a millisecond to find out that an operator in place returns its first argument.
+    name = func._schema.name
+    in_place = name.endswith("_") and not name.endswith("__") and torch.Tag.inplace_view not in func.tags
+    if leaves or (in_place and isinstance(result, Tensor)):
+        return args[0]
+    return return_and_correct_aliasing(func, args, kwargs, wrapped(result))
 
 
 def check_index(args: tuple[Any, ...]) -> None:
