@@ -10,7 +10,7 @@ import pytest
 
 from pico_files import CommandLine, contents, small
 
-pytestmark = [pytest.mark.slow, pytest.mark.figures]
+pytestmark = pytest.mark.slow
 
 TIMED = (
     "cost.json", "README.md", "evaluation.json", "report.html", "report.json", "cost.svg", "cost.png", "metrics.jsonl",
@@ -45,6 +45,7 @@ def test_a_model_is_made_anew_in_a_folder_that_is_a_disk_of_its_own(
     assert contents(disk, but=TIMED) == contents(tmp_path / "whole", but=TIMED)
 
 
+@pytest.mark.figures
 def test_a_conversion_that_runs_out_of_disk_again_and_again(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, disk: Path
 ) -> None:
