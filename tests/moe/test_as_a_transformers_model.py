@@ -132,8 +132,7 @@ def test_the_cache_is_used_by_its_old_and_its_new_name(family: str, name: str) -
         torch.testing.assert_close(rest[0], expected[:, 5:], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("static_cache", [False, True])
-@pytest.mark.parametrize("attention", ["off", "static", "per_token"])
+@pytest.mark.parametrize(("attention", "static_cache"), [("off", False), ("static", True), ("per_token", True)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_token_after_another_is_all_at_once(family: str, attention: str, static_cache: bool) -> None:
     """Rows that are padded on the left have a mask, and so have static caches."""
