@@ -101,7 +101,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@cases(100)
+@cases(300)
 def test_plans(plans: Path, tmp_path: Path, first: int) -> None:
     for draw in seeds(first):
         folder = copy_folder(draw.choice(sorted(plans.iterdir())), tmp_path / "plan")
@@ -132,7 +132,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Any, Any, 
     return folder, net, optimizer, folder.path / "good"
 
 
-@cases(80)
+@cases(200)
 def test_runs(run: tuple[RunFolder, Any, Any, Path], first: int) -> None:
     folder, net, optimizer, good = run
     place = folder.checkpoints / "step-000003"
@@ -177,7 +177,7 @@ def test_a_checkpoint_cannot_ask_for_other_files(run: tuple[RunFolder, Any, Any,
     assert outcome(folder.last, folder.path) is None
 
 
-@cases(80)
+@cases(200)
 def test_corpora(tmp_path: Path, first: int) -> None:
     ids = tokens(2, 4)
     corpus = Corpus(*(Sequences(ids + i, torch.ones_like(ids).bool()) for i in range(3)), ("self",), "pico", 0)
@@ -208,7 +208,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
 
 
-@cases(80)
+@cases(200)
 def test_configs(folders: Path, tmp_path: Path, first: int) -> None:
     """The modeling file may not import tomoe: its config says ValueError, which `load_dense` turns into a UserError."""
     good = json.loads((folders / "good" / "config.json").read_text())
@@ -224,7 +224,7 @@ def test_configs(folders: Path, tmp_path: Path, first: int) -> None:
         assert not made.tomoe_dense_type or all(0 < width <= 48 for width in made.tomoe_expert_sizes)
 
 
-@cases(60)
+@cases(140)
 def test_folders(folders: Path, first: int) -> None:
     for draw in seeds(first):
         hostile = copy_folder(folders / draw.choice(["good", "good", "dense"]), folders / "hostile")
