@@ -49,7 +49,7 @@ WAYS = {"fine-grained": [], "static": ["experts.form=overlapping", "experts.num_
 SHOWN = {
     "dense": "dense",
     "fine-grained": "fine-grained experts",
-    "dialed": "a conversion at a smaller share, with more experts",
+    "dialed": "more experts than converted for",
     "static": "same neurons for all tokens",
     "fine-tuned": "fine-grained experts, fine-tuned",
 }
