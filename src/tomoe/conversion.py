@@ -221,7 +221,7 @@ def _start_and_end(
     def loss() -> float:
         return planned_loss(model, _extract(net, model, recipe, corpus), text, recipe.loss.objective)
 
-    return BestWeights(net, run, recipe.train.steps, loss, checks=1)
+    return BestWeights(net, run, recipe.train.steps, loss, checks=1, keeps=False)
 
 
 def training_notes(steps: int, checked: dict[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,10 @@ def extract_plan(
 @torch.no_grad()
 def planned_loss(model: Any, plan: Plan, text: Sequences, objective: str) -> float:
     """Return what the dense model loses under a plan's masks, in nats a token of `text`: the KL to itself, or the
-    language-modeling loss if that is the objective."""
+    language-modeling loss if that is the objective.
+
+    Every process reads all of the text: a sharded model runs in all of them or in none.
+    """
     masks, total = planned_masks(plan, model.device), 0.0
     for ids, mask in zip(text.input_ids.split(1), text.mask.split(1), strict=True):
         ids, mask = ids.to(model.device), mask.to(model.device)

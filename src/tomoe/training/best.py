@@ -37,6 +37,8 @@ class BestWeights:
     checked: int = -1
     checks: int = CHECKS
     """How often the run is checked, besides its start."""
+    keeps: bool = True
+    """Whether the best weights go into a file; without it `take_` cannot be asked."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -59,7 +61,8 @@ class BestWeights:
             self.start = self.loss = loss
         elif loss < self.loss:
             self.loss, self.step = loss, step
-            distributed.on_rank_zero(lambda: self.run.save_best(self.net))
+            if self.keeps:
+                distributed.on_rank_zero(lambda: self.run.save_best(self.net))
         return {"held_out": loss}
 
     def take_(self) -> None:
