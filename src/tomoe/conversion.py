@@ -16,7 +16,6 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe import distributed
-from tomoe.budget import BUDGET_TOLERANCE
 from tomoe.data.corpus import Corpus, Sequences, prepare
 from tomoe.data.sources import SELF
 from tomoe.errors import UserError
@@ -36,7 +35,7 @@ from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan, planned_loss
 from tomoe.pruning.forms import mask_network
-from tomoe.pruning.layouts import FORMS, Layout, settle_layout
+from tomoe.pruning.layouts import FORMS, Layout, settle_layout, tolerance_of
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import MaskStep
 from tomoe.pruning.repair.plan import forget_repair, repair_plan
@@ -275,8 +274,7 @@ def run_training(training: Training, recipe: RunRecipe, stage: str, on_progress:
 def _extract(net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus: Corpus) -> Plan:
     """The plan that the masks give at the recipe's share, as near to it as its target allows."""
     calibration = corpus.calibration.input_ids.to(model.device), corpus.calibration.mask.to(model.device)
-    tolerance = max(BUDGET_TOLERANCE, TARGET_RULES[recipe.target].tolerance)
-    return extract_plan(net, model, recipe.active, calibration, tolerance)
+    return extract_plan(net, model, recipe.active, calibration, tolerance_of(TARGET_RULES[recipe.target]))
 
 
 def finish_plan(

@@ -234,10 +234,8 @@ def test_rows_of_a_gguf_file_are_whole_blocks_if_they_can_be(
 ) -> None:
     layout = settle_layout(Recipe(active=active, target="gguf", experts=experts), shape)
     assert replace(layout, uniform=False, dense_layers=0) == expected
-    width, size = (
-        _width(shape, active),
-        shape.mlp_size + 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / 3,
-    )
+    width = _width(shape, active)
+    size = shape.mlp_size + 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / 3
     mean = (shape.mlp_size + (shape.num_layers - 1) * layout.width(layout.top_k)) / shape.num_layers
     assert abs(mean - width) <= 0.003 * size
 

@@ -22,7 +22,7 @@ TENSORS = {
 # the same, for tensors that only layers with rotated values have
 ROTATION = {"value_rotation": "value_rotation"}
 FIELDS = {name: field for field, name in (TENSORS | FINE.fields).items()}
-MASKS = ("expert_neurons", "shared_neurons", "qk_kept", "value_kept")
+MASKS = (*FINE.packed, "qk_kept", "value_kept")
 ROUTER = "value_router."
 REFIT = "refit."
 FLOATS: tuple[str, ...] = ("F32", "BF16", "F16")

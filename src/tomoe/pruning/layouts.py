@@ -171,7 +171,7 @@ def _search(
     others = mlp_params(shape, 1) * (shape.num_layers - dense_layers)
     width = (left - dense_layers * mlp_params(shape, shape.mlp_size)) / others
     exact = rules.uniform or attention.pruning == "off"
-    slack = max(BUDGET_TOLERANCE, rules.tolerance) * decoder_params(shape) / others if exact else math.inf
+    slack = tolerance_of(rules) * decoder_params(shape) / others if exact else math.inf
     return _Search(experts, rules, shape.mlp_size, width, slack, 1 if rules.uniform else shape.num_layers)
 
 
@@ -342,6 +342,11 @@ def _check_least(least: float, attention: AttentionSection, active: float) -> No
             f"active is {active}, but this model{condition} can be cut to {least:.3f} of its decoder parameters at "
             "most; set a larger active"
         )
+
+
+def tolerance_of(rules: TargetRules) -> float:
+    """The largest distance between the active fraction of a plan for this target and the requested one."""
+    return max(BUDGET_TOLERANCE, rules.tolerance)
 
 
 def check_tolerance(nearest: float, active: float, tolerance: float, layout: Layout) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tomoe.moe.kernels.build import load
-from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked
+from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked, stamp_of
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
@@ -213,7 +213,7 @@ _members = WeakTensorKeyDictionary()
 
 def _members_of(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[Tensor, " U"]:
     """The number of each neuron, kept for a tensor until it changes."""
-    stamp = (expert_rows.data_ptr(), -1 if expert_rows.is_inference() else expert_rows._version, union, fine)
+    stamp = (stamp_of(expert_rows), union, fine)
     entry = _members.get(expert_rows)
     if entry is None or entry[0] != stamp:
         entry = _members[expert_rows] = (stamp, MEMBERS[fine].numbers(expert_rows, union))
