@@ -27,6 +27,7 @@ try:
     from experts import make, make_fine
     from torch import Tensor
     from transformers import StaticCache
+    from transformers.models.llama.modeling_llama import LlamaMLP
 
     import tomoe
     from tomoe.evaluation.speed.benchmark import benchmark
@@ -44,12 +45,17 @@ except ModuleNotFoundError as missing:
     sys.exit(f"gpu_proof.py needs the package {missing.name}, which is not installed here")
 
 Row = dict[str, Any]
-SHAPES = {"135M": (576, 1536), "1B": (2048, 8192), "7B": (4096, 11008), "8B": (4096, 14336)}
+# Widths of SmolLM2-135M, Qwen2.5-0.5B and -1.5B, and Llama 3 8B.
+SHAPES = {"135M": (576, 1536), "0.5B": (896, 4864), "1.5B": (1536, 8960), "8B": (4096, 14336)}
 # Experts and shared neurons of a layout, by what a layer of F neurons gives each.
 LAYOUTS = {"fine 256": (256, 0.125), "fine 64": (64, 0.125), "wide 32": (32, 0.25)}
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 # Weight sets that are timed in turn, so that none stays in the cache of the device.
 SETS = 4
+# One reading takes about so many seconds, so that waiting for the device is a small part of it.
+READING = 2e-3
+# Up to so many tokens, the rows of a few are tried: each number of tokens is compiled for some seconds.
+MOST_FEW = 8
 
 
 class Proof:
@@ -106,16 +112,21 @@ class Proof:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, *runs: Callable[[], object], rounds: int = 9) -> float:
-        """Median of one run, each of `runs` in turn, the device's work included."""
-        timed = []
-        for i in range(-len(runs), len(runs) if self.tiny else rounds):
+        """Median of one run, all of `runs` in turn between two waits for the device."""
+
+        def reading(loops: int) -> float:
             self.wait()
             began = time.perf_counter()
-            runs[i % len(runs)]()
+            for _ in range(loops):
+                for run in runs:
+                    run()
             self.wait()
-            if i >= 0:
-                timed.append(time.perf_counter() - began)
-        return statistics.median(timed)
+            return (time.perf_counter() - began) / loops / len(runs)
+
+        reading(1)
+        once = reading(1) * len(runs)
+        loops = 1 if self.tiny else max(1, min(20, int(READING / once)))
+        return statistics.median(reading(loops) for _ in range(1 if self.tiny else rounds))
 
     def graphed(self, run: Callable[[], object]) -> Callable[[], object]:
         """A run as a CUDA graph, which the host starts as one; elsewhere as it is."""
@@ -152,12 +163,6 @@ def _shown(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def layout_of(name: str, size: int, active: float) -> tuple[int, int, float]:
-    """Experts, shared neurons and active share, as `make_fine` takes them."""
-    experts, shared = LAYOUTS[name]
-    return experts, int(shared * size), active
-
-
 def routed(mlp: ToMoEMLP, tokens: int) -> Tensor:
     """Random experts of each token, on the CPU."""
     logits = torch.randn(tokens, mlp.num_experts, generator=torch.Generator().manual_seed(1))
@@ -179,6 +184,18 @@ def ceilings(proof: Proof) -> Iterator[Row]:
     yield {"GB/s": proof.gb_per_s, "TFLOP/s": proof.tflop_per_s}
 
 
+def fine(proof: Proof, name: str, hidden: int, size: int, active: float) -> tuple[LlamaMLP, ToMoEMLP]:
+    """A dense MLP and its experts, random and on the device."""
+    experts, shared = LAYOUTS[name]
+    with proof.device:
+        return make_fine(hidden, size, torch.bfloat16, experts, int(shared * size), active)
+
+
+def tries_few(form: str, dtype: torch.dtype, tokens: int) -> bool:
+    """Whether `few` is run: each size of its arguments is compiled, which takes seconds."""
+    return form != "fine 64" and tokens <= MOST_FEW and (dtype == torch.bfloat16 or tokens == 1)
+
+
 @torch.no_grad()
 def agreement(proof: Proof) -> Iterator[Row]:
     """Every backend against float64 on the CPU, in memory that held NaN."""
@@ -188,47 +205,52 @@ def agreement(proof: Proof) -> Iterator[Row]:
             if form == "overlapping":
                 _, mlp = make(hidden, size, torch.bfloat16, 0.5, torch.Generator().manual_seed(0))
             else:
-                _, mlp = make_fine(hidden, size, torch.bfloat16, *layout_of(form, size, 0.5))
+                _, mlp = fine(proof, form, hidden, size, 0.5)
+            mlp = mlp.cpu()
             ids, x = routed(mlp, counts[-1]), torch.randn(counts[-1], hidden).bfloat16()
             exact = EXPERT_BACKENDS["masked"](mlp.double(), x.double(), ids)
             for dtype, most in TOLERANCES.items():
                 own: Any = mlp
-                own, on = own.to(proof.device, dtype), x.to(proof.device, dtype)
+                own, on = own.to(proof.device).to(dtype), x.to(proof.device, dtype)
                 for name, run in EXPERT_BACKENDS.items():
                     errors = []
                     for count in counts:
+                        if name == "few" and not tries_few(form, dtype, count):
+                            continue
                         for width in (hidden, size):
                             proof.poison(count, width, dtype=dtype)
                         y = run(own, on[:count], ids[:count].to(proof.device)).cpu().double()
                         error = (y - exact[:count]).abs().max() / exact[:count].abs().max()
                         errors.append(float(error.nan_to_num(torch.inf)))
-                    row = {"shape": shape, "form": form, "dtype": str(dtype), "backend": name, "error": max(errors)}
-                    yield row | {"passes": max(errors) < most}
+                    if errors:
+                        row = {"shape": shape, "form": form, "dtype": str(dtype), "backend": name, "error": max(errors)}
+                        yield row | {"passes": max(errors) < most}
 
 
 @torch.no_grad()
 def one_mlp(proof: Proof) -> Iterator[Row]:
     """One MLP, dense and by experts, in ms, beside what bandwidth and products allow at best."""
-    for shape, (hidden, size) in proof.shapes().items():
+    for shape, (hidden, size) in list(proof.shapes().items())[-3:]:
         for form in LAYOUTS:
             for active in (0.34, 0.6):
-                pairs = [make_fine(hidden, size, torch.bfloat16, *layout_of(form, size, active)) for _ in range(SETS)]
-                both = [(dense.to(proof.device), moe.to(proof.device)) for dense, moe in pairs]
+                both = [fine(proof, form, hidden, size, active) for _ in range(SETS)]
                 mlp = both[0][1]
-                for tokens in proof.counts(1, 8, 64, 1024, 8192):
+                for tokens in proof.counts(1, 4, 8, 64, 256, 1024, 8192):
                     x, ids = proof.random(tokens, hidden, dtype=torch.bfloat16), routed(mlp, tokens).to(proof.device)
                     weights = 3 * hidden * size * 2 / proof.gb_per_s / 1e9
                     floor = active * max(weights, 6 * tokens * hidden * size / proof.tflop_per_s / 1e12)
                     row = {"shape": shape, "form": form, "active": active, "tokens": tokens}
                     row |= {"auto is": choose_backend(mlp, x), "floor": 1e3 * floor}
                     runs: dict[str, list[Callable[[], object]]] = {"dense": [partial(dense, x) for dense, _ in both]}
-                    for name in ("masked", "auto", "few", "grouped"):
-                        if name == "few" and tokens > 64:
-                            continue
+                    names = ["masked"]
+                    if active < 0.5 and tries_few(form, torch.bfloat16, tokens):
+                        names.append("few")
+                    if tokens >= 64 and form != "fine 256":
+                        names.append("grouped")
+                    for name in names:
                         runs[name] = [partial(EXPERT_BACKENDS[name], moe, x, ids) for _, moe in both]
-                    for name in ("dense", "masked", "few"):
-                        if name in runs:
-                            runs[f"{name} in a graph"] = [proof.graphed(run) for run in runs[name]]
+                    for name in list(runs) if tokens <= 256 else ():
+                        runs[f"{name} in a graph"] = [proof.graphed(run) for run in runs[name]]
                     yield row | {name: 1e3 * proof.seconds(*each) for name, each in runs.items()}
 
 
@@ -238,7 +260,7 @@ def one_layer(proof: Proof) -> Iterator[Row]:
 
     Prefills, and one token after those in a static cache.
     """
-    for shape, (hidden, size) in list(proof.shapes().items())[-3:]:
+    for shape, (hidden, size) in list(proof.shapes().items())[-2:]:
         config = transformers.LlamaConfig(
             hidden_size=hidden, intermediate_size=size, num_hidden_layers=1, num_attention_heads=max(1, hidden // 128),
             vocab_size=256, max_position_embeddings=16384,
@@ -246,11 +268,10 @@ def one_layer(proof: Proof) -> Iterator[Row]:
         model: Any = transformers.LlamaModel(config).eval()
         model = model.to(proof.device, torch.bfloat16)
         row: Row = {"shape": shape}
-        for form in ("dense", "wide 32") if proof.tiny else ("dense", *LAYOUTS):
+        for form in ("dense", "wide 32") if proof.tiny else ("dense", "fine 256", "wide 32"):
             if form != "dense":
-                _, moe = make_fine(hidden, size, torch.bfloat16, *layout_of(form, size, 0.34))
-                model.layers[0].mlp = moe.to(proof.device)
-            for tokens in proof.counts(8, 1024, 8192) if proof.tiny else (1, 8, 1024, 8192):
+                model.layers[0].mlp = fine(proof, form, hidden, size, 0.34)[1]
+            for tokens in proof.counts(8, 1024, 8192):
                 x = proof.random(1, tokens, hidden, dtype=torch.bfloat16)
                 torch.compiler.reset()
                 run = model if proof.tiny else torch.compile(model, dynamic=False, mode="reduce-overhead")
@@ -271,8 +292,7 @@ def training(proof: Proof) -> Iterator[Row]:
     hidden, size = list(proof.shapes().values())[-2 if not proof.tiny else 0]
     x = proof.random(64 if proof.tiny else 4096, hidden, dtype=torch.bfloat16)
     for form in LAYOUTS:
-        _, made = make_fine(hidden, size, torch.bfloat16, *layout_of(form, size, 0.5))
-        moe = made.to(proof.device).requires_grad_(True)
+        moe = fine(proof, form, hidden, size, 0.5)[1].requires_grad_(True)
         optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-4)
         proof.peak_gb()
         began, losses = time.perf_counter(), []
@@ -405,7 +425,7 @@ PARTS: dict[str, list[tuple[Callable[[Proof], Iterator[Row]], int]]] = {
     "kernels": [
         (ceilings, 20),
         (agreement, 90),
-        (one_mlp, 120),
+        (one_mlp, 150),
         (one_layer, 120),
         (training, 30),
         (equations, 30),
