@@ -47,8 +47,8 @@ except ModuleNotFoundError as missing:
 Row = dict[str, Any]
 # Widths of SmolLM2-135M, Qwen2.5-0.5B and -1.5B, and Llama 3 8B.
 SHAPES = {"135M": (576, 1536), "0.5B": (896, 4864), "1.5B": (1536, 8960), "8B": (4096, 14336)}
-# Experts and shared neurons of a layout, by what a layer of F neurons gives each.
-LAYOUTS = {"fine 256": (256, 0.125), "fine 64": (64, 0.125), "wide 32": (32, 0.25)}
+# Experts of a layout, the share of the neurons that all tokens use, and what divides the width of an expert.
+LAYOUTS = {"fine 256": (256, 0.125, 1), "fine 64": (64, 0.125, 1), "wide 32": (32, 0.15, 32)}
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 # Weight sets that are timed in turn, so that none stays in the cache of the device.
 SETS = 4
@@ -186,9 +186,12 @@ def ceilings(proof: Proof) -> Iterator[Row]:
 
 def fine(proof: Proof, name: str, hidden: int, size: int, active: float) -> tuple[LlamaMLP, ToMoEMLP]:
     """A dense MLP and its experts, random and on the device."""
-    experts, shared = LAYOUTS[name]
+    experts, shared, multiple = LAYOUTS[name]
+    if proof.tiny:
+        multiple = 1
+    width = max(1, round(size * (1 - shared) / experts / multiple)) * multiple
     with proof.device:
-        return make_fine(hidden, size, torch.bfloat16, experts, int(shared * size), active)
+        return make_fine(hidden, size, torch.bfloat16, experts, size - experts * width, active)
 
 
 def tries_few(form: str, dtype: torch.dtype, tokens: int) -> bool:
@@ -356,9 +359,14 @@ def converts(proof: Proof) -> Iterator[Row]:
     written = []
     for name in ("moe", "again"):
         began = time.perf_counter()
-        tomoe.convert(recipe, proof.out / name, force=True)
+        peaks: dict[str, float] = {}
+
+        def watch(stage: str, *_: object) -> None:
+            peaks[stage] = max(peaks.get(stage, 0.0), proof.peak_gb())  # noqa: B023
+
+        tomoe.convert(recipe, proof.out / name, force=True, on_progress=watch)
         written.append((proof.out / name / "model.safetensors").read_bytes())
-        yield {"seconds": time.perf_counter() - began, "peak GB": proof.peak_gb(), "estimated GB": least / 1e9}
+        yield {"seconds": time.perf_counter() - began, "estimated GB": least / 1e9, "peaks GB": peaks}
     yield {"same bits": written[0] == written[1], "free GB": free_on_device(proof.device) / 1e9}
 
 

@@ -277,7 +277,10 @@ def test_what_auto_takes_for_fine_experts_on_a_gpu(monkeypatch: pytest.MonkeyPat
 
     assert taken("fine, 256 experts", 1, 2, 3, 4096) == ["few", "few", None, None]
     monkeypatch.setattr(gpu, "WIDE", 40)
-    assert taken("fine, wide experts", 1, 3, 4, 191, 192) == ["few", "few", None, None, "grouped"]
+    # these choose two of six experts, which reads x too often
+    assert taken("fine, wide experts", 1, 3, 4, 384) == ["few", "few", None, None]
+    monkeypatch.setattr(gpu, "MOST_OF_EXPERTS", 1 / 3)
+    assert taken("fine, wide experts", 4, 383, 384) == [None, None, "grouped"]
     assert taken("plain", 1, 192) == [None, None]
     assert gpu.choose_gpu(make_mlp(CASES["fine"]), OnGpu(1, is_cuda=False)) is None
 
@@ -295,6 +298,17 @@ def test_every_size_of_a_few_tokens_has_a_graph_of_its_own(monkeypatch: pytest.M
             y = gpu.compiled(tokens_, top_k)(x, ids, *weights, mlp.shared_size, 6, gpu.ACTIVATIONS[0])
             torch.testing.assert_close(y, gpu.run_few(mlp, x, ids))
     gpu.compiled.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["few", "grouped", "masked"])
+def test_experts_for_a_gpu_do_not_break_a_graph(backend: str) -> None:
+    case = CASES["fine, wide experts"]
+    mlp, (x, expert_ids) = make_mlp(case, torch.bfloat16), make_inputs(case)
+    run = torch.compile(EXPERT_BACKENDS[backend], backend="eager", fullgraph=True)
+    with torch.no_grad():
+        y = EXPERT_BACKENDS["masked"](mlp, x.bfloat16(), expert_ids)
+        torch.testing.assert_close(run(mlp, x.bfloat16(), expert_ids), y, atol=0.02 * float(y.abs().max()), rtol=0)
 
 
 def test_auto_can_be_asked_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -777,24 +777,27 @@ MASKED_ELEMENTS, MASKED_ELEMENTS_ON_DEVICE, LONG_RUN, GATHER_SIZE = 2**22, 2**28
 
 
 def run_masked(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Every neuron for every token, then zeros, in the model's dtype: costs what the dense MLP costs.
-
-    `weights` [T, k] multiply what each expert adds, for routers that train.
-    """
-    elements = MASKED_ELEMENTS if x.device.type == "cpu" else MASKED_ELEMENTS_ON_DEVICE
-    tokens, rows = max(1, elements // len(mlp.up_proj)), mlp.expert_rows
-    masks = None if mlp.fine else x.new_zeros(mlp.num_experts, len(mlp.up_proj)).scatter_(1, rows.long(), 1)
+    """Every neuron for every token times 0 or 1, or `weights` [T, k] of routers that train: costs what the dense MLP costs,
+    in its dtype."""
+    on_cpu, learns = x.device.type == "cpu", torch.is_grad_enabled()
+    tokens = max(1, (MASKED_ELEMENTS if on_cpu else MASKED_ELEMENTS_ON_DEVICE) // len(mlp.up_proj))
+    masks = None if mlp.fine else x.new_zeros(mlp.num_experts, len(mlp.up_proj)).scatter_(1, mlp.expert_rows.long(), 1)
+    # Rows of a few numbers, which a CPU is slow at, save a mask as large as h.
+    narrow = mlp.fine and not (on_cpu or learns)
     pieces = []
     for first in range(0, max(len(x), 1), tokens):
         some = slice(first, first + tokens)
         h, ids = mlp.activations(x[some], slice(None)), expert_ids[some]
+        own = h[:, mlp.shared_size :].unflatten(1, (mlp.num_experts, -1)) if narrow else h
         if masks is None:
             ones = torch.ones_like(ids, dtype=x.dtype) if weights is None else weights[some].to(x.dtype)
-            chosen = x.new_zeros(len(ids), mlp.num_experts).scatter(1, ids, ones)
-            mask = F.pad(chosen.repeat_interleave(rows.shape[1], 1), (mlp.shared_size, 0), value=1.0)
+            mask = x.new_zeros(len(ids), mlp.num_experts).scatter(1, ids, ones)
+            if not narrow:
+                mask = F.pad(mask.repeat_interleave(mlp.expert_rows.shape[1], 1), (mlp.shared_size, 0), value=1.0)
         else:
             mask = masks[ids[:, 0]]
-        pieces.append((h * mask if torch.is_grad_enabled() else h.mul_(mask)) @ mlp.down_proj)
+        own = own * mask if learns else own.mul_(mask[..., None] if narrow else mask)
+        pieces.append((own if learns else h) @ mlp.down_proj)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 

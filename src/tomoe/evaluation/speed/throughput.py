@@ -105,7 +105,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 @contextmanager
-def _expert_by_expert(model: Any) -> Iterator[None]:
+def _countable(model: Any) -> Iterator[None]:
     """Run experts so that what is counted is what a token needs: not masked, and with products that PyTorch sees."""
     config: Any = getattr(model, "config", None)
     before, router_logits = getattr(config, "tomoe_expert_backend", None), modeling_tomoe.router_logits
@@ -119,15 +119,29 @@ def _expert_by_expert(model: Any) -> Iterator[None]:
         config.tomoe_expert_backend, modeling_tomoe.router_logits = before, router_logits
 
 
+def _attention_flops(q: list[int], k: list[int], v: list[int], *_: Any, **__: Any) -> int:
+    """Operations of causal attention for queries [B, H, S, C] and keys [B, K, T, C]: of an entry that is masked, none."""
+    batch, heads, queries, size = q
+    pairs = queries * k[2] - queries * (queries - 1) // 2
+    return 2 * batch * heads * pairs * (size + v[3])
+
+
+# PyTorch's own formula leaves out the CPU, and in 2.11 refuses keys of fewer heads.
+_ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): _attention_flops
+    for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+}
+
+
 @torch.no_grad()
 def count_flops(model: Any, ids: Int[Tensor, "1 S"]) -> tuple[int, int]:
     """Count operations (multiplications and additions) of matrix products: to prefill one row, and of one step after it."""
-    cache = DynamicCache()
-    with _expert_by_expert(model), FlopCounterMode(display=False) as whole:
-        model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-    with _expert_by_expert(model), FlopCounterMode(display=False) as step:
-        model(ids[:, -1:], use_cache=True, logits_to_keep=1, **{CACHE: cache})
-    return whole.get_total_flops(), step.get_total_flops()
+    cache, counted = DynamicCache(), []
+    for some in (ids, ids[:, -1:]):
+        with _countable(model), FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
+            model(some, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        counted.append(counter.get_total_flops())
+    return counted[0], counted[1]
 
 
 @torch.no_grad()

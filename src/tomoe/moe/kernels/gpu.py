@@ -1,7 +1,6 @@
 """Fine-grained experts on a GPU, in PyTorch alone: for a few tokens the rows that they need, for many one grouped product.
 
-Not measured on a GPU. Both compute the same on a CPU, where `auto` never takes them. Letters as in the modelling file; S shared
-neurons.
+Both compute the same on a CPU, where `auto` never takes them. Letters as in the modelling file; S shared neurons.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ from torch import Tensor
 from tomoe.moe.kernels.native import ACTIVATIONS, activation_kind
 from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked
 
-# Tokens up to which each reads the rows of its own experts; together more would read most of them.
+# Measured on an H100 (docs/lab/performance.md). Tokens up to which each reads the rows of its own experts; together more would
+# read most of them.
 FEW_TOKENS = 4
-# Neurons of an expert from which on, and tokens of one in the mean from which on, a grouped product has enough to do.
-WIDE, MANY_TOKENS = 128, 64
+# What a grouped product needs to beat all neurons with a mask: neurons of an expert, tokens of one in the mean, and so few of the
+# experts that reading x once for each of them pays.
+WIDE, MANY_TOKENS, MOST_OF_EXPERTS = 128, 128, 1 / 4
 # What rows of 16 bytes need, without which PyTorch refuses the grouped product.
 GROUPED_MULTIPLE = 8
 
@@ -35,8 +36,9 @@ def choose_gpu(mlp: ToMoEMLP, x: Tensor) -> str | None:
     chosen = len(x) * (mlp.top_k or 1)
     if len(x) <= FEW_TOKENS and chosen <= mlp.num_experts:
         return "few"
-    wide = mlp.expert_rows.shape[1] >= WIDE and chosen >= MANY_TOKENS * mlp.num_experts
-    return "grouped" if wide and x.dtype == torch.bfloat16 and _divides(mlp) else None
+    wide = mlp.expert_rows.shape[1] >= WIDE and (mlp.top_k or 1) <= MOST_OF_EXPERTS * mlp.num_experts
+    many = chosen >= MANY_TOKENS * mlp.num_experts
+    return "grouped" if wide and many and x.dtype == torch.bfloat16 and _divides(mlp) else None
 
 
 def _divides(mlp: ToMoEMLP) -> bool:
@@ -49,12 +51,18 @@ def _divides(mlp: ToMoEMLP) -> bool:
 def run_few(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
     """Each token reads the shared rows and those of its experts, which are contiguous; on CUDA in compiled kernels that
     make no copy of them. `masked` where experts overlap, or the activation is an unknown one."""
-    kind = activation_kind(mlp) if mlp.fine else None
+    if not mlp.fine:
+        return run_masked(mlp, x, expert_ids)
+    weights = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias
+    sizes = mlp.shared_size, mlp.num_experts
+    if torch.compiler.is_compiling():
+        # Recognizing an activation looks at values, which would break the graph.
+        return few(x, expert_ids, *weights, *sizes, mlp.activation)
+    kind = activation_kind(mlp)
     if kind is None:
         return run_masked(mlp, x, expert_ids)
-    run = compiled(*expert_ids.shape) if x.is_cuda and not torch.compiler.is_compiling() else few
-    weights = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias
-    return run(x, expert_ids, *weights, mlp.shared_size, mlp.num_experts, ACTIVATIONS[kind])
+    run = compiled(*expert_ids.shape) if x.is_cuda else few
+    return run(x, expert_ids, *weights, *sizes, ACTIVATIONS[kind])
 
 
 @cache
@@ -89,7 +97,9 @@ def few(
         gates = project(gate, gate_bias)
         h = activation(gates[0]) * h[0], activation(gates[1]) * h[1]
     all_use, own = split(down)
-    return ((h[1][..., None] * own).sum((1, 2)) + (h[0].to(x.dtype) @ all_use)).to(x.dtype)
+    # Expert by expert first: one sum over all rows would leave most of a GPU without work.
+    experts = (h[1][..., None] * own).sum(2).sum(1)
+    return (experts + (h[0].to(x.dtype) @ all_use)).to(x.dtype)
 
 
 def run_grouped(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
