@@ -275,12 +275,15 @@ def test_what_auto_takes_for_fine_experts_on_a_gpu(monkeypatch: pytest.MonkeyPat
     def taken(name: str, *counts: int) -> list[str | None]:
         return [gpu.choose_gpu(make_mlp(CASES[name], torch.bfloat16), OnGpu(count)) for count in counts]
 
-    assert taken("fine, 256 experts", 1, 2, 3, 4096) == ["few", "few", None, None]
+    assert taken("fine, 256 experts", 1, 2, 4096) == ["few", None, None]
+    monkeypatch.setattr(gpu, "MOST_FOR_FEW", 0.1)
+    assert taken("fine, 256 experts", 1) == [None]
     monkeypatch.setattr(gpu, "WIDE", 40)
+    monkeypatch.setattr(gpu, "MANY_PRODUCTS", 384 * 260 * 96)
     # these choose two of six experts, which reads x too often
-    assert taken("fine, wide experts", 1, 3, 4, 384) == ["few", "few", None, None]
-    monkeypatch.setattr(gpu, "MOST_OF_EXPERTS", 1 / 3)
-    assert taken("fine, wide experts", 4, 383, 384) == [None, None, "grouped"]
+    assert taken("fine, wide experts", 384) == [None]
+    monkeypatch.setattr(gpu, "MOST_FOR_GROUPED", 1 / 3)
+    assert taken("fine, wide experts", 383, 384) == [None, "grouped"]
     assert taken("plain", 1, 192) == [None, None]
     assert gpu.choose_gpu(make_mlp(CASES["fine"]), OnGpu(1, is_cuda=False)) is None
 

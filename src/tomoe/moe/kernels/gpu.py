@@ -16,12 +16,12 @@ from torch import Tensor
 from tomoe.moe.kernels.native import ACTIVATIONS, activation_kind
 from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked
 
-# Measured on an H100 (docs/lab/performance.md). Tokens up to which each reads the rows of its own experts; together more would
-# read most of them.
-FEW_TOKENS = 4
-# What a grouped product needs to beat all neurons with a mask: neurons of an expert, tokens of one in the mean, and so few of the
-# experts that reading x once for each of them pays.
-WIDE, MANY_TOKENS, MOST_OF_EXPERTS = 128, 128, 1 / 4
+# Measured on an H100 (docs/lab/performance.md). Tokens that read the rows of their own experts, and the share of all experts up
+# to which that pays: four tokens were slower than all neurons with a mask.
+FEW_TOKENS, MOST_FOR_FEW = 1, 1 / 2
+# What a grouped product needs to beat all neurons with a mask: neurons of an expert, so few of the experts that reading x once
+# for each of them pays, and products (tokens x rows x columns of a projection) that outweigh sorting the tokens.
+WIDE, MOST_FOR_GROUPED, MANY_PRODUCTS = 128, 1 / 4, 10**11
 # What rows of 16 bytes need, without which PyTorch refuses the grouped product.
 GROUPED_MULTIPLE = 8
 
@@ -33,11 +33,11 @@ def choose_gpu(mlp: ToMoEMLP, x: Tensor) -> str | None:
     """Tell `auto` what to take on CUDA for fine-grained experts; None passes the question on."""
     if not (mlp.fine and x.is_cuda and len(x)) or (torch.is_grad_enabled() and x.requires_grad):
         return None
-    chosen = len(x) * (mlp.top_k or 1)
-    if len(x) <= FEW_TOKENS and chosen <= mlp.num_experts:
+    share = (mlp.top_k or 1) / mlp.num_experts
+    if len(x) <= FEW_TOKENS and share <= MOST_FOR_FEW:
         return "few"
-    wide = mlp.expert_rows.shape[1] >= WIDE and (mlp.top_k or 1) <= MOST_OF_EXPERTS * mlp.num_experts
-    many = chosen >= MANY_TOKENS * mlp.num_experts
+    wide = mlp.expert_rows.shape[1] >= WIDE and share <= MOST_FOR_GROUPED
+    many = len(x) * mlp.up_proj.numel() >= MANY_PRODUCTS
     return "grouped" if wide and many and x.dtype == torch.bfloat16 and _divides(mlp) else None
 
 
