@@ -65,6 +65,20 @@ def test_balanced_assignment_gives_way_where_it_costs_least() -> None:
     assert balanced_assignment(scores, 2).tolist() == [1, 0, 0, 1]
 
 
+@pytest.mark.parametrize("values", [2, 5, 1000])
+def test_balanced_assignment_is_the_greedy_one(values: int) -> None:
+    """Row after row, by what it loses, each takes the best column that has room; of equal ones the first."""
+    generator = torch.Generator().manual_seed(values)
+    scores = torch.randint(values, (21, 7), generator=generator) + 3.0 * torch.arange(7)
+    rows, free = scores.tolist(), [3] * 7
+    losses = [max(row) - sorted(row)[-2] for row in rows]
+    expected = [0] * 21
+    for i in sorted(range(21), key=lambda i: -losses[i]):
+        expected[i] = max((c for c in range(7) if free[c]), key=lambda c: (rows[i][c], -c))
+        free[expected[i]] -= 1
+    assert balanced_assignment(scores, 3).tolist() == expected
+
+
 def test_balanced_clusters_have_one_size_and_keep_together_what_points_one_way() -> None:
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(6, 40, generator=generator)

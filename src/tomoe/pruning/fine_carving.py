@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -36,13 +37,19 @@ ROUTER_RIDGE = 1e-3
 def balanced_assignment(scores: Float[Tensor, "n N"], size: int) -> Int[Tensor, " n"]:
     """Assign each row to a column of high score, `size` rows to a column; those that lose most by another go first."""
     best = scores.topk(min(2, scores.shape[1]), dim=1).values
-    order = (best[:, 0] - best[:, -1]).argsort(descending=True, stable=True).tolist()
-    preferences = scores.argsort(dim=1, descending=True, stable=True).tolist()
-    free, assigned = [size] * scores.shape[1], [0] * len(scores)
-    for row in order:
-        column = next(c for c in preferences[row] if free[c])
-        assigned[row], free[column] = column, free[column] - 1
-    return torch.tensor(assigned, device=scores.device)
+    order = (best[:, 0] - best[:, -1]).argsort(descending=True, stable=True)
+    # on the CPU, in numpy: row by row a GPU would be waited for
+    left = scores[order].cpu().numpy()
+    assigned = left.argmax(1)
+    free = [size] * left.shape[1]
+    for i, column in enumerate(assigned):
+        free[column] -= 1
+        if not free[column]:
+            # the rows that still want it take the best of the others
+            left[i + 1 :, column] = -np.inf
+            again = i + 1 + np.flatnonzero(assigned[i + 1 :] == column)
+            assigned[again] = left[again].argmax(1)
+    return torch.empty_like(order).index_copy_(0, order, torch.from_numpy(assigned).to(order.device))
 
 
 def balanced_clusters(x: Float[Tensor, "n t"], num_clusters: int, seed: int) -> Int[Tensor, " n"]:
