@@ -432,14 +432,14 @@ def tunes(proof: Proof) -> Iterator[Row]:
 PARTS: dict[str, list[tuple[Callable[[Proof], Iterator[Row]], int]]] = {
     "kernels": [
         (ceilings, 20),
-        (agreement, 90),
+        (agreement, 180),
         (one_mlp, 150),
         (one_layer, 120),
         (training, 30),
         (equations, 30),
         (routers, 20),
     ],
-    "model": [(converts, 120), (quality, 60), (text, 60), (speed, 120), (exports, 60), (tunes, 120)],
+    "model": [(converts, 120), (quality, 60), (text, 60), (speed, 240), (exports, 60), (tunes, 120)],
 }
 
 
