@@ -234,7 +234,8 @@ def run_model(args: argparse.Namespace, results: Results, name: str, source: str
 
 def table(results: Results) -> str:
     """All rows as Markdown, and the sentence on the sweet spot of each model."""
-    rows = list(results.rows.values())
+    ways = list(SHOWN)
+    rows = sorted(results.rows.values(), key=lambda row: (row["name"], ways.index(row["way"]), -row["active"]))
     cells = [dict(cells_of(row)) for row in rows]
     titles = list(dict.fromkeys(title for row in cells for title in row))
     lines = [titles, ["---"] * len(titles), *([row.get(title, "") for title in titles] for row in cells)]
