@@ -11,10 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from conftest import make_pico
 from pico_tokenizer import make_tokenizer
+from tomoe.exporting.gguf_tokenizer import write_tokenizer
 
 # Wide enough for blocks of 64 numbers, as bitsandbytes packs them.
 SIZES = {"hidden_size": 64, "intermediate_size": 512, "vocab_size": 259, "max_position_embeddings": 256}
@@ -112,7 +113,7 @@ KINDS = {
 }
 
 
-def write_gguf(model: PreTrainedModel, path: Path) -> None:
+def write_gguf(model: PreTrainedModel, path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
     """A LLaMA as llama.cpp stores it: its own names, and query and key rows in pairs."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -127,6 +128,8 @@ def write_gguf(model: PreTrainedModel, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if tokenizer is not None:
+        write_tokenizer(writer, tokenizer, config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
 
     def stored(name: str, tensor: Tensor) -> Tensor:

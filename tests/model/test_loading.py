@@ -14,7 +14,8 @@ from conftest import make_pico
 from pico_tokenizer import make_tokenizer
 from stored_models import write_gguf
 from tomoe.errors import UserError
-from tomoe.model import hub, loading
+from tomoe.model import catalog, hub, loading
+from tomoe.model.catalog import KnownModel
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer, strip_remote_code_
 
 
@@ -179,6 +180,29 @@ def test_a_gguf_file_loads_and_saves_as_any_other_model(tmp_path: Path, capfd: p
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert not {"quantization_config", "_model_name_or_path"} & set(saved)
     assert fingerprint(load_dense(str(tmp_path / "saved"), torch.bfloat16)) == fingerprint(model)
+
+
+def test_a_known_model_is_unpacked_once_and_loads_as_its_gguf_file_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokens = make_tokenizer(merges=[("t", "h")])
+    write_gguf(make_pico("llama", vocab_size=len(tokens)), tmp_path / "Pico.gguf", tokens)
+    file = str(tmp_path / "Pico.gguf")
+    monkeypatch.setattr(catalog, "MODELS", {"pico": KnownModel("", "", "Pico.gguf", "", "")})
+    monkeypatch.setattr(catalog, "fetch", lambda name: tmp_path / "Pico.gguf")
+    tokenizer = load_tokenizer("pico")
+    assert capfd.readouterr() == ("", "")
+    words = "The <eos>böat\n 12"
+    assert tokenizer(words).input_ids == load_tokenizer(file)(words).input_ids
+    assert tokenizer.name_or_path == "Pico"
+    monkeypatch.setattr(loading, "_unpack", None)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        actual, expected = load_dense("pico", dtype), load_dense(file, dtype)
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.state_dict(), expected.state_dict(), rtol=0, atol=0)
+        assert actual.config._name_or_path == "Pico"
+        assert actual.config.to_dict() == expected.config.to_dict()
+        assert actual.generation_config.to_dict() == expected.generation_config.to_dict()
 
 
 def test_a_gguf_file_that_is_none_or_cut_off(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ def gguf() -> Path:
 @pytest.mark.usefixtures("gguf", "as_shipped")
 def test_a_real_model_from_start_to_end(tomoe: CommandLine, tmp_path: Path) -> None:
     text, folder, out = write_text(tmp_path / "text.txt", sentences=400), tmp_path / "smollm2", tmp_path / "moe"
-    # as a folder, because reading a GGUF file takes ten times as long
     dense = load_dense(NAME, torch.bfloat16)
     dense.model.layers = dense.model.layers[:LAYERS]
     dense.config.num_hidden_layers = LAYERS

@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import Note, UserError, shortened
+from tomoe.model import catalog
 from tomoe.model.compute_dtype import compute_dtype
 from tomoe.model.dequantization import drop_entry_, settle_packing_
 from tomoe.model.hub import download_model
@@ -22,7 +23,7 @@ from tomoe.model.offload import cast_, iter_weights, load_offloaded
 from tomoe.model.quantized import keep_differentiable_, quantization_config
 from tomoe.model.stored import StoredModel, is_gguf, read_config, untie_, writable_generation_
 from tomoe.model.tokens import fit_tokenizer_
-from tomoe.model.trouble import ADVICE, one_sentence
+from tomoe.model.trouble import ADVICE, one_sentence, writing
 
 # elements of a tensor that are converted at once
 _CHUNK = 2**24
@@ -48,6 +49,27 @@ def free_on_device(device: str | torch.device) -> int:
     return int(ask(device)[0]) if ask else 0
 
 
+def _locate(model: str) -> Path | str:
+    """What `resolve` finds; of a known model the folder that it is unpacked to, by the first who asks for it."""
+    return catalog.unpacked(model, lambda folder: _unpack(model, folder)) if model in catalog.MODELS else resolve(model)
+
+
+def _unpack(known: str, folder: Path) -> None:
+    """Write a known model as a folder that loads as its .gguf file does, in every dtype."""
+    gguf = str(resolve(known))
+    # as exact as the file
+    dense, tokenizer = load_dense(gguf, torch.float32), load_tokenizer(gguf)
+    with one_sentence(known, folder), writing(f"the folder {folder}"):
+        dense.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        # A config out of a .gguf file names no class, and a converted model would record one.
+        dense.config.architectures = None
+        dense.config.save_pretrained(folder)
+        # only the owner could read the weights; config.json follows the umask
+        for weights in folder.glob("*.safetensors"):
+            weights.chmod((folder / "config.json").stat().st_mode)
+
+
 def load_dense(
     model: str, dtype: torch.dtype, device: str | torch.device = "cpu", shards: int = 1, offload: bool | None = False,
     quantization: str = "none", num_experts_per_tok: int | None = None,
@@ -64,7 +86,7 @@ def load_dense(
     Raises UserError: no such model, hub out of reach, damaged, incomplete or left over weights, unknown architecture,
     quantized weights that transformers cannot turn back.
     """
-    place = resolve(model)
+    place = _locate(model)
     changes = {} if num_experts_per_tok is None else {"num_experts_per_tok": num_experts_per_tok}
     with one_sentence(model, place):
         stored = StoredModel.open(place if isinstance(place, Path) else download_model(place), **changes)
@@ -87,8 +109,8 @@ def load_dense(
     if shards == 1:
         untie_(loaded)
     writable_generation_(loaded)
-    if is_gguf(stored.place):
-        _forget_gguf(loaded, stored.place)
+    if title := _title(model, place):
+        _forget_gguf(loaded, title)
     loaded.eval().requires_grad_(False)
     keep_differentiable_(loaded)
     return loaded if by_layer or shards > 1 or quantization != "none" else cast(Any, loaded).to(device)
@@ -111,7 +133,7 @@ def load_config(model: str, checked: bool = False) -> PreTrainedConfig:
 
     Raises UserError as `load_dense` does.
     """
-    place = resolve(model)
+    place = _locate(model)
     with one_sentence(model, place, part="model" if checked else "config"):
         if checked and isinstance(place, Path):
             return StoredModel.open(place).config
@@ -145,7 +167,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
     Raises UserError as `load_dense` does, and if the model has no row for one of its tokens.
     """
-    place = resolve(model)
+    place = _locate(model)
     with one_sentence(model, place, part="tokenizer"):
         where = {"gguf_file": place.name} if is_gguf(place) else {}
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -163,8 +185,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         )
     if rows is not None:
         fit_tokenizer_(tokenizer, rows, model)
-    if is_gguf(place):
-        tokenizer.name_or_path = place.stem
+    if title := _title(model, place):
+        tokenizer.name_or_path = title
     strip_remote_code_(tokenizer)
     return tokenizer
 
@@ -231,9 +253,16 @@ def _quantization_arguments(
     return {"quantization_config": quantization_config(quantization, dtype), "device_map": {"": str(device)}}
 
 
-def _forget_gguf(model: PreTrainedModel, place: Path) -> None:
+def _title(model: str, place: Path | str) -> str | None:
+    """The name of a model that came as a .gguf file: that of the file, wherever it lies."""
+    if model in catalog.MODELS:
+        return catalog.MODELS[model].title
+    return place.stem if is_gguf(place) else None
+
+
+def _forget_gguf(model: PreTrainedModel, title: str) -> None:
     """Make a dequantized model save and reload as any other."""
-    model.config._name_or_path = place.stem
+    model.config._name_or_path = title
     # the title inside the GGUF file gets this name, and would be saved as a setting of the model
     if hasattr(model.config, "_model_name_or_path"):
         del model.config._model_name_or_path
