@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gpu_proof
 import torch
@@ -57,6 +58,19 @@ class Stages:
         recipe = pico_files.pico_recipe(self.inputs, "active=0.6", f"device={self.device}", *changes)
         convert(recipe, self.folder / name)
         return logits(self.folder / name)
+
+    def load(self) -> Tensor:
+        """Weights as they were read: they never were on another device."""
+        load = StoredModel.load
+
+        def checked(*args: Any, **settings: Any) -> Any:
+            read = load(*args, **settings)
+            assert {t.device.type for t in (*read.parameters(), *read.buffers())} == {self.device}
+            return read
+
+        with mock.patch.object(StoredModel, "load", checked):
+            model = load_dense(self.dense, torch.float32, self.device)
+        return torch.cat([unwrapped(t).flatten() for t in (*model.parameters(), *model.buffers())])
 
     def convert(self) -> Tensor:
         """Fine-grained experts, learned and repaired."""

@@ -13,7 +13,9 @@ import pytest
 
 from conftest import SOURCE
 
-STAGES = ("convert", "carve", "repair", "finetune", "evaluate", "generate", "benchmark", "export", "forward", "proof")
+STAGES = (
+    "load", "convert", "carve", "repair", "finetune", "evaluate", "generate", "benchmark", "export", "forward", "proof",
+)  # fmt: skip
 TOLERANCE = 1e-5  # of the largest number, float32
 LAYERS = 2
 
@@ -25,6 +27,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tests, root = Path(__file__).parents[1], SOURCE.parents[1]
     paths = map(str, (SOURCE.parent, tests, tests / "device", root / "benchmarks"))
     settings = {"PYTHONPATH": os.pathsep.join(paths), "JAXTYPING_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    # in threads of their own the device is not known
+    settings |= {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("stages.py")), str(folder)]
     ended = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -95,6 +95,9 @@ def load_dense(
             loaded = load_offloaded(stored, dtype, torch.device(device))
         else:
             settings = _quantization_arguments(stored, quantization, dtype, device)
+            # tensor by tensor to a GPU: main memory need not hold all of them
+            if shards == 1 and not stored.packing.unpacked_whole and torch.device(device).type != "cpu":
+                settings["device_map"] = {"": str(device)}
             loaded = stored.load(dtype, **settings | _shard_arguments(stored, dtype, shards))
             if stored.packing.unpacked_whole:
                 loaded = loaded.dequantize(dtype)
