@@ -93,7 +93,7 @@ def _tile(mask: Float[Tensor, "*T C"], like: Tensor) -> Tensor:
     return tiled if mask.dim() == 1 else tiled.view(*like.shape[:-1], -1)
 
 
-def _hooks(parts: LayerParts, layer_masks: LayerMasks) -> Iterator[RemovableHandle]:
+def mask_hooks(parts: LayerParts, layer_masks: LayerMasks) -> Iterator[RemovableHandle]:
     """Hook one layer: one multiplication for the MLP (two would leave dropped neurons without a gradient).
 
     Values are rotated behind V and back before O: activations, not weights, which may be packed or refitted.
@@ -169,5 +169,5 @@ def masked(model: nn.Module, masks: Sequence[LayerMasks]) -> Iterator[None]:
     With activation checkpointing the backward pass runs layers again, so it belongs inside the block too. Raises
     ValueError if there is not one mask per layer.
     """
-    with hooked(handle for pair in zip(layer_parts(model), masks, strict=True) for handle in _hooks(*pair)):
+    with hooked(handle for pair in zip(layer_parts(model), masks, strict=True) for handle in mask_hooks(*pair)):
         yield

@@ -22,7 +22,7 @@ from tomoe.model.mlp import decoder_layers
 from tomoe.model.offload import materialized
 from tomoe.model.running import replaced_forward
 from tomoe.model.structure import layer_parts, shape_of
-from tomoe.pruning.masking import LayerMasks, masked, with_weight
+from tomoe.pruning.masking import LayerMasks, mask_hooks, with_weight
 
 CHUNK_TOKENS = 4096
 """Tokens that run through a layer at once."""
@@ -103,9 +103,10 @@ class Streams:
         self, model: PreTrainedModel, masks: Sequence[LayerMasks], ids: Int[Tensor, "B S"], real: Bool[Tensor, "B S"],
         both: bool, attention: bool, folder: Path | None,
     ):  # fmt: skip
-        self.model, self.masks, self.both, self.attention = model, masks, both, attention
+        self.model, self.both, self.attention = model, both, attention
         self.layers, self.shape = decoder_layers(model), shape_of(model)
         self.parts = {parts.of_mlp.number: parts for parts in layer_parts(model)}
+        self.masks = dict(zip(self.parts, masks, strict=True))
         self.device = model.device
         self.gains = dict[type[nn.Module], float | None]()
         own = list(distributed.rank_indices(len(ids)))
@@ -156,9 +157,9 @@ class Streams:
         with ExitStack() as stack:
             if parts is not None:
                 stack.callback(parts.down.register_forward_pre_hook(took("whole h")).remove)
-            if masked_too:
-                stack.enter_context(masked(self.model, self.masks))
             if parts is not None:
+                if masked_too:
+                    stack.enter_context(hooked(mask_hooks(parts, self.masks[i])))
                 if output is not None:
                     stack.callback(with_weight(parts.o, output).remove)
                 if down is not None:
