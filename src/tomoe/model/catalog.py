@@ -37,6 +37,8 @@ class KnownModel:
     about: str
     hub_id: str | None = None
     """The same model on the hub."""
+    license: str | None = None
+    """As the hub writes it; reading the file for it takes seconds."""
 
     @property
     def title(self) -> str:
@@ -52,6 +54,7 @@ MODELS = {
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         about="SmolLM2-135M-Instruct, 93 MB, Apache-2.0",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        license="apache-2.0",
     ),
 }
 

@@ -11,7 +11,6 @@ import gguf
 from huggingface_hub import ModelCard, try_to_load_from_cache
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from tomoe.files import cache_folder
 from tomoe.model import catalog
 from tomoe.report.summary import hub_id
 
@@ -31,7 +30,7 @@ def base_model_info(model: str) -> BaseModelInfo:
     path = Path(model).expanduser()
     if model in catalog.names():
         known = catalog.MODELS[model]
-        return BaseModelInfo(known.hub_id, _gguf_license(cache_folder() / model / known.gguf))
+        return BaseModelInfo(known.hub_id, known.license)
     if path.is_file():
         return BaseModelInfo(None, _gguf_license(path))
     if path.is_dir():
