@@ -8,6 +8,8 @@ from typing import Literal
 
 from tomoe.evaluation.results import ExpertUsage, Row
 from tomoe.plan import Plan
+from tomoe.pruning.layouts import tolerance_of
+from tomoe.recipe.target_rules import TARGET_RULES
 from tomoe.report.summary import recipe_of
 
 Kind = Literal[
@@ -28,8 +30,6 @@ NAMED = 8
 NARROW = 1 / 8
 # share of a layer's neurons that some expert uses
 UNION = 0.75
-# share of the decoder parameters, as extraction promises
-BUDGET = 0.002
 # share of the evaluation tokens that stand in the training text too; instructions repeat each other a little
 OVERLAP = 0.05
 # sequences of the evaluation text; with fewer the standard error itself is a guess
@@ -69,7 +69,7 @@ def find_worsening(before: Row, after: Row) -> list[Finding]:
 
 def _budget(plan: Plan) -> list[Finding]:
     recipe, active = recipe_of(plan), plan.active_fraction()
-    if recipe is None or abs(active - recipe.active) <= BUDGET:
+    if recipe is None or abs(active - recipe.active) <= tolerance_of(TARGET_RULES[recipe.target]):
         return []
     text = f"{active:.1%} of the decoder parameters are active, but the recipe asks for {recipe.active:.1%}"
     return [Finding("budget missed", text)]
