@@ -1,16 +1,17 @@
 """What is left of a dense model at several shares: text, tasks, programs that it writes, loops, decode speed, bytes.
 
-Rows of every model and share: `fine-grained`, a conversion as `tomoe convert` makes it but for text and tokens of repair, and
-`static`, the same neurons for all tokens: one expert by backward elimination with the widths of a carved start, repaired
-alike, the line to beat. `dialed` is the fine-grained conversion at --from, run with more experts: no conversion of its own.
-Nothing of these is trained. `fine-tuned` is what `tomoe finetune` made of the fine-grained one, in WORK/NAME-fine-tuned-SHARE.
+Rows of every model and share: `fine-grained`, a conversion as `tomoe convert` makes it but for text and tokens of repair;
+`code`, the same if --chats and --text hold code alone; `static`, the same neurons for all tokens: one expert by backward
+elimination with the widths of a carved start, repaired alike, the line to beat. `dialed` is the fine-grained conversion at
+--from, run with more experts: no conversion of its own. Nothing of these is trained. `fine-tuned` is what `tomoe finetune` made
+of the fine-grained one, in WORK/NAME-fine-tuned-SHARE.
 
 Every cell is computed once and kept in RESULTS (JSON), so an interrupted run goes on where it stopped; what cannot be
 computed yet, because its conversion is missing and `convert` is not among the steps, is left out. The table and the figure
 are drawn from RESULTS alone.
 
     python benchmarks/headline.py RESULTS --work WORK --model NAME=MODEL [--active 0.7,0.6,0.5]
-        [--rows fine-grained,static,dialed,fine-tuned] [--from 0.5] --text a.txt,books --chats c.jsonl
+        [--rows fine-grained,static,code,dialed,fine-tuned] [--from 0.5] --text a.txt,books --chats c.jsonl
         --test wikitext2.valid.txt --task-dir TASKS --problems FOLDER
         [--steps convert,text,humaneval,loops,tasks,positions,speed] [--tasks arc_easy,piqa --limit 100] [--solve 41]
     python benchmarks/headline.py RESULTS --draw FOLDER [--page PAGE]
@@ -44,11 +45,12 @@ from tomoe.recipe.conversion import Recipe
 from tomoe.report.style import COLORS, MARKERS, CaptionedFigure, canvas, save, styled
 
 Cell = dict[str, Any]
-WAYS = {"fine-grained": [], "static": ["experts.form=overlapping", "experts.num_experts=1"]}
+WAYS = {"fine-grained": [], "code": [], "static": ["experts.form=overlapping", "experts.num_experts=1"]}
 """What is set in the default recipe for each row."""
 SHOWN = {
     "dense": "dense",
     "fine-grained": "fine-grained experts",
+    "code": "fine-grained experts, from code alone",
     "dialed": "more experts than converted for",
     "static": "same neurons for all tokens",
     "fine-tuned": "fine-grained experts, fine-tuned",
@@ -232,10 +234,15 @@ def run_model(args: argparse.Namespace, results: Results, name: str, source: str
                 bench.run(row, step, model)
 
 
+def in_order(results: Results) -> list[dict[str, Any]]:
+    """The rows by model, way and falling share."""
+    ways = list(SHOWN)
+    return sorted(results.rows.values(), key=lambda row: (row["name"], ways.index(row["way"]), -row["active"]))
+
+
 def table(results: Results) -> str:
     """All rows as Markdown, and the sentence on the sweet spot of each model."""
-    ways = list(SHOWN)
-    rows = sorted(results.rows.values(), key=lambda row: (row["name"], ways.index(row["way"]), -row["active"]))
+    rows = in_order(results)
     cells = [dict(cells_of(row)) for row in rows]
     titles = list(dict.fromkeys(title for row in cells for title in row))
     lines = [titles, ["---"] * len(titles), *([row.get(title, "") for title in titles] for row in cells)]
@@ -293,20 +300,22 @@ def figure(results: Results) -> CaptionedFigure:
     drawn, axes = canvas(4.6, 2, sharex=True)
     said = []
     # more experts than a repair was fitted to are for the table
-    rows = [row for row in results.rows.values() if row["way"] != "dialed"]
+    rows = [row for row in in_order(results) if row["way"] != "dialed"]
+    title, *others = {row["name"]: None for row in rows}
+    colors, markers = (*COLORS, "#56b4e9"), (*MARKERS, "v")
     for i, (name, way) in enumerate(dict.fromkeys((row["name"], row["way"]) for row in rows)):
         own = [row for row in rows if (row["name"], row["way"]) == (name, way)]
         for axis, step, value in ((axes[0], "text", "kl"), (axes[1], "humaneval", "value")):
             points = sorted((row["active"], row[step][value] or 0.0) for row in own if step in row)
-            label = f"{name}, {SHOWN[way]}"
-            style: dict[str, Any] = {"color": COLORS[i % 4], "marker": MARKERS[i % 4], "markersize": 6}
+            label = f"{name}, {SHOWN[way]}" if others else SHOWN[way]
+            style: dict[str, Any] = {"color": colors[i % 5], "marker": markers[i % 5], "markersize": 6}
             # no lines: between the points nothing was measured
             axis.plot([100 * x for x, _ in points], [y for _, y in points], linestyle="none", label=label, **style)
             said.append(f"{label}, {value}: " + ", ".join(f"{x:.0%} {y:.3f}" for x, y in points))
     axes[0].set_ylabel("KL to the dense model, nats")
     axes[1].set_ylabel("HumanEval solved")
     axes[1].set_xlabel("active decoder parameters, %")
-    axes[0].legend(loc="upper right")
+    axes[0].legend(loc="upper right", title=None if others else title)
     return CaptionedFigure(
         "headline", "What is left at each share", "; ".join(said),
         "Above, the distance from the dense model (100 %) on WikiText-2; below, the share of problems solved.", drawn,
@@ -327,7 +336,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder of conversions")
     parser.add_argument("--model", action="append", default=[], metavar="NAME=MODEL")
     parser.add_argument("--active", default="0.7,0.6,0.5")
-    parser.add_argument("--rows", default=",".join(WAYS))
+    parser.add_argument("--rows", default="fine-grained,static")
     parser.add_argument("--from", dest="of", type=float, default=0.5, help="share of the conversion to dial")
     parser.add_argument("--steps", default=",".join(STEPS))
     parser.add_argument("--text", default="", help="text to convert with")
