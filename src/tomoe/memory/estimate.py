@@ -175,10 +175,16 @@ def activation_bytes(s: ModelShape, dtype: torch.dtype, tokens: int, checkpointi
 def calibration_bytes(s: ModelShape, dtype: torch.dtype, layout: Layout, data: DataSection) -> int:
     """Bytes of what the carve of one layer holds of all calibration tokens.
 
-    These are its activations, its input in float32, and for fine-grained experts the energy of each routed neuron in float32.
+    These are the MLP's activations, input and output and the layer's input; and in float32, if they are not, the MLP's input
+    and for overlapping experts its activations. Fine-grained experts need that input around its mean, the energy of each
+    routed neuron, and two numbers for each expert.
     """
-    routed = s.mlp_size - layout.shared if isinstance(layout, FineLayout) else 0
-    return data.calibration_tokens * (s.mlp_size * dtype.itemsize + (s.hidden_size + routed) * _FLOAT32)
+    held = (s.mlp_size + 3 * s.hidden_size) * dtype.itemsize
+    if dtype != torch.float32:
+        held += (s.hidden_size + (0 if isinstance(layout, FineLayout) else s.mlp_size)) * _FLOAT32
+    if isinstance(layout, FineLayout):
+        held += (s.hidden_size + s.mlp_size - layout.shared + 2 * layout.num_experts) * _FLOAT32
+    return data.calibration_tokens * held
 
 
 def equation_bytes(shape: ModelShape) -> int:

@@ -42,7 +42,9 @@ class Calibration:
     @torch.no_grad()
     def run(self, model: Any, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> None:
         """Run the text; padding (mask False) does not count."""
-        with hooked(handle for i in range(self.shape.num_layers) for handle in self._hooks(i, mask)):
+        # None: all of it counts, and nothing is copied to leave padding out
+        valid = None if bool(mask.all()) else mask.flatten()
+        with hooked(handle for i in range(self.shape.num_layers) for handle in self._hooks(i, valid)):
             run_model(model, ids, mask)
         for i, start in enumerate(self.experts):
             distributed.broadcast_(vars(start).values(), self._owner(i))
@@ -51,33 +53,41 @@ class Calibration:
         """Return the process that carves layer i: all of them run the text, but carving takes long, so they divide it."""
         return i % distributed.world_size()
 
-    def _hooks(self, i: int, mask: Bool[Tensor, "B S"]) -> Iterator[RemovableHandle]:
+    def _hooks(self, i: int, valid: Bool[Tensor, " BS"] | None) -> Iterator[RemovableHandle]:
         """Record what the parts of layer i read and write, and rank its dims as soon as it has run."""
-        parts, valid = self.parts[i], mask.flatten()
+        parts = self.parts[i]
         activations: dict[str, Tensor] = {}
+
+        def of_text(t: Tensor) -> Tensor:
+            tokens = t.flatten(0, -2)
+            return tokens if valid is None else tokens[valid]
+
+        def record_weight(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            residual = of_text(input_of(args, kwargs)).float()
+            activations["weight"] = 1 / residual.square().sum(-1).clamp_min(1e-6)
 
         def record_input(module: nn.Module | Linear, name: str) -> RemovableHandle:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                activations[name] = input_of(args, kwargs).flatten(0, -2)[valid]
+                activations[name] = of_text(input_of(args, kwargs))
 
             return module.register_forward_pre_hook(hook, with_kwargs=True)
 
         def record_output(module: Linear, name: str) -> RemovableHandle:
             def hook(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> None:
-                activations[name] = y.flatten(0, -2)[valid]
+                # some families clip these in place
+                activations[name] = y.flatten(0, -2).clone() if valid is None else of_text(y)
 
             return module.register_forward_hook(hook)
 
         def carve(*_: Any) -> None:
-            x, residual = activations["x"].float(), activations["residual"].float()
-            self._carve_experts(i, x, activations["h"], residual)
+            self._carve_experts(i, activations["x"].float(), activations["h"], activations["weight"])
             if self.pruned:
                 q, k, o = (activations[name] for name in ("q", "k", "o"))
                 self._rank_attention(q, k, o, parts.o.weight)
             activations.clear()
             self.progress(i + 1, self.shape.num_layers)
 
-        yield record_input(parts.layer, "residual")
+        yield parts.layer.register_forward_pre_hook(record_weight, with_kwargs=True)
         yield record_input(parts.mlp, "x")
         yield record_input(parts.down, "h")
         if self.pruned:
@@ -88,12 +98,11 @@ class Calibration:
         yield parts.down.register_forward_hook(carve)
 
     def _carve_experts(
-        self, i: int, x: Float[Tensor, "T D"], h: Float[Tensor, "T F"], residual: Float[Tensor, "T D"]
+        self, i: int, x: Float[Tensor, "T D"], h: Float[Tensor, "T F"], weight: Float[Tensor, " T"]
     ) -> None:
         if self._owner(i) != distributed.rank():
             self.experts.append(self.net.blank_start(x.device))
             return
-        weight = 1 / residual.square().sum(-1).clamp_min(1e-6)
         down = self.parts[i].down.weight.float()
         self.experts.append(self.net.carve(i, x, h, weight, down, self.seed))
 

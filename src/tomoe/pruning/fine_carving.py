@@ -128,22 +128,38 @@ def carve_fine(
     generator = torch.Generator(x.device).manual_seed(seed)
     some = torch.randperm(len(x), generator=generator, device=x.device)
     routed_energy = (h[:, routed] * norms[routed]).square_().mul_(weight[:, None])
-    regression = RidgeRegression(x, layout.router_bias)
-    assigned = balanced_clusters(
-        F.normalize(routed_energy[some[:CLUSTER_TOKENS]].sqrt().T, dim=1), layout.num_experts, seed
-    )
-    for step in range(REASSIGNMENTS + 1):
-        shares = routed_energy @ F.one_hot(assigned, layout.num_experts).to(x.dtype)
-        router_weight, router_bias = regression.fit(F.normalize(shares.sqrt(), dim=1))
-        logits = x @ router_weight.T + router_bias
-        if step < REASSIGNMENTS:
-            chosen = torch.zeros_like(logits).scatter_(1, logits.topk(layout.top_k, dim=1, sorted=False).indices, 1.0)
-            assigned = balanced_assignment(routed_energy.T @ chosen, layout.expert_size)
+    assigned, router_weight, router_bias = _routed_experts(x, routed_energy, some[:CLUSTER_TOKENS], layout, seed)
+    # the largest matrix of all, which the error does not need
+    del routed_energy
+    logits = x @ router_weight.T + router_bias
     expert = torch.full((h.shape[1],), SHARED, device=x.device)
     expert[routed] = assigned
     tokens = some[:ERROR_TOKENS]
     loss = error_curve(logits[tokens], h[tokens].float() * weight[tokens, None].sqrt(), down, expert, layout)
     return FineStart(router_weight, router_bias, expert, loss * len(x) / len(tokens))
+
+
+def _routed_experts(
+    x: Float[Tensor, "T D"], energy: Float[Tensor, "T n"], some: Int[Tensor, " t"], layout: FineLayout, seed: int
+) -> tuple[Int[Tensor, " n"], Float[Tensor, "N D"], Float[Tensor, " N"]]:
+    """Return the expert of each routed neuron, and weight and bias of the router; clusters start on some of the tokens.
+
+    Numbers of all tokens have no names here, so that as few of them as can be are held at once.
+    """
+    regression = RidgeRegression(x, layout.router_bias)
+    assigned = balanced_clusters(F.normalize(energy[some].sqrt().T, dim=1), layout.num_experts, seed)
+    for step in range(REASSIGNMENTS + 1):
+        experts = F.one_hot(assigned, layout.num_experts).to(x.dtype)
+        router_weight, router_bias = regression.fit(F.normalize((energy @ experts).sqrt(), dim=1))
+        if step < REASSIGNMENTS:
+            needs = energy.T @ _chosen(x @ router_weight.T + router_bias, layout.top_k)
+            assigned = balanced_assignment(needs, layout.expert_size)
+    return assigned, router_weight, router_bias
+
+
+def _chosen(logits: Float[Tensor, "T N"], top_k: int) -> Float[Tensor, "T N"]:
+    """Return 1 for the experts of each token, 0 for the others."""
+    return torch.zeros_like(logits).scatter_(1, logits.topk(top_k, dim=1, sorted=False).indices, 1.0)
 
 
 def error_curve(
