@@ -281,16 +281,16 @@ def sweet_spot(rows: Sequence[dict[str, Any]], name: str) -> str:
     """The smallest share at which fine-grained experts keep most of what the dense model solves."""
     own = [row for row in rows if row["name"] == name and "humaneval" in row]
     dense = next((row for row in own if row["way"] == "dense"), None)
-    ours = sorted((row for row in own if row["way"] == "fine-grained"), key=lambda row: float(row["active"]))
+    ours = sorted((row for row in own if row["way"] in ("fine-grained", "code")), key=lambda row: float(row["active"]))
     if dense is None or not ours:
         return ""
     needed = KEPT * dense["humaneval"]["solved"]
     kept = next((row for row in ours if row["humaneval"]["solved"] >= needed), None)
-    tried = ", ".join(f"{row['active']:.0%}" for row in ours)
+    tried = ", ".join(dict.fromkeys(f"{row['active']:.0%}" for row in ours))
     if kept is None:
         return f"{name}: none of the shares that were tried ({tried}) keeps {KEPT:.0%} of the dense model's HumanEval."
     speed = f", decoding {kept['speed']['ratio']:.2f} times as fast" if kept.get("speed") else ""
-    share = f"{kept['active']:.0%} active is the smallest share of {tried}"
+    share = f"{kept['active']:.0%} active ({SHOWN[kept['way']]}) is the smallest share of {tried}"
     return f"{name}: {share} that keeps {KEPT:.0%} of the dense model's HumanEval{speed}."
 
 
