@@ -131,7 +131,7 @@ def _measure(
         return rows, None
     observed = _observe(out, rows, (dense, moe), tokenizer, text, offload)
     atomic_write(out / "evaluation.json", to_json(rows))
-    atomic_write(out / "report.json", json.dumps(asdict(observed), ensure_ascii=False) + "\n")
+    atomic_write(out / "report.json", json.dumps(observed, default=vars, ensure_ascii=False) + "\n")
     return rows, observed
 
 
