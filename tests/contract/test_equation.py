@@ -148,7 +148,7 @@ def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
     recipe, ids = Recipe(active=1 - left_out / decoder_params(shape), target="gpu"), tokens(2, 24, seed=5)
     calibration = ids, torch.ones_like(ids, dtype=torch.bool)
     layout = settle_layout(recipe, shape)
-    assert layout == FineLayout(16, 128, 640, 8)
+    assert layout == FineLayout(16, 128, 640, 8, leaves_whole=False)
     net = empty_network(recipe, dense, layout)
     carve_(net, dense, *calibration, recipe.active, seed=0)
     plan = extract_plan(net, dense, recipe.active, calibration)

@@ -34,7 +34,8 @@ def carve_(
     """Give `net` a carved start: its noise-free plan meets the active fraction `active`, and so does sampling on average.
 
     A uniform layout makes all layers exactly equally wide. Otherwise layers that the error would leave whole stay whole, and
-    the others get equally many units, up to one: a layer's own error is not what the model loses (docs/lab/log.md).
+    the others get equally many units, up to one: a layer's own error is not what the model loses (docs/lab/log.md). In a
+    layout for a GPU all layers do.
     """
     found = Calibration(net, model, seed, progress)
     found.run(model, ids, mask)
@@ -44,7 +45,9 @@ def carve_(
     units = None
     if not net.layout.uniform:
         params = [int(mlp_params(net.shape, width)) for width in net.layout.widths(net.shape.mlp_size)]
-        units = evened(allocate([start.loss for start in found.experts], params, left), len(params) - 1)
+        # one more than a whole layer has: then none is left out
+        most = len(params) - 1 if net.layout.leaves_whole else len(params)
+        units = evened(allocate([start.loss for start in found.experts], params, left), most)
     net.start_experts_(found.experts, units, left)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params, mlp_params
 from tomoe.errors import UserError
@@ -48,6 +49,8 @@ class OverlappingLayout:
     """Neurons that widths are multiples of."""
     common_multiple: int = 0
     """Divisor of the width that all layers share if the budget allows; 0: layers may differ in width."""
+    leaves_whole: ClassVar[bool] = True
+    """Whether a layer stays whole that the lowest total error would leave whole."""
 
     @property
     def uniform(self) -> bool:
@@ -79,6 +82,8 @@ class FineLayout:
     """If they must: so many of the first layers use all experts instead."""
     router_bias: bool = True
     """Whether routers have biases."""
+    leaves_whole: bool = True
+    """Whether a layer stays whole that the lowest total error would leave whole."""
 
     @property
     def advice(self) -> str:
@@ -145,7 +150,10 @@ def _fine_layout(
             f"a token would use {layout.top_k} experts of {layout.expert_size} neurons, and llama.cpp takes at most "
             f"{MAX_EXPERTS_PER_TOKEN}; leave experts.expert_size out, or make it larger"
         )
-    return replace(layout, uniform=rules.uniform, dense_layers=dense_layers, router_bias=rules.router_bias)
+    return replace(
+        layout, uniform=rules.uniform, dense_layers=dense_layers, router_bias=rules.router_bias,
+        leaves_whole=not rules.wide,
+    )  # fmt: skip
 
 
 def _numbers_to_try(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> Sequence[int]:

@@ -56,7 +56,7 @@ class TargetRules:
     """Largest distance between the active fraction of a plan and the requested one, if it is more than BUDGET_TOLERANCE."""
     wide: bool = False
     """Whether a GPU runs it: a power of two of experts of at least GPU_WIDTH neurons, no more than GPU_EXPERTS_PER_TOKEN of
-    them for a token unless it uses all, and a shared part that is a multiple of one."""
+    them for a token, in no layer, and a shared part that is a multiple of one."""
 
 
 _CORRECTED = TargetRules(forms=("fine",), shared=STOCK_SHARED)
