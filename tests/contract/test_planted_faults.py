@@ -56,14 +56,14 @@ def test_output_mask_missing(family: str, monkeypatch: pytest.MonkeyPatch) -> No
     dense = make_pico(family)
     plan = make_plan(dense, "per_token")
     assert difference(dense, plan) < 1e-4
-    whole = masking._hooks
+    whole = masking.mask_hooks
 
     def without_output(*args: object) -> list[object]:
         *kept, output = whole(*args)
         output.remove()
         return kept
 
-    monkeypatch.setattr(masking, "_hooks", without_output)
+    monkeypatch.setattr(masking, "mask_hooks", without_output)
     assert difference(dense, plan) > RED
 
 
