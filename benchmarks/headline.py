@@ -270,7 +270,7 @@ def cells_of(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"{task} ({examples})", f"{100 * value:.1f} ± {100 * error:.1f}"
     if speed := row.get("speed"):
         yield "decoding, x dense", f"{speed['ratio']:.2f} ({speed['low']:.2f} to {speed['high']:.2f})"
-        yield "at most", f"{speed['bound']:.2f}"
+        yield "decoding, at most", f"{speed['bound']:.2f}"
     for end, (perplexity, kl) in row.get("positions", {}).items():
         yield f"to {int(end):,}", f"{perplexity:.1f}" if kl is None else f"{perplexity:.1f}, KL {kl:.3f}"
     if text:
