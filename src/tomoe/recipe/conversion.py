@@ -179,9 +179,9 @@ class Recipe(RunRecipe):
         "gpu",
     ] = "hf"
     """The format that the result must fit exactly. `hf`, ToMoE's own, holds every plan; `gpu` is the same with few wide
-    fine-grained experts. All others need one layout for all layers and exclude attention.pruning =
-    per_token. mixtral, qwen2_moe and qwen3_moe hold overlapping experts, other architectures fine-grained ones;
-    docs/guide/export.md says which families fit."""
+    fine-grained experts. All others need one layout for all layers and exclude attention.pruning = per_token. mixtral,
+    qwen2_moe and qwen3_moe hold overlapping experts, other architectures fine-grained ones; docs/guide/export.md says which
+    families fit."""
     experts: ExpertsSection = ExpertsSection()
     attention: AttentionSection = AttentionSection()
     repair: RepairSection = RepairSection()

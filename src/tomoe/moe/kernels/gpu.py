@@ -1,4 +1,4 @@
-"""Fine-grained experts on a GPU, in PyTorch alone: for a few tokens the rows that they need, for many one grouped product.
+"""Fine-grained experts on a GPU, in PyTorch alone: for one token the rows that it needs, for many one grouped product.
 
 Both compute the same on a CPU, where `auto` never takes them. Letters as in the modelling file; S shared neurons.
 """
