@@ -89,13 +89,9 @@ setup_engines() {
 demo() {
     local out=demo-out prompt="Photosynthesis is the process by which"
     # --resume continues an interrupted demo; --force lets a finished one write its report again
-    .venv/bin/tomoe convert smollm2-135m --recipe demo --out $out --resume --force >/dev/null
-    # the numbers to look at are of text that people wrote, not of what the model sampled
-    .venv/bin/tomoe evaluate smollm2-135m $out --text python-docs --context 512 --tokens 8192
-    for model in smollm2-135m $out; do
-        printf '\n%s:\n' "$model"
-        .venv/bin/tomoe generate $model "$prompt" --max-new-tokens 40
-    done
+    .venv/bin/tomoe convert smollm2-135m --recipe demo --out $out --resume --force
+    printf '\nIt writes:\n'
+    .venv/bin/tomoe generate $out "$prompt" --max-new-tokens 40
     printf '\nThe report is %s. Next: .venv/bin/tomoe --help, or the README.\n' "$out/report.html"
 }
 

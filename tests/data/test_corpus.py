@@ -24,10 +24,11 @@ from conftest import make_pico
 from pico_tokenizer import make_tokenizer
 from tomoe.data import sampling, sources
 from tomoe.data.corpus import Corpus, Sequences, pack, prepare
+from tomoe.data.evaluation_text import held_out_text
 from tomoe.data.sampling import ordinary_tokens, sample_documents, sample_from_logits
 from tomoe.data.sources import documents
 from tomoe.errors import UserError
-from tomoe.recipe.conversion import DataSection
+from tomoe.recipe.conversion import DataSection, Recipe
 
 BOS, EOS = 1, 2
 
@@ -239,6 +240,43 @@ def test_a_split_of_its_own_is_the_evaluation(
     assert set(text(tokenizer, corpus.evaluation)) == {"e"}
     assert set(text(tokenizer, corpus.train) + text(tokenizer, corpus.calibration)) == {"r"}
     assert [len(corpus.train), len(corpus.calibration), len(corpus.evaluation)] == [35, 5, 10]
+
+
+def test_an_evaluation_source_leaves_all_of_the_sources_to_learn_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    other = lines(tmp_path / "other.jsonl", "o")
+    hub = Hub({("Salesforce/wikitext", "train"): [{"text": "r" * 600}]})
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    for source in (lines(tmp_path / "a.jsonl", "a"), "wikitext"):
+        corpus = prepare(section(source, evaluation_source=str(other)), tokenizer, seed=0)
+        assert [len(corpus.train), len(corpus.calibration), len(corpus.evaluation)] == [45, 5, 10]
+        assert text(tokenizer, corpus.evaluation).startswith("o00000<eos>o00001")
+        assert "o0" not in text(tokenizer, corpus.train) + text(tokenizer, corpus.calibration)
+
+        (tmp_path / "out" / "run").mkdir(parents=True, exist_ok=True)
+        corpus.save(tmp_path / "out" / "run" / "corpus.safetensors")
+        kept = held_out_text([str(tmp_path / "out")])
+        assert (kept.name, kept.sources) == ("other.jsonl", ())
+        assert torch.equal(kept.sequences.input_ids, corpus.evaluation.input_ids)
+
+
+def test_tokens_to_evaluate_on_do_not_come_out_of_the_sources_if_they_have_a_source(tmp_path: Path) -> None:
+    held_out, of_its_own = (
+        Recipe.load(None, ["data.evaluation_tokens=4096", *more]).data.tokens
+        for more in ([], ["data.evaluation_source=python-docs"])
+    )
+    assert held_out - of_its_own == 4096
+    with pytest.raises(UserError, match=r"exceed data\.calibration_tokens \(40\)$"):
+        Recipe.load(None, ["data.tokens=40", "data.calibration_tokens=40", "data.evaluation_source=b.txt"])
+
+
+def test_a_text_to_learn_from_is_not_the_one_to_evaluate_on(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    source = lines(tmp_path / "a.jsonl", "a")
+    with pytest.raises(UserError, match=r"a\.jsonl, which data.sources names, too"):
+        prepare(section(source, evaluation_source=str(source)), tokenizer, seed=0)
+    with pytest.raises(UserError, match="sampled from the dense model"):
+        prepare(section(source, evaluation_source="self"), tokenizer, seed=0)
 
 
 # ---- the corpus

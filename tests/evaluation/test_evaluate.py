@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from conftest import make_plan, tokens
 from pico_files import CommandLine, rows_from, small, write_pico, write_text
-from tomoe.data import evaluation_text
+from tomoe.data import sources
 from tomoe.data.evaluation_text import read_text
 from tomoe.errors import UserError
 from tomoe.evaluation import perplexity, run
@@ -194,7 +194,7 @@ def test_a_reference_that_scales_its_logits_gives_the_same_distance_twice(llama:
 
 def test_published_perplexities_are_of_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(str(write_pico(tmp_path / "dense")))
-    monkeypatch.setattr(evaluation_text, "documents", lambda source, split, **_: iter([f"{source} {split}", "b", "c"]))
+    monkeypatch.setattr(sources, "documents", lambda source, split, **_: iter([f"{source} {split}", "b", "c"]))
     given = read_text("wikitext", tokenizer, 64, None)
     stream = given.sequences.input_ids[given.sequences.mask]
     assert tokenizer.decode(stream) == "wikitext test\n\nb\n\nc<eos>"

@@ -23,6 +23,8 @@ def test_the_default_recipe_says_in_its_comments_what_the_defaults_are() -> None
     defaults = Recipe().model_dump(mode="json")
     assert defaults.pop("model") == ""
     assert defaults["data"].pop("text_column") is None
+    assert written["data"].pop("evaluation_source") == "python-docs"
+    assert defaults["data"].pop("evaluation_source") is None
     # chosen for the rest: calibration, evaluation and repair
     assert (written["data"].pop("tokens"), defaults["data"].pop("tokens")) == (0, 32_768 + 16_384 + 32_768)
     assert written["attention"].pop("share") == pytest.approx(defaults["attention"].pop("share"), abs=1e-3)

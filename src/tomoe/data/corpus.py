@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.data.sampling import sample_documents
-from tomoe.data.sources import SELF, documents, find
+from tomoe.data.sources import SELF, documents, evaluation_documents, find
 from tomoe.errors import UserError
 from tomoe.files import atomic_file, basename, parse_json
 from tomoe.model.shape import ceil_div
@@ -87,6 +87,8 @@ class Corpus:
     sources: tuple[str, ...]
     tokenizer: str
     seed: int
+    evaluation_name: str | None = None
+    """The text to evaluate on; None: it was held out from the sources."""
 
     def batch(self, step: int, micro: int, batch_size: int, accumulation: int, seed: int) -> Sequences:
         """Training sequences of forward pass `micro` (of `accumulation`) of step `step`, both from 0.
@@ -118,6 +120,7 @@ class Corpus:
             "tokens": {part: getattr(self, part).tokens for part in _PARTS},
             "tokenizer": self.tokenizer,
             "seed": self.seed,
+            **({} if self.evaluation_name is None else {"evaluation_name": self.evaluation_name}),
             "sha256": self.digest(),
         }
         try:
@@ -143,7 +146,13 @@ class Corpus:
         try:
             parts = {part: _read_part(tensors, part) for part in _PARTS}
             sources, tokenizer, seed = (metadata[key] for key in ("sources", "tokenizer", "seed"))
-            corpus = cls(**parts, sources=tuple(sources), tokenizer=tokenizer, seed=seed)
+            corpus = cls(
+                **parts,
+                sources=tuple(sources),
+                tokenizer=tokenizer,
+                seed=seed,
+                evaluation_name=metadata.get("evaluation_name"),
+            )
             unaltered = corpus.digest() == metadata["sha256"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{path} holds no token sequences ({error}); prepare them again") from None
@@ -185,7 +194,8 @@ def prepare(
 ) -> Corpus:
     """Training, calibration and evaluation sequences from the recipe's sources, in equal parts by tokens.
 
-    A source with its own split for evaluation uses that; of any other the first shuffled documents are held out.
+    A source with its own split for evaluation uses that; of any other the first shuffled documents are held out. With
+    `data.evaluation_source` nothing is held out.
     Calibration sequences are drawn from the rest, so they resemble the training text. If a source has fewer tokens than
     its part, all sources shrink alike: 1:1:1 stays 1:1:1, and so does training to evaluation.
     The source `self` needs the dense `model`; `progress` is called while it is sampled.
@@ -194,6 +204,8 @@ def prepare(
     """
     if len(set(data.sources)) < len(data.sources):
         raise UserError(f"data.sources names a source twice: {', '.join(data.sources)}")
+    # before text is sampled in vain
+    name, evaluation = _evaluation_source(data, tokenizer)
     sources = [_read_source(source, data, tokenizer, seed, model, progress) for source in data.sources]
     fraction = min(source.fraction for source in sources)
     generator = torch.Generator().manual_seed(seed)
@@ -203,12 +215,31 @@ def prepare(
             parts[part].append(sequences)
     texts = {part: joined(sequences) for part, sequences in parts.items()}
     # in random order, so that any run of sequences is a mixture
+    mixed = {part: text.select(torch.randperm(len(text), generator=generator)) for part, text in texts.items()}
+    if evaluation is not None:
+        mixed["evaluation"] = evaluation
     return Corpus(
-        **{part: text.select(torch.randperm(len(text), generator=generator)) for part, text in texts.items()},
+        **mixed,
         sources=data.sources,
         tokenizer=basename(tokenizer.name_or_path),
         seed=seed,
+        evaluation_name=name,
     )
+
+
+def _evaluation_source(
+    data: DataSection, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, Sequences] | tuple[None, None]:
+    """Name and sequences of the recipe's text to evaluate on, if it names one."""
+    if data.evaluation_source is None:
+        return None, None
+    if data.evaluation_source in data.sources:
+        raise UserError(
+            f"data.evaluation_source is {data.evaluation_source}, which data.sources names, too; name another text, or leave "
+            "it out, and a part of the sources is held out"
+        )
+    name, texts = evaluation_documents(data.evaluation_source, tokenizer)
+    return name, pack(tokenizer, texts, data.seq_len, data.evaluation_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +261,8 @@ class _SourceTokens:
     def split(self, fraction: float, data: DataSection, pad: int, generator: torch.Generator) -> dict[str, Sequences]:
         """Disjoint parts of `fraction` of the requested tokens."""
         sequences = _cut(self.stream[: round(self.requested * fraction)], data.seq_len, pad)
-        needed = 3 if self.held_out is None else 2
+        holds_out = self.held_out is None and data.evaluation_source is None
+        needed = 3 if holds_out else 2
         if len(sequences) < needed:
             raise UserError(
                 f"the source {self.source} gives {sequences.tokens} tokens, that is {len(sequences)} sequences of "
@@ -241,11 +273,9 @@ class _SourceTokens:
         def count(tokens: int) -> int:
             return max(1, round(tokens * fraction / len(data.sources) / data.seq_len))
 
-        if self.held_out is None:
-            first = min(count(data.evaluation_tokens), len(sequences) - 2)
-            evaluation = sequences.select(torch.arange(first))
-        else:
-            first = 0
+        first = min(count(data.evaluation_tokens), len(sequences) - 2) if holds_out else 0
+        evaluation = sequences.select(torch.arange(first))
+        if self.held_out is not None:
             evaluation = _cut(self.held_out[: round(self.held_out_requested * fraction)], data.seq_len, pad)
         order = first + torch.randperm(len(sequences) - first, generator=generator)
         calibration = min(count(data.calibration_tokens), len(order) - 1)
@@ -271,7 +301,7 @@ def _read_source(
             raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
         sampled = sample_documents(model, tokenizer, requested, seed, progress=progress)
         return _SourceTokens(source, _stream(sampled, eos, requested), requested)
-    held_out_split = find(source).held_out
+    held_out_split = find(source).held_out if data.evaluation_source is None else None
     held_out, held_out_requested = None, 0
     if held_out_split is not None:
         held_out_requested = _whole_sequences(data.evaluation_tokens / len(data.sources), data.seq_len)

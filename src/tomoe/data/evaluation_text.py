@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.data.corpus import Corpus, Sequences, pack
-from tomoe.data.sources import documents, find
+from tomoe.data.sources import evaluation_documents
 from tomoe.errors import UserError
-from tomoe.files import basename
 
 # default context length, in tokens
 CONTEXT = 1024
-# published perplexities use one stream: documents (at most this many) joined by this separator, without end-of-text tokens
-PUBLISHED = {"wikitext": ("\n\n", None), "wikitext-103": ("\n\n", None), "ptb": (" ", None), "c4": (" ", 1100)}
 
 
 @dataclass(frozen=True)
@@ -34,11 +30,16 @@ class EvaluationText:
 
 
 def held_out_text(names: Sequence[str]) -> EvaluationText:
-    """The evaluation sequences of the first converted folder among `names`. Raises UserError if none holds some."""
+    """The evaluation sequences of the first converted folder among `names`: held out, or of the recipe's evaluation source.
+
+    Raises UserError if none holds some.
+    """
     for name in names:
         path = Path(name) / "run" / "corpus.safetensors"
         if path.is_file():
             corpus = Corpus.load(path)
+            if corpus.evaluation_name is not None:
+                return EvaluationText(corpus.evaluation, corpus.evaluation_name, corpus.seed)
             sources = tuple(Path(source).name for source in corpus.sources)
             return EvaluationText(corpus.evaluation, f"{', '.join(sources)}, held out", corpus.seed, sources=sources)
     raise UserError(
@@ -51,10 +52,5 @@ def read_text(source: str, tokenizer: PreTrainedTokenizerBase, context: int, tok
 
     Raises UserError if there is no text.
     """
-    split = find(source).held_out or "train"
-    texts: Iterable[str] = documents(source, split, tokenizer=tokenizer)
-    if source in PUBLISHED:
-        separator, max_documents = PUBLISHED[source]
-        texts = [separator.join(islice(texts, max_documents))]
-    sequences = pack(tokenizer, texts, context, tokens)
-    return EvaluationText(sequences, basename(source) if Path(source).exists() else f"{source} ({split})")
+    name, texts = evaluation_documents(source, tokenizer)
+    return EvaluationText(pack(tokenizer, texts, context, tokens), name)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tomoe.data.chats import Chat, answered, chat_of, chat_writer
 from tomoe.errors import UserError, shortened
+from tomoe.files import basename
 from tomoe.model.names import HUB_ID
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 SELF = "self"
 """The source that samples its text from the dense model (sampling.py)."""
+
+PUBLISHED = {"wikitext": ("\n\n", None), "wikitext-103": ("\n\n", None), "ptb": (" ", None), "c4": (" ", 1100)}
+"""Published perplexities use one stream: documents (at most so many) joined by this separator, without end-of-text tokens."""
 
 CHAT_COLUMNS = ("messages", "conversations")
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -130,8 +134,10 @@ SOURCES: dict[str, Source] = {
 def find(source: str) -> Source:
     """The source of that name, else that file or folder, else that hub id (owner/name, or owner/name:config).
 
-    Raises UserError for anything else, and for a file that does not exist.
+    Raises UserError for anything else, for a file that does not exist, and for `self`, which no text is read from.
     """
+    if source == SELF:
+        raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
     if source in SOURCES:
         return SOURCES[source]
     path = Path(source).expanduser()
@@ -162,12 +168,24 @@ def documents(
     through the chat template of the tokenizer. Local files have the split `train` only.
     Raises UserError, also while iterating: no such source, hub out of reach, broken file, no text column, no chat template.
     """
-    if source == SELF:
-        raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
     column = None if source in SOURCES else text_column
     found, write = find(source).read(split, column), chat_writer(tokenizer, source)
     texts = (write(document) if isinstance(document, Chat) else document for document in found)
     return (text for text in texts if text.strip())
+
+
+def evaluation_documents(source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Iterable[str]]:
+    """Name and documents of a text to evaluate on: the split for evaluation, if the source has one, as it is published.
+
+    Raises UserError as `documents` does.
+    """
+    split = find(source).held_out or "train"
+    name = basename(source) if Path(source).exists() else f"{source} ({split})"
+    texts: Iterable[str] = documents(source, split, tokenizer=tokenizer)
+    if source in PUBLISHED:
+        separator, most = PUBLISHED[source]
+        texts = [separator.join(itertools.islice(texts, most))]
+    return name, texts
 
 
 def hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> Iterator[Row]:

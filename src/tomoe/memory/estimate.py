@@ -196,7 +196,7 @@ def hidden_state_bytes(s: ModelShape, dtype: torch.dtype, repair: RepairSection,
     """Bytes of main memory for the hidden states that repair keeps between layers; 0 if they go to a file."""
     streams = 1 if repair.target_after(steps) == "local" else 2
     # as many as the recipe asks for, or all that are not held out
-    tokens = min(repair.tokens, max(data.tokens - data.evaluation_tokens, data.seq_len))
+    tokens = min(repair.tokens, max(data.tokens - data.held_out_tokens, data.seq_len))
     size = tokens * (streams * s.hidden_size + s.mlp_size) * dtype.itemsize // distributed.world_size()
     return 0 if size > MEMORY else size
 

@@ -66,7 +66,9 @@ class DataSection(Section):
     calibration_tokens: int = Field(default=32_768, ge=1)
     """Tokens that the start is carved from."""
     evaluation_tokens: int = Field(default=16_384, ge=1)
-    """Tokens held out for evaluation."""
+    """Tokens to evaluate on."""
+    evaluation_source: str | None = None
+    """A text to evaluate on, named as in `sources`. None: a part of the sources is held out."""
     text_column: str | None = None
     """Column with texts or chats, for hub, .jsonl and .parquet sources. Default: `text`, `messages`, `conversations`, `prompt`
     and `completion`, or `instruction`, `input` and `output`, the first that is there."""
@@ -78,12 +80,18 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _leave_something_to_train_on(self) -> Self:
-        if 0 < self.tokens <= self.calibration_tokens + self.evaluation_tokens:
+        if 0 < self.tokens <= self.calibration_tokens + self.held_out_tokens:
+            held_out = f" and data.evaluation_tokens ({self.held_out_tokens}) together" if self.held_out_tokens else ""
             raise UserError(
-                f"data.tokens is {self.tokens}, but it should exceed data.calibration_tokens "
-                f"({self.calibration_tokens}) and data.evaluation_tokens ({self.evaluation_tokens}) together"
+                f"data.tokens is {self.tokens}, but it should exceed "
+                f"data.calibration_tokens ({self.calibration_tokens}){held_out}"
             )
         return self
+
+    @property
+    def held_out_tokens(self) -> int:
+        """Tokens of the sources that nothing is fitted to."""
+        return self.evaluation_tokens if self.evaluation_source is None else 0
 
 
 class RunRecipe(BaseRecipe):
@@ -113,9 +121,9 @@ class RunRecipe(BaseRecipe):
             return self
         # a repair is fitted to the calibration text, too
         training = max(self.fitted_tokens() - data.calibration_tokens, data.seq_len)
-        least = data.calibration_tokens + data.evaluation_tokens + training
+        least = data.calibration_tokens + data.held_out_tokens + training
         read = train.steps * train.gradient_accumulation_steps * train.batch_size * data.seq_len
-        asked = min(data.calibration_tokens + data.evaluation_tokens + read, MOST_TOKENS)
+        asked = min(data.calibration_tokens + data.held_out_tokens + read, MOST_TOKENS)
         chosen = data.model_copy(update={"tokens": max(least, asked)})
         chosen.model_fields_set.discard("tokens")
         # a frozen model is changed in its dictionary
