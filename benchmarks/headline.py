@@ -286,36 +286,50 @@ def sweet_spot(rows: Sequence[dict[str, Any]], name: str) -> str:
         return ""
     needed = KEPT * dense["humaneval"]["solved"]
     kept = next((row for row in ours if row["humaneval"]["solved"] >= needed), None)
-    tried = ", ".join(dict.fromkeys(f"{row['active']:.0%}" for row in ours))
+    shares = list(dict.fromkeys(f"{row['active']:.0%}" for row in ours))
+    tried = ", ".join(shares)
     if kept is None:
         return f"{name}: none of the shares that were tried ({tried}) keeps {KEPT:.0%} of the dense model's HumanEval."
     speed = f", decoding {kept['speed']['ratio']:.2f} times as fast" if kept.get("speed") else ""
-    share = f"{kept['active']:.0%} active ({SHOWN[kept['way']]}) is the smallest share of {tried}"
-    return f"{name}: {share} that keeps {KEPT:.0%} of the dense model's HumanEval{speed}."
+    spot = f"{name}: {kept['active']:.0%} active ({SHOWN[kept['way']]})"
+    keeps = f"keeps {KEPT:.0%} of the dense model's HumanEval{speed}"
+    if len(shares) == 1:
+        return f"{spot} {keeps}; no other share was tried."
+    return f"{spot} is the smallest share of {tried} that {keeps}."
 
 
 @styled
 def figure(results: Results) -> CaptionedFigure:
-    """KL and solved problems against the active share, a color for each model and way."""
+    """KL and solved problems against the active share: a color for each way, filled for the first model, else open."""
     drawn, axes = canvas(4.6, 2, sharex=True)
     said = []
     # more experts than a repair was fitted to are for the table
     rows = [row for row in in_order(results) if row["way"] != "dialed"]
-    title, *others = {row["name"]: None for row in rows}
+    names, ways = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "way"))
     colors, markers = (*COLORS, "#56b4e9"), (*MARKERS, "v")
-    for i, (name, way) in enumerate(dict.fromkeys((row["name"], row["way"]) for row in rows)):
+
+    def style(way: str, name: str) -> dict[str, Any]:
+        i = ways.index(way) % 5
+        look = {"color": colors[i], "marker": markers[i], "markersize": 6, "linestyle": "none"}
+        return look if name == names[0] else look | {"markerfacecolor": "none"}
+
+    for name, way in dict.fromkeys((row["name"], row["way"]) for row in rows):
         own = [row for row in rows if (row["name"], row["way"]) == (name, way)]
         for axis, step, value in ((axes[0], "text", "kl"), (axes[1], "humaneval", "value")):
             points = sorted((row["active"], row[step][value] or 0.0) for row in own if step in row)
-            label = f"{name}, {SHOWN[way]}" if others else SHOWN[way]
-            style: dict[str, Any] = {"color": colors[i % 5], "marker": markers[i % 5], "markersize": 6}
             # no lines: between the points nothing was measured
-            axis.plot([100 * x for x, _ in points], [y for _, y in points], linestyle="none", label=label, **style)
-            said.append(f"{label}, {value}: " + ", ".join(f"{x:.0%} {y:.3f}" for x, y in points))
+            axis.plot([100 * x for x, _ in points], [y for _, y in points], **style(way, name))
+            said.append(f"{name}, {SHOWN[way]}, {value}: " + ", ".join(f"{x:.0%} {y:.3f}" for x, y in points))
+    for way in ways:
+        axes[0].plot([], [], label=SHOWN[way], **style(way, names[0]))
+    for name in names[1:]:
+        axes[0].plot([], [], label=f"open: {name}", **style("dense", name))
+    # room for the legend
+    axes[0].set_ylim(top=1.2 * axes[0].get_ylim()[1])
     axes[0].set_ylabel("KL to the dense model, nats")
     axes[1].set_ylabel("HumanEval solved")
     axes[1].set_xlabel("active decoder parameters, %")
-    axes[0].legend(loc="upper right", title=None if others else title)
+    axes[0].legend(loc="upper right", title=names[0] if len(names) == 1 else f"filled: {names[0]}")
     return CaptionedFigure(
         "headline", "What is left at each share", "; ".join(said),
         "Above, the distance from the dense model (100 %) on WikiText-2; below, the share of problems solved.", drawn,
