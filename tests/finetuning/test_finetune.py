@@ -24,6 +24,7 @@ from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
 from tomoe.evaluation.run import training_overlap
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss
+from tomoe.model.loading import load_tokenizer
 from tomoe.plan import FINETUNED, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.summary import conversion_summary
@@ -160,6 +161,24 @@ def test_what_the_conversion_kept_is_the_text_where_none_is_given(
     assert tomoe("finetune", place / "out", *sets, "-o", out).code == 0
     tuned, converted = (Corpus.load(folder / "run" / "corpus.safetensors") for folder in (out, place / "out"))
     assert tuned.digest() == converted.digest()
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["kept text", "named text"])
+def test_an_evaluation_source_takes_nothing_from_the_text_to_learn_from(
+    tomoe: CommandLine, place: Path, tmp_path: Path, named: bool
+) -> None:
+    (tmp_path / "other.txt").write_text(" ".join(f"{i} apples" for i in range(90)))
+    command = options(place) if named else ["finetune", place / "out", *options(place)[4:]]
+    learned = []
+    for more in ([], ["--set", f"data.evaluation_source={tmp_path / 'other.txt'}"]):
+        out = tmp_path / f"tuned{len(more)}"
+        assert tomoe(*command, *more, "-o", out).code == 0
+        learned.append(Corpus.load(out / "run" / "corpus.safetensors"))
+    held_out, of_its_own = learned
+    assert (held_out.evaluation_name, of_its_own.evaluation_name) == (None, "other.txt")
+    assert held_out.train.tokens <= of_its_own.train.tokens <= held_out.tokens_of_sources
+    assert (held_out.train.tokens < of_its_own.train.tokens) == named
+    assert load_tokenizer(str(place / "out")).decode(of_its_own.evaluation.input_ids[0]).startswith("0 apples 1")
 
 
 def test_text_of_the_conversion_counts_as_trained_on(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:

@@ -90,6 +90,12 @@ class Corpus:
     evaluation_name: str | None = None
     """The text to evaluate on; None: it was held out from the sources."""
 
+    @property
+    def tokens_of_sources(self) -> int:
+        """Tokens of all parts that come from the sources."""
+        held_out = self.evaluation.tokens if self.evaluation_name is None else 0
+        return self.train.tokens + self.calibration.tokens + held_out
+
     def batch(self, step: int, micro: int, batch_size: int, accumulation: int, seed: int) -> Sequences:
         """Training sequences of forward pass `micro` (of `accumulation`) of step `step`, both from 0.
 
@@ -205,7 +211,7 @@ def prepare(
     if len(set(data.sources)) < len(data.sources):
         raise UserError(f"data.sources names a source twice: {', '.join(data.sources)}")
     # before text is sampled in vain
-    name, evaluation = _evaluation_source(data, tokenizer)
+    name, evaluation = evaluation_part(data, tokenizer)
     sources = [_read_source(source, data, tokenizer, seed, model, progress) for source in data.sources]
     fraction = min(source.fraction for source in sources)
     generator = torch.Generator().manual_seed(seed)
@@ -227,10 +233,11 @@ def prepare(
     )
 
 
-def _evaluation_source(
-    data: DataSection, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, Sequences] | tuple[None, None]:
-    """Name and sequences of the recipe's text to evaluate on, if it names one."""
+def evaluation_part(data: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Sequences] | tuple[None, None]:
+    """Name and sequences of the recipe's text to evaluate on, if it names one.
+
+    Raises UserError if there is no such text, or if it is among the sources.
+    """
     if data.evaluation_source is None:
         return None, None
     if data.evaluation_source in data.sources:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.data.corpus import Corpus, Sequences, joined, prepare
+from tomoe.data.corpus import Corpus, Sequences, evaluation_part, joined, prepare
 from tomoe.errors import UserError
 from tomoe.evaluation.overlap import kept_corpora, shared_tokens
 from tomoe.plan import FINETUNED, REPAIRED, Plan
@@ -36,13 +36,16 @@ def finetuning_text(
     fitted, read = fitted_text(converted, plan), stage_callback(on_progress, "text")
     if recipe.data.sources:
         corpus = _prepared(recipe, tokenizer, dense, 0 if fitted is None else fitted.tokens, read)
-        size = recipe.data.tokens - corpus.calibration.tokens - corpus.evaluation.tokens
+        size = recipe.data.tokens - (corpus.tokens_of_sources - corpus.train.tokens)
     else:
         kept = converted / "run" / "corpus.safetensors"
         if not kept.is_file():
             raise UserError(f"{converted} keeps no text (run/corpus.safetensors); name some with --data")
         corpus = Corpus.load(kept)
         size = corpus.train.tokens
+        name, evaluation = evaluation_part(recipe.data, tokenizer)
+        if evaluation is not None:
+            corpus = replace(corpus, evaluation=evaluation, evaluation_name=name)
     if fitted is None:
         return corpus
     train = recipe.train
@@ -57,7 +60,7 @@ def _prepared(
     """The text of the sources with `extra` tokens more to learn from, or without if the sources are too short for that."""
     longer = recipe.data.model_copy(update={"tokens": recipe.data.tokens + extra})
     corpus = prepare(longer, tokenizer, recipe.seed, dense, read)
-    if extra and sum(part.tokens for part in (corpus.train, corpus.calibration, corpus.evaluation)) < longer.tokens:
+    if extra and corpus.tokens_of_sources < longer.tokens:
         corpus = prepare(recipe.data, tokenizer, recipe.seed, dense, read)
     return corpus
 
