@@ -261,7 +261,7 @@ def test_an_evaluation_source_leaves_all_of_the_sources_to_learn_from(
         assert torch.equal(kept.sequences.input_ids, corpus.evaluation.input_ids)
 
 
-def test_tokens_to_evaluate_on_do_not_come_out_of_the_sources_if_they_have_a_source(tmp_path: Path) -> None:
+def test_tokens_to_evaluate_on_do_not_come_out_of_the_sources_if_they_have_a_source() -> None:
     held_out, of_its_own = (
         Recipe.load(None, ["data.evaluation_tokens=4096", *more]).data.tokens
         for more in ([], ["data.evaluation_source=python-docs"])
