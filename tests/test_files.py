@@ -32,7 +32,7 @@ def test_the_next_writer_of_a_folder_deletes_what_a_killed_one_left(tmp_path: Pa
         atomic_write(path, "whole")
         assert subprocess.run([sys.executable, "-c", KILLED, path]).returncode == -signal.SIGKILL
         assert len(list(path.parent.glob(".*.tmp"))) == 1
-    others = [tmp_path / ".editor.tmp", tmp_path / "other" / ".cell.json.7.tmp"]
+    others = [tmp_path / ".editor.tmp", tmp_path / ".cell.json.7.tmp", tmp_path / "other" / ".cell.json.7.tomoe.tmp"]
     for path in others:
         atomic_write(path, "of somebody else")
     with distributed.locked(tmp_path, "convert"):

@@ -20,7 +20,8 @@ from tomoe.data.corpus import Corpus, Sequences, prepare
 from tomoe.data.sources import SELF
 from tomoe.errors import UserError
 from tomoe.exporting.targets import TARGETS
-from tomoe.files import atomic_folder, basename, refuse_overwriting
+from tomoe.files import atomic_folder, basename
+from tomoe.folders import PLAN, refuse_overwriting, refuse_strangers
 from tomoe.model import catalog
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.hub import find_plan
@@ -196,7 +197,7 @@ def learn(
     model, corpus = opened.model, opened.corpus
     net = empty_network(recipe, model, opened.layout)
     # a checkpoint holds the start too, so a resumed run need not carve again
-    if not any(run.checkpoints.glob("step-*")):
+    if not run.steps():
         reads_weights = recipe.start == "carved" or net.rotates_values
         readable = base.original() if base.quantization != "none" and reads_weights else model
         start_(net, recipe, readable, corpus.calibration, on_progress)
@@ -334,6 +335,7 @@ def plan(
     """
     if not (run_path / "recipe.json").is_file():
         raise UserError(f"{run_path} holds no run (no recipe.json); make one with `tomoe train`")
+    refuse_strangers(out, force, (*PLAN, "config.json"))
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a model, which must keep the plan it was made from; choose another folder")
     if (out / "plan.json").exists() and not force:

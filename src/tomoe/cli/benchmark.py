@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tomoe import files
+from tomoe import files, folders
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output
 from tomoe.errors import UserError
@@ -33,6 +33,7 @@ def benchmark(
     sizes = {"batch": _numbers("--batch", batch), "prompt": _numbers("--prompt", prompt)}
     for name in (dense, moe):
         options.check_model(name)
+    folders.refuse_stranger(json_file, folders.JSON_MARK)
 
     with Screen() as screen:
         measured = pairs_of_runs.benchmark(

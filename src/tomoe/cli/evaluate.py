@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tomoe import distributed, plan
+from tomoe import distributed, folders, plan
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output, quiet_libraries, show_warnings
 from tomoe.errors import UserError
@@ -63,6 +63,8 @@ def evaluate(
     task_set = _tasks(suite, tasks, task_dir, limit, batch_size, run_code)
     for name in models:
         options.check_model(name)
+    folders.refuse_stranger(json_file, folders.JSON_MARK)
+    folders.refuse_stranger(markdown_file, tables.MARK)
 
     quiet_libraries()
     settings = run.dial_settings(models, active or ())

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from tomoe import distributed, files, locks
+from tomoe import distributed, folders, locks
 from tomoe.errors import UserError
 from tomoe.model import catalog, names
 from tomoe.recipe.conversion import Recipe
@@ -220,7 +220,7 @@ def check_out(out: Path | None, run: Path, recipe: Recipe | FinetuneRecipe, resu
         # whoever writes there now is named first
         with locks.folder_lock(folder, "check") if folder.exists() else nullcontext():
             if out is not None:
-                files.refuse_overwriting(out, force, recipe.model, resume)
+                folders.refuse_overwriting(out, force, recipe.model, resume)
             run_folder.RunFolder(run).resumes(recipe, resume, force)
 
     # another rank may look when rank 0 has begun to write

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from tomoe import folders
 from tomoe.cli import options
 from tomoe.cli.console import output, quiet_libraries
 from tomoe.cli.sanitize import printable
@@ -41,6 +42,7 @@ def route(
     """Show which expert each token of a text goes to, layer by layer."""
     passage = read_text(text, file)
     options.check_model(model)
+    folders.refuse_stranger(html, pages.MARK)
 
     quiet_libraries()
     loaded, tokenizer = active_experts.load(model)

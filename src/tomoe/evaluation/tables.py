@@ -17,6 +17,8 @@ from tomoe.evaluation.results import LOOP_METRIC, TOKENS_PER_S, Row, Span, TaskS
 from tomoe.files import format_bytes
 
 NONE = "-"
+# in every file that `to_markdown` writes
+MARK = "Active params are the share of the dense model's decoder parameters that work on a token"
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " ", "\r": " "})
 
 
@@ -71,7 +73,7 @@ def footnote(rows: Sequence[Row]) -> str:
         + f", {first.tokens:,} of them predicted",
         "" if first.standard_error is None else "± is one standard error, with sequences as independent units",
         "KL and same top-1 are against the first model" if len(rows) > 1 else "",
-        "Active params are the share of the dense model's decoder parameters that work on a token",
+        MARK,
         "; ".join(dict.fromkeys(f"{row.measurement.dtype} on {row.measurement.device}" for row in rows)),
         versions,
     ]

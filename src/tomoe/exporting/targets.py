@@ -31,6 +31,7 @@ from tomoe.exporting.qwen3_moe import Qwen3Moe
 from tomoe.exporting.stock import Stock, empty_stock
 from tomoe.exporting.target import Options, Sizes, Target
 from tomoe.files import atomic_folder, format_bytes
+from tomoe.folders import REPLACED
 from tomoe.model.loading import load_config
 from tomoe.model.trouble import writing
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -106,7 +107,7 @@ def export_folder(out: Path) -> Iterator[Path]:
 
     If the block fails, `out` is as it was. Raises UserError if the files cannot be written.
     """
-    with writing(f"the export to {out}"), atomic_folder(out, "config.json", ("*",)) as part:
+    with writing(f"the export to {out}"), atomic_folder(out, "config.json", REPLACED) as part:
         yield part
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.files import format_bytes
+from tomoe.folders import holds
 from tomoe.locks import LOCK_FILE
 from tomoe.moe.checkpoint import save_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -31,7 +32,7 @@ def check_place(out: Path, source: Path, needed: int, force: bool) -> None:
     if place == source.resolve() or place in source.resolve().parents:
         raise UserError(f"{out} holds the converted model itself; choose another folder for the export")
     if out.exists() and (not out.is_dir() or any(path.name != LOCK_FILE for path in out.iterdir())):
-        if not (out / "export.json").is_file():
+        if not holds(out / "export.json", '"tomoe-export-'):
             raise UserError(f"{out} is not empty and holds no export; choose another folder")
         if not force:
             raise UserError(f"{out} already holds an export; choose another folder or add --force")

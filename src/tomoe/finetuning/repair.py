@@ -10,8 +10,9 @@ from tomoe import distributed
 from tomoe.conversion import save_conversion
 from tomoe.data.corpus import Corpus, prepare
 from tomoe.errors import UserError
-from tomoe.files import atomic_write, basename, refuse_overwriting
+from tomoe.files import atomic_write, basename
 from tomoe.finetuning.run import Origin
+from tomoe.folders import refuse_overwriting
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_tokenizer
 from tomoe.plan import FINETUNED, Plan

@@ -18,9 +18,10 @@ from tomoe.data.sources import SELF
 from tomoe.errors import UserError
 from tomoe.evaluation.results import Row, to_json
 from tomoe.evaluation.run import compare_on
-from tomoe.files import atomic_write, basename, refuse_overwriting, sha256
+from tomoe.files import atomic_write, basename, sha256
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss, MoEStudent, Teacher, check_adapters
 from tomoe.finetuning.text import finetuning_text
+from tomoe.folders import refuse_overwriting
 from tomoe.model.compute_dtype import compute_dtype, measuring_dtype
 from tomoe.model.loading import fingerprint, load_dense, load_model, load_tokenizer, pick_device
 from tomoe.model.names import resolve
@@ -155,7 +156,7 @@ def _begin(recipe: FinetuneRecipe, run: RunFolder, resumed: bool, origin: Origin
         return
     run.begin(recipe, resumed, origin.fingerprint())
     # what the conversion learned from counts as training text when the result is measured
-    for old in run.path.glob("earlier-*"):
+    for old in run.path.glob("earlier-*corpus.safetensors"):
         old.unlink()
     for text in sorted((origin.folder / "run").glob("*corpus.safetensors")):
         atomic_write(run.path / f"earlier-{text.name}", text.read_bytes())

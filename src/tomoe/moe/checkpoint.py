@@ -12,7 +12,8 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.files import atomic_folder, read_json, refuse_overwriting, write_sums
+from tomoe.files import atomic_folder, read_json, write_sums
+from tomoe.folders import REPLACED, refuse_overwriting
 from tomoe.model.far_tokens import BEHIND, far_tokens, first_difference, layer_outputs, near_tokens
 from tomoe.model.loading import load_dense, pick_device, strip_remote_code_
 from tomoe.model.trouble import writing
@@ -21,9 +22,6 @@ from tomoe.plan import Plan
 
 # Bytes. If layers are folded as they are written, a whole shard is in memory at a time, twice.
 CHECKPOINT_SHARD_BYTES = 10**9
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-# What was measured of the weights before these.
-MEASURED = ("README.md", "evaluation.json", "dial.json", "benchmark.json", "report.json", "report.html", "figures")
 
 
 def save_moe(
@@ -33,11 +31,12 @@ def save_moe(
     """Write the folder `out`, so that a half-written one is never taken for a model; with `check`, so that a model that
     computes something else once it is loaded is not written at all (`check_written`).
 
-    The run and its recipe stay in `out`; what was measured of an earlier model there is deleted with it. Raises UserError
-    if `out` holds a model and `force` is not set, or if it cannot be written.
+    The run and its recipe stay in `out`; what was measured of an earlier model there is deleted with it, and nothing else.
+    Raises UserError if `out` holds a model and `force` is not set, if it holds files of somebody else (`folders`), or if it
+    cannot be written.
     """
     refuse_overwriting(out, force)
-    with writing(f"the model to {out}"), atomic_folder(out, "config.json", (*WEIGHTS, *MEASURED)) as part:
+    with writing(f"the model to {out}"), atomic_folder(out, "config.json", (*REPLACED, "export.json")) as part:
         with warnings.catch_warnings():
             # transformers warns of the memory that a shard takes, and these are small
             warnings.filterwarnings("ignore", "Attempting to save a model with offloaded modules")

@@ -18,6 +18,8 @@ from tomoe.report.style import CaptionedFigure
 
 COLORS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00")
 Texts = Sequence[tuple[str, RoutingTrace]]  # (name, trace), all of one model
+# in every page, by its layout
+MARK = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src"
 # experts listed for a token: all of them, in every layer, would be most of the page
 LISTED = 8
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from tomoe.errors import UserError, shortened
 from tomoe.files import atomic_file, atomic_write, parse_json, read_json, read_text, sha256
+from tomoe.folders import RUN, refuse_strangers
 from tomoe.recipe.base import BaseRecipe
 
 KEEP = 2
@@ -77,9 +78,10 @@ class RunFolder:
     def resumes(self, recipe: BaseRecipe, resume: bool, force: bool) -> bool:
         """Return whether the existing run resumes; if not, a new one may start. Writes nothing.
 
-        Raises UserError if neither is possible: there is a run and no flag says what to do with it, its recipe differs, or
-        the folder cannot be written.
+        Raises UserError if neither is possible: there is a run and no flag says what to do with it, its recipe differs, the
+        folder holds files that tomoe did not write, or it cannot be written.
         """
+        refuse_strangers(self.path, force, RUN)
         changed = type(recipe).load(self.recipe).differences(recipe) if resume and self.recipe.exists() else []
         if changed and not force:
             raise UserError(
@@ -102,10 +104,9 @@ class RunFolder:
         """
         try:
             if not resume:
-                for old in (self.recipe, self.origin, self.corpus, self.metrics, self.best):
-                    old.unlink(missing_ok=True)
-                if self.checkpoints.exists():
-                    shutil.rmtree(self.checkpoints)
+                # by its origin the folder is known as ours to the last
+                for old in (self.recipe, self.corpus, self.metrics, self.best, *self.steps(), self.origin):
+                    shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error.strerror or error}") from error
@@ -157,7 +158,7 @@ class RunFolder:
             raise UserError(
                 f"cannot write the checkpoint of step {step} to {self.checkpoints} ({error}); earlier ones are kept"
             ) from error
-        for old in sorted(self.checkpoints.glob("step-*"))[:-KEEP]:
+        for old in self.steps()[:-KEEP]:
             shutil.rmtree(old, ignore_errors=True)
 
     def last(self) -> Checkpoint | None:
@@ -165,7 +166,7 @@ class RunFolder:
 
         Raises UserError if there are checkpoints, but none is whole.
         """
-        folders = sorted(self.checkpoints.glob("step-*"), reverse=True)
+        folders = self.steps()[::-1]
         for folder in folders:
             if checkpoint := self._read(folder):
                 return checkpoint
@@ -178,7 +179,11 @@ class RunFolder:
 
     def damaged(self) -> list[str]:
         """Return the names of checkpoints that `last` skips."""
-        return [folder.name for folder in sorted(self.checkpoints.glob("step-*")) if self._read(folder) is None]
+        return [folder.name for folder in self.steps() if self._read(folder) is None]
+
+    def steps(self) -> list[Path]:
+        """The checkpoints, the oldest first; a copy that somebody made (step-000100-good) is none."""
+        return sorted(path for path in self.checkpoints.glob("step-*") if path.name.removeprefix("step-").isdecimal())
 
     def _read(self, folder: Path) -> Checkpoint | None:
         try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -68,7 +68,10 @@ class FinishedLayers:
 
     def forget(self) -> None:
         """Delete the files, once the plan that holds the matrices is written."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for path in self.folder.glob("layer-*.safetensors"):
+                path.unlink()
+            self.folder.rmdir()
 
     def _path(self, i: int) -> Path:
         return self.folder / f"layer-{i:03d}.safetensors"

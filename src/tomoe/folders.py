@@ -1,0 +1,121 @@
+"""What a folder of ours holds: of all other files in it, none is ever deleted or overwritten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tomoe.errors import UserError
+
+WEIGHTS = ("model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json")
+CONFIGS = ("config.json", "generation_config.json", "modeling_tomoe.py", "SHA256SUMS")
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "additional_chat_templates", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "vocab.json", "vocab.txt", "merges.txt",
+)  # fmt: skip
+PLAN = ("plan.json", "plan.safetensors")
+FIGURES = (
+    "cost", "dial", "expert-widths", "parts", "similarity", "throughput", "training", "union", "usage", "value-dims", "width",
+)  # fmt: skip
+MEASURED = (
+    "README.md", "evaluation.json", "dial.json", "benchmark.json", "report.json", "report.html",
+    *(f"figures/{name}.{kind}" for name in FIGURES for kind in ("svg", "png")),
+)  # fmt: skip
+"""What is said of the weights, and goes with them."""
+GGUF = tuple(f"model-{precision}.gguf" for precision in ("f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"))
+REPLACED = (*WEIGHTS, *GGUF, *CONFIGS, *TOKENIZER, *MEASURED)
+"""What goes when a model is written where another one was. A kill in between leaves the plan, or export.json."""
+MODEL = (*REPLACED, *PLAN, "export.json", "recipe.json", "run")
+RUN = (
+    "recipe.json", "origin.sha256", "corpus.safetensors", "earlier-*corpus.safetensors", "metrics.jsonl", "best.safetensors",
+    "cost.json", "masks", "weights", "repair",
+)  # fmt: skip
+
+# Files that only tomoe writes, and what is in them: what a kill leaves of a folder has at least one. Damaged files count.
+_MARKS = {
+    "plan.json": '"tomoe-plan-',
+    "export.json": '"tomoe-export-',
+    "config.json": '"tomoe_format"',
+    "recipe.json": '"gradient_accumulation_steps"',
+    "origin.sha256": "",
+    "repair/layer-000.safetensors": "",
+}
+JSON_MARK = '"format": "tomoe-'
+# bytes of a file in which its mark is looked for
+_BEGINNING = 2**24
+# names that a sentence lists
+_NAMED = 4
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether tomoe wrote a plan, a model, a run or an export to the folder."""
+    inside = folder.name == "run" and folder.parent != folder and is_ours(folder.parent)
+    return inside or any(holds(folder / name, mark) for name, mark in _MARKS.items())
+
+
+def holds(file: Path, mark: str) -> bool:
+    """Whether an ordinary file can be read and has this text in it."""
+    try:
+        if not file.is_file():
+            return False
+        with file.open("rb") as opened:
+            return mark.encode() in opened.read(_BEGINNING)
+    except OSError:
+        return False
+
+
+def refuse_strangers(folder: Path, force: bool, names: Sequence[str]) -> None:
+    """Raises UserError if files that tomoe did not write lie in a folder that it is about to write to.
+
+    With `force` they may lie there, but none where one of `names` (patterns) would be written. Hidden files and empty
+    folders do not count.
+    """
+    if not folder.is_dir() or is_ours(folder):
+        return
+    visible = [path for path in folder.iterdir() if not path.name.startswith(".") and _has_files(path)]
+    # a run comes before the model that becomes of it
+    found = sorted(path.name for path in visible if not (path.name == "run" and is_ours(path)))
+    in_the_way = sorted({path.relative_to(folder).parts[0] for name in names for path in folder.glob(name)} & {*found})
+    if in_the_way:
+        kind = "a model" if "config.json" in in_the_way else "files"
+        raise UserError(
+            f"{folder} already holds {kind} that tomoe did not write and would overwrite ({_list(in_the_way)}); choose "
+            "another folder"
+        )
+    if found and not force:
+        raise UserError(
+            f"{folder} holds files that tomoe did not write ({_list(found)}); choose another folder, or add --force to "
+            "write beside them"
+        )
+
+
+def refuse_overwriting(out: Path, force: bool, dense: str = "", resume: bool = False) -> None:
+    """Raises UserError if `out` holds a model, or files of somebody else, or is the folder of the `dense` model.
+
+    With `force`, or with `resume` if there is a run to resume, the model in `out` may be replaced; files of somebody else are
+    in no case.
+    """
+    if dense and out.resolve() == Path(dense).expanduser().resolve():
+        raise UserError(f"{out} holds the input model; choose another folder for the result")
+    # an adapter beside a model is refused when the model is loaded
+    replaces = force or (resume and (out / "run" / "recipe.json").exists())
+    refuse_strangers(out, replaces, (*MODEL, "adapter_config.json"))
+    if (out / "config.json").exists() and not replaces:
+        raise UserError(f"{out} already holds a model; choose another folder or add --force")
+
+
+def refuse_stranger(file: Path | None, mark: str) -> None:
+    """Raises UserError if a file to write is there and was not written by tomoe, whose own have the text `mark` in them."""
+    if file is None or not file.exists() or holds(file, mark) or (file.is_file() and not file.stat().st_size):
+        return
+    raise UserError(f"{file} exists, and tomoe did not write it; choose another name")
+
+
+def _has_files(path: Path) -> bool:
+    return not path.is_dir() or any(not inner.is_dir() for inner in path.rglob("*"))
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
