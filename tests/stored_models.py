@@ -113,10 +113,13 @@ KINDS = {
 }
 
 
-def write_gguf(model: PreTrainedModel, path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """A LLaMA as llama.cpp stores it: its own names, and query and key rows in pairs."""
+def write_gguf(
+    model: PreTrainedModel, path: Path, tokenizer: PreTrainedTokenizerBase | None = None,
+    more: Callable[[gguf.GGUFWriter], object] = lambda writer: None, **split: int,
+) -> None:  # fmt: skip
+    """A LLaMA as llama.cpp stores it: its own names, and query and key rows in pairs. `more` adds keys and tensors."""
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "llama", **split)
     writer.add_name("A Title")
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
@@ -137,11 +140,12 @@ def write_gguf(model: PreTrainedModel, path: Path, tokenizer: PreTrainedTokenize
         return (
             tensor
             if heads is None
-            else tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+            else tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         )
 
     for name, tensor in model.state_dict().items():
-        writer.add_tensor(names.get_name(name, (".weight",)), stored(name, tensor).contiguous().numpy())
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), stored(name, tensor).contiguous().numpy())
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -150,6 +150,7 @@ def check_loading(model: str) -> None:
     """
     place = resolve(model)
     if is_gguf(place):
+        load_config(model)
         return
     with one_sentence(model, place):
         if isinstance(place, Path):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeGuard
@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from tomoe.errors import Note, UserError
 from tomoe.model.checks import check_claims, check_size, stored_tensors
 from tomoe.model.dequantization import RUNTIME_SCALES, Packing, settle_packing_
+from tomoe.model.gguf_input import GgufFile
 from tomoe.model.names import check_no_adapter
 from tomoe.model.trouble import usable_config
 
@@ -34,12 +35,16 @@ def is_gguf(place: Path | str) -> TypeGuard[Path]:
 def read_config(place: Path | str, **changes: Any) -> PreTrainedConfig:
     """The config of a folder, file or hub id, with these changes.
 
-    Attention runs by what is installed here, and what a call returns is for the caller to say.
+    Attention runs by what is installed here, and what a call returns is for the caller to say. Raises UserError for a .gguf
+    file that is no model, or that says what no config can.
     """
     where = {"pretrained_model_name_or_path": str(place)}
     if is_gguf(place):
         where = {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
+        file = GgufFile.read(place)
     config: PreTrainedConfig = AutoConfig.from_pretrained(trust_remote_code=False, **where, **changes)
+    if is_gguf(place):
+        file.settle_(config)
     config._attn_implementation = None
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     return config
@@ -98,7 +103,11 @@ class StoredModel:
         loaded, report = AutoModelForCausalLM.from_pretrained(
             config=self.config, dtype=dtype, trust_remote_code=False, **settings
         )  # type: ignore[misc]  # a pair, because of output_loading_info
+        if is_gguf(self.place):
+            report["missing_keys"] = _fill_biases_(loaded, GgufFile.read(self.place), report["missing_keys"])
         self._check(report)
+        if is_gguf(self.place):
+            GgufFile.read(self.place).check_used(loaded)
         return loaded
 
     def without_weights(self, dtype: torch.dtype) -> PreTrainedModel:
@@ -125,6 +134,14 @@ class StoredModel:
                 f"the weights of {self.place} hold {len(left)} tensors that its config has no place for, for example "
                 f"{left[0]}; the model would compute something else without them: get the config.json that belongs to them"
             )
+
+
+def _fill_biases_(model: PreTrainedModel, file: GgufFile, missing: Iterable[str]) -> list[str]:
+    """Set the biases that are zero in a .gguf file; returns what is missing all the same."""
+    zero = {name for name in missing if file.is_zero(model, name)}
+    for name in zero:
+        model.get_parameter(name).data.zero_()
+    return [name for name in missing if name not in zero]
 
 
 def untie_(model: PreTrainedModel) -> None:

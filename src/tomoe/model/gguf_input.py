@@ -1,0 +1,230 @@
+"""A .gguf file as input: what it is, and that everything in it is used.
+
+transformers reads some keys and tensors of such a file and passes over the rest without a word. Whatever decides what the
+model computes is given to it here, or refused in one sentence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import gguf
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import (
+    GGUF_TO_TRANSFORMERS_MAPPING,
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+
+from tomoe.errors import UserError
+
+# By architecture, the keys that transformers reads, and what it calls them; None: nothing is made of it.
+_READ: Mapping[str, Mapping[str, str | None]] = cast(Any, GGUF_TO_TRANSFORMERS_MAPPING["config"])
+ROPE_FACTORS = "rope_freqs.weight"
+# Keys of a config that give modules a bias, and the tensors that they have one for.
+_BIASES = {
+    "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"),
+    "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
+}
+# Keys of a file that say something of a config that transformers does not take from them.
+_SAME = {
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+# Keys that change nothing in the numbers of a dense model, or that mean it at their only value.
+_IDLE = ("tensor_data_layout", "vocab_size", "rope.scaling.finetuned")
+_MEANINGLESS: Mapping[str, Any] = {
+    "attention.causal": True,
+    "pooling_type": 0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+}
+# The keys of YaRN that transformers has names for.
+_YARN = {"factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow"}
+_ADVICE = "convert from the original folder of the model (safetensors) instead"
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The keys and the names of the tensors of one file."""
+
+    path: Path
+    keys: dict[str, Any]
+    """All that are no list."""
+    tensors: frozenset[str]
+    factors: Tensor | None
+    """[rotary pairs], by which the frequencies of the rotary embedding are divided."""
+
+    @classmethod
+    def read(cls, path: Path) -> GgufFile:
+        """Raises UserError if the file is a part of a model, an adapter or anything else that is no language model.
+
+        Raises whatever gguf raises for damaged files.
+        """
+        status = path.stat()
+        return _read(path, status.st_mtime_ns, status.st_size)
+
+    @property
+    def architecture(self) -> str:
+        """As llama.cpp calls it."""
+        return str(self.keys.get("general.architecture"))
+
+    @property
+    def _by_table(self) -> bool:
+        """Whether transformers reads it by tables, and reports nothing; of newer architectures it reads and reports all."""
+        return self.architecture in (*_READ, "qwen2moe", "qwen3moe")
+
+    def settle_(self, config: PreTrainedConfig) -> None:
+        """Give the config what transformers did not take from the file. Raises UserError for what no config can say."""
+        prefix = f"{self.architecture}."
+        own = {k.removeprefix(prefix): v for k, v in self.keys.items() if k.startswith(prefix)}
+        scaling = {k.removeprefix("rope.scaling."): v for k, v in own.items() if k.startswith("rope.scaling.")}
+        self._stretch_(config, scaling)
+        self._give_biases_(config)
+        read = _READ.get(str(config.model_type).removesuffix("_text"))
+        if read is None or not self._by_table:
+            return
+        # how many dims rotate depends on how many there are
+        for name in sorted(own, key=lambda name: name != "attention.key_length"):
+            if read.get(name) is None and not name.startswith("rope.scaling.") and name not in _IDLE:
+                self._compare_(config, name, own[name], read)
+
+    def _compare_(self, config: PreTrainedConfig, name: str, value: Any, read: Mapping[str, str | None]) -> None:
+        """Let the config say what a key says that transformers does not read."""
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if name in _MEANINGLESS and value == _MEANINGLESS[name]:
+            return
+        if name == "rope.dimension_count":
+            rope = getattr(config, "rope_parameters", None) or {}
+            if value == int(head_dim * rope.get("partial_rotary_factor", 1.0)):
+                return
+        elif same := _SAME.get(name):
+            now = head_dim if same == "head_dim" else getattr(config, same, None)
+            if now == value or (now is None and not value):
+                return
+            of_some_layers = same == "sliding_window" and getattr(config, "layer_types", None) is not None
+            settled = name == "attention.value_length" or same in read.values() or of_some_layers
+            if hasattr(config, same) and not settled:
+                setattr(config, same, value)
+                return
+        self._refuse(f"{self.architecture}.{name} = {value}")
+
+    def _stretch_(self, config: PreTrainedConfig, scaling: dict[str, Any]) -> None:
+        """Scale the rotary embedding as the file says."""
+        said = {k: v for k, v in scaling.items() if k not in ("type", "finetuned")}
+        kind = scaling.get("type", "linear" if said.get("factor", 1.0) != 1.0 else "none")
+        rope: Any = getattr(config, "rope_parameters", None)
+        stretch: dict[str, Any] = {}
+        if kind == "linear" and {*said} == {"factor"}:
+            stretch = {"rope_type": "linear", "factor": said["factor"]}
+        elif kind == "yarn" and {"factor", "original_context_length"} <= {*said} <= _YARN:
+            stretch = {"rope_type": "yarn", "factor": said["factor"]}
+            stretch["original_max_position_embeddings"] = said["original_context_length"]
+            stretch |= {k.removeprefix("yarn_"): v for k, v in said.items() if k.startswith("yarn_")}
+        elif kind != "none" or said.get("attn_factor", 1.0) != 1.0:
+            self._refuse(f"{self.architecture}.rope.scaling ({kind}, {said})")
+        one_rope = isinstance(rope, dict) and "rope_theta" in rope
+        if self.factors is not None and bool((self.factors != 1).any()):
+            if stretch or not one_rope:
+                self._refuse(ROPE_FACTORS)
+            stretch = self._llama3(float(rope["rope_theta"]))
+        if stretch and not one_rope:
+            self._refuse(f"{self.architecture}.rope.scaling ({kind}, {said})")
+        if stretch:
+            config.rope_parameters = {"rope_theta": rope["rope_theta"]} | stretch
+
+    def _llama3(self, theta: float) -> dict[str, Any]:
+        """The parameters of Llama 3.1 that give these factors; the file holds their result alone."""
+        assert self.factors is not None
+        count, factor = len(self.factors), float(self.factors.max())
+        waves = 2 * math.pi * theta ** (torch.arange(count, dtype=torch.float64) / count)
+        for original in (2**n for n in range(5, 21)):
+            low, high = 1.0, 4.0
+            smooth = ((original / waves - low) / (high - low)).clamp(0, 1)
+            if torch.allclose(1 / ((1 - smooth) / factor + smooth), self.factors.double(), rtol=1e-4):
+                return {
+                    "rope_type": "llama3",
+                    "factor": factor,
+                    "low_freq_factor": low,
+                    "high_freq_factor": high,
+                    "original_max_position_embeddings": original,
+                }
+        self._refuse(ROPE_FACTORS)
+
+    def _give_biases_(self, config: PreTrainedConfig) -> None:
+        """Let the config ask for the biases that the file has; those that it lacks are zero (`is_zero`)."""
+        for key, parts in _BIASES.items():
+            if self._biases(parts) and getattr(config, key, None) is False:
+                setattr(config, key, True)
+
+    def _biases(self, parts: tuple[str, ...]) -> bool:
+        return any(name.endswith(tuple(f".{part}.bias" for part in parts)) for name in self.tensors)
+
+    def is_zero(self, model: PreTrainedModel, name: str) -> bool:
+        """Whether a tensor that the file lacks is a bias that is zero in it, because its neighbours have one."""
+        given = (key for key, parts in _BIASES.items() if getattr(model.config, key, False) and self._biases(parts))
+        return name.endswith("_proj.bias") and any(given)
+
+    def check_used(self, model: PreTrainedModel) -> None:
+        """Raises UserError if the file holds a tensor that the model, which was loaded from it, has no place for."""
+        if not self._by_table:
+            return
+        processor = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)(config={})
+        used = get_gguf_hf_weights_map(model, processor)
+        if left := sorted(self.tensors - {*used, ROPE_FACTORS}):
+            self._refuse(f"{len(left)} tensors, for example {left[0]}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UserError(
+            f"{self.path} holds {what}, which transformers does not read, so the model would compute something else; {_ADVICE}"
+        )
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path, _changed: int, _size: int) -> GgufFile:
+    reader = gguf.GGUFReader(path)
+    plain = (field for field in reader.fields.values() if field.types and field.types[0] != gguf.GGUFValueType.ARRAY)
+    keys = {field.name: _value(field) for field in plain}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    _check_kind(path, keys, tensors)
+    factors = tensors.get(ROPE_FACTORS)
+    return GgufFile(
+        path, keys, frozenset(tensors), None if factors is None else torch.tensor(factors.data).float().flatten()
+    )
+
+
+def _value(field: gguf.ReaderField) -> Any:
+    stored = field.parts[field.data[0]]
+    return (
+        bytes(stored).decode("utf-8", "replace") if field.types[0] == gguf.GGUFValueType.STRING else stored.tolist()[0]
+    )
+
+
+def _check_kind(path: Path, keys: dict[str, Any], tensors: Mapping[str, Any]) -> None:
+    parts = int(keys.get("split.count") or 1)
+    if parts > 1:
+        raise UserError(
+            f"{path} is part {int(keys.get('split.no', 0)) + 1} of {parts} of a split model; merge them first "
+            "(llama-gguf-split --merge FIRST_PART WHOLE.gguf) and name the whole file"
+        )
+    kind = str(keys.get("general.type", "model"))
+    if kind == "adapter" or any(key.startswith("adapter.") for key in keys):
+        raise UserError(
+            f"{path} is an adapter ({keys.get('adapter.type', 'lora')}), not a model; merge it into its model "
+            "(llama-export-lora) and name the result"
+        )
+    if kind != "model" or keys.get("general.architecture") == "clip":
+        raise UserError(f"{path} is no language model but {kind if kind != 'model' else 'an encoder of images'!r}")
+    if not tensors:
+        raise UserError(f"{path} holds no weights (a vocabulary alone, perhaps); name a file with the model's weights")
