@@ -113,6 +113,25 @@ def test_the_first_model_runs_over_the_text_once(llama: PreTrainedModel) -> None
         assert alone.kl > 0
 
 
+@pytest.mark.parametrize("stride", [None, 500])
+def test_what_is_only_padding_does_not_run(llama: PreTrainedModel, stride: int | None) -> None:
+    """A context of 600 tokens takes as long for 700 tokens of text as they need, and for 9 hardly any time."""
+    moe = fold(llama, make_plan(llama, "off", form="fine"))
+    lengths: list[int] = []
+    hook = moe.model.register_forward_hook(lambda _m, _i, out: lengths.append(out.last_hidden_state.shape[1]))
+    for total, expected in ((9, [9]), (700, [600, 200 if stride else 100])):
+        stream = tokens(1, total)[0]
+        ids, mask = sliding(stream, 600, stride or 600)
+        lengths.clear()
+        (row,) = compare([("moe", moe)], ids, mask, stride=stride)
+        # the first runs see how the model makes its logits
+        assert lengths[-len(expected) :] == expected
+        assert row.measurement.context_length == 600
+        assert row.usage is not None
+        assert row.usage.tokens == total
+    hook.remove()
+
+
 def test_sequences_that_run_together_are_measured_as_alone(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

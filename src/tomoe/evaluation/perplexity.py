@@ -64,7 +64,9 @@ class Predictions:
         """Run some of the sequences together, unless they were kept."""
         assert self.chunked is not None, "probe first"
         if group[0] not in self.kept:
-            out = forward_sequences(self.model, input_ids[group], mask[group], inner=self.chunked)
+            # padding stands at the end, and what is only padding need not run
+            length = int(mask[group].any(0).nonzero().max()) + 1 if bool(mask[group].any()) else 1
+            out = forward_sequences(self.model, input_ids[group, :length], mask[group, :length], inner=self.chunked)
             self.last = dict(zip(group, out.last_hidden_state if self.chunked else out.logits, strict=True))
 
     def sequence(self, b: int, scored: Int[Tensor, " T"]) -> tuple[Float[Tensor, "T _"], nn.Module]:

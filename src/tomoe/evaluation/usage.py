@@ -52,12 +52,12 @@ class ExpertCounter:
         self.chosen[router] = torch.zeros_like(logits, dtype=torch.long).scatter_(1, expert_ids, 1)
 
     def count(self, real: Bool[Tensor, "B S"], sources: Sequence[str]) -> None:
-        """Add the real tokens of each of the sequences that ran last to those of its source."""
+        """Add the real tokens of each of the sequences that ran last to those of its source; S may be cut to the real ones."""
         for i, (row, source) in enumerate(zip(real, sources, strict=True)):
             counts = self.counts.setdefault(source, {})
             for router, chosen in self.chosen.items():
-                own = chosen.view(*real.shape, -1)[i]
-                counts[router] = counts.get(router, 0) + own[row.to(own.device)].sum(0).cpu()
+                own = chosen.view(len(real), -1, chosen.shape[-1])[i]
+                counts[router] = counts.get(router, 0) + own[row[: len(own)].to(own.device)].sum(0).cpu()
             self.tokens[source] = self.tokens.get(source, 0) + int(row.sum())
         self.chosen.clear()
 
