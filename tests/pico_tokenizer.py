@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
@@ -25,3 +25,17 @@ def make_tokenizer(opens_with_bos: bool = False, merges: Sequence[tuple[str, str
     return PreTrainedTokenizerFast(
         tokenizer_object=bare, name_or_path="pico", pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )
+
+
+def make_spaced_tokenizer() -> PreTrainedTokenizerFast:
+    """One that writes a space before every text, and leaves it out of whatever it decodes, as that of Llama 2 does."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz"]
+    bare = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    bare.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bare.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    bare.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>", bos_token="<s>", eos_token="</s>")

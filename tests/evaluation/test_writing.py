@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from conftest import make_plan
 from pico_files import CommandLine, refused, write_pico
-from pico_tokenizer import make_tokenizer
+from pico_tokenizer import make_spaced_tokenizer, make_tokenizer
 from tomoe.errors import UserError
 from tomoe.evaluation.tasks import TaskSet, TaskSpec, parse_tasks
 from tomoe.evaluation.writing.continuations import continuations
 from tomoe.evaluation.writing.loops import distinct, loops
-from tomoe.evaluation.writing.problems import answer_of, body, function_ended
+from tomoe.evaluation.writing.problems import Prompt, answer_of, body, function_ended
 from tomoe.evaluation.writing.programs import runs
+from tomoe.evaluation.writing.run import write
 from tomoe.model.generation import asked, generate
 from tomoe.model.loading import load_dense, load_tokenizer
+from tomoe.model.tokens import continuation_text
 from tomoe.moe.fold import fold
 
 TEMPLATE = "{% for m in messages %}<bos>{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -89,6 +93,45 @@ def test_generate_shows_what_it_writes_in_pieces(tomoe: CommandLine, model: Path
     assert answered == tokenizer.decode(plain[0, asked_ids.shape[1] :], skip_special_tokens=True)
     assert "why?" not in tomoe("generate", model, "why?", "--chat", "--max-new-tokens", 12).out
     assert tomoe("generate", model, "why?", "--max-new-tokens", 12).out.startswith("why?")
+
+
+def test_what_is_written_keeps_its_first_space(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a tokenizer that leaves out the first space of whatever it decodes, as that of Llama 2 does."""
+    tokenizer = make_spaced_tokenizer()
+    whole = tokenizer("sea\n  a b é c")["input_ids"]
+    prompt, written = whole[: len(tokenizer("sea\n")["input_ids"])], whole[len(tokenizer("sea\n")["input_ids"]) :]
+    assert tokenizer.decode(written) == " a b é c"
+    assert continuation_text(tokenizer, prompt, [*written, tokenizer.eos_token_id]) == "  a b é c"
+    # a prompt may end within a character
+    cut = next(n for n in range(len(whole)) if tokenizer.decode(whole[:n]).endswith("\ufffd"))
+    assert continuation_text(tokenizer, whole[:cut], whole[cut:]) == "é c"
+
+    class Says:
+        device, config = "cpu", llama.config
+
+        def generate(self, input_ids: torch.Tensor, streamer: BaseStreamer | None, **_: object) -> torch.Tensor:
+            out = torch.tensor([[*input_ids[0].tolist(), *written]])
+            for token in (input_ids, *out[0, input_ids.shape[1] :]):
+                streamer.put(token)
+            streamer.end()
+            return out
+
+    monkeypatch.setattr("tomoe.model.generation.check_ids", lambda *_: None)
+    monkeypatch.setattr("tomoe.model.generation.check_length", lambda *_: None)
+    pieces: list[str] = []
+    assert generate(Says(), tokenizer, "sea\n", on_text=pieces.append) == "".join(pieces) == "  a b é c"
+    assert not any("\ufffd" in piece for piece in pieces)
+    seen: list[str] = []
+    monkeypatch.setattr("tomoe.evaluation.writing.continuations.batchable", lambda _: False)
+
+    def alone(_m: object, prompt: list[int], _n: int, ended: Callable[[list[int], list[int]], bool]) -> list[int]:
+        ended(prompt, written)
+        return written
+
+    monkeypatch.setattr("tomoe.evaluation.writing.continuations._alone", alone)
+    continuations(llama, tokenizer, [prompt], 3, lambda text: seen.append(text) is not None)
+    monkeypatch.setattr("tomoe.evaluation.writing.run.continuations", lambda *_: [written])
+    assert write(None, tokenizer, [Prompt("", "", "sea\n")], 9).texts == [*seen] == ["  a b é c"]
 
 
 # -- programs

@@ -15,12 +15,11 @@ from tomoe.evaluation.perplexity import evaluating, forward_sequence, has_inner
 from tomoe.evaluation.results import Count
 from tomoe.evaluation.usage import routers
 from tomoe.model.hooks import hooked
-from tomoe.model.tokens import check_ids
+from tomoe.model.tokens import UNKNOWN, check_ids
 from tomoe.moe.modeling_tomoe import route
 from tomoe.plan import always_used
 
 WINDOW = 8  # tokens before one that say how it is written: some tokenizers drop or add spaces at the very beginning
-UNKNOWN = "\ufffd"
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from tomoe.errors import UserError, shortened
-from tomoe.model.tokens import check_ids, check_length
+from tomoe.model.tokens import UNKNOWN, check_ids, check_length, continuation_text
 
 # continued to verify an export
 PROMPT = "The three most important things about the sea are"
@@ -67,17 +69,36 @@ def generate(
             top_p=None,
             top_k=None if greedy else 0,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            streamer=None if on_text is None else _Streamer(tokenizer, on_text),
+            streamer=None if on_text is None else _Streamer(tokenizer, prompted, on_text),
         )
-    return str(tokenizer.decode(written[0, len(prompted) :], skip_special_tokens=True))
+    return continuation_text(tokenizer, prompted, written[0, len(prompted) :].tolist())
 
 
-class _Streamer(TextStreamer):
-    """Hands over what is written, in whole words."""
+class _Streamer(BaseStreamer):
+    """Hands over what is written, in whole characters."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.on_text = on_text
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int], on_text: Callable[[str], None]):
+        self.tokenizer, self.prompt, self.on_text = tokenizer, prompt, on_text
+        self.written: list[int] = []
+        self.begun = False
+        self.shown = 0
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.on_text(text)
+    def put(self, value: Tensor) -> None:
+        """`generate` gives the prompt first, then each token."""
+        if not self.begun:
+            self.begun = True
+            return
+        self.written += value.flatten().tolist()
+        # the last of it may be a part of a character
+        self._show(self._text().rstrip(UNKNOWN))
+
+    def end(self) -> None:
+        self._show(self._text())
+
+    def _text(self) -> str:
+        return continuation_text(self.tokenizer, self.prompt, self.written)
+
+    def _show(self, text: str) -> None:
+        if piece := text[self.shown :]:
+            self.on_text(piece)
+            self.shown += len(piece)

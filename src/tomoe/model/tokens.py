@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Int
@@ -15,6 +17,8 @@ from tomoe.errors import Note, UserError, shortened
 
 # a name of ours on a tokenizer: rows of the embeddings of its model
 _ROWS = "_tomoe_rows"
+# how a part of a character is decoded
+UNKNOWN = "\ufffd"
 
 
 def fit_tokenizer_(tokenizer: PreTrainedTokenizerBase, rows: int, model: str) -> None:
@@ -43,6 +47,24 @@ def fit_tokenizer_(tokenizer: PreTrainedTokenizerBase, rows: int, model: str) ->
             f"example {shortened(repr(outside[first]))} ({first}); take the tokenizer that belongs to the weights, or "
             "resize the embeddings (resize_token_embeddings) and train them"
         )
+
+
+def continuation_text(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], written: Sequence[int]) -> str:
+    """What was written after a prompt, without special tokens.
+
+    Decoded behind the prompt and cut, because many tokenizers leave out the first space of whatever they decode: alone it would
+    lose the space, or the indentation, that the model wrote.
+    """
+    shown = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    # a question that is asked after every few tokens, so the long way is taken only if there is one
+    written = list(written)
+    if shown(written) != shown(written, skip_special_tokens=True):
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special |= set(tokenizer.all_special_ids)
+        written = [token for token in written if token not in special]
+    before, whole = str(shown(list(prompt))), str(shown([*prompt, *written]))
+    # a prompt may end within a character, which then looks otherwise in the whole
+    return whole[len(os.path.commonprefix([before, whole])) :]  # noqa: RUF071 (texts, not paths)
 
 
 def check_text(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -12,11 +12,15 @@ from transformers import DynamicCache, PreTrainedTokenizerBase, StoppingCriteria
 
 from tomoe.model.hooks import own_rows
 from tomoe.model.structure import CACHE
+from tomoe.model.tokens import continuation_text
 from tomoe.progress import StageCallback, no_stage_progress
 
 ROWS = 32
 # tokens between two looks at whether a text has ended
 LOOK = 8
+
+Ended = Callable[[Sequence[int], Sequence[int]], bool]
+"""Whether what was written after a prompt is whole; both in tokens."""
 
 
 def continuations(
@@ -35,9 +39,13 @@ def continuations(
     together; `progress` counts those that are done.
     """
     written: list[list[int]] = [[] for _ in prompts]
+
+    def over(prompt: Sequence[int], ids: Sequence[int]) -> bool:
+        return ended(continuation_text(tokenizer, prompt, ids))
+
     if not batchable(model):
         for n, prompt in enumerate(prompts):
-            written[n] = _alone(model, prompt, most, lambda ids: ended(str(tokenizer.decode(ids))))
+            written[n] = _alone(model, prompt, most, over)
             progress(n + 1, len(prompts))
         return written
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
@@ -48,9 +56,7 @@ def continuations(
         def report(done: int, start: int = start) -> None:
             progress(start + done, len(prompts))
 
-        _continue(
-            model, [prompts[n] for n in batch], texts, most, lambda ids: ended(str(tokenizer.decode(ids))), report
-        )
+        _continue(model, [prompts[n] for n in batch], texts, most, over, report)
     return written
 
 
@@ -63,7 +69,7 @@ def batchable(model: Any) -> bool:
 
 
 @torch.no_grad()
-def _alone(model: Any, prompt: Sequence[int], most: int, ended: Callable[[list[int]], bool]) -> list[int]:
+def _alone(model: Any, prompt: Sequence[int], most: int, ended: Ended) -> list[int]:
     """Write on by the family's own code, one row."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or len(prompt) + most
     if (most := min(most, positions - len(prompt))) < 1:
@@ -72,7 +78,7 @@ def _alone(model: Any, prompt: Sequence[int], most: int, ended: Callable[[list[i
 
     def stop(given: Tensor, *_: Any, **__: Any) -> Tensor:
         written = given[0, len(prompt) :].tolist()
-        over = len(written) % LOOK == 0 and ended(written)
+        over = len(written) % LOOK == 0 and ended(prompt, written)
         return torch.tensor([over], device=given.device)
 
     out = model.generate(
@@ -95,7 +101,7 @@ def _continue(
     prompts: Sequence[Sequence[int]],
     written: Sequence[list[int]],
     most: int,
-    ended: Callable[[list[int]], bool],
+    ended: Ended,
     report: Callable[[int], None],
 ) -> None:
     """Write on, all rows in one batch, until each has ended. Padding is on the left, and masked."""
@@ -118,7 +124,7 @@ def _continue(
             if token in ends:
                 continue
             written[row].append(token)
-            if count % LOOK or not ended(written[row]):
+            if count % LOOK or not ended(prompts[row], written[row]):
                 going.append(place)
         if len(going) < len(alive):
             report(len(prompts) - len(going))

@@ -17,7 +17,7 @@ from tomoe.evaluation.writing.continuations import ROWS, continuations
 from tomoe.evaluation.writing.loops import TOPICS, Variety, distinct, loops, opening, question
 from tomoe.evaluation.writing.problems import WRITTEN, Prompt, Row, WrittenTask
 from tomoe.model.generation import asked
-from tomoe.model.tokens import check_text
+from tomoe.model.tokens import check_text, continuation_text
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.version import __version__
 
@@ -70,7 +70,8 @@ def write(
     began = time.perf_counter()
     written = continuations(model, tokenizer, ids, most, ended, rows, progress)
     seconds = time.perf_counter() - began
-    return Written(written, [str(tokenizer.decode(row, skip_special_tokens=True)) for row in written], seconds, chat)
+    texts = [continuation_text(tokenizer, prompt, row) for prompt, row in zip(ids, written, strict=True)]
+    return Written(written, texts, seconds, chat)
 
 
 @dataclass(frozen=True)
