@@ -62,6 +62,16 @@ def test_a_file_and_overrides(tmp_path: Path) -> None:
     assert Recipe.load(None, ['data.sources=["a,b.txt"]']).data.sources == ("a,b.txt",)
 
 
+def test_a_comma_in_a_path_that_is_there_belongs_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a, b,c.txt").touch()
+    (tmp_path / "d,e").mkdir()
+    read = Recipe.load(None, ["data.sources=wikitext, a, b,c.txt,d,e ,f,"]).data.sources
+    assert read == ("wikitext", "a, b,c.txt", "d,e", "f")
+    (tmp_path / "mine.toml").write_text('[data]\nsources = "d,e"\n')
+    assert Recipe.load(tmp_path / "mine.toml").data.sources == ("d,e",)
+
+
 def test_what_repair_aims_at_depends_on_learning() -> None:
     recipe = Recipe()
     assert (recipe.repair.mode, Recipe.load("paper").repair.mode) == ("full", "none")

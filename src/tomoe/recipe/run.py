@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -53,6 +54,18 @@ class LoopSection(Section):
         return self
 
 
+def _names(text: str) -> list[str]:
+    """Names between commas; a comma within the path of a file or folder that is there belongs to the path."""
+    names: list[str] = []
+    parts = text.split(",")
+    while parts:
+        ends = (n for n in range(len(parts), 1, -1) if Path(",".join(parts[:n]).strip()).expanduser().exists())
+        end = next(ends, 1)
+        names.append(",".join(parts[:end]).strip())
+        parts = parts[end:]
+    return [name for name in names if name]
+
+
 class DataSection(Section):
     """The text to learn from, to calibrate on and to evaluate on."""
 
@@ -70,13 +83,14 @@ class DataSection(Section):
     evaluation_source: str | None = None
     """A text to evaluate on, named as in `sources`. None: a part of the sources is held out."""
     text_column: str | None = None
-    """Column with texts or chats, for hub, .jsonl and .parquet sources. Default: `text`, `messages`, `conversations`, `prompt`
-    and `completion`, or `instruction`, `input` and `output`, the first that is there."""
+    """Column with texts or chats, for hub, .jsonl and .parquet sources. Default: `text`, `messages`, `conversations`,
+    `conversation`, `prompt` and `completion`, or `instruction`, `input` and `output`, in each row the first that holds
+    something."""
 
     @field_validator("sources", mode="before")
     @classmethod
     def _split_commas(cls, value: object) -> object:
-        return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+        return _names(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _leave_something_to_train_on(self) -> Self:
