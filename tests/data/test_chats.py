@@ -14,7 +14,7 @@ from pico_files import CommandLine, fine, refused, write_pico, write_text
 from pico_tokenizer import make_tokenizer
 from tomoe.data.corpus import Corpus, pack
 from tomoe.data.sources import documents
-from tomoe.errors import UserError
+from tomoe.errors import Note, UserError
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
@@ -52,6 +52,25 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> str:
         ({"text": "plain", "messages": [ASKED]}, "plain"),
         ({"instruction": "why", "context": "here", "response": "because"}, "why\nhere\nbecause"),
         ({"messages": [ASKED, SAID | {"tool_calls": None}]}, CHAT),
+        ({"messages": [ASKED, SAID | {"tool_calls": []}]}, CHAT),
+        ({"messages": json.dumps([ASKED, SAID])}, CHAT),
+        ({"conversation": json.dumps(SHARED)}, CHAT),
+        ({"messages": {"role": ["user", "assistant"], "content": ["the sea?", "a boat"]}}, CHAT),
+        ({"messages": [ASKED | {"content": [{"type": "text", "text": "the sea?"}]}, SAID]}, CHAT),
+        ({"messages": [ASKED | {"content": ["the", {"type": "input_text", "text": "sea?"}]}]}, "<bos>[user]the\nsea?"),
+        ({"messages": [ASKED, SAID | {"content": None}]}, "<bos>[user]the sea?[assistant]"),
+        ({"messages": [ASKED, SAID | {"content": 12}]}, "<bos>[user]the sea?[assistant]12"),
+        ({"messages": [ASKED, {"role": "tool", "content": {"a": None}}]}, '<bos>[user]the sea?[tool]{"a": null}'),
+        ({"messages": [ASKED, SAID], "tools": json.dumps([{"name": "look"}])}, f"{CHAT}1 tools"),
+        ({"messages": [ASKED, SAID], "tools": ""}, CHAT),
+        ({"prompt": json.dumps([ASKED]), "completion": "a boat"}, CHAT),
+        ({"prompt": "1 + 1 = ", "completion": 2}, "1 + 1 = 2"),
+        ({"text": "", "messages": [ASKED, SAID]}, CHAT),
+        ({"text": None, "conversations": SHARED, "messages": []}, CHAT),
+        ({"text": 3}, "3"),
+        ({"instruction": "add", "input": float("nan"), "output": 2.5}, "add\n2.5"),
+        ({"instruction": "is it?", "output": False}, "is it?\nfalse"),
+        ({"conversation": "a transcript"}, "a transcript"),
     ],
 )
 def test_rows_that_hold_chats(
@@ -78,19 +97,107 @@ def test_a_token_that_opens_every_text_is_there_once(tmp_path: Path) -> None:
     assert pack(tokenizer, [text], 64).input_ids[0].tolist().count(tokenizer.bos_token_id) == 1
 
 
+CALLS = (
+    "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }} "
+    "{{ WRITTEN }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"function": {"name": "look", "arguments": {"at": "sea", "how": None}}},
+        {"type": "function", "function": {"name": "look", "arguments": '{"at": "sea", "how": null}'}},
+        {"name": "look", "arguments": {"at": "sea", "how": None}},
+    ],
+)
+@pytest.mark.parametrize(
+    "written", ["call.function.arguments | tojson", "'' ~ call.function.arguments", "'' + call.function.arguments"]
+)
+def test_arguments_of_calls_are_what_the_template_takes(call: dict[str, Any], written: str, tmp_path: Path) -> None:
+    """As an object, or as text, also where the template would take an object and write it as Python does."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CALLS.replace("WRITTEN", written)
+    shared = {"from": "function_call", "value": json.dumps(call.get("function", call))}
+    for said in (
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": json.dumps([call])},
+        shared,
+    ):
+        key, asked = ("conversations", SHARED[0]) if said is shared else ("messages", ASKED)
+        source = write_rows(tmp_path / "a.jsonl", {key: [asked, said]})
+        assert list(documents(source, tokenizer=tokenizer)) == ['the sea?look {"at": "sea", "how": null}']
+
+
+def test_a_template_that_takes_parts_gets_parts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %};{% endfor %}"
+    assert list(documents(write_rows(tmp_path / "a.jsonl", {"messages": [ASKED, SAID]}), tokenizer=tokenizer)) == [
+        "the sea?;a boat;"
+    ]
+
+
+def test_a_system_message_is_there_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    row = {"messages": [{"role": "system", "content": "be kind"}, ASKED], "system": "be kind"}
+    (text,) = documents(write_rows(tmp_path / "a.jsonl", row), tokenizer=tokenizer)
+    assert text == "[system]be kind[user]the sea?"
+
+
+def test_parquet_fills_in_no_nulls(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    tokenizer.chat_template = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    rows = [{"messages": [ASKED, SAID], "tools": [{"name": key, "parameters": {key: 1}}]} for key in ("a", "b")]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    plain = documents(write_rows(tmp_path / "a.jsonl", *rows), tokenizer=tokenizer)
+    assert list(documents(str(tmp_path / "a.parquet"), tokenizer=tokenizer)) == list(plain)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": []}, "row 2 holds nothing in its column 'messages'"),
+        ({"messages": None}, "row 2 holds nothing in its column 'messages'"),
+        ({"messages": "[]"}, "row 2 holds a list or object as JSON text in its column 'messages'"),
+        ({"text": None}, "row 2 holds nothing in its column 'text'"),
+        ({"id": 3}, "row 2 has no column 'text', its columns are 'id'"),
+        ({"messages": [ASKED | {"content": [{"type": "image", "url": "x"}]}]}, "of user with a part of the kind image"),
+        ({"messages": [ASKED], "tools": "look"}, "tools that are neither a list nor JSON text of one"),
+        ({"messages": [{"role": "system", "content": "be kind"}]}, r"template refuses \(no system here\)"),
+        ({"instruction": "list", "output": ["a", "b"]}, "row 2 holds a list in its column 'output'"),
+    ],
+)
+def test_rows_are_judged_one_by_one(
+    row: dict[str, Any], words: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    source = write_rows(tmp_path / "a.jsonl", {"messages": [ASKED, SAID]}, row, {"text": "plain"}, row)
+    with pytest.warns(Note, match=f"2 of 4 rows of .*a.jsonl are left out; the first: .*{words}"):
+        assert list(documents(source, tokenizer=tokenizer)) == [CHAT, "plain"]
+
+
+def test_a_source_without_text_is_not_read_to_its_end(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "a.jsonl", *[{"body": "x"}] * 1000, {"text": "late"})
+    with pytest.raises(UserError, match="none of the 1,000 rows"):
+        list(documents(source))
+    source = write_rows(tmp_path / "a.jsonl", *[{"body": "x"}] * 999, {"text": "late"})
+    with pytest.warns(Note, match="999 of 1,000 rows"):
+        assert list(documents(source)) == ["late"]
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
         (
             {"messages": [{"role": "system", "content": "be kind"}, ASKED]},
-            r"refuses a chat of .*\(no system here\).* system, user",
+            r"template refuses \(no system here\).* system, user",
         ),
         ({"conversations": SHARED, "system": "be kind"}, r"begins with the roles system, user, assistant"),
-        ({"messages": "[]"}, "no column 'text', its columns are 'messages'"),
-        ({"messages": [{"speaker": "me"}]}, "no column 'text'"),
-        ({"prompt": "alone"}, "no column 'text'"),
-        ({"prompt": 3, "completion": 4}, "no column 'text'"),
-        ({"text": [1, 2]}, "holds a list, but it should hold text, or a list of messages"),
+        ({"messages": "[]"}, "a list or object as JSON text in its column 'messages'"),
+        ({"messages": [{"speaker": "me"}]}, "holds a list in its column 'messages'"),
+        ({"prompt": "alone"}, "no column 'text', its columns are 'prompt'.*data.text_column"),
+        ({"prompt": ["x"], "completion": None}, "no text or chat in its columns 'prompt' and 'completion'"),
+        ({"text": [1, 2]}, "holds a list in its column 'text', but it should hold text, or a list of messages"),
         ({"text": {"role": "user"}}, "holds a dict"),
     ],
 )

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tomoe.data.chats import Chat, answered, chat_of, chat_writer
+from tomoe.data.chats import ChatWriter
+from tomoe.data.rows import Row, RowReader, without_filled_nulls
 from tomoe.errors import UserError, shortened
 from tomoe.files import basename
 from tomoe.model.names import HUB_ID
@@ -29,7 +30,6 @@ SELF = "self"
 PUBLISHED = {"wikitext": ("\n\n", None), "wikitext-103": ("\n\n", None), "ptb": (" ", None), "c4": (" ", 1100)}
 """Published perplexities use one stream: documents (at most so many) joined by this separator, without end-of-text tokens."""
 
-CHAT_COLUMNS = ("messages", "conversations")
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 # Parts of a long .txt file: longer than any sequence, short enough that a shuffle mixes the parts of a single file.
 _PART_CHARACTERS = 2**16
@@ -37,37 +37,30 @@ _PART_CHARACTERS = 2**16
 # Of the documentation of Python: paragraphs of a document, and characters of a docstring that is worth reading.
 _PARAGRAPHS, _LONG_DOCSTRING = 16, 500
 
-Row = Mapping[str, Any]
-Document = str | Chat
-
 
 @dataclass(frozen=True)
 class Source:
     """A source and how to read it."""
 
-    read: Callable[[str, str | None], Iterator[Document]]
-    """`read(split, text_column)` yields documents."""
+    read: Callable[[str, RowReader], Iterator[str]]
+    """`read(split, reader)` yields documents."""
     held_out: str | None = None
     """Its split for evaluation, if it has one."""
     hub_id: str | None = None
     """Its data set on the hub, with `:config` if that has several; None for local text."""
 
 
-def _hub(
-    split: str, text_column: str | None, *, name: str, column: str | None = None, **load: Any
-) -> Iterator[Document]:
-    for row in hub_rows(name, split, **load):
-        yield _document(row, text_column or column, f"the source {name}")
+def _hub(split: str, reader: RowReader, *, name: str, column: str | None = None, **load: Any) -> Iterator[str]:
+    return reader.texts(hub_rows(name, split, **load), f"the source {name}", column)
 
 
-def _wikitext(split: str, _: str | None, *, config: str) -> Iterator[Document]:
+def _wikitext(split: str, reader: RowReader, *, config: str) -> Iterator[str]:
     """Articles of WikiText; joined by blank lines they are the text that published perplexities are computed on.
 
     Rows are lines, and an article begins with a heading of the first level.
     """
     article: list[str] = []
-    for row in hub_rows("Salesforce/wikitext", split, config=config):
-        line = str(_document(row, "text", "the source wikitext"))
+    for line in reader.texts(hub_rows("Salesforce/wikitext", split, config=config), "the source wikitext", "text"):
         if re.fullmatch(r" = [^=].* = \n?", line) and any(earlier.strip() for earlier in article):
             yield "\n\n".join(article)
             article = []
@@ -76,14 +69,14 @@ def _wikitext(split: str, _: str | None, *, config: str) -> Iterator[Document]:
         yield "\n\n".join(article)
 
 
-def _ptb(split: str, _: str | None) -> Iterator[Document]:
+def _ptb(split: str, reader: RowReader) -> Iterator[str]:
     """Penn Treebank. Its loader on the hub is a script, which `datasets` no longer runs: read the converted files."""
     folder = "hf://datasets/ptb-text-only/ptb_text_only@refs%2Fconvert%2Fparquet/penn_treebank"
-    for row in hub_rows("parquet", split, data_files={split: f"{folder}/{split}/*.parquet"}):
-        yield _document(row, "sentence", "the source ptb")
+    rows = hub_rows("parquet", split, data_files={split: f"{folder}/{split}/*.parquet"})
+    return reader.texts(rows, "the source ptb", "sentence")
 
 
-def _python_docs(split: str, _: str | None) -> Iterator[Document]:
+def _python_docs(split: str, _: RowReader) -> Iterator[str]:
     """The language reference and the long docstrings of the standard library, a few paragraphs a document.
 
     Topics of the reference repeat sections of each other. Each paragraph comes once, so none is both fitted to and held out.
@@ -163,15 +156,15 @@ def documents(
 
     A .txt file is one document, or several separated by two blank lines; longer ones come in parts of about 65,536
     characters, cut at line ends. A row of .jsonl, .parquet or a data set on the hub is one document: its `text_column`,
-    else its column `text`, else a chat in `messages` or `conversations`, else `prompt` and `completion`, else `instruction`,
-    `input` and `output` joined by newlines. Named sources know their columns and ignore `text_column`. Chats are written
-    through the chat template of the tokenizer. Local files have the split `train` only.
-    Raises UserError, also while iterating: no such source, hub out of reach, broken file, no text column, no chat template.
+    else the first of these that holds something: its column `text`, a chat in `messages`, `conversations` or
+    `conversation`, `prompt` and `completion`, `instruction`, `input` and `output` joined by newlines. Named sources know
+    their columns and ignore `text_column`. Chats are written through the chat template of the tokenizer. Rows that cannot
+    be read are left out, with a warning that counts them. Local files have the split `train` only.
+    Raises UserError, also while iterating: no such source, hub out of reach, broken file, no row that can be read, no chat
+    template.
     """
-    column = None if source in SOURCES else text_column
-    found, write = find(source).read(split, column), chat_writer(tokenizer, source)
-    texts = (write(document) if isinstance(document, Chat) else document for document in found)
-    return (text for text in texts if text.strip())
+    reader = RowReader(None if source in SOURCES else text_column, ChatWriter(tokenizer, source))
+    return (text for text in find(source).read(split, reader) if text.strip())
 
 
 def evaluation_documents(source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Iterable[str]]:
@@ -194,7 +187,7 @@ def hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> I
     import datasets  # type: ignore[import-untyped]
 
     try:
-        yield from datasets.load_dataset(name, config, split=split, **load)
+        yield from map(without_filled_nulls, datasets.load_dataset(name, config, split=split, **load))
     except Exception as error:
         reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".") or type(error).__name__
         address = load.get("data_files", {}).get(split) or (f"{name}:{config}" if config else name)
@@ -204,7 +197,7 @@ def hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> I
         ) from None
 
 
-def _local(split: str, text_column: str | None, *, path: Path) -> Iterator[Document]:
+def _local(split: str, reader: RowReader, *, path: Path) -> Iterator[str]:
     if split != "train":
         raise UserError(f"{path} is local text, which has no split {split!r}")
     files = [path]
@@ -220,7 +213,7 @@ def _local(split: str, text_column: str | None, *, path: Path) -> Iterator[Docum
                 yield from _txt(file)
             else:
                 rows = jsonl(file) if file.suffix == ".jsonl" else _parquet(file)
-                yield from (_document(row, text_column, str(file)) for row in rows)
+                yield from reader.texts(rows, str(file))
         except UnicodeDecodeError:
             raise UserError(f"{file} is not text in UTF-8") from None
         except OSError as error:
@@ -255,40 +248,6 @@ def _parquet(file: Path) -> Iterable[Row]:
     try:
         with parquet.ParquetFile(file) as table:
             for batch in table.iter_batches():
-                yield from batch.to_pylist()
+                yield from map(without_filled_nulls, batch.to_pylist())
     except Exception as error:
         raise UserError(f"{file} is not a readable parquet file: {str(error).rstrip('.')}") from None
-
-
-def _document(row: Row, text_column: str | None, origin: str) -> Document:
-    """The text or the chat of a row; "" if it is null."""
-    if text_column is None and "text" not in row and (found := _usual_columns(row)) is not None:
-        return found
-    column = text_column or "text"
-    if column not in row:
-        raise UserError(
-            f"{origin} has no column {column!r}, its columns are {', '.join(map(repr, row)) or 'none'}; "
-            "call the one that holds text or chats 'text', or name it with data.text_column in a recipe"
-        )
-    value = row[column]
-    if value is None or isinstance(value, str):
-        return value or ""
-    if (chat := chat_of(value, row.get("tools"))) is None:
-        raise UserError(
-            f"the column {column!r} of {origin} holds a {type(value).__name__}, but it should hold text, or a list of "
-            "messages with role and content"
-        )
-    return chat
-
-
-def _usual_columns(row: Row) -> Document | None:
-    """What the columns hold that data sets without a column `text` usually have."""
-    for column in CHAT_COLUMNS:
-        if (chat := chat_of(row.get(column), row.get("tools"), row.get("system"))) is not None:
-            return chat
-    if "prompt" in row and "completion" in row:
-        return answered(row["prompt"], row["completion"], row.get("tools"))
-    if "instruction" in row:
-        parts = [row.get(name) for name in ("instruction", "input", "context", "output", "response")]
-        return "\n".join(part for part in parts if isinstance(part, str) and part)
-    return None
