@@ -24,6 +24,7 @@ from tomoe.files import atomic_folder, basename
 from tomoe.folders import PLAN, refuse_overwriting, refuse_strangers
 from tomoe.model import catalog
 from tomoe.model.base_weights import BaseWeights
+from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.hub import find_plan
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.model.names import HUB_ID
@@ -69,6 +70,10 @@ def convert(
     The run is kept in OUT/run: an interrupted conversion resumes with `resume`, bit by bit. Raises UserError for whatever
     the user can mend; what was written before stays.
     """
+    if not isinstance(recipe, Recipe):
+        raise UserError(
+            f'convert takes a recipe, not a {type(recipe).__name__}: convert(Recipe.load(None, ["model=NAME"]), out)'
+        )
     return convert_dense(recipe, Path(out), resume, force, on_progress)[0]
 
 
@@ -387,7 +392,7 @@ def apply_plan(plan: str, model: str | None, out: Path, dtype: str | None = None
     recipe = Recipe(**loaded.recipe) if loaded.recipe else Recipe()
     name = model or recipe.model
     refuse_overwriting(out, force, name)
-    dense = load_dense(name, getattr(torch, dtype or recipe.train.dtype), offload=None)
+    dense = load_dense(name, dtype_of(dtype or recipe.train.dtype), offload=None)
     if loaded.source and loaded.source != (weights := fingerprint(dense)):
         raise UserError(
             f"the plan was made for other weights (hash {loaded.source[:12]}) than these (hash {weights[:12]}); "

@@ -29,7 +29,7 @@ REPLACED = (*WEIGHTS, *GGUF, *CONFIGS, *TOKENIZER, *MEASURED)
 MODEL = (*REPLACED, *PLAN, "export.json", "recipe.json", "run")
 RUN = (
     "recipe.json", "origin.sha256", "corpus.safetensors", "earlier-*corpus.safetensors", "metrics.jsonl", "best.safetensors",
-    "cost.json", "masks", "weights", "repair",
+    "cost.json", "no-model.txt", "masks", "weights", "repair",
 )  # fmt: skip
 
 # Files that only tomoe writes, and what is in them: what a kill leaves of a folder has at least one. Damaged files count.

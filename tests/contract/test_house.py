@@ -21,7 +21,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # lines; files aim at 350
 MAX_FILE, MAX_FUNCTION = 450, 60
 # must stay one file, because it is copied beside the weights
-LONGER = {"moe/modeling_tomoe.py": 860}
+LONGER = {"moe/modeling_tomoe.py": 870}
 MAX_ROOMS = 12
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import tokens
-from pico_files import FINE, CommandLine, contents, pico_recipe, rows_from, steps_of, write_pico, write_text
+from pico_files import FINE, CommandLine, contents, pico_recipe, refused, rows_from, steps_of, write_pico, write_text
 from tomoe.cli import main
 from tomoe.conversion import convert
 from tomoe.data.corpus import Corpus
@@ -275,6 +276,21 @@ def test_a_model_that_got_worse_is_not_written(tomoe: CommandLine, place: Path, 
     assert again.err.splitlines()[-1] == outcome.err.splitlines()[-1]
 
 
+def test_a_folder_without_a_better_model_says_so_and_its_advice_helps(
+    tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, losses = tmp_path / "tuned", itertools.count(1.0)
+    monkeypatch.setattr(HeldOutLoss, "__call__", lambda self: next(losses))
+    assert "start over (--force)" in tomoe(*options(place), "-o", out).err
+    for command in (("generate", out, "the sea"), ("evaluate", out), ("export", out, "-o", tmp_path / "export")):
+        outcome = tomoe(*command)
+        refused(outcome, "did not make the model better", "--force")
+        assert "--resume" not in outcome.err
+    losses = itertools.count(9.0, -1.0)
+    assert tomoe(*options(place, "train.learning_rate=1e-4"), "-o", out, "--force").code == 0
+    assert tomoe("generate", out, "the sea", "--max-new-tokens", "1").code == 0
+
+
 def test_the_best_step_is_kept_and_named(
     tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,21 +329,21 @@ def test_a_full_disk_keeps_the_last_checkpoint(
 def test_what_cannot_be_trained_is_refused_in_one_sentence(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
     out, own = tmp_path / "tuned", options(place)
 
-    def refused(*args: str | Path) -> str:
+    def sentence(*args: str | Path) -> str:
         outcome = tomoe(*args)
         assert outcome.code == 2
         return outcome.err.splitlines()[-1]
 
-    assert "choose another folder for the result" in refused(*own, "-o", place / "out", "--force")
-    assert "already holds a model" in refused(*own, "-o", place / "dense")
-    assert "name a folder that `tomoe convert` wrote" in refused("finetune", place / "dense", "-o", out)
-    assert "holds no converted model" in refused("finetune", tmp_path, "-o", out)
+    assert "choose another folder for the result" in sentence(*own, "-o", place / "out", "--force")
+    assert "already holds a model" in sentence(*own, "-o", place / "dense")
+    assert "name a folder that `tomoe convert` wrote" in sentence("finetune", place / "dense", "-o", out)
+    assert "holds no converted model" in sentence("finetune", tmp_path, "-o", out)
     other = write_pico(tmp_path / "other", "llama3")
-    assert "did not come from" in refused(*own, "--dense", other, "-o", out)
-    assert "name it with --dense" in refused(*own, "--dense", tmp_path / "off", "-o", out)
+    assert "did not come from" in sentence(*own, "--dense", other, "-o", out)
+    assert "name it with --dense" in sentence(*own, "--dense", tmp_path / "off", "-o", out)
     shutil.copytree(place / "out", tmp_path / "bare", ignore=shutil.ignore_patterns("run"))
-    assert "name some with --data" in refused("finetune", tmp_path / "bare", "-o", out)
-    assert "no key 'shrad'" in refused(*own, "--set", "train.shrad=1", "-o", out)
+    assert "name some with --data" in sentence("finetune", tmp_path / "bare", "-o", out)
+    assert "no key 'shrad'" in sentence(*own, "--set", "train.shrad=1", "-o", out)
     assert not out.exists()
 
 

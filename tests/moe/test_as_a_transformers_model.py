@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from pico_tokenizer import make_tokenizer
 from tomoe.errors import UserError
 from tomoe.exporting.target import Options
 from tomoe.exporting.targets import choose, write_export
+from tomoe.model.hooks import hooked
 from tomoe.model.loading import load_dense
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
@@ -90,6 +92,28 @@ def test_attentions_are_returned(family: str) -> None:
     assert not any(m._forward_hooks for layer in moe.model.layers for m in (layer.self_attn, layer.mlp.router))
     moe.config.output_attentions = True
     assert len(moe(ids).attentions) == moe.config.num_hidden_layers
+
+
+def test_two_threads_ask_one_model_for_router_logits_and_attentions() -> None:
+    """As a server does: one call runs in another thread while the first is in the middle of its layers."""
+    moe, ids, others = converted("llama"), tokens(2, 7), tokens(1, 5, seed=1)
+    moe.set_attn_implementation("eager")
+    asked = {"output_attentions": True, "output_router_logits": True}
+    alone, started, second = [moe(x, **asked) for x in (ids, others)], [], []
+    with ThreadPoolExecutor(1) as pool:
+
+        def meanwhile(*_: object) -> None:
+            if not started:
+                started.append(True)
+                second.append(pool.submit(torch.no_grad()(moe), others, **asked).result())
+
+        with hooked([moe.model.layers[1].register_forward_pre_hook(meanwhile)]):
+            first = moe(ids, **asked)
+    for out, expected in zip([first, *second], alone, strict=True):
+        for name in ("router_logits", "attentions"):
+            assert len(out[name]) == len(expected[name])
+            for ours, theirs in zip(out[name], expected[name], strict=True):
+                torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("slides", [True, False])

@@ -20,6 +20,7 @@ from tomoe.evaluation.perplexity import sliding
 from tomoe.evaluation.results import DIAL, Row, TaskScore, to_json
 from tomoe.evaluation.tasks import TaskSet
 from tomoe.files import atomic_write, basename
+from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
 from tomoe.moe.active_experts import ActiveExperts, ExpertSetting, use_experts_
@@ -72,6 +73,11 @@ def evaluate(
     models = [str(name) for name in ([names] if isinstance(names, str | Path) else names)]
     if not models:
         raise UserError("no model is named; give the dense model first, then converted ones")
+    for what, number, least in (("context", context, 8), ("stride", stride, 1), ("tokens", tokens, 8)):
+        if number is not None and number < least:
+            raise UserError(f"{what} is {number}, but it should be at least {least}")
+    if dtype != "auto":
+        dtype_of(dtype)
     settings = dial_settings(models, active)
     models = list(dict.fromkeys(name for name, _ in settings))
     loaded = _loaded(settings, dtype, device, offload)

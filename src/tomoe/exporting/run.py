@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -19,11 +19,12 @@ from tomoe.data.evaluation_text import EvaluationText, held_out_text, read_text
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.results import read_rows
-from tomoe.exporting.target import Options, Sizes
+from tomoe.exporting.target import Options, Precision, Sizes
 from tomoe.exporting.targets import Choice, choose, export_folder, padding_notice
 from tomoe.exporting.verification import Check, Proof
 from tomoe.exporting.writing import check_place
 from tomoe.files import basename, format_bytes
+from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.far_tokens import far_tokens
 from tomoe.model.loading import load_tokenizer
 from tomoe.moe.checkpoint import load_moe
@@ -75,6 +76,13 @@ def export(
     was written, loaded from disk, predicts otherwise than the converted folder. Then `out` is as it was.
     """
     folder, out, options = Path(folder), Path(out), options or Options()
+    dtype_of(dtype)
+    if tokens < 16:
+        raise UserError(f"tokens is {tokens}, but it should be at least 16")
+    if options.precision not in get_args(Precision) or (options.width_multiple or 1) < 1:
+        raise UserError(
+            f"{options} has a precision or a width that there is not; precisions: {', '.join(get_args(Precision))}"
+        )
     moe = load_moe(folder, None, device)
     tokenizer = load_tokenizer(str(folder))
     proof_text = _proof_text(folder, text, tokens)

@@ -112,6 +112,10 @@ def finetune(
 
     Raises UserError, in one sentence, for whatever the user can mend; what was written before stays.
     """
+    if not isinstance(recipe, FinetuneRecipe):
+        raise UserError(
+            f'finetune takes a recipe, not a {type(recipe).__name__}: FinetuneRecipe.load(None, ["model=OUT"])'
+        )
     out = Path(out)
     run = RunFolder(out / "run", "weights")
     refuse_overwriting(out, force, recipe.model, resume)

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from tomoe.errors import UserError
+
 # names of `torch.cpu.get_capabilities`: x86 and ARM
 _BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def dtype_of(name: str | torch.dtype) -> torch.dtype:
+    """The dtype of this name, or itself. Raises UserError for any that weights cannot have."""
+    plain = str(name).removeprefix("torch.")
+    if plain not in DTYPES:
+        raise UserError(f"dtype is {plain!r}, but it should be one of {', '.join(DTYPES)}")
+    found: torch.dtype = getattr(torch, plain)
+    return found
 
 
 def compute_dtype(setting: str, stored: torch.dtype, device: str) -> torch.dtype:

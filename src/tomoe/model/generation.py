@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from tomoe.errors import UserError, shortened
 from tomoe.model.tokens import UNKNOWN, check_ids, check_length, continuation_text
 
+# What a call relies on, whatever the model's generation_config.json says: one text, token by token, as ids alone.
+PLAIN = {
+    "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "output_scores": False,
+    "output_logits": False, "output_attentions": False, "output_hidden_states": False, "use_cache": True,
+    "cache_implementation": None, "penalty_alpha": None, "dola_layers": None, "prompt_lookup_num_tokens": None,
+    "use_mtp": None, "guidance_scale": None, "constraints": None, "force_words_ids": None, "min_length": 0,
+    "min_new_tokens": None, "max_time": None, "token_healing": False, "watermarking_config": None,
+}  # fmt: skip
 # continued to verify an export
 PROMPT = "The three most important things about the sea are"
 
@@ -48,8 +57,15 @@ def generate(
 
     Temperature 0 takes the most likely tokens, a higher one samples with the seed. `on_text` gets the text in pieces, as it
     is written. Raises UserError for a prompt without a token, or with one that the model has no row for, for a text that
-    would be longer than the positions that it has learned, and without a chat template where one is needed.
+    would be longer than the positions that it has learned, without a chat template where one is needed, and for numbers that
+    mean nothing.
     """
+    if not isinstance(prompt, str):
+        raise UserError(f"the prompt is a {type(prompt).__name__}, but it should be one text; call again for each")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}, but it should be at least 1")
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature is {temperature}, but it should be a number from 0 on")
     prompted = asked(tokenizer, prompt) if chat else list(tokenizer(prompt)["input_ids"])
     if not prompted:
         raise UserError("there is nothing to continue: the prompt has no token")
@@ -69,9 +85,18 @@ def generate(
             top_p=None,
             top_k=None if greedy else 0,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            # for strings that end a text
+            tokenizer=tokenizer,
+            **plain(),
             streamer=None if on_text is None else _Streamer(tokenizer, prompted, on_text),
         )
     return continuation_text(tokenizer, prompted, written[0, len(prompted) :].tolist())
+
+
+def plain() -> dict[str, Any]:
+    """PLAIN, as far as this version of transformers knows it."""
+    known = vars(GenerationConfig())
+    return {name: value for name, value in PLAIN.items() if name in known}
 
 
 class _Streamer(BaseStreamer):

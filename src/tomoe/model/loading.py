@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 
 from tomoe.errors import Note, UserError, shortened
 from tomoe.model import catalog
-from tomoe.model.compute_dtype import compute_dtype
+from tomoe.model.compute_dtype import compute_dtype, dtype_of
 from tomoe.model.dequantization import drop_entry_, settle_packing_
 from tomoe.model.hub import download_model
 from tomoe.model.mlp import decoder_layers
@@ -119,12 +119,12 @@ def load_dense(
     return loaded if by_layer or shards > 1 or quantization != "none" else cast(Any, loaded).to(device)
 
 
-def load_model(name: str, dtype: str, device: str = "auto", offload: bool = False) -> PreTrainedModel:
+def load_model(name: str, dtype: str | torch.dtype, device: str = "auto", offload: bool = False) -> PreTrainedModel:
     """`load_dense` with dtype and device by name. Raises UserError as it does.
 
     dtype `auto`: bfloat16 weights, which compute in float32 where that is much faster (compute_dtype.py).
     """
-    device, stored = pick_device(device), torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    device, stored = pick_device(device), torch.bfloat16 if dtype == "auto" else dtype_of(dtype)
     model = load_dense(name, stored, device, offload=offload)
     if dtype == "auto" and not offload and (compute := compute_dtype("auto", stored, device)) != stored:
         cast_(model, compute)

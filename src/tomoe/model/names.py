@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tomoe.errors import UserError, shortened
-from tomoe.files import read_json
+from tomoe.files import read_json, read_text
 from tomoe.model import catalog
 
 ADAPTER = "adapter_config.json"
@@ -16,8 +16,13 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 def check_finished(folder: Path) -> None:
     """Raises UserError if the folder holds a run, but not yet the model that becomes of it."""
-    if (folder / "run" / "recipe.json").is_file() and not (folder / "config.json").exists():
-        raise UserError(f"the conversion in {folder} is not finished; run its command again with --resume")
+    if not (folder / "run" / "recipe.json").is_file() or (folder / "config.json").exists():
+        return
+    if (folder / "run" / "no-model.txt").is_file():
+        raise UserError(f"{folder} holds no model: {shortened(read_text(folder / 'run' / 'no-model.txt'))}")
+    raise UserError(
+        f"the conversion in {folder} is not finished; run its command again with --resume, which goes on or says why it cannot"
+    )
 
 
 def check_no_adapter(folder: Path) -> None:

@@ -21,7 +21,7 @@ from tomoe.model.checks import check_claims, check_size, stored_tensors
 from tomoe.model.dequantization import RUNTIME_SCALES, Packing, settle_packing_
 from tomoe.model.gguf_input import GgufFile
 from tomoe.model.names import check_no_adapter
-from tomoe.model.trouble import usable_config
+from tomoe.model.trouble import check_generation_config, usable_config
 
 # Causal masks, which older versions of transformers stored among the weights: GPT-Neo, StarCoder and others have them.
 _STORED_MASKS = re.compile(r"(^|\.)(attn|attention|self_attention)\.(masked_)?bias$")
@@ -73,6 +73,7 @@ class StoredModel:
         with usable_config(place):
             config = read_config(place, **changes)
             check_size(place, config, tensors)
+        check_generation_config(place)
         if getattr(config, "auto_map", None) and type(config).__module__.startswith("transformers."):
             warnings.warn(
                 f"{place} brings code of its own, which is not run: transformers' own {config.model_type} computes it",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from tomoe.errors import Note, UserError, shortened
@@ -25,6 +26,14 @@ HANDLED = (
     "The modules are dequantized in",
     "parameters are on the meta device",
     "generation flags are not valid",
+)
+
+# What transformers says of a model that it does not know: the files are whole.
+_UNKNOWN = (
+    "does not recognize this architecture",
+    "Unrecognized configuration class",
+    "Unrecognized model",
+    "is not supported yet",
 )
 
 ADVICE = {
@@ -49,6 +58,14 @@ def usable_config(place: Path | str) -> Iterator[None]:
     """Raise UserError, in one sentence, for whatever a config makes the libraries raise."""
     with _raising(f"the config of {place} cannot be used", False, ""):
         yield
+
+
+def check_generation_config(folder: Path) -> None:
+    """Raises UserError, in one sentence, for settings that transformers refuses to read, without which the model loads."""
+    file = folder / "generation_config.json"
+    if file.exists():
+        with _raising(f"{file} cannot be used", False, "take this setting out of it, or delete the file"):
+            GenerationConfig.from_pretrained(folder)
 
 
 @contextmanager
@@ -77,6 +94,10 @@ def _raising(aim: str, on_hub: bool, advice: str) -> Iterator[None]:
             advice = f"{', '.join(catalog.names())} needs no hub"
         # it says what to install
         elif isinstance(error, ImportError):
+            advice = ""
+        elif isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
+            advice = "there is too little memory; free some, or use --offload"
+        elif any(words in str(error) for words in _UNKNOWN):
             advice = ""
         raise UserError("; ".join(filter(None, (f"{aim}: {cause or reason(error)}", advice)))) from None
 

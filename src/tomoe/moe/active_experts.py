@@ -123,7 +123,7 @@ def use_experts_(model: PreTrainedModel, experts_per_token: int) -> None:
 
 
 def load(
-    name: str | Path, dtype: str = "bfloat16", device: str = "auto", active: float | None = None
+    name: str | Path, dtype: str | torch.dtype = "bfloat16", device: str = "auto", active: float | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A dense model (hub id, folder, .gguf file, known name) or a converted folder, with its tokenizer.
 

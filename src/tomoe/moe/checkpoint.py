@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.errors import UserError
 from tomoe.files import atomic_folder, read_json, write_sums
 from tomoe.folders import REPLACED, refuse_overwriting
+from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.far_tokens import BEHIND, far_tokens, first_difference, layer_outputs, near_tokens
 from tomoe.model.loading import load_dense, pick_device, strip_remote_code_
 from tomoe.model.trouble import writing
@@ -115,6 +116,6 @@ def stored_dtype(folder: Path) -> str:
 def load_moe(folder: Path, dtype: str | None, device: str = "auto") -> ToMoEForCausalLM:
     """The converted model in `dtype`, or in the dtype it is stored in. Raises UserError if the folder holds none."""
     stored = stored_dtype(folder)
-    moe = load_dense(str(folder), getattr(torch, dtype or stored), pick_device(device))
+    moe = load_dense(str(folder), dtype_of(dtype or stored), pick_device(device))
     assert isinstance(moe, ToMoEForCausalLM)
     return moe

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
@@ -639,9 +640,12 @@ class ToMoEPreTrainedModel(PreTrainedModel):
 
 @contextmanager
 def record_outputs(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
-    """Collect what these modules return inside the `with`, in the order in which they run."""
+    """Collect what these modules return to this thread inside the `with`, in the order in which they run."""
     outputs: list[Any] = []
-    handles = [module.register_forward_hook(lambda _, args, out: outputs.append(out)) for module in modules]
+    own = threading.get_ident()
+    # a server may run the same modules in another thread meanwhile
+    keep = lambda _, args, out: outputs.append(out) if threading.get_ident() == own else None  # noqa: E731
+    handles = [module.register_forward_hook(keep) for module in modules]
     try:
         yield outputs
     finally:

@@ -10,6 +10,7 @@ from torch import nn
 
 from tomoe import distributed
 from tomoe.errors import UserError
+from tomoe.files import atomic_write
 from tomoe.model.shape import ceil_div
 from tomoe.training.run_folder import RunFolder
 
@@ -68,10 +69,12 @@ class BestWeights:
     def take_(self) -> None:
         """Put the best weights in the place of the last. Raises UserError if no step was better than the start."""
         if self.steps and not self.step:
+            reason = "fine-tuning did not make the model better"
+            advice = "start over (--force) with a smaller train.learning_rate, more steps or other text"
+            atomic_write(self.run.no_model, f"{reason}; {advice}")
             raise UserError(
-                f"fine-tuning did not make the model better (loss on held-out text {self.start:.3f} before the first step, more "
-                f"at each of {self.checks} checks), so nothing is written, and {self.run.path} keeps the run; start over with a "
-                "smaller train.learning_rate, more steps or other text"
+                f"{reason} (loss on held-out text {self.start:.3f} before the first step, more at each of {self.checks} "
+                f"checks), so nothing is written, and {self.run.path} keeps the run; {advice}"
             )
         if self.step != self.steps:
             self.run.restore_best(self.net)

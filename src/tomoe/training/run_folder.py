@@ -5,6 +5,7 @@ RUN/origin.sha256          the fingerprint of the model that the run starts from
 RUN/corpus.safetensors     the text, as sequences of tokens
 RUN/metrics.jsonl          one line per logged step
 RUN/best.safetensors       of a run that is checked on held-out text: the weights that were best
+RUN/no-model.txt           of a run that ended without a model: why
 RUN/masks/step-000100/     masks.safetensors, optimizer.safetensors, state.json
 """
 
@@ -72,6 +73,8 @@ class RunFolder:
         self.recipe, self.origin = path / "recipe.json", path / "origin.sha256"
         self.corpus, self.metrics = path / "corpus.safetensors", path / "metrics.jsonl"
         self.best = path / "best.safetensors"
+        # why no model becomes of a run that is over
+        self.no_model = path / "no-model.txt"
         # called with every row that is logged
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None
 
@@ -105,7 +108,15 @@ class RunFolder:
         try:
             if not resume:
                 # by its origin the folder is known as ours to the last
-                for old in (self.recipe, self.corpus, self.metrics, self.best, *self.steps(), self.origin):
+                for old in (
+                    self.recipe,
+                    self.corpus,
+                    self.metrics,
+                    self.best,
+                    self.no_model,
+                    *self.steps(),
+                    self.origin,
+                ):
                     shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
