@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from conftest import randomise
+from conftest import SEED, randomise
 from pico_files import FINE, SMALL
 from pico_tokenizer import make_tokenizer
 from tomoe.budget import decoder_params, mlp_params
@@ -90,7 +90,7 @@ def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if size > SMALLER_THAN:
         raise ValueError(f"a generic tiny config leaves it {size / 1e6:,.0f} million parameters")
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     return randomise(AutoModelForCausalLM.from_config(config), WEIGHTS.get(model_type, 8.0))
 
 

@@ -45,6 +45,7 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
     runpy.run_path(str(EXAMPLES / name))
 
 
+@pytest.mark.usefixtures("always_better")
 def test_convert_and_chat_then_finetune(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

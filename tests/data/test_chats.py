@@ -214,6 +214,7 @@ def test_files_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert list(documents(str(tmp_path))) == ["the sea", "a boat"]
 
 
+@pytest.mark.usefixtures("always_better")
 def test_every_command_reads_chats(tomoe: CommandLine, tmp_path: Path) -> None:
     dense = write_pico(tmp_path / "dense")
     lines = [line for line in write_text(tmp_path / "text.txt").read_text().split("\n") if line]

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import gpu_proof
+import pytest
 import torch
 from fake_device import NAME, fake_device, unwrapped, waits
 from torch import Tensor
@@ -89,7 +90,9 @@ class Stages:
         kept = {key: value for key, value in pico_files.SMALL.items() if key.startswith("data.")}
         changes = [*(f"{key}={value}" for key, value in kept.items()), "train.steps=2", "train.dtype=float32"]
         changes += [f"model={self.moe}", f"data.sources={self.text}", f"device={self.device}"]
-        finetune(FinetuneRecipe.load(None, changes), self.folder / "finetune")
+        with pytest.MonkeyPatch.context() as patch:
+            pico_files.always_better(patch)
+            finetune(FinetuneRecipe.load(None, changes), self.folder / "finetune")
         return logits(self.folder / "finetune")
 
     def evaluate(self) -> Tensor:

@@ -13,6 +13,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.usefixtures("always_better")
 @pytest.mark.parametrize("part", ["kernels", "model"])
 def test_every_step_runs_in_small(
     part: str, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch

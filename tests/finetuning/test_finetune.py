@@ -31,7 +31,8 @@ from tomoe.recipe.conversion import Recipe
 from tomoe.report.summary import conversion_summary
 from tomoe.training import run_folder
 
-pytestmark = pytest.mark.slow
+# That something is learned is what test_learning measures; these tests are about what is written.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("always_better")]
 
 SETTINGS = (
     "train.steps=4", "train.save_every=2", "train.learning_rate=1e-3", "data.seq_len=16", "data.tokens=1200",
@@ -50,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(place: Path) -> Path:
+def whole(place: Path, always_better: None) -> Path:
     """Its fine-tuning, never interrupted; to be read only."""
     with pytest.raises(SystemExit) as left:
         main([str(word) for word in (*options(place), "-o", place / "whole")])
@@ -266,11 +267,16 @@ def test_stopped_in_a_check_it_ends_in_the_same_bytes(
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def test_a_model_that_got_worse_is_not_written(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
-    out, own = tmp_path / "tuned", options(place, "train.learning_rate=9", "train.warmup_steps=0")
+def test_a_model_that_got_worse_is_not_written(
+    tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter(range(5, 99))
+    monkeypatch.setattr(HeldOutLoss, "__call__", lambda self: float(next(losses)))
+    out, own = tmp_path / "tuned", options(place)
     outcome = tomoe(*own, "-o", out)
     assert outcome.code == 2
-    assert "fine-tuning did not make the model better" in outcome.err.splitlines()[-1]
+    said = "fine-tuning did not make the model better (loss on held-out text 5.000 before the first step"
+    assert said in outcome.err.splitlines()[-1]
     assert [path.name for path in out.iterdir() if not path.name.startswith(".")] == ["run"]
     again = tomoe(*own, "-o", out, "--resume")
     assert again.err.splitlines()[-1] == outcome.err.splitlines()[-1]

@@ -85,6 +85,7 @@ def test_only_what_a_carve_was_repaired_on_is_fitted(place: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("always_better")
 @pytest.mark.parametrize("named", [True, False])
 def test_the_same_file_gives_text_that_was_not_fitted(
     tomoe: CommandLine, place: Path, tmp_path: Path, named: bool

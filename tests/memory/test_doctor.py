@@ -66,8 +66,11 @@ def test_too_little_memory_is_said_with_what_would_help(
     learning = sentence("--steps", "10", "--set", "data.sources=text.txt")
     assert learning.endswith("folding; with offload=true, train.steps=0, carving holds one layer at a time")
     assert sentence("--set", "offload=true", "--set", "data.sources=text.txt") == words
-    free(monkeypatch, 10**9)
-    long = ("--steps", "10", "--set", "data.seq_len=100000", "--set", "repair.mode=none")
+    # whatever a processor computes in
+    changes = ("data.seq_len=100000", "repair.mode=none", "train.dtype=float32")
+    checkpointed = Recipe.load(None, [f"model={deep}", "train.steps=10", *changes, "train.gradient_checkpointing=true"])
+    free(monkeypatch, doctor.examine(checkpointed).least[0].total)
+    long = ("--steps", "10", *(word for change in changes for word in ("--set", change)))
     assert "for training; training may fit with train.gradient_checkpointing=true; with" in sentence(*long)
 
 
