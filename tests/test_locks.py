@@ -39,19 +39,20 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def holder(folder: Path, said: Path) -> int:
-    """A process that holds the folder until it is killed; it has it as soon as the file `said` exists."""
+def holder(folder: Path) -> int:
+    """A process that holds the folder until it is killed; it has it when this returns."""
+    says, said = os.pipe()
 
     def hold() -> None:
         with folder_lock(folder, "train"):
-            said.touch()
-            time.sleep(60)
+            os.write(said, b".")
+            signal.pause()
 
     pid = forked(hold)
-    deadline = time.monotonic() + 10
-    while not said.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    os.close(said)
+    # nothing, if it ended without the folder
+    assert os.read(says, 1) == b"."
+    os.close(says)
     return pid
 
 
@@ -65,7 +66,7 @@ def refused(folder: Path) -> str:
 
 def test_a_second_process_is_told_who_writes(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    pid = holder(out, tmp_path / "held")
+    pid = holder(out)
     try:
         for word in ("tomoe train", f"process {pid}", socket.gethostname(), "since 20", f"writing to {out};"):
             assert word in refused(out)
@@ -79,7 +80,7 @@ def test_a_second_process_is_told_who_writes(tmp_path: Path) -> None:
 
 def test_kill_9_leaves_no_lock_that_blocks(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    pid = holder(out, tmp_path / "held")
+    pid = holder(out)
     os.kill(pid, signal.SIGKILL)
     ended(pid)
     with folder_lock(out, "convert"):
@@ -95,17 +96,23 @@ def test_of_many_at_once_one_has_it(tmp_path: Path, before: str) -> None:
         out.mkdir()
     if before == "stale":
         (out / LOCK_FILE).write_text("tomoe train (process 1 on elsewhere)")
-    begin = time.monotonic() + 0.1
+    waits, begin = os.pipe()
 
     def work() -> None:
-        time.sleep(max(0, begin - time.monotonic()))
+        os.close(begin)
+        os.read(waits, 1)
         with folder_lock(out, "convert"), journal.open("a") as file:
             file.write("in\n")
             file.flush()
+            # a while for the others to come in, if they can
             time.sleep(0.05)
             file.write("out\n")
 
-    codes = [ended(pid) for pid in [forked(work) for _ in range(6)]]
+    pids = [forked(work) for _ in range(6)]
+    # its end is the sign for all
+    os.close(begin)
+    codes = [ended(pid) for pid in pids]
+    os.close(waits)
     assert set(codes) <= {0, 3}
     assert journal.read_text().split() == ["in", "out"] * codes.count(0)
     assert codes.count(0) > 0
@@ -137,11 +144,18 @@ def test_a_forked_child_does_not_release_the_lock(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_that_outlives_its_parent_does_not_hold_the_lock(tmp_path: Path) -> None:
-    out, said = tmp_path / "out", tmp_path / "said"
+    out = tmp_path / "out"
+    says, said = os.pipe()
+
+    def child() -> None:
+        os.write(said, str(os.getpid()).encode())
+        signal.pause()
 
     def parent() -> None:
         with folder_lock(out, "train"):
-            said.write_text(str(forked(lambda: time.sleep(60))))
+            forked(child)
+            # it runs, so it has given up what it was forked with
+            os.write(said, os.read(says, 20))
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert ended(forked(parent)) == -signal.SIGKILL
@@ -149,7 +163,7 @@ def test_a_forked_child_that_outlives_its_parent_does_not_hold_the_lock(tmp_path
         with folder_lock(out, "convert"):
             pass
     finally:
-        os.kill(int(said.read_text()), signal.SIGKILL)
+        os.kill(int(os.read(says, 20)), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError, SystemExit, OSError])
@@ -184,7 +198,7 @@ def test_disks_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(fcntl, "flock", unknown)
     out = tmp_path / "out"
-    pid = holder(out, tmp_path / "held")
+    pid = holder(out)
     assert refused(out).startswith("another process is writing to")
     os.kill(pid, signal.SIGKILL)
     ended(pid)

@@ -308,7 +308,6 @@ def test_a_process_without_tomoe_loads_generates_and_saves_again(tmp_path: Path)
         env=environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = load_file(tmp_path / "found.safetensors")

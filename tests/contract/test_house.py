@@ -20,8 +20,8 @@ NEVER = {("pruning", "moe"), ("moe", "pruning")}
 MODULES = sorted(SOURCE.rglob("*.py"))
 # lines; files aim at 350
 MAX_FILE, MAX_FUNCTION = 450, 60
-# must stay one file, because it is copied beside the weights
-LONGER = {"moe/modeling_tomoe.py": 870}
+# is copied beside the weights, so it cannot be divided, however long it gets
+ONE_FILE = SOURCE / "moe" / "modeling_tomoe.py"
 MAX_ROOMS = 12
 
 
@@ -67,7 +67,7 @@ def test_imports_only_go_down(path: Path) -> None:
 
 def test_the_modelling_file_is_self_contained() -> None:
     """It is copied beside the weights, where tomoe is not installed."""
-    packages = {full.split(".")[0] for full in imports(SOURCE / "moe" / "modeling_tomoe.py")}
+    packages = {full.split(".")[0] for full in imports(ONE_FILE)}
     assert packages - set(sys.stdlib_module_names) == {"torch", "transformers"}
 
 
@@ -81,9 +81,8 @@ def test_no_lower_floor_needs_the_command_line() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text("utf-8")
-    assert len(text.splitlines()) <= LONGER.get(name(path), MAX_FILE), (
-        f"{name(path)} has {len(text.splitlines())} lines"
-    )
+    lines = len(text.splitlines())
+    assert lines <= MAX_FILE or path == ONE_FILE, f"{name(path)} has {lines} lines"
     for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 from pathlib import Path
 
+import click
 import pytest
+from typer.main import get_command
 
-from pico_files import SMALL, CommandLine, write_pico, write_text
+from pico_files import SMALL, CommandLine, small, write_pico, write_text
+from pico_tokenizer import make_tokenizer
+from tomoe.cli import app
+from tomoe.model.catalog import MODELS
+from tomoe.recipe.conversion import Recipe
 
 ROOT = Path(__file__).parents[2]
+MODEL = "smollm2-135m"
 
 
 def code_blocks(language: str) -> list[str]:
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     return [code for tag, code in fenced if tag == language]
+
+
+def shell_lines() -> list[list[str]]:
+    """The words of every line of the blocks for a shell."""
+    return [shlex.split(line, comments=True) for block in code_blocks("") for line in block.splitlines()]
 
 
 def test_the_python_example_runs(
@@ -25,10 +38,11 @@ def test_the_python_example_runs(
     pico = write_pico(tmp_path / "dense")
     text = write_text(tmp_path / "text.txt")
     # the same lines on a model and a text of this test's size
-    own = {**SMALL, "data.sources": str(text)}
-    example = example.replace('"active=0.7"', ", ".join(f'"{key}={value}"' for key, value in own.items()))
-    example = example.replace("smollm2-135m", str(pico))
-    assert str(pico) in example
+    own = ["active=0.7", f"data.sources={text}", *(f"{key}={value}" for key, value in SMALL.items())]
+    assert '"active=0.7"' in example
+    example = example.replace('"active=0.7"', ", ".join(f'"{setting}"' for setting in own))
+    assert MODEL in example
+    example = example.replace(MODEL, str(pico))
     (tmp_path / "example.py").write_text(example)
     monkeypatch.chdir(tmp_path)
     runpy.run_path("example.py")
@@ -37,14 +51,41 @@ def test_the_python_example_runs(
     assert len([float(number) for number in numbers.split()]) == 3
 
 
-def test_every_command_of_the_readme_exists(tomoe: CommandLine) -> None:
+def test_the_commands_run_one_after_the_other(
+    tomoe: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they stand, but for the model, the text and the size of the conversion."""
+    pico, text = write_pico(tmp_path / "dense"), write_text(tmp_path / "text.txt")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+    tokenizer.save_pretrained(pico)
+    monkeypatch.chdir(tmp_path)
+    own = {MODEL: str(pico), "FILE": str(text)}
+    commands = [words[1:] for words in shell_lines() if words[0] == "tomoe"]
+    assert [words[0] for words in commands] == ["convert", "generate", "evaluate"]
+    for verb, *words in commands:
+        more = ["--data", str(text), *small()] if verb == "convert" else []
+        done = tomoe(verb, *(own.get(word, word) for word in words), *more)
+        assert done.code == 0, (verb, done.err)
+
+
+def test_what_the_readme_names_exists() -> None:
+    """Commands and options in its sentences, by the parser; the model in the catalog; recipes; what pip installs."""
     text = (ROOT / "README.md").read_text()
-    verbs = set(re.findall(r"\btomoe (\w+) ", "\n".join(code_blocks("")) + "\n")) | set(
-        re.findall(r"`tomoe (\w+)", text)
-    )
-    assert {"convert", "evaluate", "generate", "finetune"} <= verbs
-    for verb in sorted(verbs):
-        assert tomoe(verb, "--help").code == 0, verb
+    group = get_command(app)
+    shown = [shlex.split(code)[1:] for code in re.findall(r"`(tomoe [^`]+)`", text)]
+    assert ["finetune"] in shown
+    for verb, *words in [*shown, *(words[1:] for words in shell_lines() if words[0] == "tomoe")]:
+        command = group.get_command(click.Context(group), verb)
+        assert command is not None, verb
+        # what a sentence leaves out is not missing
+        command.make_context(verb, [*words], resilient_parsing=not words)
+    assert MODEL in MODELS
+    recipes = re.findall(r"--recipe (\w+)", text)
+    assert recipes
+    for recipe in recipes:
+        Recipe.load(recipe, [])
+    assert {tuple(words) for words in shell_lines() if words[0] != "tomoe"} == {("pip", "install", ".")}
 
 
 def test_the_two_commands_stand_in_the_readme_and_in_run_sh() -> None:

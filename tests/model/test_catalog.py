@@ -7,12 +7,13 @@ import hashlib
 import shutil
 import subprocess
 import threading
-import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tomoe.errors import Note, UserError
 from tomoe.model import catalog
@@ -138,13 +139,23 @@ def test_a_disk_without_room_for_the_folder() -> None:
 
 
 @pytest.mark.usefixtures("pip")
-def test_whoever_comes_second_waits_for_the_first() -> None:
+def test_whoever_comes_second_waits_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, found = [], []
+    asked, both = iter(range(2)), threading.Event()
+
+    class Lock(FileLock):
+        def acquire(self, *args: Any, **options: Any) -> Any:
+            if next(asked) == 1:
+                both.set()
+            return super().acquire(*args, **options)
 
     def write_slowly(folder: Path) -> None:
+        """Until the second one asks for the lock."""
         calls.append(folder)
-        time.sleep(0.3)
+        assert both.wait(60)
         write(folder)
+
+    monkeypatch.setattr(catalog, "FileLock", Lock)
 
     fetch("pico")
     threads = [threading.Thread(target=lambda: found.append(unpacked("pico", write_slowly))) for _ in range(2)]

@@ -9,7 +9,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,7 +33,7 @@ from tomoe.model.loading import load_config, load_dense
 
 torch.set_num_threads(1)
 time.sleep = lambda seconds: None
-constants.HF_HUB_ETAG_TIMEOUT = constants.HF_HUB_DOWNLOAD_TIMEOUT = 0.5
+constants.HF_HUB_ETAG_TIMEOUT = constants.HF_HUB_DOWNLOAD_TIMEOUT = 3
 for line in sys.stdin:
     repository = json.loads(line)
     try:
@@ -81,7 +80,10 @@ class Answer(BaseHTTPRequestHandler):
         if trouble == "503":
             return self.send(503, b"", body)
         if trouble == "late":
-            time.sleep(1.0)
+            # until nobody waits for it any more
+            self.connection.recv(1, socket.MSG_PEEK)
+            self.close_connection = True
+            return None
         if trouble == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
