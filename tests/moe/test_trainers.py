@@ -42,9 +42,10 @@ def losses(trainer: Trainer) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def assert_it_learned_and_comes_back(trainer: Trainer, before: ToMoEForCausalLM, out: Path) -> None:
+def assert_it_learned_and_comes_back(trainer: Trainer, before: ToMoEForCausalLM, out: Path, most: float) -> None:
+    """`most`: what may be left of the loss."""
     found = losses(trainer)
-    assert sum(found[-2:]) < 0.9 * sum(found[:2]), found
+    assert sum(found[-2:]) < most * sum(found[:2]), found
     for layer, was in zip(trainer.model.model.layers, before.model.layers, strict=True):
         assert not torch.equal(layer.mlp.router.weight, was.mlp.router.weight), "the router learned nothing"
         assert not torch.equal(layer.mlp.down_proj, was.mlp.down_proj)
@@ -60,7 +61,8 @@ def test_the_trainer_of_transformers(folder: Path, tmp_path: Path) -> None:
     rows = [{"input_ids": row, "labels": row} for row in tokens(32, 12, seed=3)[:4].repeat(8, 1)]
     trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path / "trainer"), **ARGUMENTS), train_dataset=rows)
     trainer.train()
-    assert_it_learned_and_comes_back(trainer, load(folder), tmp_path / "trained")
+    # 0.66 over eight seeds, with a standard deviation of 0.026
+    assert_it_learned_and_comes_back(trainer, load(folder), tmp_path / "trained", 0.93)
 
 
 @pytest.mark.filterwarnings(
@@ -78,9 +80,11 @@ def test_the_supervised_trainer_of_trl(folder: Path, tmp_path: Path) -> None:
     )
     trainer.train()
     # its own words for what stock MoEs report
-    assert all(row["aux_loss"] > 0.9 for row in trainer.state.log_history if "aux_loss" in row)
+    # the smallest is 1.05 over eight seeds, with a standard deviation of 0.043
+    assert all(row["aux_loss"] > 0.5 for row in trainer.state.log_history if "aux_loss" in row)
     assert any("aux_loss" in row for row in trainer.state.log_history)
-    assert_it_learned_and_comes_back(trainer, load(folder), tmp_path / "trained")
+    # 0.75 over eight seeds, with a standard deviation of 0.026
+    assert_it_learned_and_comes_back(trainer, load(folder), tmp_path / "trained", 1.0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
