@@ -25,13 +25,15 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-import tomoe.moe.kernels  # noqa: F401  # enters `native` into EXPERT_BACKENDS
+import tomoe.moe.kernels  # noqa: F401  # enters `native` into WAYS
 from tomoe.moe.fold import neuron_order
 from tomoe.moe.kernels.native import Way, run_native
-from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEMLP, choose_backend
+from tomoe.moe.modeling_tomoe import WAYS, ToMoEMLP, choose_backend
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-WAYS = EXPERT_BACKENDS | {way.name.lower(): partial(run_native, way=way) for way in Way}
+RUN = {name: way.run for name, way in WAYS["experts"].items()}
+RUN |= {way.name.lower(): partial(run_native, way=way) for way in Way}
+RUN["auto"] = lambda mlp, x, expert_ids: RUN[choose_backend(mlp, x)](mlp, x, expert_ids)
 SHARES = {"text": [0.29, 0.205, 0.155, 0.135, 0.11, 0.065, 0.03, 0.01], "uniform": [0.125] * 8}
 
 PARTS = {
@@ -118,7 +120,7 @@ def main() -> None:
     parser.add_argument("--routing", default="text", choices=sorted(SHARES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--backends", default=",".join(EXPERT_BACKENDS))
+    parser.add_argument("--backends", default=",".join(["auto", *WAYS["experts"]]))
     parser.add_argument("--clock", default="wall", choices=sorted(CLOCKS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -142,7 +144,7 @@ def main() -> None:
                 drawn = torch.multinomial(torch.tensor(SHARES[args.routing]), count, True, generator=generator)
                 expert_ids = drawn[:, None]
             ways = {
-                name: (partial(dense, x), partial(WAYS[name], moe, x, expert_ids)) for name in args.backends.split(",")
+                name: (partial(dense, x), partial(RUN[name], moe, x, expert_ids)) for name in args.backends.split(",")
             }
             timed: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
             for done in range(args.rounds + 1):  # the first is warm-up

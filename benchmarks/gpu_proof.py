@@ -34,8 +34,7 @@ try:
     from tomoe.finetuning.run import finetune
     from tomoe.memory.estimate import least_memory, sizes_of
     from tomoe.model.loading import free_on_device, load_config, load_dense, load_tokenizer, pick_device
-    from tomoe.moe.kernels import router
-    from tomoe.moe.modeling_tomoe import CACHE, EXPERT_BACKENDS, Router, ToMoEMLP, choose_backend
+    from tomoe.moe.modeling_tomoe import CACHE, WAYS, Router, ToMoEMLP, choose_backend, compute
     from tomoe.pruning.fine_carving import RidgeRegression
     from tomoe.pruning.layouts import settle_layout
     from tomoe.pruning.repair.equations import NormalEquations, refit
@@ -211,18 +210,18 @@ def agreement(proof: Proof) -> Iterator[Row]:
                 _, mlp = fine(proof, form, hidden, size, 0.5)
             mlp = mlp.cpu()
             ids, x = routed(mlp, counts[-1]), torch.randn(counts[-1], hidden).bfloat16()
-            exact = EXPERT_BACKENDS["masked"](mlp.double(), x.double(), ids)
+            exact = WAYS["experts"]["masked"].run(mlp.double(), x.double(), ids)
             for dtype, most in TOLERANCES.items():
                 own: Any = mlp
                 own, on = own.to(proof.device).to(dtype), x.to(proof.device, dtype)
-                for name, run in EXPERT_BACKENDS.items():
+                for name, way in WAYS["experts"].items():
                     errors = []
                     for count in counts:
                         if name == "few" and not tries_few(form, dtype, count):
                             continue
                         for width in (hidden, size):
                             proof.poison(count, width, dtype=dtype)
-                        y = run(own, on[:count], ids[:count].to(proof.device)).cpu().double()
+                        y = way.run(own, on[:count], ids[:count].to(proof.device)).cpu().double()
                         error = (y - exact[:count]).abs().max() / exact[:count].abs().max()
                         errors.append(float(error.nan_to_num(torch.inf)))
                     if errors:
@@ -251,7 +250,7 @@ def one_mlp(proof: Proof) -> Iterator[Row]:
                     if tokens >= 64 and form != "fine 256":
                         names.append("grouped")
                     for name in names:
-                        runs[name] = [partial(EXPERT_BACKENDS[name], moe, x, ids) for _, moe in both]
+                        runs[name] = [partial(WAYS["experts"][name].run, moe, x, ids) for _, moe in both]
                     for name in list(runs) if tokens <= 256 else ():
                         runs[f"{name} in a graph"] = [proof.graphed(run) for run in runs[name]]
                     yield row | {name: 1e3 * proof.seconds(*each) for name, each in runs.items()}
@@ -334,7 +333,7 @@ def routers(proof: Proof) -> Iterator[Row]:
     made = Router(hidden, 256, bias=True).to(proof.device)
     made.weight.copy_(made.weight.bfloat16())
     x = proof.random(64 if proof.tiny else 8192, hidden, dtype=torch.bfloat16)
-    fast, exact = router.logits(made, x), made.double()
+    fast, exact = compute("router logits", made, x), made.double()
     full = torch.nn.functional.linear(x.double(), exact.weight, exact.bias)
     chosen = [torch.zeros_like(full).scatter(1, logits.topk(90).indices, 1) for logits in (fast, full)]
     equal = float((chosen[0] == chosen[1]).double().mean())

@@ -18,10 +18,9 @@ from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tok
 from tomoe.budget import decoder_params, mlp_params
 from tomoe.conversion import empty_network
 from tomoe.model.structure import shape_of
-from tomoe.moe import modeling_tomoe
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, ToMoEForCausalLM
+from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM, Way
 from tomoe.plan import Plan
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
@@ -81,7 +80,7 @@ def test_folded_and_reloaded_compute_what_the_masks_mean(case: Case, implementat
     assert (meant - case.dense(ids).logits).abs().max() > 1e-2, "the masks changed nothing"
     for moe in (case.folded, case.reloaded):
         assert moe.model.layers[0].self_attn.config._attn_implementation == implementation
-        for backend in EXPERT_BACKENDS:
+        for backend in ("auto", *WAYS["experts"]):
             with running(moe, backend):
                 assert_same(moe(ids).logits, meant)
 
@@ -89,15 +88,19 @@ def test_folded_and_reloaded_compute_what_the_masks_mean(case: Case, implementat
 def test_few_and_many_tokens_take_other_ways_through_the_experts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `auto` chooses for one token, for a few and for many: all must be reached, and be right."""
     taken: list[str] = []
-    for name, run in list(EXPERT_BACKENDS.items()):
-        if name != "auto":
-            monkeypatch.setitem(EXPERT_BACKENDS, name, lambda *a, run=run, name=name: taken.append(name) or run(*a))
-    monkeypatch.setattr(modeling_tomoe, "BACKEND_CHOICES", [])  # without kernels of the package
+
+    def noting(name: str) -> Way:
+        way = WAYS["experts"][name]
+        return replace(way, run=lambda *a: taken.append(name) or way.run(*a))
+
+    # without kernels of the package
+    monkeypatch.setitem(WAYS, "experts", {name: noting(name) for name in ("runs", "masked")})
     ids = tokens(8, 32, seed=6)  # 256 tokens, 64 for each of 4 experts
     with masked(case.dense, planned_masks(case.plan)):
         meant = case.dense(ids).logits
     with running(case.folded, "auto") as moe:
-        for rows, backend in ((ids, "runs"), (ids[:1], "masked"), (ids[:1, :1], "runs")):
+        runs = "masked" if case.folded.config.tomoe_expert_form == "fine" else "runs"
+        for rows, backend in ((ids, runs), (ids[:1], "masked"), (ids[:1, :1], runs)):
             taken.clear()
             assert_same(moe(rows).logits, meant[: rows.shape[0], : rows.shape[1]])
             assert set(taken) == {backend}
@@ -134,7 +137,7 @@ def test_fine_experts_can_be_used_in_other_numbers(dense: PreTrainedModel, tmp_p
         moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=k)
         with masked(dense, planned_masks(with_top_k(plan, 3, k))):
             meant = dense(ids).logits
-        for backend in EXPERT_BACKENDS:
+        for backend in ("auto", *WAYS["experts"]):
             with running(moe, backend):
                 assert_same(moe(ids).logits, meant)
         assert bool((meant - dense(ids).logits).abs().max() < 1e-5 * meant.abs().max()) == (k == 8)
@@ -160,7 +163,7 @@ def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
     whole = dense(ids).logits
     assert (meant - whole).abs().max() > 1e-2, "the masks changed nothing"
     for moe in (folded, AutoModelForCausalLM.from_pretrained(tmp_path / "moe")):
-        for backend in EXPERT_BACKENDS:
+        for backend in ("auto", *WAYS["experts"]):
             with running(moe, backend):
                 assert_same(moe(ids).logits, meant)
     everything = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=16)

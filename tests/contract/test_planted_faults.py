@@ -188,7 +188,7 @@ def test_largest_k_for_all_tokens(dense: PreTrainedModel, monkeypatch: pytest.Mo
     assert difference(dense, plan) > RED
 
 
-@pytest.mark.parametrize("backend", [b for b in modeling_tomoe.EXPERT_BACKENDS if b != "auto"])
+@pytest.mark.parametrize("backend", modeling_tomoe.WAYS["experts"])
 def test_neurons_of_another_expert(dense: PreTrainedModel, backend: str) -> None:
     def damage(moe: ToMoEForCausalLM) -> None:
         moe.config.tomoe_expert_backend = backend
@@ -206,7 +206,7 @@ def test_expert_weighted_by_its_probability(dense: PreTrainedModel, monkeypatch:
         return modeling_tomoe.run_masked(mlp, x, expert_ids) * weight
 
     plan = make_plan(dense, "off")
-    monkeypatch.setitem(modeling_tomoe.EXPERT_BACKENDS, "auto", weighted)
+    monkeypatch.setitem(modeling_tomoe.WAYS, "experts", {"weighted": modeling_tomoe.Way(weighted)})
     assert difference(dense, plan) > RED
 
 

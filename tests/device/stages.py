@@ -32,7 +32,7 @@ from tomoe.finetuning.run import finetune
 from tomoe.model.generation import generate
 from tomoe.model.loading import load_dense, load_model, load_tokenizer
 from tomoe.model.stored import StoredModel
-from tomoe.moe.modeling_tomoe import CACHE, EXPERT_BACKENDS
+from tomoe.moe.modeling_tomoe import CACHE, WAYS
 from tomoe.pruning.overlapping_carving import backward_elimination
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training.loop import Training
@@ -126,7 +126,7 @@ class Stages:
         """One prefill with each way to run the experts."""
         model: Any = load_model(str(self.moe), "float32", self.device)
         made = []
-        for backend in EXPERT_BACKENDS:
+        for backend in ("auto", *WAYS["experts"]):
             model.config.tomoe_expert_backend = backend
             with torch.no_grad():
                 made.append(unwrapped(model(tokens(2, 24, seed=5).to(self.device)).logits))

@@ -18,9 +18,8 @@ from tomoe.evaluation.speed import throughput, timings
 from tomoe.evaluation.speed.benchmark import expert_backends
 from tomoe.evaluation.speed.throughput import STEPS, Pair
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
-from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS
+from tomoe.moe.modeling_tomoe import WAYS
 
 D, F, LAYERS, HEADS, KV, VOCAB, N = 32, 48, 2, 4, 2, 64, 4  # the pico qwen2
 C = D // HEADS
@@ -233,8 +232,10 @@ def test_a_cell_that_is_too_slow_says_so(pair: Pair) -> None:
 def test_which_way_the_experts_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = pair.moe
     assert expert_backends(pair.dense, 4) == "-"
-    assert expert_backends(moe, 4) in EXPERT_BACKENDS
-    monkeypatch.setattr(modeling_tomoe, "BACKEND_CHOICES", [])  # without kernels of the package
+    assert expert_backends(moe, 4) in WAYS["experts"]
+    monkeypatch.setitem(
+        WAYS, "experts", {name: WAYS["experts"][name] for name in ("runs", "masked")}
+    )  # without kernels of the package
     assert [expert_backends(moe, n) for n in (4, 4000)] == ["masked", "runs"]
     moe.config.tomoe_expert_backend = "runs"
     try:

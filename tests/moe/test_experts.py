@@ -18,7 +18,7 @@ from conftest import make_pico, make_plan, tokens
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
 from tomoe.moe.kernels import gpu
-from tomoe.moe.modeling_tomoe import CACHE, EXPERT_BACKENDS, ToMoEMLP, choose_backend
+from tomoe.moe.modeling_tomoe import CACHE, WAYS, ToMoEMLP, Way
 
 ROUNDOFF = 2.0**-8  # of bfloat16
 
@@ -73,7 +73,7 @@ CASES = {
     "fine, one expert a token, many tokens": Case(tokens=300, experts=9, width=20, union=200, top_k=1),
 }
 ALL = pytest.mark.parametrize("name", CASES)
-BACKENDS = pytest.mark.parametrize("backend", list(EXPERT_BACKENDS))
+BACKENDS = pytest.mark.parametrize("backend", list(WAYS["experts"]))
 
 
 PARTS = {
@@ -151,7 +151,7 @@ def one_by_one(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> tuple[Tensor, Te
 def test_backends_compute_the_experts(name: str, backend: str) -> None:
     mlp, (x, expert_ids) = make_mlp(CASES[name]), make_inputs(CASES[name])
     expected, _ = one_by_one(mlp, x, expert_ids)
-    y = EXPERT_BACKENDS[backend](mlp, x, expert_ids)
+    y = WAYS["experts"][backend].run(mlp, x, expert_ids)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     scale = max(1.0, float(expected.abs().max())) if len(x) else 1.0
     torch.testing.assert_close(y.double(), expected, atol=1e-5 * scale, rtol=0)
@@ -169,7 +169,7 @@ def test_bfloat16_rounds_no_more_often_than_it_must(name: str, backend: str) -> 
     product u |g v| each, a partial sum over a block u |g v d|: 5.1 u in all, 6 u with terms of second order."""
     mlp, (x, expert_ids) = make_mlp(CASES[name], torch.bfloat16), make_inputs(CASES[name], torch.bfloat16)
     expected, sizes = one_by_one(mlp, x, expert_ids)
-    y = EXPERT_BACKENDS[backend](mlp, x, expert_ids)
+    y = WAYS["experts"][backend].run(mlp, x, expert_ids)
     assert y.dtype == torch.bfloat16
     excess = (y.double() - expected).abs() - 6 * ROUNDOFF * sizes - ROUNDOFF * expected.abs()
     assert not len(x) or excess.max() <= 0
@@ -179,7 +179,7 @@ def test_bfloat16_rounds_no_more_often_than_it_must(name: str, backend: str) -> 
 @pytest.mark.parametrize("name", ["plain", "odd sizes", "biases", "no gate", "empty experts"])
 def test_gradients_are_those_of_the_reference(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    monkeypatch.setitem(EXPERT_BACKENDS, "reference", run_reference)
+    monkeypatch.setitem(WAYS["experts"], "reference", Way(run_reference))
 
     def gradients(backend: str) -> dict[str, Tensor]:
         mlp = make_mlp(case).requires_grad_()
@@ -210,7 +210,7 @@ def test_masking_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp, (x, expert_ids) = make_mlp(Case()), make_inputs(Case())
     monkeypatch.setattr(modeling_tomoe, "MASKED_ELEMENTS", 200)  # five tokens at once
     torch.testing.assert_close(
-        EXPERT_BACKENDS["masked"](mlp, x, expert_ids), run_reference(mlp, x, expert_ids), atol=1e-5, rtol=0
+        WAYS["experts"]["masked"].run(mlp, x, expert_ids), run_reference(mlp, x, expert_ids), atol=1e-5, rtol=0
     )
 
 
@@ -226,14 +226,14 @@ def test_runs_are_the_long_ones_and_the_rest_is_gathered(monkeypatch: pytest.Mon
     ]
     x, expert_ids = make_inputs(Case(experts=2))
     expected, _ = one_by_one(mlp, x, expert_ids)
-    torch.testing.assert_close(EXPERT_BACKENDS["runs"](mlp, x, expert_ids).double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(WAYS["experts"]["runs"].run(mlp, x, expert_ids).double(), expected, atol=1e-5, rtol=0)
 
 
 @BACKENDS
 def test_what_is_kept_follows_the_weights(backend: str) -> None:
     """Cached structures are rebuilt after a load, a change in place, a move, and are not shared with a copy."""
     first, (x, expert_ids) = make_mlp(CASES["plain"]), make_inputs(CASES["plain"])
-    run = EXPERT_BACKENDS[backend]
+    run = WAYS["experts"][backend].run
     before = run(first, x, expert_ids)
     other = make_mlp(CASES["plain"])
     other.expert_rows.copy_((other.expert_rows + 7) % 40).copy_(other.expert_rows.sort().values)
@@ -258,36 +258,6 @@ def test_what_is_kept_follows_the_weights(backend: str) -> None:
     assert (changed - double).abs().max() > 0.1
 
 
-@dataclass(frozen=True)
-class OnGpu:
-    """What a choice asks of tokens on CUDA."""
-
-    tokens: int
-    dtype: torch.dtype = torch.bfloat16
-    is_cuda: bool = True
-    requires_grad: bool = False
-
-    def __len__(self) -> int:
-        return self.tokens
-
-
-def test_what_auto_takes_for_fine_experts_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(name: str, *counts: int) -> list[str | None]:
-        return [gpu.choose_gpu(make_mlp(CASES[name], torch.bfloat16), OnGpu(count)) for count in counts]
-
-    assert taken("fine, 256 experts", 1, 2, 4096) == ["few", None, None]
-    monkeypatch.setattr(gpu, "MOST_FOR_FEW", 0.1)
-    assert taken("fine, 256 experts", 1) == [None]
-    monkeypatch.setattr(gpu, "WIDE", 40)
-    monkeypatch.setattr(gpu, "MANY_PRODUCTS", 384 * 260 * 96)
-    # these choose two of six experts, which reads x too often
-    assert taken("fine, wide experts", 384) == [None]
-    monkeypatch.setattr(gpu, "MOST_FOR_GROUPED", 1 / 3)
-    assert taken("fine, wide experts", 383, 384) == [None, "grouped"]
-    assert taken("plain", 1, 192) == [None, None]
-    assert gpu.choose_gpu(make_mlp(CASES["fine"]), OnGpu(1, is_cuda=False)) is None
-
-
 @pytest.mark.slow
 def test_every_size_of_a_few_tokens_has_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than PyTorch compiles one function for."""
@@ -308,30 +278,10 @@ def test_every_size_of_a_few_tokens_has_a_graph_of_its_own(monkeypatch: pytest.M
 def test_experts_for_a_gpu_do_not_break_a_graph(backend: str) -> None:
     case = CASES["fine, wide experts"]
     mlp, (x, expert_ids) = make_mlp(case, torch.bfloat16), make_inputs(case)
-    run = torch.compile(EXPERT_BACKENDS[backend], backend="eager", fullgraph=True)
+    run = torch.compile(WAYS["experts"][backend].run, backend="eager", fullgraph=True)
     with torch.no_grad():
-        y = EXPERT_BACKENDS["masked"](mlp, x.bfloat16(), expert_ids)
+        y = WAYS["experts"]["masked"].run(mlp, x.bfloat16(), expert_ids)
         torch.testing.assert_close(run(mlp, x.bfloat16(), expert_ids), y, atol=0.02 * float(y.abs().max()), rtol=0)
-
-
-def test_auto_can_be_asked_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    mlp = make_mlp(Case())
-    monkeypatch.setattr(modeling_tomoe, "BACKEND_CHOICES", [])
-    named = {n: choose_backend(mlp, torch.empty(n, 32)) for n in (1, 8, 64, 1024)}
-    assert named == {1: "runs", 8: "masked", 64: "masked", 1024: "runs"}
-    # a GPU would have to wait for the expert's number, so one token goes without it
-    assert choose_backend(mlp.to("meta"), torch.empty(1, 32, device="meta")) == "masked"
-    # and hundreds of thin experts, one after another, are no work for it
-    fine = make_mlp(CASES["fine"]).to("meta")
-    assert [choose_backend(fine, torch.empty(n, 32, device="meta")) for n in (1, 8, 1024)] == ["masked"] * 3
-    taken: list[int] = []
-    monkeypatch.setitem(EXPERT_BACKENDS, "special", lambda mlp, x, ids: taken.append(len(x)) or x)
-    monkeypatch.setattr(
-        modeling_tomoe, "BACKEND_CHOICES", [lambda mlp, x: None, lambda mlp, x: "special" if len(x) < 9 else None]
-    )
-    assert [choose_backend(mlp, torch.empty(n, 32)) for n in (8, 9)] == ["special", "masked"]
-    EXPERT_BACKENDS["auto"](mlp, torch.empty(8, 32), torch.zeros(8, dtype=torch.long))
-    assert taken == [8]
 
 
 @pytest.mark.slow

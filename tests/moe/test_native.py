@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 
 from tomoe.moe.kernels import build, native
 from tomoe.moe.kernels.native import Way
-from tomoe.moe.modeling_tomoe import EXPERT_BACKENDS, choose_backend
+from tomoe.moe.modeling_tomoe import WAYS, choose_backend
 
 pytestmark = pytest.mark.slow
 
@@ -144,7 +144,7 @@ def test_another_device_does_not_ask_the_processor(monkeypatch: pytest.MonkeyPat
     )
     for amx in (False, True):
         monkeypatch.setattr(native, "PROCESSOR", {"amx_bf16": amx})
-        assert native.choose_native(fine, x) is None
+        assert not native.suits(fine, x)
 
 
 @cache
@@ -204,17 +204,17 @@ def test_tiles_of_any_number_of_threads_or_chunks_give_the_same(
 ) -> None:
     case = CASES["fine, wide experts"]
     mlp, (x, expert_ids) = make_mlp(case, torch.bfloat16), make_inputs(case, torch.bfloat16)
-    expected = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+    expected = WAYS["experts"]["native"].run(mlp, x, expert_ids)
     before = torch.get_num_threads()
     try:
         for threads in (2, 3):
             torch.set_num_threads(threads)
-            assert torch.equal(EXPERT_BACKENDS["native"](mlp, x, expert_ids), expected)
+            assert torch.equal(WAYS["experts"]["native"].run(mlp, x, expert_ids), expected)
     finally:
         torch.set_num_threads(before)
     for form in native.MEMBERS.values():
         monkeypatch.setattr(form, "tokens", dict.fromkeys(Way, 41))
-    found = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+    found = WAYS["experts"]["native"].run(mlp, x, expert_ids)
     torch.testing.assert_close(found, expected, atol=2.0**-7 * float(expected.abs().max()), rtol=0)
 
 
@@ -224,7 +224,7 @@ def test_in_tiles_numbers_that_are_none_stay_none(in_tiles: None) -> None:
     case = CASES["fine, wide experts"]
     mlp, (x, expert_ids) = make_mlp(case, torch.bfloat16), make_inputs(case, torch.bfloat16)
     x[3, 5] = torch.nan
-    found = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+    found = WAYS["experts"]["native"].run(mlp, x, expert_ids)
     assert found.isnan().any(1).nonzero().tolist() == [[3]]
     assert found[3].isnan().all()
 
@@ -316,7 +316,7 @@ def test_activations_far_out(activation: str) -> None:
     x[:, 0] = 1.0
     expert_ids = torch.arange(37)[:, None] % 4
     meant, _ = one_by_one(mlp, x, expert_ids)
-    found = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+    found = WAYS["experts"]["native"].run(mlp, x, expert_ids)
     torch.testing.assert_close(found.double(), meant, rtol=1e-5, atol=1e-5 * float(meant.abs().max()))
 
 
@@ -325,7 +325,7 @@ def test_numbers_that_are_none_stay_none() -> None:
     for dtype in native.DTYPES:
         mlp, (x, expert_ids) = make_mlp(Case(), dtype), make_inputs(Case(), dtype)
         x[3, 5] = torch.nan
-        found = EXPERT_BACKENDS["native"](mlp, x, expert_ids)
+        found = WAYS["experts"]["native"].run(mlp, x, expert_ids)
         assert found[3].isnan().all()
         assert not found[[0, 1, 2, *range(4, 37)]].isnan().any()
 
@@ -338,7 +338,7 @@ def test_any_number_of_threads_gives_the_same_bytes() -> None:
         found = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(EXPERT_BACKENDS["native"](mlp, x, expert_ids))
+            found.append(WAYS["experts"]["native"].run(mlp, x, expert_ids))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
@@ -363,5 +363,8 @@ def test_inputs_need_not_be_contiguous() -> None:
     ids = torch.stack([expert_ids, expert_ids], -1)[..., 0]
     assert not strided.is_contiguous()
     torch.testing.assert_close(
-        EXPERT_BACKENDS["native"](mlp, strided, ids), EXPERT_BACKENDS["native"](mlp, x, expert_ids), rtol=0, atol=0
+        WAYS["experts"]["native"].run(mlp, strided, ids),
+        WAYS["experts"]["native"].run(mlp, x, expert_ids),
+        rtol=0,
+        atol=0,
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tomoe.moe.kernels import build, native, router
 from tomoe.moe.kernels.native import Way
-from tomoe.moe.modeling_tomoe import Router
+from tomoe.moe.modeling_tomoe import WAYS, Router, compute
 
 pytestmark = pytest.mark.slow
 compiled = pytest.mark.skipif(build.load(native.SOURCE) is None, reason="this machine has no C++ compiler with OpenMP")
@@ -27,7 +27,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
         return Way.MATRIX if fits and not rows else Way.ROWS
 
     monkeypatch.setattr(router, "fastest_way", fastest)
-    monkeypatch.setattr(router, "logits_in_pytorch", None)
+    monkeypatch.delitem(WAYS["router logits"], "pytorch")
     return request.param
 
 
@@ -43,10 +43,10 @@ def test_the_largest_logits_are_those_that_pytorch_finds(shape: tuple[int, int, 
     tokens, experts, top_k = shape
     logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0))
     expected = logits.topk(top_k).indices.sort(1).values
-    assert torch.equal(router.largest(logits, top_k).sort(1).values, expected)
-    assert torch.equal(router.largest(logits.double(), top_k).sort(1).values, expected)
+    assert torch.equal(compute("largest logits", logits, top_k).sort(1).values, expected)
+    assert torch.equal(compute("largest logits", logits.double(), top_k).sort(1).values, expected)
     wide = torch.cat([logits, logits + 9], 1)
-    assert torch.equal(router.largest(wide[:, :experts], top_k).sort(1).values, expected)  # not contiguous
+    assert torch.equal(compute("largest logits", wide[:, :experts], top_k).sort(1).values, expected)  # not contiguous
 
 
 @compiled
@@ -55,8 +55,8 @@ def test_equal_logits_at_the_border_are_left_to_pytorch() -> None:
     logits = torch.zeros(3, 9)
     logits[:, 4], logits[1] = 1.0, -0.0
     logits[2, :3] = torch.tensor([-torch.inf, torch.inf, 2.0])
-    assert torch.equal(router.largest(logits, 4), logits.topk(4, sorted=False).indices)
-    assert router.largest(logits[2:], 3).tolist() == [[1, 2, 4]]  # no two are equal there
+    assert torch.equal(compute("largest logits", logits, 4), logits.topk(4, sorted=False).indices)
+    assert compute("largest logits", logits[2:], 3).tolist() == [[1, 2, 4]]  # no two are equal there
 
 
 def make(tokens: int, size: int, experts: int, dtype: torch.dtype, bias: bool = True) -> tuple[Router, Tensor]:
@@ -75,7 +75,7 @@ def exact(made: Router, x: Tensor) -> Tensor:
 
 def error(made: Router, x: Tensor) -> float:
     """Of the logits, relative to the longest sum of products."""
-    logits = router.logits(made, x)
+    logits = made(x)
     assert logits.dtype == torch.float32
     scale = (x.double().abs() @ made.weight.double().abs().t()).max()
     return float((logits.double() - exact(made, x)).abs().max() / scale)
@@ -109,12 +109,12 @@ def test_weights_that_bfloat16_cannot_hold_are_not_rounded(dtype: torch.dtype, w
 def test_a_logit_does_not_depend_on_other_tokens_or_on_threads(dtype: torch.dtype, way: Way) -> None:
     """As long as it goes one way."""
     made, x = make(77, 200 if way == Way.ROWS else 192, 50, dtype)
-    together = router.logits(made, x)
-    assert torch.equal(together, torch.cat([router.logits(made, x[i : i + 1]) for i in range(len(x))]))
+    together = made(x)
+    assert torch.equal(together, torch.cat([made(x[i : i + 1]) for i in range(len(x))]))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(5)
-        assert torch.equal(together, router.logits(made, x))
+        assert torch.equal(together, made(x))
     finally:
         torch.set_num_threads(threads)
 
@@ -122,32 +122,32 @@ def test_a_logit_does_not_depend_on_other_tokens_or_on_threads(dtype: torch.dtyp
 @compiled
 def test_tokens_and_weights_need_not_be_contiguous(way: Way) -> None:
     made, x = make(9, 64, 40, torch.bfloat16)
-    expected = router.logits(made, x)
+    expected = made(x)
     made.weight = torch.nn.Parameter(made.weight.t().contiguous().t(), requires_grad=False)
     strided = torch.stack([x, x], -1)[..., 0]
     assert not made.weight.is_contiguous()
     assert not strided.is_contiguous()
-    assert torch.equal(router.logits(made, strided), expected)
+    assert torch.equal(made(strided), expected)
 
 
 @compiled
 def test_a_router_that_changes_is_not_remembered(way: Way) -> None:
     made, x = make(9, 64, 40, torch.bfloat16)
-    before = router.logits(made, x)
+    before = made(x)
     made.weight.data.mul_(2)
     made.bias.data.mul_(2)
-    torch.testing.assert_close(router.logits(made, x), 2 * before)
+    torch.testing.assert_close(made(x), 2 * before)
 
 
 def test_routers_that_learn_and_other_dtypes_are_left_to_pytorch() -> None:
     made, x = make(9, 64, 40, torch.float32)
     made.requires_grad_(True)
-    router.logits(made, x).sum().backward()
+    made(x).sum().backward()
     assert made.weight.grad is not None
     torch.testing.assert_close(made.weight.grad, x.sum(0).expand(40, 64))
     made.requires_grad_(False)
-    assert router.logits(made.double(), x.double()).dtype == torch.float64
-    assert router.logits(made.bfloat16(), x.bfloat16()).dtype == torch.bfloat16
+    assert made.double()(x.double()).dtype == torch.float64
+    assert made.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_a_gpu_rounds_no_factor_of_a_router() -> None:

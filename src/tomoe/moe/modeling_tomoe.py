@@ -16,10 +16,11 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -51,7 +52,7 @@ class ToMoEConfig(PreTrainedConfig):
     the family's config and model; tomoe_mlps: the names of the MLPs that were replaced; tomoe_mlp_parts: what the family
     calls their parts; tomoe_expert_form: overlapping (top-1, experts share neurons) or fine (top-k, experts share nothing,
     added to a shared part of shared_sizes neurons); tomoe_num_experts: N; tomoe_experts_per_token: k; tomoe_expert_sizes:
-    W; tomoe_union_sizes: U; tomoe_expert_backend: a name in EXPERT_BACKENDS; tomoe_plan_source: hash of the dense weights.
+    W; tomoe_union_sizes: U; tomoe_expert_backend: auto, or one of WAYS; tomoe_plan_source: hash of the dense weights.
 
     Only where attention is pruned: tomoe_rotary_pairs: P; tomoe_qk_dims: c, which is 2 P and the kept dims that RoPE leaves
     alone; tomoe_value_dims: kept dims of V and O; tomoe_value_top_k: how many of them a token uses (fewer if a value router
@@ -146,6 +147,7 @@ class ToMoEConfig(PreTrainedConfig):
         for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"):
             if type(value := getattr(self, name, None)) is int:
                 self._check_size(name, value, 1, 2**24 if name.endswith("_size") else 2**16)
+        check_backend(self.tomoe_expert_backend)
         layers, experts = len(self.tomoe_mlps), self.tomoe_num_experts
         self._check_size("tomoe_num_experts", experts, 1, 2**16)
         for name in MLP_SIZES + (ATTENTION_SIZES if self.prunes_attention else ()):
@@ -396,7 +398,7 @@ def route(logits: Tensor, top_k: int | None = None, trains: bool = False) -> tup
     `top_k` is None for overlapping experts, of which a token uses one. A router that trains gets the weights
     1 + P - stop_gradient(P): exactly 1, with the gradient of P, its `expert_probs`. Only here tokens choose their experts.
     """
-    expert_ids = logits.argmax(-1, keepdim=True) if top_k is None else largest(logits, top_k)
+    expert_ids = logits.argmax(-1, keepdim=True) if top_k is None else compute("largest logits", logits, top_k)
     if not trains:
         return expert_ids, None
     chosen_probs = expert_probs(logits, top_k).gather(1, expert_ids)
@@ -407,7 +409,7 @@ class Router(nn.Linear):
     """Logits [T, N] of the experts."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return router_logits(self, input)
+        return compute("router logits", self, input)
 
 
 def take_rows(weight: Tensor, neurons: slice | Tensor) -> Tensor:
@@ -514,7 +516,7 @@ class ToMoEMLP(nn.Module):
         if weights is not None and top_k is not None:
             y = run_masked(self, x, expert_ids, weights)
         else:
-            y = EXPERT_BACKENDS[self.config.tomoe_expert_backend](self, x, expert_ids)
+            y = WAYS["experts"][choose_backend(self, x)].run(self, x, expert_ids)
             y = y if weights is None else y * weights.to(y.dtype)
         if self.down_bias is not None:
             y = y + self.down_bias
@@ -533,9 +535,6 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         return super().__new__(_family_class(cls, config.tomoe_dense_type, config.tomoe_dense_class))
 
     def __init__(self, config: ToMoEConfig, *inputs: Any, **kwargs: Any):
-        if config.tomoe_expert_backend not in EXPERT_BACKENDS:
-            known = ", ".join(EXPERT_BACKENDS)
-            raise ValueError(f"there is no expert backend {config.tomoe_expert_backend!r}; take {known}")
         # Loading may have changed some of the numbers.
         config.check()
         super().__init__(config, *inputs, **kwargs)
@@ -778,6 +777,33 @@ def _new_model(entry: type[Any], dense_type: str, dense_class: str) -> Any:
 # Ways to run the experts: x [T, D] and expert_ids [T, k] -> y [T, D], without the bias of `down`.
 # Activations that `masked` holds at once, on a CPU and elsewhere; neurons whose slice beats gathering, and gathered at once.
 MASKED_ELEMENTS, MASKED_ELEMENTS_ON_DEVICE, LONG_RUN, GATHER_SIZE = 2**22, 2**28, 128, 512
+# Up to so many tokens count as few.
+FEW_TOKENS = 4
+
+
+def sum_rows(h: Tensor, rows: Tensor) -> Tensor:
+    """h [T, n] @ rows [n, D], sums in float32."""
+    # On processors without products of 16 bits PyTorch takes 4 to 20 times as long for this as for h @ rows.t(): so a few
+    # tokens add up rows, and many take products of float32, a part of the rows at a time.
+    learns = torch.is_grad_enabled() and (h.requires_grad or rows.requires_grad)
+    if learns or h.device.type != "cpu" or torch.compiler.is_compiling() or multiplies(h.dtype):
+        return h @ rows
+    if len(h) <= FEW_TOKENS:
+        neurons = torch.arange(len(rows)).expand(len(h), -1)
+        return F.embedding_bag(neurons, rows.to(h.dtype), per_sample_weights=h, mode="sum")
+    y = torch.zeros(len(h), rows.shape[1])
+    for first in range(0, len(rows), GATHER_SIZE):
+        some = slice(first, first + GATHER_SIZE)
+        y.addmm_(h[:, some].float(), rows[some].float())
+    return y.to(h.dtype)
+
+
+@functools.cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether PyTorch has fast products of this dtype on this processor, however the matrices lie."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return name is None or (ask is not None and bool(ask()))
 
 
 def run_masked(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -801,7 +827,7 @@ def run_masked(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, weights: Tensor | N
         else:
             mask = masks[ids[:, 0]]
         own = own * mask if learns else own.mul_(mask[..., None] if narrow else mask)
-        pieces.append((own if learns else h) @ mlp.down_proj)
+        pieces.append(sum_rows(own if learns else h, mlp.down_proj))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -811,7 +837,7 @@ def run_runs(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
     out = torch.zeros(x.shape, dtype=precise, device=x.device)
     if mlp.shared_size:
         shared = slice(mlp.shared_size)
-        out += mlp.activations(x, shared) @ mlp.down_proj[shared]
+        out += sum_rows(mlp.activations(x, shared), mlp.down_proj[shared])
     order = expert_ids.flatten().argsort()
     counts = torch.bincount(expert_ids.flatten(), minlength=mlp.num_experts).tolist()
     for expert, places in enumerate(order.split(counts)):
@@ -823,37 +849,102 @@ def run_runs(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
         for first, last, start in mlp.runs()[expert]:
             run = slice(start, start + last - first)
             neurons = mlp.expert_rows[expert, first:last] if start < 0 else run
-            y += mlp.activations(expert_x, neurons) @ take_rows(mlp.down_proj, neurons)
+            y += sum_rows(mlp.activations(expert_x, neurons), take_rows(mlp.down_proj, neurons))
         out.index_add_(0, token_ids, y)
     return out.to(x.dtype)
 
 
-def choose_backend(mlp: ToMoEMLP, x: Tensor) -> str:
-    """The backend that `auto` takes for inputs like `x` [T, D], by device, dtype, shape and gradient, not by values."""
-    for choose in BACKEND_CHOICES:
-        if name := choose(mlp, x):
-            return name
-    # Asking which experts got tokens breaks a graph, and asking for the expert's number makes a GPU wait: once for a single
-    # token, and for thin experts at hundreds of small products besides.
-    if torch.compiler.is_compiling() or (x.device.type != "cpu" and (len(x) == 1 or mlp.fine)):
-        return "masked"
-    # Expert after expert, a few tokens read all rows more than once; many tokens are worth it.
-    return "runs" if len(x) == 1 or len(x) * (mlp.top_k or 1) >= 64 * mlp.num_experts else "masked"
+def runs_suit(mlp: ToMoEMLP, x: Tensor) -> bool:
+    """Expert after expert: only where they overlap, and are few and wide. Fine-grained ones are hundreds of small products."""
+    # Asking which experts got tokens breaks a graph, and makes a GPU wait, for a single token in vain.
+    if mlp.fine or torch.compiler.is_compiling() or (x.device.type != "cpu" and len(x) == 1):
+        return False
+    # A few tokens read all rows more than once; many tokens are worth it.
+    return len(x) == 1 or len(x) >= 64 * mlp.num_experts
 
 
-EXPERT_BACKENDS: dict[str, Callable[[ToMoEMLP, Tensor, Tensor], Tensor]] = {
-    "masked": run_masked,
-    "runs": run_runs,
-    "auto": lambda mlp, x, expert_ids: EXPERT_BACKENDS[choose_backend(mlp, x)](mlp, x, expert_ids),
+def always(*_: Any) -> bool:
+    """For the last way of a step, which everything suits."""
+    return True
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a step. `suits` tells, of the step's arguments, whether `auto` is to take it: by device, dtype, shape
+    and gradient, not by values. `obstacle` tells what keeps it from them that somebody could change, or None."""
+
+    run: Callable[..., Tensor]
+    suits: Callable[..., bool] = always
+    obstacle: Callable[..., str | None] = lambda *_: None
+
+
+# The steps that can be computed in several ways, each with its ways by name; the first that suits is taken. The steps:
+# experts: of (mlp, x [T, D], expert_ids [T, k]), y [T, D] without the bias of `down`; its names are what a config may ask for
+# router logits: of (router, x [T, D]), logits [T, N]
+# largest logits: of (logits [T, N], k), the k largest of each row, in any order [T, k]
+WAYS: dict[str, dict[str, Way]] = {
+    "experts": {"runs": Way(run_runs, runs_suit), "masked": Way(run_masked)},
+    "router logits": {
+        "pytorch": Way(lambda router, x: F.linear(x.to(router.weight.dtype), router.weight, router.bias))
+    },
+    "largest logits": {"pytorch": Way(lambda logits, k: logits.topk(k, dim=-1, sorted=False).indices)},
 }
-# `auto` asks these first, in turn; None passes the question on. `tomoe.moe.kernels.register` enters its kernels here.
-BACKEND_CHOICES: list[Callable[[ToMoEMLP, Tensor], str | None]] = []
-# `tomoe.moe.kernels.register` puts faster ways in the place of these two: the logits [T, N] of x [T, D], and the k largest of
-# each row of them, in any order [T, k].
-router_logits: Callable[[Router, Tensor], Tensor] = lambda router, x: F.linear(  # noqa: E731
-    x.to(router.weight.dtype), router.weight, router.bias
+
+
+def enter(step: str, **ways: Way) -> None:
+    """Enter ways that are faster where they suit, in the order in which they are asked, before those that are there."""
+    WAYS[step] = ways | {name: way for name, way in WAYS[step].items() if name not in ways}
+
+
+def choose(step: str, *args: Any) -> str:
+    """The name of the first way that suits the step's arguments."""
+    for name, way in WAYS[step].items():
+        if way.suits(*args):
+            return name
+    raise LookupError(f"no way to compute {step} suits")
+
+
+def compute(step: str, *args: Any) -> Tensor:
+    """A step, in the first way that suits."""
+    return WAYS[step][choose(step, *args)].run(*args)
+
+
+def choose_backend(mlp: ToMoEMLP, x: Tensor) -> str:
+    """The way to run experts that the config of the model asks for: for inputs like `x` [T, D] if it is `auto`."""
+    asked: str = mlp.config.tomoe_expert_backend
+    if asked != "auto":
+        check_backend(asked)
+        return asked
+    name = choose("experts", mlp, x)
+    if x.device.type == "cpu" and name in ("runs", "masked") and not torch.compiler.is_compiling():
+        note_obstacle(mlp, x)
+    return name
+
+
+def check_backend(name: Any) -> None:
+    """Raises ValueError for a name that is no way to run experts."""
+    if name != "auto" and name not in WAYS["experts"]:
+        known = ", ".join(["auto", *WAYS["experts"]])
+        raise ValueError(f"there is no expert backend {str(name)[:40]!r} here; take {known}")
+
+
+NOTED: set[str] = set()
+
+
+def note_obstacle(mlp: ToMoEMLP, x: Tensor) -> None:
+    """Say once a process what keeps experts on a CPU from a compiled kernel, if somebody could change it."""
+    obstacle = NO_KERNELS if (native := WAYS["experts"].get("native")) is None else native.obstacle(mlp, x)
+    if obstacle is not None and obstacle not in NOTED:
+        NOTED.add(obstacle)
+        logging.getLogger(__name__).warning(
+            "tomoe: note: experts run in PyTorch, not faster than the dense model, and not by tomoe's kernel: %s",
+            obstacle,
+        )
+
+
+NO_KERNELS = (
+    "tomoe is not installed in this Python; install it as its README says, with a C++ compiler (`apt install g++`)"
 )
-largest: Callable[[Tensor, int], Tensor] = lambda logits, k: logits.topk(k, dim=-1, sorted=False).indices  # noqa: E731
 
 AutoConfig.register("tomoe", ToMoEConfig, exist_ok=True)
 AutoModel.register(ToMoEConfig, ToMoEModel, exist_ok=True)

@@ -83,9 +83,8 @@ def in_own_memory(model: Any) -> Any:
 
 def expert_backends(model: Any, tokens: int) -> str:
     """Name the backend that runs a converted model's experts on so many tokens at once: its config's, or that of `auto`."""
-    backend = getattr(model.config, "tomoe_expert_backend", "-")
-    if backend != "auto":
-        return str(backend)
+    if not hasattr(model.config, "tomoe_expert_backend"):
+        return "-"
     with torch.no_grad():
         x = torch.empty(tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
         chosen = [choose_backend(mlp, x) for mlp in model.mlps()]

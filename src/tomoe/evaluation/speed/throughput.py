@@ -27,8 +27,7 @@ from tomoe.evaluation.usage import ExpertCounter
 from tomoe.model.hooks import own_rows
 from tomoe.model.shape import ceil_div
 from tomoe.model.structure import CACHE
-from tomoe.moe import modeling_tomoe
-from tomoe.moe.kernels.router import logits_in_pytorch
+from tomoe.moe.modeling_tomoe import WAYS
 from tomoe.progress import StageCallback, no_stage_progress
 
 STEPS = 4  # tokens that one timed run decodes
@@ -108,15 +107,15 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 def _countable(model: Any) -> Iterator[None]:
     """Run experts so that what is counted is what a token needs: not masked, and with products that PyTorch sees."""
     config: Any = getattr(model, "config", None)
-    before, router_logits = getattr(config, "tomoe_expert_backend", None), modeling_tomoe.router_logits
+    before, ways = getattr(config, "tomoe_expert_backend", None), WAYS["router logits"]
     if before is None:
         yield
         return
-    config.tomoe_expert_backend, modeling_tomoe.router_logits = "runs", logits_in_pytorch
+    config.tomoe_expert_backend, WAYS["router logits"] = "runs", {"pytorch": ways["pytorch"]}
     try:
         yield
     finally:
-        config.tomoe_expert_backend, modeling_tomoe.router_logits = before, router_logits
+        config.tomoe_expert_backend, WAYS["router logits"] = before, ways
 
 
 def _attention_flops(q: list[int], k: list[int], v: list[int], *_: Any, **__: Any) -> int:

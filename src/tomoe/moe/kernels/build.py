@@ -19,6 +19,20 @@ log = logging.getLogger(__name__)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-w")
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 120.0
+INSTALL = "install one with OpenMP (`apt install g++`, say)"
+
+
+# By source: why it could not be compiled or loaded.
+_reasons: dict[Path, str] = {}
+
+
+def why_missing(source: Path) -> str | None:
+    """Why there is no library of this C++ file, and what to do about it; None if there is one."""
+    return None if load(source) is not None else _reasons.get(source)
+
+
+class Missing(Exception):
+    """There is no library; the message says why, and what to do about it."""
 
 
 @cache
@@ -28,22 +42,29 @@ def load(source: Path) -> ctypes.CDLL | None:
     It is cached in `cache_folder()/kernels` under a hash of source, flags, compiler and processor, so that a stale one, or
     one for another machine, is never loaded; and neither is one that another user could have written.
     """
-    if os.environ.get("TOMOE_NATIVE", "1") == "0":
-        return None
     try:
-        path = _compiled(source)
-        return None if path is None else ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(_compiled(source)))
+    except Missing as missing:
+        reason = str(missing)
     except (OSError, subprocess.SubprocessError) as error:
-        log.info("no native kernel: %s", error)
-        return None
+        reason = f"it could not be compiled or kept ({error}); {INSTALL}, or set TOMOE_CACHE to a folder of yours"
+    _reasons[source] = reason
+    log.info("no native kernel: %s", reason)
+    return None
 
 
-def _compiled(source: Path) -> Path | None:
+def _compiled(source: Path) -> Path:
+    if os.environ.get("TOMOE_NATIVE", "1") == "0":
+        raise Missing("TOMOE_NATIVE=0 switches it off; unset it")
     cxx = os.environ.get("CXX")
     compiler = next(filter(None, map(shutil.which, [cxx] if cxx else COMPILERS)), None)
     if compiler is None:
-        log.info("no native kernel: no C++ compiler (%s)", cxx or ", ".join(COMPILERS))
-        return None
+        found = (
+            f"the C++ compiler that CXX names, {cxx}, is not there"
+            if cxx
+            else f"no C++ compiler ({', '.join(COMPILERS)})"
+        )
+        raise Missing(f"{found}; {INSTALL}")
     text = b"\0".join(path.read_bytes() for path in [source, *sorted(source.parent.glob("*.h"))])
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
     key = hashlib.sha256(b"\0".join([text, version, " ".join(FLAGS).encode(), _processor()])).hexdigest()[:20]
@@ -57,13 +78,12 @@ def _compiled(source: Path) -> Path | None:
             command = [compiler, *FLAGS, str(source), "-o", str(built)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
             if done.returncode:
-                log.info("no native kernel: %s says %s", compiler, done.stderr.strip()[-500:])
-                return None
+                said = " ".join(done.stderr.split())[-300:]
+                raise Missing(f"{compiler} could not compile it ({said}); {INSTALL}")
             os.replace(built, path)
     stat = path.stat()
     if hasattr(os, "geteuid") and (stat.st_uid != os.geteuid() or stat.st_mode & 0o022):
-        log.info("no native kernel: %s belongs to, or can be written by, another user", path)
-        return None
+        raise Missing(f"{path} belongs to, or can be written by, another user; delete it")
     return path
 
 

@@ -29,16 +29,25 @@ Activation = Callable[[Tensor], Tensor]
 
 
 # What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
-def choose_gpu(mlp: ToMoEMLP, x: Tensor) -> str | None:
-    """Tell `auto` what to take on CUDA for fine-grained experts; None passes the question on."""
-    if not (mlp.fine and x.is_cuda and len(x)) or (torch.is_grad_enabled() and x.requires_grad):
-        return None
-    share = (mlp.top_k or 1) / mlp.num_experts
-    if len(x) <= FEW_TOKENS and share <= MOST_FOR_FEW:
-        return "few"
-    wide = mlp.expert_rows.shape[1] >= WIDE and share <= MOST_FOR_GROUPED
-    many = len(x) * mlp.up_proj.numel() >= MANY_PRODUCTS
-    return "grouped" if wide and many and x.dtype == torch.bfloat16 and _divides(mlp) else None
+def few_suits(mlp: ToMoEMLP, x: Tensor) -> bool:
+    """Whether `auto` is to take `few`, on CUDA for fine-grained experts."""
+    return _fine_on_cuda(mlp, x) and len(x) <= FEW_TOKENS and _share(mlp) <= MOST_FOR_FEW
+
+
+def grouped_suits(mlp: ToMoEMLP, x: Tensor) -> bool:
+    """Whether `auto` is to take `grouped`, on CUDA for fine-grained experts."""
+    if not _fine_on_cuda(mlp, x) or x.dtype != torch.bfloat16 or not _divides(mlp):
+        return False
+    wide = mlp.expert_rows.shape[1] >= WIDE and _share(mlp) <= MOST_FOR_GROUPED
+    return wide and len(x) * mlp.up_proj.numel() >= MANY_PRODUCTS
+
+
+def _fine_on_cuda(mlp: ToMoEMLP, x: Tensor) -> bool:
+    return mlp.fine and x.is_cuda and len(x) > 0 and not (torch.is_grad_enabled() and x.requires_grad)
+
+
+def _share(mlp: ToMoEMLP) -> float:
+    return (mlp.top_k or 1) / mlp.num_experts
 
 
 def _divides(mlp: ToMoEMLP) -> bool:

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tomoe.moe.kernels.build import load
+from tomoe.moe.kernels.build import load, why_missing
 from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked, stamp_of
 
 log = logging.getLogger(__name__)
@@ -93,14 +93,12 @@ MEMBERS: dict[bool, type[OverlappingMembers] | type[FineMembers]] = {False: Over
 
 
 # What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
-def choose_native(mlp: ToMoEMLP, x: Tensor) -> str | None:
-    """Tell `auto` to take native wherever it can run and is not slower than the dense MLP."""
+def suits(mlp: ToMoEMLP, x: Tensor) -> bool:
+    """Whether `auto` is to take native: wherever it can run and is not slower than the dense MLP."""
     # A processor beside another device has no say in what that one runs.
     if x.device.type != "cpu" or not len(x):
-        return None
-    if fastest_way(len(x), x.shape[1], x.dtype) is None:
-        return "masked"
-    return "native" if fits(mlp, x) else None
+        return False
+    return fastest_way(len(x), x.shape[1], x.dtype) is not None and fits(mlp, x)
 
 
 def fastest_way(tokens: int, size: int, dtype: torch.dtype) -> Way | None:
@@ -117,9 +115,24 @@ def fits(mlp: ToMoEMLP, x: Tensor) -> bool:
         return False
     if mlp.up_proj.dtype != x.dtype or (not mlp.fine and mlp.num_experts > MAX_OVERLAPPING):
         return False
-    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in mlp.parameters())):
-        return False
-    return working_kind(mlp) is not None
+    return not needs_gradients(mlp, x) and working_kind(mlp) is not None
+
+
+def needs_gradients(mlp: ToMoEMLP, x: Tensor) -> bool:
+    """Whether the pass is one that something learns from."""
+    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in mlp.parameters()))
+
+
+def obstacle(mlp: ToMoEMLP, x: Tensor) -> str | None:
+    """What a user could change, so that the kernel ran this on a CPU; None if there is nothing."""
+    if needs_gradients(mlp, x) or not len(x):
+        return None
+    if kernel() is None:
+        return why_missing(SOURCE) or "on this machine the kernel computes something else than PyTorch"
+    if x.dtype not in DTYPES or mlp.up_proj.dtype != x.dtype:
+        found = " and ".join(sorted({str(t.dtype).removeprefix("torch.") for t in (x, mlp.up_proj)}))
+        return f"it computes in bfloat16 and float32, and this model in {found}; load it with dtype=torch.bfloat16"
+    return None
 
 
 # Evaluated once while compiling, because what it does would break the graph.

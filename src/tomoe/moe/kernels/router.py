@@ -12,32 +12,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tomoe.moe import modeling_tomoe
 from tomoe.moe.kernels.build import load
 from tomoe.moe.kernels.native import DTYPES, MATRIX_DIMS, PROCESSOR, SOURCE, Way, has_matrix_units, kernel
-from tomoe.moe.modeling_tomoe import Router, stamp_of
+from tomoe.moe.modeling_tomoe import WAYS, Router, stamp_of
 
-logits_in_pytorch, largest_in_pytorch = modeling_tomoe.router_logits, modeling_tomoe.largest
 # On a processor with matrix units, products of tiles were faster than PyTorch's from so many tokens on.
 MATRIX_TOKENS = 16
 
 
 # What torch.compile traces has no shapes in its signature: x is [T, D], what it returns [T, N].
-def logits(router: Router, x: Tensor) -> Tensor:
-    """The router's logits, with sums in float32. PyTorch computes what the kernel cannot, or not faster.
+def native_suits(router: Router, x: Tensor) -> bool:
+    """Whether the kernel can compute the logits, and was faster than PyTorch on such a processor."""
+    if torch.compiler.is_compiling() or not _fits(router, x):
+        return False
+    return fastest_way(len(x), x.shape[1], x.dtype) is not None and multiplier() is not None
+
+
+def native_logits(router: Router, x: Tensor) -> Tensor:
+    """The router's logits by the kernel, with sums in float32.
 
     Weights that are bfloat16 values, as all that tomoe writes are, meet tokens in bfloat16 as such: each product is exact.
     """
-    way = multiply = None
-    if not torch.compiler.is_compiling() and _fits(router, x):
-        way = fastest_way(len(x), x.shape[1], x.dtype)
-        multiply = multiplier() if way is not None else None
+    way, multiply = fastest_way(len(x), x.shape[1], x.dtype), multiplier()
     if way is None or multiply is None:
-        if torch.compiler.is_compiling() or x.device.type == "cpu":
-            return logits_in_pytorch(router, x)
-        with exact_products(router, x.dtype):
-            return logits_in_pytorch(router, x)
+        raise RuntimeError("the native kernel is missing")
     return multiply(x.contiguous(), router.weight.contiguous(), router.bias, way)
+
+
+def precise_suits(router: Router, x: Tensor) -> bool:
+    """Whether this is on a GPU, whose products may be set to round."""
+    return not torch.compiler.is_compiling() and x.device.type != "cpu"
+
+
+def precise_logits(router: Router, x: Tensor) -> Tensor:
+    """The router's logits by PyTorch, with no factor rounded."""
+    with exact_products(router, x.dtype):
+        return WAYS["router logits"]["pytorch"].run(router, x)
 
 
 @contextmanager
@@ -83,18 +93,20 @@ def _fits(router: Router, x: Tensor) -> bool:
 
 
 # No shapes here either: logits are [T, N], what it returns is [T, k].
-def largest(logits: Tensor, top_k: int) -> Tensor:
-    """The experts with the largest logits of each token, in any order.
+def finds_largest(logits: Tensor, top_k: int) -> bool:
+    """Whether the kernel can find the experts with the largest logits: float32 on a CPU, and a compiler."""
+    if torch.compiler.is_compiling() or logits.device.type != "cpu" or logits.dtype != torch.float32:
+        return False
+    return finder() is not None
 
-    PyTorch finds them where the kernel cannot: not float32 on a CPU, no compiler, logits that are equal at the border.
-    """
-    if not torch.compiler.is_compiling() and logits.device.type == "cpu" and logits.dtype == torch.float32:
-        find = finder()
-        logits = logits.contiguous()
-        ids = torch.empty(len(logits), top_k, dtype=torch.long)
-        if find and not find(logits.data_ptr(), *logits.shape, top_k, ids.data_ptr()):
-            return ids
-    return largest_in_pytorch(logits, top_k)
+
+def largest(logits: Tensor, top_k: int) -> Tensor:
+    """The experts with the largest logits of each token, in any order; PyTorch's where logits are equal at the border."""
+    find, logits = finder(), logits.contiguous()
+    ids = torch.empty(len(logits), top_k, dtype=torch.long)
+    if find and not find(logits.data_ptr(), *logits.shape, top_k, ids.data_ptr()):
+        return ids
+    return WAYS["largest logits"]["pytorch"].run(logits, top_k)
 
 
 @cache
