@@ -14,6 +14,7 @@ from torch import Tensor
 
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine
+from tomoe.budget import Decoding
 from tomoe.evaluation.speed import throughput, timings
 from tomoe.evaluation.speed.benchmark import expert_backends
 from tomoe.evaluation.speed.throughput import STEPS, Pair
@@ -93,6 +94,18 @@ def test_bytes_of_a_batch_are_those_of_the_experts_that_it_needs(pair: Pair) -> 
     after = throughput.touched_bytes(pair.moe, ids[:, 4:], throughput.prefill(pair.moe, ids[:, :4]))
     assert after < meant
     assert after != throughput.touched_bytes(pair.moe, ids[:, 4:]), "routing depends on what came before"
+
+
+def test_bytes_of_fine_grained_experts_hold_the_shared_part(pair: Pair) -> None:
+    """One token: what `budget.Decoding` bounds decoding by, with the norms and biases that it leaves out."""
+    plan = make_plan(pair.dense, "off", form="fine")
+    assert min(layer.shared_size for layer in plan.counts) > 0
+    moe = fold(pair.dense, plan)
+    decoding = Decoding.of(plan.shape, VOCAB * D, plan.num_experts)
+    small = sum(p.numel() for name, p in moe.named_parameters() if p.dim() == 1)
+    read = decoding.read(plan.active_fraction()) + small + D  # one row of the table
+    buffers = sum(b.numel() * b.element_size() for name, b in moe.state_dict().items() if "expert_neurons" in name)
+    assert throughput.touched_bytes(moe, pair.ids[None, :1]) == 4 * read + buffers
 
 
 def test_a_tied_output_matrix_is_read_whole() -> None:

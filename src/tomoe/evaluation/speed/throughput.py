@@ -147,8 +147,8 @@ def count_flops(model: Any, ids: Int[Tensor, "1 S"]) -> tuple[int, int]:
 def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: Kept = ()) -> int:
     """Bytes of weights that one pass over these tokens reads after what is kept, if each is read once.
 
-    That is the rows of these tokens in the input embedding, the neurons of experts that some token needs, and everything
-    else.
+    That is the rows of these tokens in the input embedding, the neurons of experts that some token needs, those that all
+    tokens share, and everything else.
     """
     table = model.get_input_embeddings().weight
     tied = table is model.get_output_embeddings().weight
@@ -161,7 +161,7 @@ def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: Kept = ()) -> int:
         for mlp in model.mlps():
             used = counter.chosen[mlp.router].any(0).cpu()
             union = mlp.up_proj.shape[0]
-            working = len(mlp.expert_rows.cpu()[used].unique())
+            working = mlp.shared_size + len(mlp.expert_rows.cpu()[used].unique())
             neurons = [t for t in mlp.parameters() if t.dim() and t.shape[0] == union]
             total -= sum((union - working) * t[0].numel() * t.element_size() for t in neurons)
     return total
