@@ -73,9 +73,7 @@ def evaluate(
     models = [str(name) for name in ([names] if isinstance(names, str | Path) else names)]
     if not models:
         raise UserError("no model is named; give the dense model first, then converted ones")
-    for what, number, least in (("context", context, 8), ("stride", stride, 1), ("tokens", tokens, 8)):
-        if number is not None and number < least:
-            raise UserError(f"{what} is {number}, but it should be at least {least}")
+    _check_sizes(context, stride, tokens)
     if dtype != "auto":
         dtype_of(dtype)
     settings = dial_settings(models, active)
@@ -129,6 +127,13 @@ def save_dials(settings: Sequence[tuple[str, ExpertSetting | None]], rows: Seque
         for name, own in by_folder.items()
         if len(own) > 1 and Path(name).is_dir()
     ]
+
+
+def _check_sizes(context: int | None, stride: int | None, tokens: int | None) -> None:
+    """Raises UserError for a number of tokens that is too small to measure anything."""
+    for what, number, least in (("context", context, 8), ("stride", stride, 1), ("tokens", tokens, 8)):
+        if number is not None and number < least:
+            raise UserError(f"{what} is {number}, but it should be at least {least}")
 
 
 def _loaded(
