@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import MambaConfig
+from family_contract import tiny_config
+from transformers import AutoConfig, MambaConfig
 
 from pico_files import CommandLine, write_pico
 from tomoe.errors import UserError
@@ -18,6 +20,27 @@ def test_what_does_not_fit_is_refused_without_weights() -> None:
     config = MambaConfig(num_hidden_layers=1, hidden_size=32, vocab_size=64, state_size=4)
     with pytest.raises(UserError, match="no up and down projections that are known"):
         estimate.sizes_of(config, Recipe())
+
+
+@pytest.mark.parametrize(("model_type", "own"), [("bitnet", {}), ("falcon_h1", {"mlp_multipliers": [0.9, 0.2]})])
+def test_the_doctor_refuses_an_mlp_of_another_formula_in_the_words_of_a_conversion(
+    model_type: str, own: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match="the MLP of layer 0 is not the usual formula"):
+        estimate.sizes_of(tiny_config(model_type, **own), Recipe())
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "falcon_h1", "gpt2", "bloom", "opt", "phi3", "lfm2", "apertus", "nemotron_h"]
+)
+def test_the_doctor_passes_the_usual_formula(model_type: str) -> None:
+    assert estimate.sizes_of(tiny_config(model_type), Recipe()).shape.num_layers > 0
+
+
+def test_a_model_that_reads_more_than_text_is_called_by_its_name() -> None:
+    config = AutoConfig.for_model("qwen3_vl")
+    with pytest.raises(UserError, match=r"'qwen3_vl' model, which reads more than text, .* \('qwen3_vl_text'\) alone"):
+        estimate.skeleton(config)
 
 
 @pytest.fixture
@@ -90,3 +113,10 @@ def test_the_doctor_says_what_is_always_read(tomoe: CommandLine, deep: Path) -> 
     shown = tomoe("doctor", deep, "--active", "0.5", "--set", "device=cpu").out
     assert f"{decoding.speedup(0.5):.1f} times at 50%" in shown
     assert "in Q4_K" in shown
+
+
+def test_the_bound_that_is_named_is_one_that_works(tomoe: CommandLine, deep: Path) -> None:
+    refused = " ".join(tomoe("doctor", deep, "--active", "0.05").err.split())
+    named = refused.partition("can be cut to ")[2].split()[0]
+    assert "no further" in refused
+    assert "can be cut to" not in tomoe("doctor", deep, "--active", named).err

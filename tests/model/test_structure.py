@@ -178,3 +178,18 @@ def test_a_model_that_is_no_language_model() -> None:
     headless = make_pico("llama").model
     with pytest.raises(UserError, match="cannot convert this 'llama' model"):
         shape_of(headless)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_damaged_weights_are_named(name: str) -> None:
+    model = make_pico("llama")
+    model.get_parameter(name).data[0, 0] = torch.nan
+    with pytest.raises(UserError, match=f"its weights are damaged: {re.escape(name)} holds NaN or inf"):
+        check_output(model)
+
+
+def test_finite_weights_that_overflow_are_not_called_damaged() -> None:
+    model = make_pico("llama")
+    model.model.layers[0].mlp.down_proj.weight.data.fill_(3e38)
+    with pytest.raises(UserError, match="no finite numbers in float32, though its weights are finite"):
+        check_output(model)

@@ -102,6 +102,18 @@ def test_attention_that_is_nearly_empty() -> None:
     assert "left of Q/K (layer 0: 2 of 16 dims)" in texts[0]
 
 
+def test_attention_that_no_recipe_can_prune_is_whole() -> None:
+    plan = sound_plan()
+    shape = replace(plan.shape, num_heads=0, num_kv_heads=0, head_dim=0, rotary_size=0)
+    layers = [
+        replace(
+            layer, qk_kept=torch.ones(0, dtype=torch.bool), value_kept=torch.ones(0, dtype=torch.bool), value_top_k=0
+        )
+        for layer in plan.layers
+    ]
+    assert "narrow attention" not in kinds(replace(plan, shape=shape, layers=layers))
+
+
 def test_neurons_that_no_expert_uses() -> None:
     plan = sound_plan()
     for used, told in ((35, True), (36, False)):  # of 48: 73 % and 75 %

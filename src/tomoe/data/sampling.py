@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tomoe import distributed
 from tomoe.errors import UserError
-from tomoe.model.shape import ceil_div, head_dim, num_kv_heads
+from tomoe.model.shape import ceil_div, head_dim, num_kv_heads, text_config
 from tomoe.model.structure import CACHE
 from tomoe.progress import StageCallback, no_stage_progress
 
@@ -103,7 +103,7 @@ def _write_rows(
 ) -> None:
     """Fill the rows with what the model writes, one token of each at a time."""
     rows, length = ids.shape
-    cache = Cache(layers=[_GrowingLayer() for _ in range(model.config.num_hidden_layers)])
+    cache = Cache(layers=[_GrowingLayer() for _ in range(text_config(model.config).num_hidden_layers)])
     # Tokens of each row's current document so far. The first ones are the opening and a random token (-1 here).
     position = torch.zeros(rows, dtype=torch.long)
     beginning = torch.tensor([*opening, -1])
@@ -219,13 +219,13 @@ def _single_query_attention(model: PreTrainedModel) -> Iterator[None]:
 
 def _max_lengths(model: PreTrainedModel) -> list[int]:
     """Longest rows that need no mask: the positions of the model, and its sliding window if it has one."""
-    config = model.config
+    config = text_config(model.config)
     return [config.max_position_embeddings, getattr(config, "sliding_window", None) or config.max_position_embeddings]
 
 
 def _cache_bytes(model: PreTrainedModel, length: int) -> int:
     """Bytes of the keys and values of one row."""
-    config = model.config
+    config = text_config(model.config)
     return 2 * config.num_hidden_layers * num_kv_heads(config) * head_dim(config) * length * model.dtype.itemsize
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from tomoe.budget import active_params, decoder_params
 from tomoe.evaluation.results import ModelFacts
+from tomoe.model.shape import max_positions
 from tomoe.moe.active_experts import active_widths, dense_shape, stored_widths
 from tomoe.moe.modeling_tomoe import ToMoEConfig
 
@@ -42,7 +43,7 @@ def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
         active_block_params=active,
         active_share=share,
         bytes_on_disk=None if path is None else _bytes_on_disk(path),
-        max_positions=getattr(config, "max_position_embeddings", None),
+        max_positions=max_positions(config),
     )
 
 

@@ -23,6 +23,7 @@ from tomoe.files import atomic_write, basename
 from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
+from tomoe.model.shape import max_positions
 from tomoe.moe.active_experts import ActiveExperts, ExpertSetting, use_experts_
 from tomoe.plan.manifest import Manifest
 from tomoe.progress import ProgressCallback, no_progress
@@ -84,7 +85,7 @@ def evaluate(
         find(str(text))
         first = next(loaded)
         # reading a config alone takes seconds where it is in a .gguf file
-        context = min(CONTEXT, getattr(first[1].config, "max_position_embeddings", None) or CONTEXT)
+        context = min(CONTEXT, max_positions(first[1].config) or CONTEXT)
         loaded = itertools.chain([first], loaded)
     evaluation = _evaluation_text(models, None if text is None else str(text), context, stride, tokens)
     return compare_on(loaded, evaluation, on_progress, tasks)

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from tomoe.model.hooks import own_rows
+from tomoe.model.shape import text_config
 from tomoe.model.structure import CACHE
 
 Request = tuple[Any, list[int], list[int]]
@@ -72,7 +73,7 @@ def continued(
     model: Any, prompts: Int[Tensor, "P S"], rows: Int[Tensor, " B"], answers: Int[Tensor, "B A"]
 ) -> Float[Tensor, "B A V"]:
     """Logits of every token of `answers`, each of which continues the prompt that `rows` names. Padding is on the right."""
-    cache = DynamicCache(config=model.config.get_text_config())
+    cache = DynamicCache(config=text_config(model.config))
     with own_rows(model):
         first = model(prompts, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits[rows]
     if answers.shape[1] == 1:

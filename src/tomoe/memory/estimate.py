@@ -20,10 +20,11 @@ from tomoe.budget import decoder_params
 from tomoe.errors import UserError
 from tomoe.files import format_bytes
 from tomoe.model.base_weights import BaseWeights
+from tomoe.model.checks import check_causal
 from tomoe.model.loading import free_on_device, load_config, pick_device
 from tomoe.model.quantized import BITS
 from tomoe.model.shape import ModelShape
-from tomoe.model.structure import shape_of
+from tomoe.model.structure import check_without_weights, shape_of
 from tomoe.model.trouble import usable_config
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
 from tomoe.pruning.forms import mask_network
@@ -77,6 +78,7 @@ class AvailableMemory:
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the model without weights. Raises UserError if no causal language model has such a config."""
+    check_causal(config.name_or_path or "this", config)
     with usable_config(config.name_or_path or config.model_type), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
@@ -86,6 +88,7 @@ def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
     """Count parameters from the config. Raises UserError, with the reason, if the structure does not fit ToMoE."""
     model = skeleton(config)
     shape = shape_of(model)
+    check_without_weights(model)
     total = sum(p.numel() for p in model.parameters())
     least = least_active(shape, recipe.experts, recipe.attention, recipe.target)
     return Sizes(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)

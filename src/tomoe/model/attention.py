@@ -80,7 +80,7 @@ def attention_of(model: nn.Module, layer: nn.Module) -> Attention:
 
 def attention_sizes(model: nn.Module, layers: Sequence[Layer]) -> dict[str, int]:
     """The sizes of the attention by their names in `ModelShape`. Raises Refused if ToMoE cannot prune it."""
-    config: Any = model.config
+    config = shape.text_config(model.config)
     parts = attentions(model, layers)
     head_dim = int(getattr(parts[0].module, "head_dim", 0) or shape.head_dim(config))
     _check_norms(model, parts[0].module, head_dim)
@@ -142,7 +142,7 @@ def attention_checks(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Remo
     """
     # These may have no effect on small activations.
     for name in ("attn_logit_softcapping", "clip_qkv"):
-        if getattr(model.config, name, None) is not None:
+        if getattr(shape.text_config(model.config), name, None) is not None:
             raise _refuse(model, f"its config sets {name}")
 
     def check(what: str, parts: Attention) -> Any:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from tomoe.errors import UserError
 from tomoe.files import is_plain_filename, read_json, weight_files
+from tomoe.model.shape import text_config
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
@@ -86,8 +87,24 @@ def check_claims(folder: Path, tensors: Mapping[str, Header]) -> None:
         raise UserError(f"the config of {folder} takes its weights from {weights!r}, which is no file of that folder")
 
 
+def check_causal(place: Path | str, config: PreTrainedConfig) -> None:
+    """Raises UserError if transformers knows the type of model, but has no causal language model of it."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
+        return
+    kind, text = config.model_type, text_config(config)
+    if text.model_type == kind:
+        raise UserError(
+            f"{place} is a {kind!r} model, of which transformers has no causal language model to start from"
+        )
+    raise UserError(
+        f"{place} is a {kind!r} model, which reads more than text, and transformers does not load the language model in it "
+        f"({text.model_type!r}) alone; save that one with its tokenizer to a folder of its own and name that"
+    )
+
+
 def check_size(folder: Path, config: PreTrainedConfig, tensors: Mapping[str, Header]) -> None:
     """Raises UserError if the model of the config, counted on the meta device, is larger than the weights can fill."""
+    check_causal(folder, config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     claimed = sum(t.numel() for t in (*model.parameters(), *model.buffers()))

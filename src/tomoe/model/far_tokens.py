@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from tomoe.model.hooks import hooked
 from tomoe.model.mlp import decoder_layers
+from tomoe.model.shape import text_config
 
 # Tokens behind the edge of a window or of the original context.
 BEHIND = 32
@@ -53,12 +54,12 @@ class FarTokens:
 
 def near_tokens(model: Any) -> FarTokens:
     """A few tokens from the first position on, through all layers."""
-    return _drawn("on its first tokens", model.config, 0, 2 * BEHIND, len(decoder_layers(model)))
+    return _drawn("on its first tokens", text_config(model.config), 0, 2 * BEHIND, len(decoder_layers(model)))
 
 
 def far_tokens(model: Any) -> list[FarTokens]:
     """What a model has to be tried on: one run for each edge that it has."""
-    config, layers = model.config, decoder_layers(model)
+    config, layers = text_config(model.config), decoder_layers(model)
     found = []
     for window in sorted(windows(config)):
         size = sum(p.numel() for p in layers.parameters())

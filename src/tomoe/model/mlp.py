@@ -149,8 +149,14 @@ def refuse(model: nn.Module, why: str, task: str = "convert", advice: str = "") 
     return Refused(f"ToMoE cannot {task} this {name!r} model: {why}{advice}", why)
 
 
+class NotFinite(Exception):
+    """A part of a model gives NaN or inf."""
+
+
 def compare(model: nn.Module, what: str, theirs: Tensor, ours: Tensor, task: str = "convert") -> None:
-    """Raises UserError if a part of the model gives something else than the formula that replaces it."""
+    """Raises UserError if a part of the model gives something else than the formula that replaces it, NotFinite if no numbers."""
+    if not bool(theirs.isfinite().all()):
+        raise NotFinite(what)
     difference = float((theirs.float() - ours.float()).norm() / theirs.float().norm().clamp_min(1e-9))
     if not difference <= (1e-3 if theirs.dtype == torch.float32 else 2e-2):
         raise refuse(model, f"{what} is not the usual formula (relative difference {difference:.2g})", task)
@@ -197,7 +203,7 @@ def converted_mlps(model: nn.Module) -> list[Mlp]:
     are Mixtures of Experts already.
     """
     prefix, layers = named_layers(model)
-    found = [parts for i, layer in enumerate(layers) if (parts := _mlp_of(layer, i, f"{prefix}.{i}"))]
+    found = [parts for i, layer in enumerate(layers) if (parts := mlp_of(layer, i, f"{prefix}.{i}"))]
     owners = Counter(id(parts.down.module) for parts in found)
     if any(count > 1 for count in owners.values()):
         raise refuse(model, "its layers share one MLP, and each layer needs experts of its own")
@@ -229,7 +235,7 @@ def _why_no_mlp(layers: nn.ModuleList) -> str:
     return f"its decoder layer has no MLP of its own, but {children(layers[0])}"
 
 
-def _mlp_of(layer: nn.Module, number: int, name: str) -> Mlp | None:
+def mlp_of(layer: nn.Module, number: int, name: str) -> Mlp | None:
     """The MLP among the parts of a decoder layer; None if there is none, or if experts are there already."""
     if _holds_experts(layer):
         return None

@@ -80,11 +80,22 @@ def ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
+def text_config(config: Any) -> Any:
+    """The part of a transformers config that says the sizes of the decoder: of a model that reads more than text, the text's."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def max_positions(config: Any) -> int | None:
+    """Tokens that a model of this transformers config is made for; None if it does not say."""
+    found: int | None = getattr(text_config(config), "max_position_embeddings", None)
+    return found
+
+
 def num_kv_heads(config: Any) -> int:
-    """Key/value heads of a transformers config; as many as query heads if it does not say."""
+    """Key/value heads of a decoder's config; as many as query heads if it does not say."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def head_dim(config: Any) -> int:
-    """Dims of a head of a transformers config."""
+    """Dims of a head of a decoder's config."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -8,6 +8,8 @@ Shapes: B sequences, S tokens of one, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +23,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from tomoe.errors import UserError
 from tomoe.model.attention import Attention, attention_checks, attention_sizes, attentions
 from tomoe.model.hooks import hooked, input_of
-from tomoe.model.mlp import Linear, Mlp, compare, converted_mlps, decoder_layers, refuse
+from tomoe.model.mlp import Linear, Mlp, NotFinite, compare, converted_mlps, decoder_layers, mlp_of, refuse
+from tomoe.model.offload import iter_weights
 from tomoe.model.running import run_model
 from tomoe.model.shape import ModelShape
 
@@ -137,13 +140,45 @@ def check_output(model: PreTrainedModel, attention: bool = False) -> None:
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     ids = torch.linspace(vocabulary // 4, vocabulary - 1, PROBE_TOKENS, device=model.device).long()[None]
-    with hooked(_checks(model, attention)), torch.no_grad():
-        _, logits = run_model(model, ids, None, every_logit=True)
+    try:
+        with hooked(_checks(model, attention)), torch.no_grad():
+            _, logits = run_model(model, ids, None, every_logit=True)
+    except NotFinite:
+        raise _not_finite(model) from None
     if not bool(logits.isfinite().all()):
-        kind = str(model.dtype).removeprefix("torch.")
-        raise refuse(
-            model, f"it computes no finite numbers in {kind}: its weights are damaged, or need another train.dtype"
-        )
+        raise _not_finite(model)
+
+
+def _not_finite(model: PreTrainedModel) -> UserError:
+    """What to say of a model that computes NaN or inf: its first damaged tensor, or that the dtype is too narrow."""
+    for name, tensor, _ in iter_weights(model):
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            return refuse(model, f"its weights are damaged: {name} holds NaN or inf; get its files again")
+    kind = str(model.dtype).removeprefix("torch.")
+    return refuse(
+        model, f"it computes no finite numbers in {kind}, though its weights are finite; set another train.dtype"
+    )
+
+
+def check_without_weights(model: PreTrainedModel) -> None:
+    """Raises UserError for an MLP of which `check_output` would say that it is not the usual formula.
+
+    The first MLP runs with random weights of its own size; what is wrong elsewhere shows only when the model runs.
+    """
+    first = converted_mlps(model)[0]
+    if first.names.flat:
+        return
+    found = mlp_of(copy.deepcopy(first.layer), first.number, first.name.rpartition(".")[0])
+    assert found is not None
+    module = found.module.to_empty(device="cpu").float().eval()
+    generator = torch.Generator().manual_seed(0)
+    for p in (*module.parameters(), *module.buffers()):
+        p.data.copy_(torch.rand(p.shape, generator=generator) - 0.5 if p.dim() > 1 else torch.ones(p.shape))
+    if "residual" in inspect.signature(module.forward).parameters:
+        return
+    x = torch.rand(1, PROBE_TOKENS, found.down.out_features, generator=generator) - 0.5
+    with hooked(_mlp_checks(model, found)), torch.no_grad():
+        module(x)
 
 
 def _checks(model: PreTrainedModel, attention: bool) -> Iterator[RemovableHandle]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import Note, UserError, shortened
+from tomoe.model.shape import max_positions, text_config
 
 # a name of ours on a tokenizer: rows of the embeddings of its model
 _ROWS = "_tomoe_rows"
@@ -76,7 +77,7 @@ def check_text(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> None:
 
 def check_ids(ids: Int[Tensor, "*text"], model: torch.nn.Module) -> None:
     """Raises UserError if a text [..., S] has a token or a position for which the model's embeddings have no row."""
-    rows = getattr(getattr(model, "config", None), "vocab_size", None)
+    rows = getattr(text_config(getattr(model, "config", None)), "vocab_size", None)
     if rows is not None and ids.numel() and (highest := int(ids.max())) >= rows:
         raise _no_row(highest, rows)
     check_length(ids.shape[-1], model)
@@ -84,7 +85,7 @@ def check_ids(ids: Int[Tensor, "*text"], model: torch.nn.Module) -> None:
 
 def check_length(tokens: int, model: torch.nn.Module) -> None:
     """Raises UserError if a text of so many tokens is longer than a model's table of positions, if it has one."""
-    highest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    highest = max_positions(getattr(model, "config", None))
     if not isinstance(highest, int) or tokens <= highest:
         return
     for name, table in itertools.chain(model.named_parameters(), model.named_buffers()):

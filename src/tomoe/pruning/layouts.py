@@ -347,8 +347,8 @@ def _check_least(least: float, attention: AttentionSection, active: float) -> No
     if active < least:
         condition = " with attention kept whole (attention.pruning = off)" if attention.pruning == "off" else ""
         raise UserError(
-            f"active is {active}, but this model{condition} can be cut to {least:.3f} of its decoder parameters at "
-            "most; set a larger active"
+            f"active is {active}, but this model{condition} can be cut to {math.ceil(1000 * least) / 1000:.3f} of its "
+            "decoder parameters and no further; set a larger active"
         )
 
 

@@ -26,6 +26,7 @@ from tomoe.evaluation.writing.run import LOOP_LENGTH, LoopTask
 from tomoe.files import atomic_write, basename, read_json, sha256
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_model, load_tokenizer
+from tomoe.model.shape import max_positions
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
@@ -198,7 +199,7 @@ def _observe(
 def _text_task(model: PreTrainedModel, offload: bool) -> LoopTask:
     """The texts to write: at most a quarter of the context, and short ones where a token takes long."""
     slow = offload or (model.device.type == "cpu" and model.num_parameters() > SLOW)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4 * LOOP_LENGTH
+    positions = max_positions(model.config) or 4 * LOOP_LENGTH
     return LoopTask(TOPICS[:WRITTEN], min(SHORT if slow else LOOP_LENGTH, max(1, positions // 4)))
 
 

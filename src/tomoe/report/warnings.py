@@ -77,6 +77,9 @@ def _budget(plan: Plan) -> list[Finding]:
 
 def _attention(plan: Plan) -> list[Finding]:
     findings, dims = [], plan.shape.head_dim
+    if not dims:
+        # it was left whole, for no recipe can prune it
+        return []
     for name, column in (("Q/K", 1), ("V/O", 2)):
         kept = {i: widths[column] for i, widths in enumerate(plan.widths()) if widths[column] <= NARROW * dims}
         if kept:
@@ -103,7 +106,9 @@ def _union(plan: Plan) -> list[Finding]:
 
 
 def _fitted_context(plan: Plan) -> list[Finding]:
-    recipe, highest = recipe_of(plan), plan.dense_config.get("max_position_embeddings")
+    recipe, config = recipe_of(plan), plan.dense_config
+    # of a model of text and images, the text's
+    highest = (config.get("text_config") or config).get("max_position_embeddings")
     if recipe is None or not isinstance(highest, int) or recipe.data.seq_len <= highest:
         return []
     text = f"it was fitted on sequences of {recipe.data.seq_len:,} tokens, but the model is made for {highest:,}"

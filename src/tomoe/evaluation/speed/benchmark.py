@@ -15,6 +15,7 @@ from tomoe.evaluation.speed import throughput
 from tomoe.evaluation.speed.timings import Benchmark, Memory
 from tomoe.files import basename
 from tomoe.model.loading import load_model, load_tokenizer, pick_device
+from tomoe.model.shape import text_config
 from tomoe.moe.modeling_tomoe import choose_backend
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.version import __version__
@@ -86,6 +87,6 @@ def expert_backends(model: Any, tokens: int) -> str:
     if not hasattr(model.config, "tomoe_expert_backend"):
         return "-"
     with torch.no_grad():
-        x = torch.empty(tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        x = torch.empty(tokens, text_config(model.config).hidden_size, dtype=model.dtype, device=model.device)
         chosen = [choose_backend(mlp, x) for mlp in model.mlps()]
     return ", ".join(dict.fromkeys(chosen))

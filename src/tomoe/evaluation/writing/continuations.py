@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase, StoppingCriteria
 
 from tomoe.model.generation import plain
 from tomoe.model.hooks import own_rows
+from tomoe.model.shape import max_positions, text_config
 from tomoe.model.structure import CACHE
 from tomoe.model.tokens import continuation_text
 from tomoe.progress import StageCallback, no_stage_progress
@@ -63,7 +64,7 @@ def continuations(
 
 def batchable(model: Any) -> bool:
     """Whether rows can be padded, and leave the batch: all that a layer remembers is keys and values of single tokens."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    kinds = getattr(text_config(model.config), "layer_types", None) or ()
     plain = all(kind in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
     takes = inspect.signature(model.forward).parameters
     return plain and not getattr(model, "_is_stateful", False) and "logits_to_keep" in takes
@@ -72,7 +73,7 @@ def batchable(model: Any) -> bool:
 @torch.no_grad()
 def _alone(model: Any, prompt: Sequence[int], most: int, ended: Ended) -> list[int]:
     """Write on by the family's own code, one row."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or len(prompt) + most
+    positions = max_positions(model.config) or len(prompt) + most
     if (most := min(most, positions - len(prompt))) < 1:
         return []
     ids = torch.tensor([list(prompt)], device=model.device)
@@ -108,11 +109,11 @@ def _continue(
 ) -> None:
     """Write on, all rows in one batch, until each has ended. Padding is on the left, and masked."""
     width, ends = max(map(len, prompts)), end_tokens(model)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or width + most
+    positions = max_positions(model.config) or width + most
     numbered = "position_ids" in inspect.signature(model.forward).parameters
     tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    cache = DynamicCache(config=model.config.get_text_config())
+    cache = DynamicCache(config=text_config(model.config))
     alive = list(range(len(prompts)))
     for count in range(1, min(most, positions - width) + 1):
         options: dict[str, Any] = {CACHE: cache}

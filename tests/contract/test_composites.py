@@ -1,0 +1,56 @@
+"""Models that read more than text, by the class that their public checkpoints name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from family_contract import hold, tiny_config
+
+from conftest import randomise
+from pico_files import write_text
+from pico_tokenizer import make_tokenizer
+from tomoe.errors import UserError
+from tomoe.evaluation.param_counts import model_facts
+from tomoe.model.far_tokens import far_tokens, near_tokens
+from tomoe.model.loading import load_dense
+from tomoe.model.structure import shape_of
+from tomoe.model.tokens import check_ids
+
+# and the class that transformers loads of them
+CLASSES = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration": "Gemma4ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+}
+
+
+def load(name: str, folder: Path) -> transformers.PreTrainedModel:
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    randomise(kind(tiny_config(kind.config_class.model_type))).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return load_dense(str(folder), torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:.*reads more than text")
+@pytest.mark.parametrize("name", CLASSES)
+def test_sizes_are_read_where_the_decoder_has_them(name: str, tmp_path: Path) -> None:
+    model = load(name, tmp_path)
+    assert type(model).__name__ == CLASSES[name]
+    text = model.config.get_text_config(decoder=True)
+    assert near_tokens(model).run(model).isfinite().all()
+    assert far_tokens(model) or getattr(text, "sliding_window", None) is None
+    assert model_facts(model)["max_positions"] == text.max_position_embeddings
+    with pytest.raises(UserError, match="embeddings have"):
+        check_ids(torch.tensor([[text.vocab_size]]), model)
+    shape = shape_of(model)
+    assert shape.num_heads in (0, text.num_attention_heads)
+
+
+@pytest.mark.slow
+def test_gemma3_converts_as_its_checkpoints_are(tmp_path: Path) -> None:
+    dense = load("Gemma3ForConditionalGeneration", tmp_path / "dense")
+    assert hold(dense, tmp_path, write_text(tmp_path / "text.txt"))["layers"] == 4
