@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,12 @@ from tomoe.model.structure import check_output, shape_of
 from tomoe.model.tokens import check_length
 from tomoe.moe.checkpoint import check_writing, save_moe
 from tomoe.moe.fold import fold
-from tomoe.plan import FINETUNED, Plan
+from tomoe.plan import FINETUNED, AnyPlan, InputsPlan, Plan, read_plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan, planned_loss
 from tomoe.pruning.forms import mask_network
+from tomoe.pruning.inputs import plan_inputs
 from tomoe.pruning.layouts import FORMS, Layout, settle_layout, tolerance_of
 from tomoe.pruning.mask_network import MaskNetwork
 from tomoe.pruning.objective import MaskStep
@@ -64,7 +65,7 @@ def convert(
     resume: bool = False,
     force: bool = False,
     on_progress: ProgressCallback = no_progress,
-) -> Plan:
+) -> AnyPlan:
     """Convert the dense model of the recipe and write the MoE folder `out`; returns its plan.
 
     The run is kept in OUT/run: an interrupted conversion resumes with `resume`, bit by bit. Raises UserError for whatever
@@ -84,7 +85,7 @@ def convert_dense(
     resume: bool = False,
     force: bool = False,
     on_progress: ProgressCallback = no_progress,
-) -> tuple[Plan, PreTrainedModel | None]:
+) -> tuple[AnyPlan, PreTrainedModel | None]:
     """Run the stages of `convert`: text, start, training (none if `train.steps` is 0), plan, repair, fold.
 
     Returns the plan, and the dense model if the run has its original weights in memory.
@@ -94,6 +95,8 @@ def convert_dense(
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
     opened = begin(recipe, base, run, resumes, on_progress)
     watch.ended("text")
+    if recipe.experts.form == "inputs":
+        return _convert_to_inputs(recipe, out, force or resumes, run, base, opened, watch, on_progress)
     net, learned = learn(recipe, base, opened, run, watch, on_progress)
 
     def extract() -> tuple[Plan, PreTrainedModel]:
@@ -114,7 +117,29 @@ def convert_dense(
         write_cost(run.path / "cost.json", recipe.train, original, opened.corpus, watch, resumes)
 
     distributed.on_rank_zero(finish)
-    return Plan.load(out), opened.model if base.is_original else None
+    return read_plan(out), opened.model if base.is_original else None
+
+
+def _convert_to_inputs(
+    recipe: Recipe, out: Path, force: bool, run: RunFolder, base: BaseWeights, opened: Opened, watch: Stopwatch,
+    on_progress: ProgressCallback,
+) -> tuple[InputsPlan, PreTrainedModel | None]:  # fmt: skip
+    """The last stages of a conversion whose tokens choose inputs: the plan, and folding."""
+    model, text = opened.model, opened.corpus.calibration
+    ids, mask = text.input_ids.to(model.device), text.mask.to(model.device)
+    progress = stage_callback(on_progress, "choosing inputs")
+    bare = plan_inputs(model, shape_of(model), ids, mask, recipe.active, recipe.seed, progress)
+    finished = replace(bare, source=run.origin_fingerprint(), **metadata(recipe, model, {"steps": 0}))
+    watch.ended("choosing inputs")
+
+    def finish() -> None:
+        original = model if base.is_original else base.original()
+        save_conversion(finished, base.stored_(original), opened.tokenizer, out, force)
+        watch.ended("folding")
+        write_cost(run.path / "cost.json", recipe.train, original, opened.corpus, watch, force)
+
+    distributed.on_rank_zero(finish)
+    return finished, model if base.is_original else None
 
 
 @dataclass(frozen=True)
@@ -124,8 +149,8 @@ class Opened:
     model: PreTrainedModel
     """The dense model, as it learns."""
     tokenizer: PreTrainedTokenizerBase
-    layout: Layout
-    """How experts divide its layers."""
+    layout: Layout | None
+    """How experts divide its layers; None if tokens choose inputs."""
     corpus: Corpus
 
 
@@ -166,7 +191,7 @@ def begin(
     return Opened(model, tokenizer, layout, Corpus.load(run.corpus))
 
 
-def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Layout]:
+def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Layout | None]:
     """Load the dense model to learn from and its tokenizer, and settle how its experts divide a layer.
 
     Raises UserError if the model does not fit the recipe.
@@ -176,7 +201,7 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreT
     model = base.for_training()
     check_output(model, recipe.attention.pruning != "off")
     check_length(recipe.data.seq_len, model)
-    layout = settle_layout(recipe, shape_of(model))
+    layout = None if recipe.experts.form == "inputs" else settle_layout(recipe, shape_of(model))
     # a layout for GPUs stays in tomoe's own form
     form = TARGETS["hf" if recipe.target == "gpu" else recipe.target]
     if reason := form.supports_dense(model, recipe.experts.form):
@@ -200,6 +225,7 @@ def learn(
     Returns it and what the plan's notes say of its training.
     """
     model, corpus = opened.model, opened.corpus
+    assert opened.layout is not None
     net = empty_network(recipe, model, opened.layout)
     # a checkpoint holds the start too, so a resumed run need not carve again
     if not run.steps():
@@ -293,25 +319,25 @@ def finish_plan(
     Repair keeps what does not fit in memory in a file in `folder`, and needs every rank.
     """
     bare = _extract(net, model, recipe, corpus)
-    notes = bare.notes | learned
-    notes |= {
-        "seq_len": recipe.data.seq_len,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tomoe": __version__,
-    }
-    # as transformers writes it: JSON has no infinity
-    whole: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    config = {k: v for k, v in whole.items() if not k.startswith("_")}
-    extracted = Plan(bare.shape, bare.layers, weights, config, recipe.model_dump(mode="json"), notes)
+    extracted = replace(bare, source=weights, **metadata(recipe, model, bare.notes | learned))
     if recipe.repair.mode == "none":
         return extracted
     text = corpus.fitting_text(recipe.repair.tokens)
     return repair_plan(extracted, model, text.input_ids, text.mask, recipe.repair, on_progress, folder, stored)
 
 
+def metadata(recipe: Recipe, model: PreTrainedModel, notes: dict[str, Any]) -> dict[str, Any]:
+    """What a plan says of its origin: the dense config, the recipe, and notes with the versions."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "tomoe": __version__}
+    # as transformers writes it: JSON has no infinity
+    whole: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    config = {k: v for k, v in whole.items() if not k.startswith("_")}
+    notes = notes | {"seq_len": recipe.data.seq_len} | versions
+    return {"dense_config": config, "recipe": recipe.model_dump(mode="json"), "notes": notes}
+
+
 def save_conversion(
-    plan: Plan, dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, force: bool
+    plan: AnyPlan, dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, force: bool
 ) -> None:
     save_moe(fold(dense, plan, __version__, lazily=True), plan, tokenizer, out, force, check=True)
     Recipe(**plan.recipe).save(out / "recipe.json")
@@ -322,6 +348,10 @@ def train(
     recipe: Recipe, out: Path, resume: bool = False, force: bool = False, on_progress: ProgressCallback = no_progress
 ) -> Path:
     """Learn masks and routers in the run folder `out` and return it. Raises UserError for whatever the user can mend."""
+    if recipe.experts.form == "inputs":
+        raise UserError(
+            "experts.form = inputs learns nothing, so there is nothing to train; run `tomoe convert`, or set experts.form to fine"
+        )
     run, base = RunFolder(out), BaseWeights.of(recipe)
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
     opened = begin(recipe, base, run, resumes, on_progress)
@@ -373,14 +403,14 @@ def plan(
 
 
 @distributed.locks_out("apply")
-def apply_plan(plan: str, model: str | None, out: Path, dtype: str | None = None, force: bool = False) -> Plan:
+def apply_plan(plan: str, model: str | None, out: Path, dtype: str | None = None, force: bool = False) -> AnyPlan:
     """Make the MoE from a plan (folder or hub id) and the dense weights it was made for; write the folder and its card.
 
     `model` may be left out if the plan names it; a plan from the hub must not name a folder of this machine. Raises
     UserError for other weights than the plan's, and for whatever else the user can mend.
     """
     folder = find_plan(plan)
-    loaded = Plan.load(folder)
+    loaded = read_plan(folder)
     named = str(loaded.recipe.get("model", ""))
     if model is None and not Path(plan).is_dir() and not (HUB_ID.fullmatch(named) or named in catalog.names()):
         raise UserError(f"the plan {plan} does not say where its dense model is; name it: tomoe apply {plan} MODEL")

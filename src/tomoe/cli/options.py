@@ -111,6 +111,12 @@ Start = Annotated[
     Literal["carved", "random"] | None,
     typer.Option("--start", help="Initialize masks and routers from calibration statistics, or at random."),
 ]
+Form = Annotated[
+    Literal["fine", "overlapping", "inputs"] | None,
+    typer.Option(
+        "--form", help="What a token chooses: several small experts, one large expert, or the inputs of every projection."
+    ),
+]
 Attention = Annotated[
     Literal["off", "static", "per_token"] | None,
     typer.Option("--attention", help="Prune attention: not at all, equally for all tokens, or per token."),
@@ -162,6 +168,7 @@ class RecipeOptions:
     steps: Steps = None
     seed: Seed = None
     data: Data = None
+    form: Form = None
     start: Start = None
     attention: Attention = None
     repair: Repair = None
@@ -173,7 +180,7 @@ class RecipeOptions:
         """
         named = {
             "model": self.model, "active": self.active, "seed": self.seed, "data.sources": self.data or None,
-            "train.steps": self.steps, "start": self.start, "attention.pruning": self.attention,
+            "train.steps": self.steps, "experts.form": self.form, "start": self.start, "attention.pruning": self.attention,
             "repair.mode": self.repair, **more,
         }  # fmt: skip
         return Recipe.load(self.recipe, [*overrides(named), *map(with_fractions, self.changes or [])])

@@ -18,15 +18,15 @@ from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.far_tokens import BEHIND, far_tokens, first_difference, layer_outputs, near_tokens
 from tomoe.model.loading import load_dense, pick_device, strip_remote_code_
 from tomoe.model.trouble import writing
-from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.plan import Plan
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, choosing_all
+from tomoe.plan import AnyPlan
 
 # Bytes. If layers are folded as they are written, a whole shard is in memory at a time, twice.
 CHECKPOINT_SHARD_BYTES = 10**9
 
 
 def save_moe(
-    moe: ToMoEForCausalLM, plan: Plan, tokenizer: PreTrainedTokenizerBase | None, out: Path, force: bool = False,
+    moe: ToMoEForCausalLM, plan: AnyPlan, tokenizer: PreTrainedTokenizerBase | None, out: Path, force: bool = False,
     check: bool = False,
 ) -> None:  # fmt: skip
     """Write the folder `out`, so that a half-written one is never taken for a model; with `check`, so that a model that
@@ -62,7 +62,8 @@ def check_written(moe: ToMoEForCausalLM, folder: Path) -> None:
     """
     loaded = load_dense(str(folder), moe.dtype, moe.device, offload=None)
     for tokens in (near_tokens(moe), *far_tokens(moe)):
-        ours, theirs = tokens.run(moe).float(), tokens.run(loaded).float()
+        with choosing_all(moe), choosing_all(loaded):
+            ours, theirs = tokens.run(moe).float(), tokens.run(loaded).float()
         # A near tie of a router may fall otherwise for single tokens.
         off = ((ours - theirs).norm(dim=-1) / ours.norm(dim=-1).clamp_min(1e-9)).median()
         if not float(off) <= (1e-3 if moe.dtype == torch.float32 else 3e-2):

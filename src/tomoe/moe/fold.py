@@ -19,7 +19,7 @@ from tomoe.model.offload import cast_, materialized, offload_layers_
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_output, layer_parts, shape_of
 from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
-from tomoe.plan import LayerPlan, Plan
+from tomoe.plan import AnyPlan, InputsPlan, LayerPlan, Plan
 
 
 def neuron_order(expert_masks: Bool[Tensor, "N F"]) -> Int[Tensor, " U"]:
@@ -49,7 +49,7 @@ def fine_order(layer: LayerPlan) -> Int[Tensor, " U"]:
 RESERVED = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
 
 
-def moe_config(dense: PreTrainedModel, plan: Plan, version: str) -> ToMoEConfig:
+def moe_config(dense: PreTrainedModel, plan: AnyPlan, version: str) -> ToMoEConfig:
     """The dense config with the plan's sizes beside it."""
     config: Any = dense.config
     make: Any = ToMoEConfig
@@ -58,19 +58,7 @@ def moe_config(dense: PreTrainedModel, plan: Plan, version: str) -> ToMoEConfig:
     values = {k: v for k, v in config.to_dict().items() if k not in dropped and not k.startswith("tomoe_")}
     mlps = [parts.of_mlp for parts in layer_parts(dense)]
     names = mlps[0].names
-    sizes = {
-        "experts_per_token": [layer.top_k for layer in plan.counts],
-        "shared_sizes": [layer.shared_size for layer in plan.counts],
-        "expert_sizes": [layer.expert_size for layer in plan.counts],
-        "union_sizes": [layer.union for layer in plan.counts],
-    }
-    if plan.prunes_attention:
-        sizes |= {
-            "rotary_pairs": [layer.rotary_pairs for layer in plan.counts],
-            "qk_dims": [layer.qk_dims for layer in plan.counts],
-            "value_dims": [layer.value_dims for layer in plan.counts],
-            "value_top_k": [layer.value_top_k for layer in plan.counts],
-        }
+    sizes = _input_sizes(plan) if isinstance(plan, InputsPlan) else _expert_sizes(plan)
     made: ToMoEConfig = make(
         **values,
         tomoe_dense_type=config.model_type,
@@ -80,14 +68,42 @@ def moe_config(dense: PreTrainedModel, plan: Plan, version: str) -> ToMoEConfig:
             "gate": names.gate, "up": names.up, "down": names.down, "fused": names.fused,
             "flat": names.flat, "activation": mlps[0].activation_name,
         },
-        tomoe_num_experts=plan.num_experts,
         tomoe_expert_form=plan.form,
         **{f"tomoe_{name}": numbers for name, numbers in sizes.items()},
-        tomoe_value_embedding_size=max(layer.value_embedding for layer in plan.counts),
         tomoe_plan_source=plan.source,
         tomoe_version=version,
     )  # fmt: skip
     return made
+
+
+def _input_sizes(plan: InputsPlan) -> dict[str, Any]:
+    return {
+        "projections": {kind: list(names) for kind, names in plan.names.items()},
+        "input_path": [
+            {"active": knot.active} | {kind: list(numbers) for kind, numbers in knot.inputs.items()}
+            for knot in plan.path
+        ],
+        "active": plan.active,
+    }
+
+
+def _expert_sizes(plan: Plan) -> dict[str, Any]:
+    sizes: dict[str, Any] = {
+        "num_experts": plan.num_experts,
+        "experts_per_token": [layer.top_k for layer in plan.counts],
+        "shared_sizes": [layer.shared_size for layer in plan.counts],
+        "expert_sizes": [layer.expert_size for layer in plan.counts],
+        "union_sizes": [layer.union for layer in plan.counts],
+        "value_embedding_size": max(layer.value_embedding for layer in plan.counts),
+    }
+    if plan.prunes_attention:
+        sizes |= {
+            "rotary_pairs": [layer.rotary_pairs for layer in plan.counts],
+            "qk_dims": [layer.qk_dims for layer in plan.counts],
+            "value_dims": [layer.value_dims for layer in plan.counts],
+            "value_top_k": [layer.value_top_k for layer in plan.counts],
+        }
+    return sizes
 
 
 def _head_rows(t: Tensor, dims: Int[Tensor, " c"], head_dim: int) -> Tensor:
@@ -146,11 +162,12 @@ def attention_state(parts: Attention, layer: LayerPlan, s: ModelShape) -> dict[s
 class FoldedLayers(Mapping[str, Tensor]):
     """The tensors of the MoE's decoder layers by name; a layer is folded when it is read, and kept until another one is."""
 
-    def __init__(self, dense: PreTrainedModel, plan: Plan):
+    def __init__(self, dense: PreTrainedModel, plan: AnyPlan):
         self.prefix, self.layers = named_layers(dense)
         self.plan, self.device, self.number, self.state = plan, dense.device, -1, dict[str, Tensor]()
-        parts = layer_parts(dense)
-        self.converted = {p.of_mlp.number: (p, layer) for p, layer in zip(parts, plan.layers, strict=True)}
+        # tokens that choose inputs find all layers as they are
+        layers = [] if isinstance(plan, InputsPlan) else list(zip(layer_parts(dense), plan.layers, strict=True))
+        self.converted = {parts.of_mlp.number: (parts, layer) for parts, layer in layers}
 
     def layer(self, i: int) -> dict[str, Tensor]:
         """All tensors of decoder layer i, named as in its modules."""
@@ -188,7 +205,7 @@ class FoldedLayers(Mapping[str, Tensor]):
 
 
 @torch.no_grad()
-def fold(dense: PreTrainedModel, plan: Plan, version: str = "", lazily: bool = False) -> ToMoEForCausalLM:
+def fold(dense: PreTrainedModel, plan: AnyPlan, version: str = "", lazily: bool = False) -> ToMoEForCausalLM:
     """The MoE that computes what `dense` computes under the plan's masks, in the dense model's dtype and device.
 
     Experts follow Eqs. 11 to 13 (Appendix A.1), attention Eq. 4 (Section 3.3). Weights outside MLP and pruned attention are

@@ -40,6 +40,10 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 # Of the checkpoint.
 FORMAT = 2
 MLP_SIZES = ("expert_sizes", "union_sizes", "shared_sizes", "experts_per_token")
+# Kinds of projections that read the same input: Q, K and V; the output projection of attention; gate and up; down.
+KINDS = ("attention", "output", "up", "down")
+# Tokens of a forward pass, in all rows together, up to which they choose their inputs, as in decoding.
+FEW_TOKENS = 4
 # What families call the modules that a conversion replaces, in the names of their tensor-parallel plans.
 MLP_MODULES = {"mlp", "feed_forward", "ffn", "mixer", "shared_mlp"}
 ATTENTION_SIZES = ("rotary_pairs", "qk_dims", "value_dims", "value_top_k")
@@ -53,6 +57,11 @@ class ToMoEConfig(PreTrainedConfig):
     calls their parts; tomoe_expert_form: overlapping (top-1, experts share neurons) or fine (top-k, experts share nothing,
     added to a shared part of shared_sizes neurons); tomoe_num_experts: N; tomoe_experts_per_token: k; tomoe_expert_sizes:
     W; tomoe_union_sizes: U; tomoe_expert_backend: auto, or one of WAYS; tomoe_plan_source: hash of the dense weights.
+
+    The form `inputs` has no experts: every projection is the dense one, and a token uses its largest inputs.
+    tomoe_projections: the names of each kind of projection, from the decoder layer on; tomoe_input_path: inputs of a token
+    for each kind and layer (0: there is none), at falling fractions of active parameters, the first of which is 1;
+    tomoe_active: the fraction to use, which may be chosen when loading (`layer_inputs`).
 
     Only where attention is pruned: tomoe_rotary_pairs: P; tomoe_qk_dims: c, which is 2 P and the kept dims that RoPE leaves
     alone; tomoe_value_dims: kept dims of V and O; tomoe_value_top_k: how many of them a token uses (fewer if a value router
@@ -82,6 +91,9 @@ class ToMoEConfig(PreTrainedConfig):
     tomoe_value_dims: list[int] = field(default_factory=list)
     tomoe_value_top_k: list[int] = field(default_factory=list)
     tomoe_value_embedding_size: int = 0
+    tomoe_projections: dict[str, list[str]] = field(default_factory=dict)
+    tomoe_input_path: list[dict[str, Any]] = field(default_factory=list)
+    tomoe_active: float = 1.0
     tomoe_expert_backend: str = "auto"
     tomoe_plan_source: str | None = None
     tomoe_version: str | None = None
@@ -115,6 +127,11 @@ class ToMoEConfig(PreTrainedConfig):
         self.auto_map = {auto: f"modeling_tomoe.{name}" for auto, name in classes.items()}
         if not self.tomoe_dense_type:
             return
+        if self.chooses_inputs:
+            # A rank that has a part of the inputs could not tell which are the largest.
+            self.base_model_tp_plan = {}
+            self.check()
+            return
         # Serving engines read it; where a token can use one expert only it is 1, whatever a file says.
         if self.most_top_k == 1 or not getattr(self, self.top_k_key, None):
             setattr(self, self.top_k_key, 1 if self.most_top_k == 1 else self.planned_top_k or 1)
@@ -140,6 +157,11 @@ class ToMoEConfig(PreTrainedConfig):
         """Whether attention is ToMoE's; otherwise it is the family's."""
         return bool(self.tomoe_qk_dims)
 
+    @property
+    def chooses_inputs(self) -> bool:
+        """Whether tokens choose inputs of projections, and there are no experts."""
+        return self.tomoe_expert_form == "inputs"
+
     def check(self) -> None:
         """Raises ValueError, in one sentence, for sizes that no conversion of such a dense model can have."""
         if not isinstance(self.tomoe_mlps, list) or not self.tomoe_mlps:
@@ -149,6 +171,9 @@ class ToMoEConfig(PreTrainedConfig):
                 self._check_size(name, value, 1, 2**24 if name.endswith("_size") else 2**16)
         check_backend(self.tomoe_expert_backend)
         layers, experts = len(self.tomoe_mlps), self.tomoe_num_experts
+        if self.chooses_inputs:
+            self._check_path(layers)
+            return
         self._check_size("tomoe_num_experts", experts, 1, 2**16)
         for name in MLP_SIZES + (ATTENTION_SIZES if self.prunes_attention else ()):
             sizes = getattr(self, f"tomoe_{name}")
@@ -156,7 +181,7 @@ class ToMoEConfig(PreTrainedConfig):
                 count = f"{len(sizes)} numbers" if isinstance(sizes, list) else type(sizes).__name__
                 raise ValueError(f"the config has {count} under tomoe_{name}, but {layers} converted layers")
         if self.tomoe_expert_form not in ("overlapping", "fine"):
-            raise ValueError(f"tomoe_expert_form is {str(self.tomoe_expert_form)[:40]!r}, not overlapping or fine")
+            raise ValueError(f"tomoe_expert_form is {str(self.tomoe_expert_form)[:40]!r}, not overlapping, fine or inputs")
         most = self.most_top_k
         self._check_size(self.top_k_key, getattr(self, self.top_k_key), 1, most)
         width = getattr(self, "intermediate_size", None)
@@ -164,6 +189,38 @@ class ToMoEConfig(PreTrainedConfig):
             self._check_layer(i, most, width if type(width) is int else 2**24)
             if self.prunes_attention:
                 self._check_attention(i)
+
+    def _check_path(self, layers: int) -> None:
+        kinds, path = self.tomoe_projections, self.tomoe_input_path
+        if not isinstance(kinds, dict) or not kinds or not set(kinds) <= set(KINDS):
+            raise ValueError("the config names no projections whose inputs a token could choose")
+        if not isinstance(path, list) or len(path) < 2 or not all(isinstance(knot, dict) for knot in path):
+            raise ValueError("the config has no tomoe_input_path with two knots or more")
+        last = None
+        for knot in path:
+            active = knot.get("active")
+            if type(active) not in (int, float) or not 0 < active <= (1 if last is None else last["active"]):
+                raise ValueError(f"tomoe_input_path has {str(active)[:40]!r} where a falling fraction should be")
+            for kind in kinds:
+                numbers = knot.get(kind)
+                if not isinstance(numbers, list) or len(numbers) != layers:
+                    raise ValueError(f"tomoe_input_path lacks numbers of the {kind} projections of {layers} layers")
+                for i, number in enumerate(numbers):
+                    most = 2**24 if last is None else last[kind][i]
+                    self._check_size(f"inputs of the {kind} projections of layer {i}", number, min(1, most), most)
+            last = knot
+        if type(self.tomoe_active) not in (int, float) or not path[-1]["active"] - 0.01 <= self.tomoe_active <= 1:
+            found = str(self.tomoe_active)[:40]
+            raise ValueError(f"tomoe_active is {found}, which must be between {path[-1]['active']:.3f} and 1")
+
+    def layer_inputs(self, kind: str, layer: int) -> int:
+        """How many inputs of its projections of a kind a token uses in a converted layer: by the fraction `tomoe_active`,
+        between the two knots of the path that are nearest to it."""
+        for more, fewer in itertools.pairwise(self.tomoe_input_path):
+            if self.tomoe_active > fewer["active"]:
+                part = min(1.0, (more["active"] - self.tomoe_active) / (more["active"] - fewer["active"]))
+                return round(more[kind][layer] + part * (fewer[kind][layer] - more[kind][layer]))
+        return cast(int, self.tomoe_input_path[-1][kind][layer])
 
     def _check_layer(self, i: int, most: int, width: int) -> None:
         union, shared, size = self.tomoe_union_sizes[i], self.tomoe_shared_sizes[i], self.tomoe_expert_sizes[i]
@@ -524,6 +581,131 @@ class ToMoEMLP(nn.Module):
         return y if residual is None else y + residual
 
 
+def chosen_inputs(x: Tensor, norms: Tensor, count: int) -> Tensor:
+    """x [.., D] with zeros but for the `count` numbers of each token whose |x_i| norms_i are largest, equal ones by position."""
+    scores = x.abs().float() * norms
+    least = scores.topk(count, dim=-1).values[..., -1:]
+    larger, equal = scores > least, scores == least
+    chosen = larger | (equal & (equal.cumsum(-1) <= count - larger.sum(-1, keepdim=True)))
+    return x * chosen
+
+
+def matrix_of(projection: Any) -> Tensor:
+    """The matrix [out, in] of a projection."""
+    weight: Tensor = projection.weight
+    return weight.t() if isinstance(projection, Conv1D) else weight
+
+
+class Choice:
+    """How many of their inputs some projections of one layer, which read the same x [.., D], use for a token, and which.
+
+    Those with the largest |x_i| c_i, c_i the norm of column i of all their matrices, one upon another.
+    """
+
+    def __init__(self, projections: Sequence[Any], config: ToMoEConfig, kind: str, layer: int):
+        self.projections, self.config, self.kind, self.layer = tuple(projections), config, kind, layer
+        # Whether every token chooses, or those of short passes alone; and a number of inputs instead of the config's.
+        self.always, self.instead = False, None
+        self.kept: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"kept": {}}
+
+    @property
+    def width(self) -> int:
+        """D"""
+        return matrix_of(self.projections[0]).shape[1]
+
+    @property
+    def count(self) -> int:
+        """Inputs of a token."""
+        if self.instead is not None:
+            return self.instead
+        active = self.config.tomoe_active
+        if self.kept.get("count", (None,))[0] != active:
+            self.kept["count"] = active, self.config.layer_inputs(self.kind, self.layer)
+        return cast(int, self.kept["count"][1])
+
+    def norms(self) -> Tensor:
+        """c [D], float32, kept until a matrix changes."""
+        matrices = [matrix_of(projection) for projection in self.projections]
+        if torch.compiler.is_compiling():
+            # A graph cannot look at where a tensor is: it takes those of loading.
+            return cast(Tensor, self.kept["norms"][1]) if "norms" in self.kept else column_norms(matrices)
+        stamp = [stamp_of(projection.weight) for projection in self.projections]
+        if self.kept.get("norms", (None,))[0] != stamp:
+            self.kept["norms"] = stamp, column_norms(matrices)
+        return cast(Tensor, self.kept["norms"][1])
+
+    def applies(self, x: Tensor) -> bool:
+        """Whether the tokens of x choose: a prompt uses everything, which costs it nothing and keeps its cache exact."""
+        short = self.always or x.numel() <= FEW_TOKENS * x.shape[-1]
+        return short and (self.instead is not None or self.count < x.shape[-1])
+
+
+@torch.no_grad()
+def column_norms(matrices: Sequence[Tensor]) -> Tensor:
+    """Norms [D] of the columns of matrices [n, D], one upon another; summed in float64, so that no order of memory matters."""
+    squares = [torch.linalg.vector_norm(matrix, dim=0, dtype=torch.float64).square() for matrix in matrices]
+    return torch.stack(squares).sum(0).sqrt().float()
+
+
+class Choosing:
+    """What a projection becomes whose inputs tokens choose: its own class, with this before it."""
+
+    choice: Choice
+    dense_class: type[Any]
+
+    def __reduce__(self) -> Any:
+        # A class made when it is needed cannot be found by its name.
+        return _new_choosing, (self.dense_class,), self.__dict__
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.choice.applies(x):
+            return cast(Tensor, super().forward(x))  # type: ignore[misc]
+        name = choose("choosing product", self, x)
+        if name == "masked" and x.device.type == "cpu" and not torch.compiler.is_compiling():
+            note_obstacle("choosing product", self, x)
+        return WAYS["choosing product"][name].run(self, x)
+
+    def masked(self, x: Tensor) -> Tensor:
+        """The dense product of x, zero where a token did not choose."""
+        chosen = chosen_inputs(x, self.choice.norms(), self.choice.count)
+        return cast(Tensor, super().forward(chosen))  # type: ignore[misc]
+
+
+@functools.cache
+def choosing_class(dense: type[Any]) -> type[Any]:
+    """The class of projections of a class whose inputs tokens choose."""
+    return type(f"Choosing{dense.__name__}", (Choosing, dense), {"__module__": __name__, "dense_class": dense})
+
+
+def _new_choosing(dense: type[Any]) -> Any:
+    return object.__new__(choosing_class(dense))
+
+
+@contextmanager
+def choosing_all(model: nn.Module) -> Iterator[None]:
+    """Inside the block every token chooses its inputs, those of prompts, too: what is measured is what decoding computes.
+
+    Models of other forms are left alone.
+    """
+    choices = choices_of(model)
+    before = [choice.always for choice in choices]
+    for choice in choices:
+        choice.always = True
+    try:
+        yield
+    finally:
+        for choice, always in zip(choices, before, strict=True):
+            choice.always = always
+
+
+def choices_of(model: nn.Module) -> list[Choice]:
+    """The choices of a model of the form `inputs`, layer by layer; none of other models."""
+    return list({id(module.choice): module.choice for module in model.modules() if isinstance(module, Choosing)}.values())
+
+
 class ToMoEPreTrainedModel(PreTrainedModel):
     """What a converted model adds to its family's class: its MLPs, and their loading."""
 
@@ -538,6 +720,27 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         # Loading may have changed some of the numbers.
         config.check()
         super().__init__(config, *inputs, **kwargs)
+        if config.chooses_inputs:
+            self._choose_inputs(config)
+        else:
+            self._replace_mlps(config)
+
+    def _choose_inputs(self, config: ToMoEConfig) -> None:
+        for i, name in enumerate(config.tomoe_mlps):
+            layer = self.get_submodule(self.own_name(name).rpartition(".")[0])
+            for kind, names in config.tomoe_projections.items():
+                if not config.tomoe_input_path[0][kind][i]:
+                    continue
+                projections: list[Any] = [layer.get_submodule(projection) for projection in names]
+                choice = Choice(projections, config, kind, i)
+                if choice.width != config.tomoe_input_path[0][kind][i]:
+                    found = config.tomoe_input_path[0][kind][i]
+                    raise ValueError(f"the {kind} projections of layer {i} have {choice.width} inputs, not {found}")
+                for projection in projections:
+                    projection.__class__ = choosing_class(type(projection))
+                    projection.choice = choice
+
+    def _replace_mlps(self, config: ToMoEConfig) -> None:
         parts = config.tomoe_mlp_parts
         for i, name in enumerate(config.tomoe_mlps):
             layer_name, _, mlp_name = self.own_name(name).rpartition(".")
@@ -564,6 +767,13 @@ class ToMoEPreTrainedModel(PreTrainedModel):
                 inner.__dict__["_init_weights"] = self._init_weights
         self.post_init()
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers; the file holds the matrices as the dense model has them, however they lie in memory."""
+        for choice in choices_of(self):
+            for projection in choice.projections:
+                projection.weight.data = projection.weight.data.contiguous()
+        super().save_pretrained(*args, **kwargs)
+
     @classmethod
     def is_custom_code(cls) -> bool:
         """False: transformers would take buffers that no checkpoint holds as loaded, and the family's code sets them."""
@@ -587,6 +797,9 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.check_ids()
         model.check_finite()
+        for choice in choices_of(model):
+            if not any(projection.weight.is_meta for projection in choice.projections):
+                choice.norms()
         # Loading made new parameters.
         for router in (module for module in model.modules() if isinstance(module, ValueRouter)):
             router.requires_grad_(False)
@@ -777,8 +990,6 @@ def _new_model(entry: type[Any], dense_type: str, dense_class: str) -> Any:
 # Ways to run the experts: x [T, D] and expert_ids [T, k] -> y [T, D], without the bias of `down`.
 # Activations that `masked` holds at once, on a CPU and elsewhere; neurons whose slice beats gathering, and gathered at once.
 MASKED_ELEMENTS, MASKED_ELEMENTS_ON_DEVICE, LONG_RUN, GATHER_SIZE = 2**22, 2**28, 128, 512
-# Up to so many tokens count as few.
-FEW_TOKENS = 4
 
 
 def sum_rows(h: Tensor, rows: Tensor) -> Tensor:
@@ -882,12 +1093,14 @@ class Way:
 # experts: of (mlp, x [T, D], expert_ids [T, k]), y [T, D] without the bias of `down`; its names are what a config may ask for
 # router logits: of (router, x [T, D]), logits [T, N]
 # largest logits: of (logits [T, N], k), the k largest of each row, in any order [T, k]
+# choosing product: of (projection, x [.., D]) whose tokens choose their inputs, y [.., n]
 WAYS: dict[str, dict[str, Way]] = {
     "experts": {"runs": Way(run_runs, runs_suit), "masked": Way(run_masked)},
     "router logits": {
         "pytorch": Way(lambda router, x: F.linear(x.to(router.weight.dtype), router.weight, router.bias))
     },
     "largest logits": {"pytorch": Way(lambda logits, k: logits.topk(k, dim=-1, sorted=False).indices)},
+    "choosing product": {"masked": Way(lambda projection, x: projection.masked(x))},
 }
 
 
@@ -917,7 +1130,7 @@ def choose_backend(mlp: ToMoEMLP, x: Tensor) -> str:
         return asked
     name = choose("experts", mlp, x)
     if x.device.type == "cpu" and name in ("runs", "masked") and not torch.compiler.is_compiling():
-        note_obstacle(mlp, x)
+        note_obstacle("experts", mlp, x)
     return name
 
 
@@ -931,13 +1144,13 @@ def check_backend(name: Any) -> None:
 NOTED: set[str] = set()
 
 
-def note_obstacle(mlp: ToMoEMLP, x: Tensor) -> None:
-    """Say once a process what keeps experts on a CPU from a compiled kernel, if somebody could change it."""
-    obstacle = NO_KERNELS if (native := WAYS["experts"].get("native")) is None else native.obstacle(mlp, x)
+def note_obstacle(step: str, *args: Any) -> None:
+    """Say once a process what keeps a step on a CPU from a compiled kernel, if somebody could change it."""
+    obstacle = NO_KERNELS if (native := WAYS[step].get("native")) is None else native.obstacle(*args)
     if obstacle is not None and obstacle not in NOTED:
         NOTED.add(obstacle)
         logging.getLogger(__name__).warning(
-            "tomoe: note: experts run in PyTorch, not faster than the dense model, and not by tomoe's kernel: %s",
+            "tomoe: note: the model runs in PyTorch, not faster than the dense one, and not by tomoe's kernel: %s",
             obstacle,
         )
 

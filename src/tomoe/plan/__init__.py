@@ -1,14 +1,44 @@
 """The plan: everything that a conversion learned, as data; the MoE is a pure function of it and the dense weights.
 
-A plan is a folder with `plan.json` (sizes, recipe, source, checksum) and `plan.safetensors` (neuron sets, routers, kept
-dims). It holds no dense weight, so it can be shared by itself.
+A plan is a folder with `plan.json` (sizes, recipe, source, checksum) and, for experts, `plan.safetensors` (neuron sets,
+routers, kept dims). It holds no dense weight, so it can be shared by itself.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from tomoe.errors import UserError
+from tomoe.files import read_json
+from tomoe.plan import inputs
+from tomoe.plan.inputs import InputsPlan, Knot
 from tomoe.plan.layer import LayerCounts, LayerPlan
 from tomoe.plan.layout import ALWAYS, always_used
 from tomoe.plan.manifest import FINETUNED, REPAIRED
 from tomoe.plan.plan import Plan
 
-__all__ = ["ALWAYS", "FINETUNED", "REPAIRED", "LayerCounts", "LayerPlan", "Plan", "always_used"]
+__all__ = [
+    "ALWAYS",
+    "FINETUNED",
+    "REPAIRED",
+    "AnyPlan",
+    "InputsPlan",
+    "Knot",
+    "LayerCounts",
+    "LayerPlan",
+    "Plan",
+    "always_used",
+    "read_plan",
+]
+
+AnyPlan = Plan | InputsPlan
+"""A plan of any form."""
+
+
+def read_plan(folder: Path) -> AnyPlan:
+    """Read and check a plan of any form. Raises UserError if the folder holds none, or a damaged one."""
+    path = folder / "plan.json"
+    if not path.is_file():
+        raise UserError(f"{folder} holds no plan (no plan.json); make one with `tomoe convert` or `tomoe plan`")
+    of_inputs = read_json(path).get("format") == inputs.FORMAT
+    return InputsPlan.load(folder) if of_inputs else Plan.load(folder)

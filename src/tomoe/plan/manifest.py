@@ -76,7 +76,20 @@ def damage_in_a_sentence(folder: Path) -> Iterator[None]:
 
 def _parse(head: dict[str, Any]) -> tuple[ModelShape, list[tuple[int, int]], Any, dict[str, Any]]:
     """Return the fields of a Manifest. Raises ValueError, KeyError or TypeError for values that no plan has."""
-    shape = ModelShape(**head["shape"])
+    shape = parsed_shape(head["shape"])
+    value_top_k = head["value_top_k"]
+    top_k = [1] * shape.num_layers if head["format"] == FORMAT else head["experts_per_token"]
+    for name, numbers in (("value_top_k", value_top_k), ("experts_per_token", top_k)):
+        if not isinstance(numbers, list) or any(type(k) is not int for k in numbers):
+            raise TypeError(f"{name} is not a list of integers")
+        if len(numbers) != shape.num_layers:
+            raise ValueError(f"it holds {len(numbers)} layers, its model has {shape.num_layers}")
+    return shape, list(zip(value_top_k, top_k, strict=True)), head.get("tensors_sha256"), parsed_metadata(head)
+
+
+def parsed_shape(values: dict[str, Any]) -> ModelShape:
+    """The sizes of the dense model of a plan. Raises ValueError or TypeError for sizes that no model has."""
+    shape = ModelShape(**values)
     if type(shape.gated) is not bool:
         raise ValueError(f"its model has {str(shape.gated)[:40]!r} as gated")
     for name, most in MAX_SIZES.items():
@@ -87,14 +100,12 @@ def _parse(head: dict[str, Any]) -> tuple[ModelShape, list[tuple[int, int]], Any
         raise ValueError("some sizes of its attention are 0 and others are not")
     if shape.num_heads % max(1, shape.num_kv_heads) or shape.rotary_size % 2 or shape.rotary_size > shape.head_dim:
         raise ValueError("its heads, key/value heads and rotary dims do not fit each other")
-    value_top_k, notes = head["value_top_k"], head["notes"]
-    top_k = [1] * shape.num_layers if head["format"] == FORMAT else head["experts_per_token"]
-    for name, numbers in (("value_top_k", value_top_k), ("experts_per_token", top_k)):
-        if not isinstance(numbers, list) or any(type(k) is not int for k in numbers):
-            raise TypeError(f"{name} is not a list of integers")
-        if len(numbers) != shape.num_layers:
-            raise ValueError(f"it holds {len(numbers)} layers, its model has {shape.num_layers}")
-    metadata = {name: head[name] for name in ("source", "dense_config", "recipe", "notes")}
+    return shape
+
+
+def parsed_metadata(head: dict[str, Any]) -> dict[str, Any]:
+    """source, dense_config, recipe and notes of a plan. Raises KeyError or TypeError for values that no plan has."""
+    metadata, notes = {name: head[name] for name in ("source", "dense_config", "recipe", "notes")}, head["notes"]
     for name, value in metadata.items():
         if not isinstance(value, str if name == "source" else dict):
             raise TypeError(f"{name} is a {type(value).__name__}")
@@ -103,4 +114,4 @@ def _parse(head: dict[str, Any]) -> tuple[ModelShape, list[tuple[int, int]], Any
             raise TypeError(f"its note {name} is a {type(notes[name]).__name__}")
     if any(type(notes.get(name, 0)) is not int for name in ("steps", "seq_len")):
         raise TypeError("steps or seq_len in its notes is not an integer")
-    return shape, list(zip(value_top_k, top_k, strict=True)), head.get("tensors_sha256"), metadata
+    return metadata

@@ -20,8 +20,16 @@ USUAL_NUMBERS = {"overlapping": 8}
 RIDGE_PER_NEURON, LEAST_RIDGE = 4.0, 1e-2
 
 
+INPUTS_TEXT = 2048
+"""Calibration tokens of the form `inputs`, unless the recipe says how many: they only divide the budget."""
+
+
 def _usual_number(section: dict[str, Any]) -> int:
     return USUAL_NUMBERS.get(section.get("form", ""), 0)
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class ExpertsSection(Section):
@@ -29,7 +37,8 @@ class ExpertsSection(Section):
 
     form: Form = "fine"
     """`fine`: a token uses a shared part and several of many small experts; `overlapping` (the paper's): a token uses one
-    expert, and experts share neurons. A random start and the targets mixtral, qwen2_moe and qwen3_moe imply `overlapping`."""
+    expert, and experts share neurons; `inputs`: there are no experts, and a token uses the largest inputs of every projection.
+    A random start and the targets mixtral, qwen2_moe and qwen3_moe imply `overlapping`."""
     num_experts: int = Field(default_factory=_usual_number, ge=0, le=256)
     """Experts per MLP (N); 8 overlapping ones by default. 0 for fine-grained ones: 256, 128 or 64, at most a sixth of the
     neurons of a layer; a power of two from 16 to 256 for gpu; 64 for a stock target, or fewer without `expert_size`: to meet the
@@ -216,6 +225,33 @@ class Recipe(RunRecipe):
         self._imply("experts", experts)
         if self.start == "random" and self.attention.pruning == "per_token":
             self._imply("attention", {"rotate_values": False})
+        if self.experts.form == "inputs":
+            # nothing is refitted, and little text divides the budget
+            self._imply("repair", {"mode": "none"})
+            asked = {"tokens"} & self.data.model_fields_set
+            self._imply("data", {"calibration_tokens": INPUTS_TEXT} | ({} if asked else {"tokens": 0}))
+            self._enough_text()
+        return self
+
+    @model_validator(mode="after")
+    def _check_inputs(self) -> Self:
+        """The form `inputs` is of the dense weights: nothing is learned, refitted or pruned."""
+        if self.experts.form != "inputs":
+            return self
+        for key, found, needed in (
+            ("start", self.start, "carved"),
+            ("train.steps", self.train.steps, 0),
+            ("repair.mode", self.repair.mode, "none"),
+            ("attention.pruning", self.attention.pruning, "off"),
+            ("train.quantization", self.train.quantization, "none"),
+            ("train.shard", self.train.shard, False),
+            ("offload", self.offload, False),
+        ):
+            if found != needed:
+                raise UserError(
+                    f"experts.form = inputs keeps the dense weights as they are, so {key} must be {_shown(needed)}, not "
+                    f"{_shown(found)}; leave it out, or set experts.form to fine"
+                )
         return self
 
     @model_validator(mode="after")

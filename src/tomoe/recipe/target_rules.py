@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Form = Literal["fine", "overlapping"]
-"""Forms of experts; `recipe.conversion.ExpertsSection` says what they are."""
+Form = Literal["fine", "overlapping", "inputs"]
+"""Two forms of experts, and inputs of projections; `recipe.conversion.ExpertsSection` says what they are."""
 
 STOCK_MULTIPLE = 64
 """Neurons that the width of overlapping experts in a stock format is a multiple of: grouped kernels and quantized groups of 32
@@ -78,6 +78,6 @@ TARGET_RULES = {
     "deepseek_v3": _CORRECTED,
     "flex_olmo": _UNSHARED,
     "gguf": TargetRules(shared=STOCK_SHARED, bounded=True, block=GGUF_BLOCK, tolerance=GGUF_TOLERANCE),
-    "hf": TargetRules(uniform=False),
+    "hf": TargetRules(forms=("fine", "overlapping", "inputs"), uniform=False),
     "gpu": TargetRules(forms=("fine",), uniform=False, wide=True),
 }

@@ -1,0 +1,250 @@
+"""The form `inputs`: its masks on the dense model, and how many inputs each projection gets of a budget.
+
+Shapes: T tokens, D inputs of a projection.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from tomoe.budget import decoder_params
+from tomoe.errors import UserError
+from tomoe.model.hooks import hooked
+from tomoe.model.mlp import Linear
+from tomoe.model.projections import KINDS, Group, Kind, Layer, groups_of
+from tomoe.model.shape import ModelShape
+from tomoe.plan.inputs import Counts, InputsPlan, Knot
+from tomoe.progress import StageCallback, no_stage_progress
+
+
+def column_norms(group: Group) -> Float[Tensor, " D"]:
+    """The norm of each column of the matrices of a group, one upon another."""
+    return torch.cat([Linear(module).weight.double() for module in group.modules]).norm(dim=0).float()
+
+
+def mask_of(x: Float[Tensor, "*T D"], norms: Float[Tensor, " D"], count: int) -> Bool[Tensor, "*T D"]:
+    """The `count` inputs of each token with the largest |x_i| norms_i, equal ones by position."""
+    order = (x.float().abs() * norms).argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(x, dtype=torch.bool).scatter(-1, order[..., :count], True)
+
+
+@contextmanager
+def inputs_masked(model: PreTrainedModel, counts: Counts) -> Iterator[None]:
+    """Inside the block every projection of a dense model uses so many of its inputs for a token."""
+
+    def hooks() -> Iterator[RemovableHandle]:
+        for i, layer in enumerate(groups_of(model)):
+            for kind, group in layer.items():
+                count = counts[kind][i]
+                if count == group.width:
+                    continue
+                norms = column_norms(group)
+
+                def choose(_: object, args: tuple[Tensor], norms: Tensor = norms, count: int = count) -> tuple[Tensor]:
+                    return (args[0] * mask_of(args[0], norms, count),)
+
+                for module in group.modules:
+                    yield module.register_forward_pre_hook(choose)
+
+    with hooked(list(hooks())):
+        yield
+
+
+LEVELS = tuple(i / 40 for i in range(40, 3, -1))
+"""Shares of its inputs that a projection can get, from all of them down to a tenth."""
+KNOTS = tuple(i / 20 for i in range(19, 1, -1))
+"""Active fractions at which the path is recorded, as far as it goes."""
+REACH = 6
+"""Levels that a step of the search may skip, so that a projection whose next step costs more than those after it is not stuck."""
+
+Costs = dict[tuple[int, Kind], Float[Tensor, " levels"]]
+"""What a layer's projections of a kind lose at each of LEVELS: nats of KL for each token, to second order."""
+
+
+def input_costs(
+    model: PreTrainedModel,
+    layers: Sequence[Layer],
+    ids: Int[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"],
+    seed: int,
+    progress: StageCallback = no_stage_progress,
+) -> Costs:
+    """What each projection loses at every level, from one forward and one backward pass over calibration text.
+
+    Dropping inputs changes the log-probability of a text y by g.d, d what is dropped and g the gradient with respect to the
+    projection's input. With y drawn from the model itself, half of the mean of (g.d)^2 is the KL to second order.
+    """
+    norms = {(i, kind): column_norms(group) for i, layer in enumerate(layers) for kind, group in layer.items()}
+    sums = {key: torch.zeros(len(LEVELS), dtype=torch.float64) for key in norms}
+    tokens = 0
+    generator = torch.Generator().manual_seed(seed)
+    for b, (row, real) in enumerate(zip(ids, mask, strict=True)):
+        inputs = _with_gradients(model, layers, row[real], generator)
+        for key, x in inputs.items():
+            assert x.grad is not None
+            sums[key] += _dropped(x.detach(), x.grad, norms[key])
+        tokens += int(real.sum())
+        progress(b + 1, len(ids))
+    return {key: (total / (2 * tokens)).float() for key, total in sums.items()}
+
+
+def _with_gradients(
+    model: PreTrainedModel, layers: Sequence[Layer], ids: Int[Tensor, " S"], generator: torch.Generator
+) -> dict[tuple[int, Kind], Tensor]:
+    """The inputs of all projections, with the gradient of the log-probability of tokens that the model itself draws."""
+    inputs: dict[tuple[int, Kind], Tensor] = {}
+
+    def hooks() -> Iterator[RemovableHandle]:
+        # frozen weights alone would leave nothing to differentiate
+        embedding = model.get_input_embeddings()
+        yield embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
+        for i, layer in enumerate(layers):
+            for kind, group in layer.items():
+
+                def keep(_: object, args: tuple[Tensor], key: tuple[int, Kind] = (i, kind)) -> None:
+                    inputs[key] = args[0]
+                    args[0].retain_grad()
+
+                yield group.modules[0].register_forward_pre_hook(keep)
+
+    with hooked(list(hooks())), torch.enable_grad():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+        predicted = logits.log_softmax(-1)
+        drawn = torch.multinomial(predicted.detach().exp().cpu(), 1, generator=generator).to(predicted.device)
+        predicted.gather(1, drawn).sum().backward()
+    return inputs
+
+
+def _dropped(x: Float[Tensor, "1 T D"], gradient: Float[Tensor, "1 T D"], norms: Float[Tensor, " D"]) -> Tensor:
+    """The sum over tokens of (g.d)^2 at every level, float64."""
+    order = (x[0].float().abs() * norms).argsort(dim=-1, stable=True)
+    changes = (x[0].float() * gradient[0].float()).gather(-1, order).cumsum(-1, dtype=torch.float64)
+    # the smallest are dropped first
+    before = torch.cat([changes.new_zeros(len(changes), 1), changes], -1)
+    width = x.shape[-1]
+    return before[:, [width - inputs_at_level(width, level) for level in range(len(LEVELS))]].square().sum(0).cpu()
+
+
+def inputs_at_level(width: int, level: int) -> int:
+    """Inputs of a token at a level, at least one."""
+    return max(1, round(LEVELS[level] * width))
+
+
+class _Search:
+    """Levels of all projections, lowered one step at a time: always the step that costs least for each weight it saves."""
+
+    def __init__(self, layers: Sequence[Layer], costs: Costs, total: int):
+        self.layers, self.costs, self.total = layers, costs, total
+        self.levels = dict.fromkeys(costs, 0)
+        self.saved = 0
+        self.steps = [step for key in costs if (step := self._best(key)) is not None]
+        heapq.heapify(self.steps)
+
+    @property
+    def active(self) -> float:
+        return 1 - self.saved / self.total
+
+    def _saving(self, key: tuple[int, Kind], last: int) -> int:
+        i, kind = key
+        group = self.layers[i][kind]
+        return (inputs_at_level(group.width, self.levels[key]) - inputs_at_level(group.width, last)) * group.columns
+
+    def _best(self, key: tuple[int, Kind]) -> tuple[float, int, Kind, int] | None:
+        """The cheapest next step of a projection; None from the last level on, or where levels are the same number."""
+        cost, now = self.costs[key], self.levels[key]
+        steps = [
+            (max(0.0, float(cost[level] - cost[now])) / saving, *key, level)
+            for level in range(now + 1, min(now + REACH, len(LEVELS) - 1) + 1)
+            if (saving := self._saving(key, level))
+        ]
+        return min(steps, default=None)
+
+    def step(self) -> None:
+        """Take the cheapest step."""
+        _, i, kind, level = heapq.heappop(self.steps)
+        self.saved += self._saving((i, kind), level)
+        self.levels[i, kind] = level
+        if (following := self._best((i, kind))) is not None:
+            heapq.heappush(self.steps, following)
+
+    def active_after(self) -> float:
+        """The active fraction when the next step has been taken."""
+        _, i, kind, level = self.steps[0]
+        return 1 - (self.saved + self._saving((i, kind), level)) / self.total
+
+    def knot(self, active: float | None = None) -> Knot:
+        """What tokens use now, or as much of the next step later as makes `active` of the parameters active."""
+        inputs: dict[Kind, list[int]] = {
+            kind: [
+                inputs_at_level(layer[kind].width, self.levels[i, kind]) if kind in layer else 0
+                for i, layer in enumerate(self.layers)
+            ]
+            for kind in KINDS
+            if any(kind in layer for layer in self.layers)
+        }
+        saved = self.saved
+        if active is not None:
+            _, i, kind, _ = self.steps[0]
+            columns = self.layers[i][kind].columns
+            fewer = round((self.active - active) * self.total / columns)
+            inputs[kind][i] -= fewer
+            saved += fewer * columns
+        return Knot(1 - saved / self.total, inputs)
+
+
+def cheapest_path(layers: Sequence[Layer], costs: Costs, total: int, active: float) -> tuple[Knot, ...]:
+    """The path from all inputs to few, with a knot at the budget. Raises UserError if it does not reach that."""
+    search = _Search(layers, costs, total)
+    path = [search.knot()]
+    wanted = sorted({fraction for fraction in (*KNOTS, active) if fraction < 1}, reverse=True)
+    while wanted and search.steps:
+        if search.active_after() > wanted[0]:
+            search.step()
+            continue
+        knot = search.knot(wanted.pop(0))
+        if knot.active < path[-1].active:
+            path.append(knot)
+    last = search.knot()
+    if last.active < path[-1].active:
+        path.append(last)
+    if wanted and active <= wanted[0]:
+        raise UserError(
+            f"active is {active}, but with a tenth of the inputs of every projection {path[-1].active:.3f} of this model's decoder "
+            "parameters are active; set a larger active"
+        )
+    return tuple(path)
+
+
+def plan_inputs(
+    model: PreTrainedModel,
+    shape: ModelShape,
+    ids: Int[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"],
+    active: float,
+    seed: int = 0,
+    progress: StageCallback = no_stage_progress,
+) -> InputsPlan:
+    """Choose how many inputs every projection uses, on calibration text, for `active` and for every budget around it.
+
+    Raises UserError if no projection fits, or if so little cannot be reached.
+    """
+    layers = groups_of(model)
+    costs = input_costs(model, layers, ids, mask, seed, progress)
+    path = cheapest_path(layers, costs, decoder_params(shape), active)
+    kinds = [kind for kind in KINDS if any(kind in layer for layer in layers)]
+    return InputsPlan(
+        shape=shape,
+        names={kind: next(layer[kind].names for layer in layers if kind in layer) for kind in kinds},
+        widths={kind: [layer[kind].width if kind in layer else 0 for layer in layers] for kind in kinds},
+        columns={kind: [layer[kind].columns if kind in layer else 0 for layer in layers] for kind in kinds},
+        path=path,
+        active=active,
+    )
