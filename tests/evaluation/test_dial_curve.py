@@ -12,14 +12,14 @@ from pico_files import CommandLine, refused, rows_from
 from tomoe.errors import UserError
 from tomoe.evaluation.results import DIAL, read_rows
 from tomoe.evaluation.run import dial_settings, evaluate, save_dials
-from tomoe.moe.active_experts import ActiveExperts
+from tomoe.moe.active_experts import dial_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.figures]
 
 
 def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path: Path) -> None:
     """Without a dense model named, the one of the plan is the reference; two fractions near one number are one row."""
-    folder, dial = tmp_path / "moe", ActiveExperts.of(str(converted_fine / "moe"))
+    folder, dial = tmp_path / "moe", dial_of(str(converted_fine / "moe"))
     shutil.copytree(converted_fine / "moe", folder)
     found = tmp_path / "rows.json"
     done = tomoe("evaluate", folder, "--active", "0.3,50%,0.6,0.6001,1", "--dtype", "float32", "--json", found)

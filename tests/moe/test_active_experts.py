@@ -14,7 +14,7 @@ from pico_files import CommandLine, refused
 from tomoe.cli.sanitize import printable
 from tomoe.errors import UserError
 from tomoe.evaluation.param_counts import model_facts
-from tomoe.moe.active_experts import ActiveExperts, use_experts_
+from tomoe.moe.active_experts import dial_of, use_
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 
@@ -38,7 +38,7 @@ def share(experts: int) -> float:
 
 def test_settings_in_numbers(fine: Path) -> None:
     """With more experts than planned, the layers use more in proportion to what they leave out."""
-    settings = ActiveExperts.of(str(fine))
+    settings = dial_of(str(fine))
     by_hand = {1: 1 + 1, 2: 2 + 1, 3: 3 + 2, 5: 5 + 4, 8: 8 + 8}
     for k, experts in by_hand.items():
         assert settings.setting(k).active_fraction == pytest.approx(share(experts)), k
@@ -57,9 +57,9 @@ def test_counts_follow_the_dial(fine: Path, k: int) -> None:
     """What is set on a loaded model is what loading with it gives, and the counts know it."""
     moe = AutoModelForCausalLM.from_pretrained(fine)
     planned = model_facts(moe)
-    use_experts_(moe, k)
+    use_(moe, dial_of(str(fine)).setting(k))
     facts = model_facts(moe)
-    assert facts["active_share"] == pytest.approx(ActiveExperts.of(str(fine)).setting(k).active_fraction)
+    assert facts["active_share"] == pytest.approx(dial_of(str(fine)).setting(k).active_fraction)
     assert facts["active_params"] - facts["active_block_params"] == (
         planned["active_params"] - planned["active_block_params"]
     )
@@ -95,13 +95,13 @@ def test_what_cannot_be_dialed_says_why(fine: Path, tmp_path: Path) -> None:
         "stock": "a model of the type mixtral; the converted folder that it was exported from",
     }.items():
         with pytest.raises(UserError, match=words):
-            ActiveExperts.of(str(tmp_path / name))
+            dial_of(str(tmp_path / name))
 
 
 @pytest.mark.slow
 def test_generating_with_another_number_of_experts(tomoe: CommandLine, converted_fine: Path) -> None:
     folder = converted_fine / "moe"
-    setting = ActiveExperts.of(str(folder)).nearest(0.4)
+    setting = dial_of(str(folder)).nearest(0.4)
     done = tomoe("generate", folder, "the sea", "--active", "40%", "--max-new-tokens", "8")
     assert done.code == 0, done.err
     assert done.err == f"{setting}\n"

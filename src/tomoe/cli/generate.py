@@ -32,7 +32,7 @@ def generate(
 
     quiet_libraries()
     if active is not None:
-        typer.echo(active_experts.ActiveExperts.of(model).nearest(active), err=True)
+        typer.echo(str(active_experts.dial_of(model).nearest(active)), err=True)
     loaded, tokenizer = active_experts.load(model, active=active)
 
     def show(text: str) -> None:

@@ -16,6 +16,7 @@ from tomoe.evaluation.results import Row, TaskScore
 from tomoe.evaluation.usage import ExpertCounter
 from tomoe.files import basename
 from tomoe.moe.active_experts import is_fine
+from tomoe.moe.modeling_tomoe import choosing_all
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 
 
@@ -51,13 +52,15 @@ def compare(
 
         predictions = Predictions(model, keep=reference is None)
         on_sequences = stage_callback(on_progress, f"evaluating {name}")
-        with counter:
+        # also in prompts and batches, which decoding on its own would run whole
+        with choosing_all(model), counter:
             measured = measure(
                 predictions, input_ids, mask, reference, on_sequences, ran=count, stride=stride, name=name, data=data,
                 seed=seed,
             )  # fmt: skip
         counter.collect(sources or [""])
-        scores = tuple(tasks(model_name, model)) if tasks else ()
+        with choosing_all(model):
+            scores = tuple(tasks(model_name, model)) if tasks else ()
         facts = model_facts(model, path if path.exists() else None)
         rows.append(Row(measured, facts, counter.usage(), None, scores, counter.by_source(), experts_per_token(model)))
         reference = reference or predictions

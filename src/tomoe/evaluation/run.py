@@ -24,7 +24,7 @@ from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
 from tomoe.model.shape import max_positions
-from tomoe.moe.active_experts import ActiveExperts, ExpertSetting, use_experts_
+from tomoe.moe.active_experts import Setting, dial_of, use_
 from tomoe.plan.manifest import Manifest
 from tomoe.progress import ProgressCallback, no_progress
 
@@ -91,7 +91,7 @@ def evaluate(
     return compare_on(loaded, evaluation, on_progress, tasks)
 
 
-def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, ExpertSetting | None]]:
+def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, Setting | None]]:
     """Return the models to measure, in order, each as often as there are numbers of experts nearest to `active`.
 
     A model without fine-grained experts can only be the first, the reference. If the only model has them, the dense model
@@ -102,16 +102,16 @@ def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[
     first, *others = models
     if not others:
         # refused if it has no such experts
-        ActiveExperts.of(first)
+        dial_of(first)
         first, others = _dense_of(first), [first]
-    settings: list[tuple[str, ExpertSetting | None]] = [(first, None)]
+    settings: list[tuple[str, Setting | None]] = [(first, None)]
     for name in others:
-        dial = ActiveExperts.of(name)
+        dial = dial_of(name)
         settings += [(name, point) for point in dict.fromkeys(dial.nearest(fraction) for fraction in active)]
     return settings
 
 
-def save_dials(settings: Sequence[tuple[str, ExpertSetting | None]], rows: Sequence[Row]) -> list[Path]:
+def save_dials(settings: Sequence[tuple[str, Setting | None]], rows: Sequence[Row]) -> list[Path]:
     """Keep rows of several numbers of experts in the folders that they were measured of (dial.json), for the report.
 
     `settings` are those of `dial_settings`, a row for each. Nothing is kept of a folder with a single point, or if the
@@ -138,7 +138,7 @@ def _check_sizes(context: int | None, stride: int | None, tokens: int | None) ->
 
 
 def _loaded(
-    settings: Sequence[tuple[str, ExpertSetting | None]], dtype: str, device: str, offload: bool
+    settings: Sequence[tuple[str, Setting | None]], dtype: str, device: str, offload: bool
 ) -> Iterator[tuple[str, PreTrainedModel]]:
     """Load each model when it is asked for, once for all of its points."""
     before, model = "", None
@@ -149,7 +149,7 @@ def _loaded(
             before, model = name, load_model(name, dtype, device, offload)
         assert model is not None
         if point is not None:
-            use_experts_(model, point.experts_per_token)
+            use_(model, point)
         yield name, model
 
 

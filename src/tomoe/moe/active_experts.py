@@ -1,4 +1,4 @@
-"""How many fine-grained experts a token uses, chosen when a model runs, as a fraction of active parameters."""
+"""How many fine-grained experts, or inputs, a token uses, chosen when a model runs, as a fraction of active parameters."""
 
 from __future__ import annotations
 
@@ -36,21 +36,42 @@ class ExpertSetting:
 
 
 @dataclass(frozen=True)
+class InputSetting:
+    """So much of the path from all inputs to few."""
+
+    active_fraction: float
+    """Of the decoder parameters, for each token."""
+
+    def __str__(self) -> str:
+        return f"the largest inputs of every projection: {self.active_fraction:.3f} active"
+
+
+Setting = ExpertSetting | InputSetting
+
+
+@dataclass(frozen=True)
+class ActiveInputs:
+    """All settings that a model can run at whose tokens choose inputs."""
+
+    least: float
+    """The smallest fraction of the decoder parameters."""
+
+    def nearest(self, active: float) -> InputSetting:
+        """Return the setting. Raises UserError unless it is between the smallest fraction and 1."""
+        if not self.least <= active <= 1:
+            raise UserError(
+                f"active is {active}, but the inputs of this model were divided for {self.least:.3f} to 1; choose one of these"
+            )
+        return InputSetting(active)
+
+
+@dataclass(frozen=True)
 class ActiveExperts:
     """All settings that a model with fine-grained experts can run at."""
 
     config: ToMoEConfig
     shape: ModelShape
     """Sizes of the dense model."""
-
-    @classmethod
-    def of(cls, name: str) -> ActiveExperts:
-        """Read it from a model's config. Raises UserError if the model has no fine-grained experts."""
-        config = load_config(name)
-        if not is_fine(config):
-            raise UserError(_why_not(name, config))
-        assert isinstance(config, ToMoEConfig)
-        return cls(config, dense_shape(config))
 
     def setting(self, experts_per_token: int) -> ExpertSetting:
         """Return what so many experts a token (1 to all) make active."""
@@ -66,6 +87,17 @@ class ActiveExperts:
             raise UserError(f"active is {active}, but it should be above 0 and at most 1")
         settings = [self.setting(k) for k in range(1, self.config.tomoe_num_experts + 1)]
         return min(settings, key=lambda setting: abs(setting.active_fraction - active))
+
+
+def dial_of(name: str) -> ActiveExperts | ActiveInputs:
+    """Read from a model's config what it can run at. Raises UserError if it has neither fine-grained experts nor inputs."""
+    config = load_config(name)
+    if isinstance(config, ToMoEConfig) and config.chooses_inputs:
+        return ActiveInputs(config.tomoe_input_path[-1]["active"])
+    if not is_fine(config):
+        raise UserError(_why_not(name, config))
+    assert isinstance(config, ToMoEConfig)
+    return ActiveExperts(config, dense_shape(config))
 
 
 def is_fine(config: Any) -> bool:
@@ -115,11 +147,15 @@ def stored_widths(config: ToMoEConfig, shape: ModelShape) -> list[tuple[int, int
     return list(zip(config.tomoe_union_sizes, config.tomoe_qk_dims, config.tomoe_value_dims, strict=True))
 
 
-def use_experts_(model: PreTrainedModel, experts_per_token: int) -> None:
-    """Let a loaded model use so many fine-grained experts a token from now on."""
+def use_(model: PreTrainedModel, setting: Setting) -> None:
+    """Let a loaded model run at a setting from now on."""
     config: Any = model.config
+    if isinstance(setting, InputSetting):
+        assert config.chooses_inputs, "only a model of the form inputs can use other inputs"
+        config.tomoe_active = setting.active_fraction
+        return
     assert is_fine(config), "only fine-grained experts can be used in other numbers"
-    setattr(config, config.top_k_key, experts_per_token)
+    setattr(config, config.top_k_key, setting.experts_per_token)
 
 
 def load(
@@ -128,10 +164,10 @@ def load(
     """A dense model (hub id, folder, .gguf file, known name) or a converted folder, with its tokenizer.
 
     `active`: let tokens use as many fine-grained experts as make this fraction of the decoder parameters active, or the
-    nearest number of them. Raises UserError if there is no such model, or none whose experts are fine-grained.
+    nearest number of them; or so many inputs. Raises UserError if there is no such model, or none that can.
     """
-    setting = None if active is None else ActiveExperts.of(str(name)).nearest(active)
+    setting = None if active is None else dial_of(str(name)).nearest(active)
     model = load_model(str(name), dtype, device)
     if setting is not None:
-        use_experts_(model, setting.experts_per_token)
+        use_(model, setting)
     return model, load_tokenizer(str(name))
