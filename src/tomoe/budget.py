@@ -78,6 +78,13 @@ class Decoding:
         """How many times as fast as the dense model one sequence can be written at best."""
         return (self.decoder + self.output) / self.read(active)
 
+    def sentence_of_inputs(self, active: float) -> str:
+        """What bounds decoding where tokens choose inputs."""
+        return (
+            f"One sequence can be written at most {self.speedup(active):.2f} times as fast as by the dense model: "
+            f"at {active:.0%} a token reads {self.read(active) / (self.decoder + self.output):.0%} of its weights, the output matrix among them"
+        )
+
     def sentence(self, least: float, active: float) -> str:
         """What is always read, and the bounds with one expert of a token and as converted."""
         return (

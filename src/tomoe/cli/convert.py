@@ -13,6 +13,7 @@ from tomoe.cli.console import Screen, output, show_warnings
 from tomoe.cli.export import Format, export
 from tomoe.cli.options import quoted
 from tomoe.cli.signals import resumable
+from tomoe.errors import UserError
 from tomoe.evaluation import tables
 from tomoe.exporting import targets
 from tomoe.memory import estimate
@@ -41,6 +42,10 @@ def convert(
     recipe = chosen.make(target=target)
     if format == "auto" and recipe.target == "hf" and recipe.model:
         recipe = chosen.make(target=targets.of_family(recipe.model, recipe.experts.form))
+    if format is not None and recipe.experts.form == "inputs":
+        raise UserError(
+            "no engine has a place for projections that leave out inputs of a token; leave --format out, or --form inputs"
+        )
     first = run_conversion(recipe, out, resume, force, skip_memory_check)
     if format is not None and first:
         export(out, out / f"export-{format}", format, device=recipe.device, force=force or resume)
@@ -88,6 +93,8 @@ def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
         (f"tomoe inspect {folder}", "see what every layer keeps"),
         (f"tomoe evaluate {model} {folder} --text FILE", "measure both on your own text"),
     ]
+    if recipe.experts.form == "inputs":
+        return commands
     # at equal steps this gained more than longer training of the masks (docs/lab/log.md)
     tuned = f"tomoe finetune {folder} --data FILE.txt -o TUNED"
     commands.append((tuned, "train the weights, too: slower, better quality"))

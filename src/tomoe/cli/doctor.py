@@ -48,7 +48,11 @@ def _show(diagnosis: examination.Diagnosis, active: float) -> None:
         f"{sizes.of_all(active):.0%} of all parameters are.",
     )
     sizes_on_disk = ", ".join(f"{format_bytes(size)} in {name}" for name, size in diagnosis.file_bytes.items())
-    console.say(f"{diagnosis.decoding.sentence(diagnosis.one_expert, active)}.", f"The file takes {sizes_on_disk}.")
+    decoding = diagnosis.decoding
+    sentence = (
+        decoding.sentence(diagnosis.one_expert, active) if decoding.routers else decoding.sentence_of_inputs(active)
+    )
+    console.say(f"{sentence}.", f"The file takes {sizes_on_disk}.")
     for need in diagnosis.least:
         parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in need.parts.items())
         console.say(f"At least {format_bytes(need.total)} for {need.stage}: {parts}.")

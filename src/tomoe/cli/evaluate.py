@@ -104,7 +104,7 @@ def _show(names: Sequence[str], measured: Sequence[results.Row]) -> None:
     console.print(tables.to_rich(measured))
     for table in tables.more_to_rich(measured):
         console.print(table)
-    plans = {name: plan.Plan.load(Path(name)) for name in names if (Path(name) / "plan.json").is_file()}
+    plans = {name: plan.read_plan(Path(name)) for name in names if (Path(name) / "plan.json").is_file()}
     for name, row in zip(names, measured, strict=True):
         # what is wrong with a plan is said once
         show_warnings(console, warnings.find_warnings(plans.pop(name, None), [row]), row.name)

@@ -36,7 +36,7 @@ def inspect(
     if verify:
         _verify(folder)
     elif (folder / "plan.json").exists():
-        loaded = plan.Plan.load(folder)
+        loaded = plan.read_plan(folder)
         findings = warnings.find_warnings(loaded, results.read_rows(folder))
         _show_plan(loaded, findings, as_json)
     elif (run := _run_of(folder)) is not None:
@@ -56,7 +56,7 @@ def _run_of(folder: Path) -> tuple[Path, str] | None:
 def _verify(folder: Path) -> None:
     # a plan by itself holds the checksum of its tensors, and is refused with numbers that are not finite
     if (folder / "plan.json").is_file() and not (folder / "config.json").exists():
-        plan.Plan.load(folder)
+        plan.read_plan(folder)
         output().say(f"The tensors of the plan in {folder} are as they were written (sha256).")
         return
     total, failed = files.failed_checksums(folder)
@@ -66,7 +66,7 @@ def _verify(folder: Path) -> None:
             "make the model again from its plan with `tomoe apply`"
         )
     if (folder / "plan.json").is_file():
-        plan.Plan.load(folder)
+        plan.read_plan(folder)
     if damaged := checks.nonfinite_tensors(folder):
         raise UserError(
             f"{len(damaged)} tensors in {folder} hold numbers that are not finite ({', '.join(damaged[:3])}); whoever made "
@@ -75,7 +75,7 @@ def _verify(folder: Path) -> None:
     output().say(f"All {total} files in {folder} are as they were written (sha256), and all weights are finite.")
 
 
-def _show_plan(loaded: plan.Plan, findings: list[warnings.Finding], as_json: bool) -> None:
+def _show_plan(loaded: plan.AnyPlan, findings: list[warnings.Finding], as_json: bool) -> None:
     totals = loaded.totals()
     if as_json:
         holds = {"layers": loaded.describe(), "totals": totals, "warnings": [asdict(finding) for finding in findings]}
@@ -92,8 +92,8 @@ def _show_plan(loaded: plan.Plan, findings: list[warnings.Finding], as_json: boo
     console.say(
         *(f"{name}: {text}" for name, text in summary.conversion_summary(loaded)),
         f"{totals['active_decoder_params']:,} of {totals['decoder_params']:,} decoder parameters are active "
-        f"({totals['active_fraction']:.2%}), {totals['stored_decoder_params']:,} are stored; "
-        f"the routers add {totals['router_params']:,}.",
+        f"({totals['active_fraction']:.2%}), {totals['stored_decoder_params']:,} are stored"
+        + (f"; the routers add {totals['router_params']:,}." if totals["router_params"] else "."),
     )
     show_warnings(console, findings)
 

@@ -114,7 +114,8 @@ Start = Annotated[
 Form = Annotated[
     Literal["fine", "overlapping", "inputs"] | None,
     typer.Option(
-        "--form", help="What a token chooses: several small experts, one large expert, or the inputs of every projection."
+        "--form",
+        help="What a token chooses: several small experts, one large expert, or the inputs of every projection.",
     ),
 ]
 Attention = Annotated[

@@ -22,8 +22,8 @@ _EXPERTS = ".experts."
 def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
     """Count a model's weights; those of a converted model's layers come from the per-layer lists in its config.
 
-    Of fine-grained experts as many are active as tokens use now. `path` is the file or folder of the model, for its size
-    on disk.
+    Of fine-grained experts, or inputs, as many are active as tokens use now. `path` is the file or folder of the
+    model, for its size on disk.
     """
     total = sum(p.numel() for p in model.parameters())
     config: Any = getattr(model, "config", None)
@@ -33,8 +33,12 @@ def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
         share = None if any(_EXPERTS in name for name, _ in model.named_parameters()) else 1.0
     else:
         shape = dense_shape(config)
-        stored = int(active_params(shape, stored_widths(config, shape)))
-        active = int(active_params(shape, active_widths(config, shape)))
+        if config.chooses_inputs:
+            stored = decoder_params(shape)
+            active = round(config.tomoe_active * stored)
+        else:
+            stored = int(active_params(shape, stored_widths(config, shape)))
+            active = int(active_params(shape, active_widths(config, shape)))
         share = active / decoder_params(shape)
     return ModelFacts(
         total_params=total,

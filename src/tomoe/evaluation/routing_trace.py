@@ -77,7 +77,10 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
         raise UserError("there is no text to route: it has no token")
     top_ks = routers(model)
     if not top_ks:
-        raise UserError("this model has no routers: it is dense; give a folder that `tomoe convert` wrote")
+        raise UserError(
+            "this model has no routers: it is dense, or its tokens choose inputs; give a folder that `tomoe convert` wrote with "
+            "experts"
+        )
     rows: list[list[int]] = []
     chosen: list[list[list[int]]] = []
     width = 0

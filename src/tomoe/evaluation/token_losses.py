@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from tomoe.evaluation.perplexity import evaluating
 from tomoe.evaluation.results import Number
 from tomoe.evaluation.routing_trace import RoutingTrace, pieces
+from tomoe.moe.modeling_tomoe import choosing_all
 
 # times that an expert must get a token to be known for it, and tokens that are named
 OFTEN, TYPICAL = 3, 6
@@ -48,7 +49,7 @@ def token_losses(
 
 def _losses(model: Any, ids: Sequence[int]) -> Float[Tensor, " T"]:
     tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), evaluating(model), choosing_all(model):
         logits = model(tokens, use_cache=False).logits[0, :-1].float()
     return F.cross_entropy(logits, tokens[0, 1:].to(logits.device), reduction="none")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tomoe.errors import UserError
 from tomoe.model.hub import push
-from tomoe.plan import Plan
+from tomoe.plan import read_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card, write_plan_card
 from tomoe.report.summary import shown_name
@@ -25,7 +25,7 @@ def push_folder(folder: Path, repo: str, private: bool = False) -> tuple[str, li
                 "name a folder written by `tomoe convert`, plan or export"
             )
         return push(folder, repo, private), []
-    plan = Plan.load(folder)
+    plan = read_plan(folder)
     if not (folder / "README.md").exists():
         write_card(folder, plan) if (folder / "config.json").exists() else write_plan_card(folder, plan, repo)
     recipe = Recipe(**plan.recipe)

@@ -26,7 +26,7 @@ from tomoe.exporting.writing import check_place
 from tomoe.files import basename, format_bytes
 from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.far_tokens import far_tokens
-from tomoe.model.loading import load_tokenizer
+from tomoe.model.loading import load_config, load_tokenizer
 from tomoe.moe.checkpoint import load_moe
 from tomoe.plan import Plan
 from tomoe.progress import ProgressCallback, StageCallback, no_progress
@@ -82,6 +82,11 @@ def export(
     if options.precision not in get_args(Precision) or (options.width_multiple or 1) < 1:
         raise UserError(
             f"{options} has a precision or a width that there is not; precisions: {', '.join(get_args(Precision))}"
+        )
+    if getattr(load_config(str(folder)), "chooses_inputs", False):
+        raise UserError(
+            f"{folder} is of the form inputs, and no engine has a place for projections that leave out inputs of a token; "
+            "convert with --form fine to export"
         )
     moe = load_moe(folder, None, device)
     tokenizer = load_tokenizer(str(folder))

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tomoe.budget import Decoding, file_bytes, mlp_params
-from tomoe.memory.estimate import AvailableMemory, MemoryEstimate, Sizes, available_memory, least_memory, sizes_of
+from tomoe.memory.estimate import (
+    AvailableMemory,
+    MemoryEstimate,
+    Sizes,
+    available_memory,
+    layout_of,
+    least_memory,
+    sizes_of,
+)
 from tomoe.model import quantized
 from tomoe.model.loading import check_loading, load_config, pick_device
-from tomoe.pruning.layouts import FineLayout, Layout, settle_layout
+from tomoe.pruning.layouts import FineLayout, Layout
 from tomoe.recipe.conversion import Recipe
 
 
@@ -27,7 +35,7 @@ class Diagnosis:
     decoding: Decoding
     """The weights that writing a token reads."""
     one_expert: float
-    """The active share with one expert for a token."""
+    """The active share with one expert for a token; as planned if it uses one anyway, or chooses inputs."""
     file_bytes: dict[str, int]
     """Of the converted model, by format."""
 
@@ -39,20 +47,20 @@ def examine(recipe: Recipe) -> Diagnosis:
     """
     check_loading(recipe.model)
     sizes = sizes_of(load_config(recipe.model), recipe)
-    layout = settle_layout(recipe, sizes.shape)
+    layout = layout_of(recipe, sizes.shape)
     available = available_memory(pick_device(recipe.device))
     free = available.device_memory or available.memory
     least = least_memory(sizes, recipe, layout)
     lacking = [need.stage for need in least if need.total > free]
     remedies = _remedies(sizes, recipe, layout, free) if "training" in lacking else []
-    decoding = Decoding.of(sizes.shape, sizes.output, layout.num_experts)
+    decoding = Decoding.of(sizes.shape, sizes.output, 0 if layout is None else layout.num_experts)
     one = _one_expert(sizes, layout, recipe.active)
     return Diagnosis(
         sizes, least, available, lacking, remedies, decoding, one, file_bytes(sizes.total + decoding.routers)
     )
 
 
-def _one_expert(sizes: Sizes, layout: Layout, active: float) -> float:
+def _one_expert(sizes: Sizes, layout: Layout | None, active: float) -> float:
     """The active share if a token uses one expert: the shared part with it, or as planned if it uses one anyway."""
     if not isinstance(layout, FineLayout):
         return active
@@ -60,7 +68,7 @@ def _one_expert(sizes: Sizes, layout: Layout, active: float) -> float:
     return 1 - sizes.shape.num_layers * int(mlp_params(sizes.shape, cut)) / sizes.decoder_params
 
 
-def _remedies(sizes: Sizes, recipe: Recipe, layout: Layout, free: int) -> list[str]:
+def _remedies(sizes: Sizes, recipe: Recipe, layout: Layout | None, free: int) -> list[str]:
     settings = ["train.gradient_checkpointing=true"]
     if recipe.data.seq_len > 256:
         settings.append(f"data.seq_len={recipe.data.seq_len // 2}")

@@ -94,11 +94,27 @@ def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
     return Sizes(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)
 
 
-def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout, shards: int = 1) -> tuple[MemoryEstimate, ...]:
+def layout_of(recipe: Recipe, shape: ModelShape) -> Layout | None:
+    """How experts divide a layer; None if tokens choose inputs. Raises UserError as `settle_layout`."""
+    return None if recipe.experts.form == "inputs" else settle_layout(recipe, shape)
+
+
+def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None, shards: int = 1) -> tuple[MemoryEstimate, ...]:
     """Return what each stage needs in one process: training (or carving), with `shards` of them, repair if any, folding."""
     t, shape, computing = recipe.train, sizes.shape, BaseWeights.of(recipe).compute
     stored: torch.dtype = getattr(torch, t.dtype)
     name, quantized = str(computing).removeprefix("torch."), t.quantization != "none"
+    if layout is None:
+        tokens = min(recipe.data.seq_len, recipe.data.calibration_tokens)
+        choosing = {
+            f"weights in {name}": weight_bytes(sizes, computing),
+            "activations of one sequence": activation_bytes(shape, computing, tokens),
+            # and their gradient, and the log-probabilities with theirs
+            "logits of one sequence": 4 * tokens * sizes.output // shape.hidden_size * _FLOAT32,
+        }
+        shard = min(sizes.total * stored.itemsize, CHECKPOINT_SHARD_BYTES)
+        folding = {f"weights in {name}": weight_bytes(sizes, computing), "one file of the model": shard}
+        return MemoryEstimate("choosing inputs", choosing), MemoryEstimate("folding", folding)
     one_layer, packed = layer_bytes(sizes, stored), weight_bytes(sizes, computing, t.quantization, shards)
     training = {
         f"weights in {t.quantization if quantized and t.steps else name}": one_layer if recipe.offload else packed,
@@ -261,7 +277,7 @@ def _check(recipe: Recipe, folds: bool) -> None:
     device = pick_device(recipe.device)
     on_gpu = device.startswith("cuda")
     sizes = sizes_of(load_config(recipe.model, checked=True), recipe)
-    layout = settle_layout(recipe, sizes.shape)
+    layout = layout_of(recipe, sizes.shape)
     training, *repair, folding = least_memory(
         sizes, recipe, layout, distributed.world_size() if recipe.train.shard else 1
     )

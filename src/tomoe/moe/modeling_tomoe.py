@@ -129,7 +129,7 @@ class ToMoEConfig(PreTrainedConfig):
             return
         if self.chooses_inputs:
             # A rank that has a part of the inputs could not tell which are the largest.
-            self.base_model_tp_plan = {}
+            self.__dict__["base_model_tp_plan"] = {}
             self.check()
             return
         # Serving engines read it; where a token can use one expert only it is 1, whatever a file says.
@@ -181,7 +181,9 @@ class ToMoEConfig(PreTrainedConfig):
                 count = f"{len(sizes)} numbers" if isinstance(sizes, list) else type(sizes).__name__
                 raise ValueError(f"the config has {count} under tomoe_{name}, but {layers} converted layers")
         if self.tomoe_expert_form not in ("overlapping", "fine"):
-            raise ValueError(f"tomoe_expert_form is {str(self.tomoe_expert_form)[:40]!r}, not overlapping, fine or inputs")
+            raise ValueError(
+                f"tomoe_expert_form is {str(self.tomoe_expert_form)[:40]!r}, not overlapping, fine or inputs"
+            )
         most = self.most_top_k
         self._check_size(self.top_k_key, getattr(self, self.top_k_key), 1, most)
         width = getattr(self, "intermediate_size", None)
@@ -196,17 +198,17 @@ class ToMoEConfig(PreTrainedConfig):
             raise ValueError("the config names no projections whose inputs a token could choose")
         if not isinstance(path, list) or len(path) < 2 or not all(isinstance(knot, dict) for knot in path):
             raise ValueError("the config has no tomoe_input_path with two knots or more")
-        last = None
+        last: dict[str, Any] = {"active": 1}
         for knot in path:
-            active = knot.get("active")
-            if type(active) not in (int, float) or not 0 < active <= (1 if last is None else last["active"]):
+            active: Any = knot.get("active")
+            if type(active) not in (int, float) or not 0 < active <= last["active"]:
                 raise ValueError(f"tomoe_input_path has {str(active)[:40]!r} where a falling fraction should be")
             for kind in kinds:
                 numbers = knot.get(kind)
                 if not isinstance(numbers, list) or len(numbers) != layers:
                     raise ValueError(f"tomoe_input_path lacks numbers of the {kind} projections of {layers} layers")
                 for i, number in enumerate(numbers):
-                    most = 2**24 if last is None else last[kind][i]
+                    most = last[kind][i] if kind in last else 2**24
                     self._check_size(f"inputs of the {kind} projections of layer {i}", number, min(1, most), most)
             last = knot
         if type(self.tomoe_active) not in (int, float) or not path[-1]["active"] - 0.01 <= self.tomoe_active <= 1:
@@ -675,12 +677,12 @@ class Choosing:
 
 
 @functools.cache
-def choosing_class(dense: type[Any]) -> type[Any]:
+def choosing_class(dense: Any) -> type[Any]:
     """The class of projections of a class whose inputs tokens choose."""
     return type(f"Choosing{dense.__name__}", (Choosing, dense), {"__module__": __name__, "dense_class": dense})
 
 
-def _new_choosing(dense: type[Any]) -> Any:
+def _new_choosing(dense: Any) -> Any:
     return object.__new__(choosing_class(dense))
 
 
@@ -703,7 +705,9 @@ def choosing_all(model: nn.Module) -> Iterator[None]:
 
 def choices_of(model: nn.Module) -> list[Choice]:
     """The choices of a model of the form `inputs`, layer by layer; none of other models."""
-    return list({id(module.choice): module.choice for module in model.modules() if isinstance(module, Choosing)}.values())
+    return list(
+        {id(module.choice): module.choice for module in model.modules() if isinstance(module, Choosing)}.values()
+    )
 
 
 class ToMoEPreTrainedModel(PreTrainedModel):
@@ -737,7 +741,8 @@ class ToMoEPreTrainedModel(PreTrainedModel):
                     found = config.tomoe_input_path[0][kind][i]
                     raise ValueError(f"the {kind} projections of layer {i} have {choice.width} inputs, not {found}")
                 for projection in projections:
-                    projection.__class__ = choosing_class(type(projection))
+                    dense: Any = type(projection)
+                    projection.__class__ = choosing_class(dense)
                     projection.choice = choice
 
     def _replace_mlps(self, config: ToMoEConfig) -> None:

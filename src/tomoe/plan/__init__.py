@@ -10,11 +10,10 @@ from pathlib import Path
 
 from tomoe.errors import UserError
 from tomoe.files import read_json
-from tomoe.plan import inputs
 from tomoe.plan.inputs import InputsPlan, Knot
 from tomoe.plan.layer import LayerCounts, LayerPlan
 from tomoe.plan.layout import ALWAYS, always_used
-from tomoe.plan.manifest import FINETUNED, REPAIRED
+from tomoe.plan.manifest import FINETUNED, OF_INPUTS, REPAIRED
 from tomoe.plan.plan import Plan
 
 __all__ = [
@@ -40,5 +39,5 @@ def read_plan(folder: Path) -> AnyPlan:
     path = folder / "plan.json"
     if not path.is_file():
         raise UserError(f"{folder} holds no plan (no plan.json); make one with `tomoe convert` or `tomoe plan`")
-    of_inputs = read_json(path).get("format") == inputs.FORMAT
+    of_inputs = read_json(path).get("format") == OF_INPUTS
     return InputsPlan.load(folder) if of_inputs else Plan.load(folder)

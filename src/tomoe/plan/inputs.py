@@ -6,7 +6,7 @@ It holds no tensor: which inputs these are, a token's own numbers tell. plan.jso
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +17,8 @@ from tomoe.errors import UserError
 from tomoe.files import atomic_write, read_json
 from tomoe.model.projections import KINDS, Kind
 from tomoe.model.shape import ModelShape
-from tomoe.plan.manifest import damage_in_a_sentence, parsed_metadata, parsed_shape
+from tomoe.plan.manifest import OF_INPUTS, damage_in_a_sentence, parsed_metadata, parsed_shape
 from tomoe.recipe.target_rules import Form
-
-FORMAT = "tomoe-plan-5"
 
 Counts = Mapping[Kind, Sequence[int]]
 """A number for each kind of projection and each converted layer; 0 where a layer has no such projection."""
@@ -128,12 +126,13 @@ class InputsPlan:
     def describe(self) -> list[dict[str, Any]]:
         """Return one row per layer, for a table: the share of the inputs of each kind, and of all parameters as `active`."""
         used, whole = self.inputs(), decoder_params(self.shape) / self.shape.num_layers
-        rows = []
+        rows: list[dict[str, Any]] = []
         for i in range(self.shape.num_layers):
             held = {kind: self.widths[kind][i] for kind in self.names}
             saved = sum((held[kind] - used[kind][i]) * self.columns[kind][i] for kind in self.names)
-            shares = {kind: used[kind][i] / held[kind] if held[kind] else None for kind in self.names}
-            rows.append({"layer": i, **shares, "active": 1 - saved / whole})
+            row: dict[str, Any] = {"layer": i, "active": 1 - saved / whole}
+            row |= {kind: used[kind][i] / held[kind] if held[kind] else None for kind in self.names}
+            rows.append(row)
         return rows
 
     def at(self, active: float) -> InputsPlan:
@@ -143,7 +142,7 @@ class InputsPlan:
     def save(self, folder: Path) -> None:
         """Write plan.json atomically; the same plan gives the same bytes. Raises UserError if it cannot be written."""
         head = {
-            "format": FORMAT,
+            "format": OF_INPUTS,
             "shape": self.shape.to_dict(),
             "active": self.active,
             "active_fraction": self.active_fraction(),
@@ -169,7 +168,7 @@ class InputsPlan:
     def load(cls, folder: Path) -> InputsPlan:
         """Read and check a plan. Raises UserError if the folder holds a damaged one, or one of another form."""
         head = read_json(folder / "plan.json")
-        if head.get("format") != FORMAT:
+        if head.get("format") != OF_INPUTS:
             raise UserError(f"{folder} holds a plan of experts, not of inputs; name one made with --form inputs")
         with damage_in_a_sentence(folder):
             return cls(**_parse(head))
@@ -182,7 +181,8 @@ def inputs_at(active: float, path: Sequence[tuple[float, Counts]]) -> Counts:
         if active > fewer:
             part = min(1.0, (more - active) / (more - fewer))
             return {
-                kind: [round(a + part * (b - a)) for a, b in zip(before[kind], after[kind], strict=True)] for kind in before
+                kind: [round(a + part * (b - a)) for a, b in zip(before[kind], after[kind], strict=True)]
+                for kind in before
             }
     return last
 

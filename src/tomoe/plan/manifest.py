@@ -18,6 +18,8 @@ from tomoe.plan.form import FINE, OVERLAPPING
 FORMAT = OVERLAPPING.formats[0]
 """The first format, in which a token uses one expert."""
 FORMATS = (*OVERLAPPING.formats, FINE.formats[0])
+OF_INPUTS = "tomoe-plan-5"
+"""The format of a plan whose tokens choose inputs (`plan.inputs`)."""
 REPAIRED = "repair"
 """The note of a plan whose projections were refitted: how, on what text, with what gain."""
 FINETUNED = "finetuned"
@@ -50,6 +52,11 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Raises UserError if the folder holds no plan, a damaged one, or one of an unknown format."""
         path = folder / "plan.json"
+        if path.is_file() and read_json(path).get("format") == OF_INPUTS:
+            raise UserError(
+                f"{folder} is of the form inputs, which leaves the dense weights as they are, and this needs experts; convert "
+                "with --form fine"
+            )
         if not path.is_file() or not (folder / "plan.safetensors").is_file():
             raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
         head = read_json(path)

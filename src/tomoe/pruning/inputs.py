@@ -23,6 +23,7 @@ from tomoe.model.projections import KINDS, Group, Kind, Layer, groups_of
 from tomoe.model.shape import ModelShape
 from tomoe.plan.inputs import Counts, InputsPlan, Knot
 from tomoe.progress import StageCallback, no_stage_progress
+from tomoe.pruning.layouts import LEAST_INPUTS
 
 
 def column_norms(group: Group) -> Float[Tensor, " D"]:
@@ -58,7 +59,7 @@ def inputs_masked(model: PreTrainedModel, counts: Counts) -> Iterator[None]:
         yield
 
 
-LEVELS = tuple(i / 40 for i in range(40, 3, -1))
+LEVELS = tuple(i / 40 for i in range(40, round(40 * LEAST_INPUTS) - 1, -1))
 """Shares of its inputs that a projection can get, from all of them down to a tenth."""
 KNOTS = tuple(i / 20 for i in range(19, 1, -1))
 """Active fractions at which the path is recorded, as far as it goes."""
@@ -217,8 +218,8 @@ def cheapest_path(layers: Sequence[Layer], costs: Costs, total: int, active: flo
         path.append(last)
     if wanted and active <= wanted[0]:
         raise UserError(
-            f"active is {active}, but with a tenth of the inputs of every projection {path[-1].active:.3f} of this model's decoder "
-            "parameters are active; set a larger active"
+            f"active is {active}, but with a tenth of the inputs of every projection {path[-1].active:.3f} of this model's "
+            "decoder parameters are active; set a larger active"
         )
     return tuple(path)
 

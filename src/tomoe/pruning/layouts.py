@@ -36,6 +36,8 @@ FEWER_EXPERTS = 0.25
 """Share of the fine-grained experts that a stock format may do without, to be held without zeros and to meet the budget."""
 SHARED_SLACK = 0.25
 """How far the shared part may be from the wanted one, as a share of a token's neurons, to get a rounder expert size."""
+LEAST_INPUTS = 0.1
+"""The smallest share of its inputs that a projection gets (form `inputs`)."""
 STORED_ZEROS = 0.02
 """Neurons of zeros that a stock format may hold, as a share of a layer's, if another layout needs no more than that."""
 
@@ -109,7 +111,9 @@ Layout = OverlappingLayout | FineLayout
 
 
 def settle_layout(recipe: Recipe, shape: ModelShape) -> Layout:
-    """The layout that a recipe asks for. Raises UserError if it is known without the masks that no plan can meet the budget."""
+    """The layout that a recipe of experts asks for.
+
+    Raises UserError if it is known without the masks that no plan can meet the budget."""
     settle = FORMS[recipe.experts.form].settle
     return settle(shape, recipe.experts, recipe.attention, recipe.active, recipe.target)
 
@@ -326,6 +330,12 @@ def attention_units(shape: ModelShape, attention: AttentionSection, active: floa
 
 def least_active(shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, target: str) -> float:
     """Return the smallest active fraction that any plan can have: the narrowest MLP, and one unit at every other site."""
+    if experts.form == "inputs":
+        # a tenth of the inputs of attention and MLPs
+        cut = shape.num_layers * (
+            mlp_params(shape, shape.mlp_size) + attention_params(shape, shape.head_dim, shape.head_dim)
+        )
+        return 1 - (1 - LEAST_INPUTS) * float(cut) / decoder_params(shape)
     smallest_qk = 2 if shape.rotary_size == shape.head_dim else 1
     dims = (shape.head_dim, shape.head_dim) if attention.pruning == "off" else (smallest_qk, 1)
     width = min(FORMS[experts.form].least_width(shape, experts, TARGET_RULES[target]), shape.mlp_size)

@@ -230,7 +230,7 @@ class Recipe(RunRecipe):
             self._imply("repair", {"mode": "none"})
             asked = {"tokens"} & self.data.model_fields_set
             self._imply("data", {"calibration_tokens": INPUTS_TEXT} | ({} if asked else {"tokens": 0}))
-            self._enough_text()
+            self.__dict__["data"] = self._with_enough_text()
         return self
 
     @model_validator(mode="after")
@@ -264,9 +264,8 @@ class Recipe(RunRecipe):
             )
         if form not in rules.forms:
             *others, last = (name for name, other in TARGET_RULES.items() if form in other.forms)
-            raise UserError(
-                f"target {self.target} has no place for experts.form = {form}; set target to {', '.join(others)} or {last}"
-            )
+            which = f"{', '.join(others)} or {last}" if others else last
+            raise UserError(f"target {self.target} has no place for experts.form = {form}; set target to {which}")
         return self
 
     @model_validator(mode="after")

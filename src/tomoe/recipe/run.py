@@ -129,10 +129,15 @@ class RunRecipe(BaseRecipe):
 
     @model_validator(mode="after")
     def _enough_text(self) -> Self:
-        """A number for `data.tokens` if it is 0; it still counts as not given."""
+        # a frozen model is changed in its dictionary
+        self.__dict__["data"] = self._with_enough_text()
+        return self
+
+    def _with_enough_text(self) -> DataSection:
+        """The text, with a number for `data.tokens` if it is 0; it still counts as not given."""
         train, data = self.train, self.data
         if data.tokens:
-            return self
+            return data
         # a repair is fitted to the calibration text, too
         training = max(self.fitted_tokens() - data.calibration_tokens, data.seq_len)
         least = data.calibration_tokens + data.held_out_tokens + training
@@ -140,6 +145,4 @@ class RunRecipe(BaseRecipe):
         asked = min(data.calibration_tokens + data.held_out_tokens + read, MOST_TOKENS)
         chosen = data.model_copy(update={"tokens": max(least, asked)})
         chosen.model_fields_set.discard("tokens")
-        # a frozen model is changed in its dictionary
-        self.__dict__["data"] = chosen
-        return self
+        return chosen

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tomoe.evaluation.results import Row
-from tomoe.plan import Plan
+from tomoe.plan import AnyPlan, InputsPlan, Plan
 from tomoe.report.figures import Rows, cost_figure, dial_figure, throughput_figure, training_figure, usage_figure
 from tomoe.report.plan_figures import (
     expert_width_figure,
+    inputs_figure,
     parts_figure,
     similarity_figure,
     union_figure,
@@ -26,7 +27,7 @@ OF_FORM: dict[str, tuple[Callable[[Plan], CaptionedFigure | None], ...]] = {
 
 
 def all_figures(
-    plan: Plan,
+    plan: AnyPlan,
     rows: Sequence[Row] = (),
     metrics: Rows = (),
     cost: Mapping[str, Any] | None = None,
@@ -38,6 +39,9 @@ def all_figures(
     `rows` come from `compare`, `metrics` and `cost` from the run's metrics.jsonl and cost.json, `timed` from the cells of
     benchmark.json, `dial` from dial.json.
     """
+    if isinstance(plan, InputsPlan):
+        drawn = [dial_figure(dial, plan), throughput_figure(timed), inputs_figure(plan), cost_figure(cost or {})]
+        return [figure for figure in drawn if figure is not None]
     active = plan.recipe.get("active", plan.active_fraction())
     figures = [
         dial_figure(dial, plan), throughput_figure(timed), training_figure(metrics, plan.num_experts, active), width_figure(plan),

@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
@@ -21,17 +20,19 @@ from tomoe.evaluation.routing_trace import RoutingTrace, trace_ids, trace_text
 from tomoe.evaluation.run import compare_on
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.token_losses import TokenLosses, token_losses, typical_tokens
+from tomoe.evaluation.usage import routers
 from tomoe.evaluation.writing.loops import TOPICS, Variety, opening, question
 from tomoe.evaluation.writing.run import LOOP_LENGTH, LoopTask
 from tomoe.files import atomic_write, basename, read_json, sha256
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.shape import max_positions
-from tomoe.plan import FINETUNED, Plan
+from tomoe.plan import FINETUNED, read_plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.all_figures import all_figures, save_all
 from tomoe.report.card import write_card
+from tomoe.report.forms import WORDS
 from tomoe.report.page import Generation, PageFacts, commands, write_page
 from tomoe.training.run_folder import RunFolder
 
@@ -48,9 +49,9 @@ class Observed:
     """report.json: what the models wrote, and the experts of some tokens of every source."""
 
     format: str
-    plan: str  # sha256 of plan.safetensors
+    plan: str  # sha256 of the plan's last file
     generations: list[Generation]
-    texts: Annotated[list[tuple[str, RoutingTrace]], Field(min_length=1)]
+    texts: list[tuple[str, RoutingTrace]]  # none where tokens choose inputs
     losses: TokenLosses | None = None  # of a passage of the held-out text
     typical: list[list[list[Name]]] = field(default_factory=list)  # [layer][expert]: tokens
     varieties: list[Variety] = field(default_factory=list)  # of what both models wrote, loops among it
@@ -93,7 +94,7 @@ def write_reports(
     (evaluation.json, report.json) is shown as it is. Several processes measure together, and process 0 writes. Raises
     UserError if `out` holds no conversion, holds damaged files, or cannot be written.
     """
-    plan, recipe = Plan.load(out), Recipe.load(out / "recipe.json")
+    plan, recipe = read_plan(out), Recipe.load(out / "recipe.json")
     rows, observed = ([], None) if again else _kept(out)
     if observed is None:
         rows, observed = _measure(out, recipe, dense, on_progress)
@@ -106,7 +107,7 @@ def write_reports(
     figures = all_figures(plan, rows, RunFolder(out / "run").rows(), cost, timed, dial)
     save_all(figures, out / "figures")
     facts = PageFacts(
-        f"{rows[0].name} as a Mixture-of-Experts, {plan.active_fraction():.0%} active", plan, rows, observed.generations,
+        f"{rows[0].name} as {WORDS[plan.form].product}, {plan.active_fraction():.0%} active", plan, rows, observed.generations,
         observed.texts, figures, commands=commands(recipe, basename(out), FINETUNED in plan.notes), cost=cost,
         timed=bool(timed), dial=dial, losses=observed.losses, typical=observed.typical, varieties=observed.varieties,
     )  # fmt: skip
@@ -142,9 +143,15 @@ def _kept(out: Path) -> tuple[list[Row], Observed | None]:
     if not path.exists():
         return [], None
     values, rows = read_json(path), read_rows(out)
-    if not rows or (values.get("format"), values.get("plan")) != (FORMAT, sha256(out / "plan.safetensors")):
+    if not rows or (values.get("format"), values.get("plan")) != (FORMAT, _plan_hash(out)):
         return [], None
     return rows, _checked(path, Observed, values)
+
+
+def _plan_hash(out: Path) -> str:
+    """Sha256 of plan.safetensors, or of plan.json, which is all of a plan whose tokens choose inputs."""
+    tensors = out / "plan.safetensors"
+    return sha256(tensors if tensors.is_file() else out / "plan.json")
 
 
 def _read(path: Path, kind: type[Any]) -> Any:
@@ -183,16 +190,17 @@ def _observe(
         for n, topic in enumerate(texts.topics[:SHOWN])
     ]  # fmt: skip
     varieties = [texts.variety(row.name, own) for row, own in zip(rows, written, strict=True)]
-    first = generations[0]
-    passages = [(name, trace_ids(moe, tokenizer, ids)) for name, ids in _passages(text)]
-    passages.append(
-        ("What the MoE wrote", trace_text(moe, tokenizer, f"{first.prompt}\n\n{first.answers[-1][1]}", PASSAGE))
-    )
+    passages, first = [], generations[0]
+    if routed := bool(routers(moe)):
+        passages = [(name, trace_ids(moe, tokenizer, ids)) for name, ids in _passages(text)]
+        passages.append(
+            ("What the MoE wrote", trace_text(moe, tokenizer, f"{first.prompt}\n\n{first.answers[-1][1]}", PASSAGE))
+        )
     long = [ids for ids in (row[mask].tolist() for row, mask in zip(*_beginning(text), strict=True)) if len(ids) > 1]
     return Observed(
-        FORMAT, sha256(out / "plan.safetensors"), generations, passages,
+        FORMAT, _plan_hash(out), generations, passages,
         token_losses(models[0], moe, tokenizer, long[0][:PAIRED]) if long else None,
-        typical_tokens([trace_ids(moe, tokenizer, ids) for ids in long]) if long else [], varieties,
+        typical_tokens([trace_ids(moe, tokenizer, ids) for ids in long]) if long and routed else [], varieties,
     )  # fmt: skip
 
 

@@ -17,9 +17,10 @@ from tomoe.evaluation.results import Row
 from tomoe.evaluation.tables import escape_markdown, to_markdown
 from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.model import catalog
-from tomoe.plan import FINETUNED, REPAIRED, Plan
+from tomoe.model.hub import PLAN_FILES
+from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.recipe.conversion import Recipe
-from tomoe.report.forms import WORDS
+from tomoe.report.forms import WORDS, num_experts
 from tomoe.report.license import base_model_info
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
@@ -27,7 +28,7 @@ from tomoe.report.warnings import find_warnings
 
 def write_card(
     out: Path,
-    plan: Plan,
+    plan: AnyPlan,
     rows: Sequence[Row] = (),
     *,
     base_model: str = "",
@@ -65,7 +66,9 @@ def write_card(
         quoted=_fenced(json.dumps(name, ensure_ascii=False)),
         base=escape_markdown(shown_name(base) or "a dense model"),
         active=f"{plan.active_fraction():.0%}",
-        experts=WORDS[plan.form].card(plan.num_experts, dialed),
+        product=WORDS[plan.form].product,
+        experts=WORDS[plan.form].card(num_experts(plan), dialed),
+        files=" and ".join(f"`{file.name}`" for file in plan_files(out)) or "`plan.json`",
         refitted=REPAIRED in plan.notes or FINETUNED in plan.notes,
         summary=_escaped(line for line in conversion_summary(plan) if line[0] != "Dense model"),
         comparison=to_markdown(rows) if rows else "",
@@ -78,17 +81,26 @@ def write_card(
     return atomic_write(out / "README.md", str(card))
 
 
-def write_plan_card(folder: Path, plan: Plan, plan_name: str = "PLAN") -> Path:
+def plan_files(folder: Path) -> list[Path]:
+    """The files of the plan in a folder."""
+    return [file for name in PLAN_FILES if (file := folder / name).is_file()]
+
+
+def write_plan_card(folder: Path, plan: AnyPlan, plan_name: str = "PLAN") -> Path:
     """Write FOLDER/README.md for a plan that travels alone. Raises UserError if the folder cannot be written."""
     recipe = recipe_of(plan)
     base = recipe.model if recipe else ""
     data = ModelCardData(base_model=base_model_info(base).hub_id, library_name="tomoe", tags=["moe", "tomoe", "plan"])
-    size = sum((folder / name).stat().st_size for name in ("plan.json", "plan.safetensors"))
+    size = sum(file.stat().st_size for file in plan_files(folder))
     card = ModelCard.from_template(
         data,
         template_str=_template("plan_card.md.j2"),
         title=escape_markdown(plan_name.rpartition("/")[2] if plan_name != "PLAN" else basename(folder)),
         base=escape_markdown(shown_name(base) or "a dense model"),
+        product=WORDS[plan.form].product,
+        holds="how many inputs of each projection a token uses, at every budget"
+        if isinstance(plan, InputsPlan)
+        else "which neurons belong to which expert, the routers that choose among them and the kept attention dims",
         source=shlex.quote(base) if hub_id(base) or base in catalog.names() else "MODEL",
         active=f"{plan.active_fraction():.0%}",
         size=format_bytes(size),
@@ -112,7 +124,7 @@ def _fenced(code: str) -> str:
     return code.replace("```", "'" * 3)
 
 
-def limits(plan: Plan, rows: Sequence[Row]) -> list[str]:
+def limits(plan: AnyPlan, rows: Sequence[Row]) -> list[str]:
     """Sentences on what to know before trusting the model; they depend on how it was made and measured."""
     recipe = recipe_of(plan)
     sentences = []
@@ -129,7 +141,9 @@ def limits(plan: Plan, rows: Sequence[Row]) -> list[str]:
         sentences.append(
             "Its quality was not measured against the dense model; do so before using it (`tomoe evaluate`)."
         )
-    if recipe is not None:
+    if isinstance(plan, InputsPlan):
+        sentences.append("It saves nothing in prompts and in batches, and no serving engine runs it; experts do both.")
+    elif recipe is not None:
         if not plan.notes.get("steps", recipe.train.steps):
             sentences.append("Nothing was learned after the start; a trained conversion is usually much better.")
         if "self" in recipe.data.sources:

@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentForma
 
 from tomoe.evaluation.results import ExpertUsage, Row
 from tomoe.files import format_bytes
-from tomoe.plan import FINETUNED, REPAIRED, Plan
+from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.report.plan_figures import layer_axis
 from tomoe.report.style import COLORS, HEAT, INK, LIGHT, MARKERS, WIDTH, CaptionedFigure, canvas, short, styled
 
@@ -21,8 +21,8 @@ Shares = Sequence[Sequence[float]]  # [layer][expert]
 
 
 @styled
-def dial_figure(rows: Sequence[Row], plan: Plan) -> CaptionedFigure | None:
-    """Perplexity of one model with several numbers of fine-grained experts a token, from the rows of dial.json.
+def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
+    """Perplexity of one model with several numbers of fine-grained experts, or inputs, a token, from the rows of dial.json.
 
     The first row is the dense model. None unless at least two others have an active share.
     """
@@ -33,7 +33,8 @@ def dial_figure(rows: Sequence[Row], plan: Plan) -> CaptionedFigure | None:
     )
     if len(points) < 2:
         return None
-    planned = max(layer.top_k for layer in plan.counts)
+    inputs = isinstance(plan, InputsPlan)
+    planned = None if isinstance(plan, InputsPlan) else max(layer.top_k for layer in plan.counts)
     dense = rows[0].measurement.perplexity
     figure, (axes,) = canvas(3.2)
     shares, perplexities, _ = zip(*points, strict=True)
@@ -57,14 +58,16 @@ def dial_figure(rows: Sequence[Row], plan: Plan) -> CaptionedFigure | None:
     axes.margins(x=0.08, y=0.1)
     if planned in [k for _, _, k in points]:
         axes.legend(loc="upper right")
-    numbers = ", ".join(f"{y:.4g} at {x:.0%} ({k} experts in the layer that uses most)" for x, y, k in points)
+    unit = "inputs" if inputs else "experts"
+    most = "" if inputs else " ({} experts in the layer that uses most)"
+    numbers = ", ".join(f"{y:.4g} at {x:.0%}{most.format(k)}" for x, y, k in points)
     refitted = " Projections were refitted for the planned number, so with all experts it need not be the dense model."
     return CaptionedFigure(
         "dial",
         "Quality against active parameters, one folder",
         f"Line chart of perplexity by active share; the dense model has {dense:.2f}. {numbers}.",
-        "The same weights with more or fewer experts for each token, a number that is chosen when the model is loaded. Lower "
-        "is better, the dotted line is the dense model, and the square is the number that the plan was made for. Look for the "
+        f"The same weights with more or fewer {unit} for each token, a number that is chosen when the model is loaded. Lower "
+        f"is better, and the dotted line is the dense model{'' if inputs else ', the square the planned number'}. Look for the "
         f"share at which the line begins to climb.{refitted if {REPAIRED, FINETUNED} & plan.notes.keys() else ''}",
         figure,
     )

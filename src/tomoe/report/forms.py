@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from tomoe.plan import Plan
+from tomoe.model.projections import Kind
+from tomoe.plan import AnyPlan, InputsPlan, Plan
 
 
 class FormWords(ABC):
-    """drawing: of the method, among the templates; tokens, typical, usage: notes of the page on colored tokens, on typical
-    tokens and on the table of shares."""
+    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; heading: of what
+    stands by layer; tokens, typical, usage: notes of the page on colored tokens, on typical tokens and on the table of shares."""
 
     drawing: ClassVar[str]
-    tokens: ClassVar[str]
-    typical: ClassVar[str]
-    usage: ClassVar[str]
+    drawn: ClassVar[str] = (
+        "The method: masks and a router on a frozen dense MLP; the plan keeps, for each expert, the neurons that it uses; the "
+        "rows of the dense weights are stored once."
+    )
+    product: ClassVar[str] = "a Mixture-of-Experts"
+    heading: ClassVar[str] = "Experts and layers"
+    tokens: ClassVar[str] = ""
+    typical: ClassVar[str] = ""
+    usage: ClassVar[str] = ""
 
     @abstractmethod
-    def routing(self, plan: Plan) -> str:
-        """The experts of a layer and how many of them a token uses, as a phrase."""
+    def routing(self, plan: Any) -> str:
+        """What stands in a layer and how much of it a token uses, as a phrase."""
 
     @abstractmethod
-    def experts(self, plan: Plan) -> str:
+    def experts(self, plan: Any) -> str:
         """The same with widths, for the summary."""
 
     @abstractmethod
@@ -31,8 +38,8 @@ class FormWords(ABC):
         """The same for the card, where the sentence begins with "in every layer"; dialed: other numbers can be asked for."""
 
     @abstractmethod
-    def columns(self, plan: Plan) -> tuple[list[str], list[list[str]]]:
-        """Titles and cells of a table of layers that only this form has."""
+    def columns(self, plan: Any) -> tuple[list[str], list[list[str]]]:
+        """Titles and cells of a table of layers, without the number of the layer."""
 
     def commands(self, folder: str) -> list[tuple[str, str]]:
         """(command, what it does), of what only this form can do."""
@@ -71,12 +78,18 @@ class FineWords(FormWords):
         )
 
     def columns(self, plan: Plan) -> tuple[list[str], list[list[str]]]:
-        titles = ["shared part", "experts", "of a token", "neurons of a token", "of neurons"]
+        titles = ["shared part", "experts", "of a token", "neurons of a token", "of neurons", *DIMS]
         return titles, [
-            [f"{row['shared']:,}", f"{plan.num_experts} x {row['expert_size']}", str(row["top_k"]), f"{row['width']:,}",
-             f"{row['width_share']:.1%}"]
+            [
+                f"{row['shared']:,}",
+                f"{plan.num_experts} x {row['expert_size']}",
+                str(row["top_k"]),
+                f"{row['width']:,}",
+                f"{row['width_share']:.1%}",
+                *_dims(row),
+            ]
             for row in plan.describe()
-        ]  # fmt: skip
+        ]
 
     def commands(self, folder: str) -> list[tuple[str, str]]:
         return [
@@ -115,13 +128,77 @@ class OverlappingWords(FormWords):
         )
 
     def columns(self, plan: Plan) -> tuple[list[str], list[list[str]]]:
-        titles = ["expert width", "of neurons", "in any expert"]
+        titles = ["expert width", "of neurons", "in any expert", *DIMS]
         return titles, [
-            [f"{row['width']:,}", f"{row['width_share']:.1%}", f"{row['union_share']:.1%}"] for row in plan.describe()
+            [f"{row['width']:,}", f"{row['width_share']:.1%}", f"{row['union_share']:.1%}", *_dims(row)]
+            for row in plan.describe()
         ]
 
 
-WORDS: dict[str, FormWords] = {"fine": FineWords(), "overlapping": OverlappingWords()}
+KIND_NAMES: dict[Kind, str] = {
+    "attention": "Q, K, V",
+    "output": "attention output",
+    "up": "gate and up",
+    "down": "down",
+}
+
+
+class InputsWords(FormWords):
+    drawing = "method-inputs.svg"
+    drawn = (
+        "The method: of the input x of a projection the numbers that weigh most are chosen for each token, and only the rows "
+        "of the dense weights that belong to them are read."
+    )
+    product = "a model that uses the largest inputs of its projections"
+    heading = "Inputs by layer"
+
+    def routing(self, plan: InputsPlan) -> str:
+        return "dense projections, of whose inputs a token uses the largest"
+
+    def experts(self, plan: InputsPlan) -> str:
+        used = plan.inputs()
+        shares = ", ".join(
+            f"{sum(used[kind]) / sum(plan.widths[kind]):.0%} of those of {KIND_NAMES[kind]}" for kind in plan.names
+        )
+        return (
+            f"the inputs of each projection with the largest |x| times the norm of their column: on average {shares}. The "
+            "weights are the dense model's. Prompts and batches of more than four tokens use all inputs; everything here was "
+            "measured with the choice on every token"
+        )
+
+    def card(self, num_experts: int, dialed: bool) -> str:
+        return (
+            "each token\nuses the inputs of a projection that are largest times the norm of their column, and the rows of the "
+            "matrices\nthat belong to the others are not read. Prompts and batches of more than four tokens use all inputs. "
+            "How many a token\nuses is a number at load time (`tomoe_active`)"
+        )
+
+    def columns(self, plan: InputsPlan) -> tuple[list[str], list[list[str]]]:
+        return [KIND_NAMES[kind] for kind in plan.names], [
+            ["-" if row[kind] is None else f"{row[kind]:.1%}" for kind in plan.names] for row in plan.describe()
+        ]
+
+    def commands(self, folder: str) -> list[tuple[str, str]]:
+        return [
+            (f'tomoe generate {folder} "Once upon a time" --active 0.8', "Use more or fewer inputs for each token"),
+            (
+                f"tomoe evaluate {folder} --active 0.5,0.7,1\ntomoe report {folder}",
+                "Measure it with more and fewer inputs",
+            ),
+        ]
+
+
+WORDS: dict[str, FormWords] = {"fine": FineWords(), "overlapping": OverlappingWords(), "inputs": InputsWords()}
+DIMS = ("Q/K dims", "V/O dims")
+
+
+def num_experts(plan: AnyPlan) -> int:
+    """Experts of a layer; 0 where tokens choose inputs."""
+    return 0 if isinstance(plan, InputsPlan) else plan.num_experts
+
+
+def _dims(row: Mapping[str, Any]) -> list[str]:
+    return [str(row["qk_dims"]), str(row["value_dims"])]
 
 
 def _top_ks(plan: Plan) -> list[int]:

@@ -15,7 +15,7 @@ from tomoe.evaluation.tables import count, footnote, table, task_footnote, task_
 from tomoe.evaluation.token_losses import TokenLosses
 from tomoe.evaluation.writing.loops import Variety
 from tomoe.files import atomic_write, basename, format_bytes
-from tomoe.plan import Plan
+from tomoe.plan import AnyPlan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.forms import WORDS
 from tomoe.report.html import Texts, render, svg_uri
@@ -41,7 +41,7 @@ class PageFacts:
     """All that the page shows. Parts that are empty here are left out of it."""
 
     title: str
-    plan: Plan
+    plan: AnyPlan
     rows: Sequence[Row] = ()  # from `compare`, dense first; routing is that of the last row that has it
     generations: Sequence[Generation] = ()
     texts: Texts = ()  # to be colored
@@ -82,7 +82,7 @@ def write_page(out: Path, facts: PageFacts) -> Path:
     return atomic_write(out / PAGE, page)
 
 
-def _lead(plan: Plan) -> str:
+def _lead(plan: AnyPlan) -> str:
     s = plan.shape
     return (
         f"{s.num_layers} layers of {WORDS[plan.form].routing(plan)}; {plan.active_fraction():.1%} of the "
@@ -95,7 +95,7 @@ def _sections(facts: PageFacts, warnings: Sequence[str]) -> list[tuple[str, str]
     sections = [
         ("warnings", "Warnings", warnings), ("quality", "Quality", facts.rows or facts.dial),
         ("tokens", "Tokens by expert", facts.texts),
-        ("writing", "Sample output", facts.generations), ("experts", "Experts and layers", True),
+        ("writing", "Sample output", facts.generations), ("experts", WORDS[facts.plan.form].heading, True),
         ("how", "How it was made", True), ("speed", "Speed and memory", True), ("use", "Load, serve, reproduce", facts.commands),
     ]  # fmt: skip
     return [(name, heading) for name, heading, there in sections if there]
@@ -131,13 +131,13 @@ def tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _summary(plan: Plan) -> list[tuple[str, str]]:
+def _summary(plan: AnyPlan) -> list[tuple[str, str]]:
     hashes = [("Dense weights", f"sha256 {plan.source[:16]}")] if plan.source else []
     recipe = recipe_of(plan)
     return [*conversion_summary(plan), *hashes, *([("Recipe", f"sha256 {recipe.digest()[:16]}")] if recipe else [])]
 
 
-def _recipe(plan: Plan) -> str:
+def _recipe(plan: AnyPlan) -> str:
     """Every key, with paths by their last part: a report that travels says nothing about the disk it was made on."""
     recipe = recipe_of(plan)
     if recipe is None:
@@ -179,7 +179,7 @@ def _memory(facts: PageFacts) -> list[str]:
     return sentences
 
 
-def _benchmark_command(out: Path, plan: Plan) -> str:
+def _benchmark_command(out: Path, plan: AnyPlan) -> str:
     """The commands that measure speed and add it to the page."""
     recipe, name = recipe_of(plan), shlex.quote(basename(out))
     dense = shlex.quote((recipe and shown_name(recipe.model)) or "DENSE")
@@ -205,14 +205,17 @@ def commands(recipe: Recipe, name: str, finetuned: bool = False) -> list[tuple[s
         f'model = AutoModelForCausalLM.from_pretrained({quoted}, dtype="auto")\n'
         f"tokenizer = AutoTokenizer.from_pretrained({quoted})"
     )
-    return [
-        (load, "Load it in Python"),
-        (f'tomoe generate {folder} "Once upon a time"', "Generate text"),
+    experts = [
         (
             f"tomoe export {folder} -o STOCK",
             "Serve it: write it as an architecture that other programs know, if one fits",
         ),
         (f'tomoe route {folder} "Any text" --html tokens.html', "Color any text by expert"),
+    ]
+    return [
+        (load, "Load it in Python"),
+        (f'tomoe generate {folder} "Once upon a time"', "Generate text"),
+        *(experts if recipe.experts.form != "inputs" else []),
         (f"tomoe evaluate {model} {folder} --text FILE", "Measure both on your own text"),
         *WORDS[recipe.experts.form].commands(folder),
         (again, "Repeat the conversion with the same recipe"),

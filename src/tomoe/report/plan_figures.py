@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
-from tomoe.plan import Plan
+from tomoe.plan import InputsPlan, Plan
+from tomoe.report.forms import KIND_NAMES
 from tomoe.report.style import COLORS, DASHES, HEAT, INK, LIGHT, MARKERS, CaptionedFigure, canvas, styled
 
 
@@ -247,5 +248,32 @@ def value_figure(plan: Plan) -> CaptionedFigure | None:
         f"{max(used)} of {dims}.",
         "Where the light bar is taller, each token chooses its dims. Look for layers near zero: they pass "
         "hardly anything from other tokens.",
+        figure,
+    )
+
+
+@styled
+def inputs_figure(plan: InputsPlan) -> CaptionedFigure:
+    """Share of its inputs that a token uses, by layer and kind of projection."""
+    layers = plan.describe()
+    figure, (axes,) = canvas(2.7)
+    for n, kind in enumerate(plan.names):
+        shares = [math.nan if row[kind] is None else row[kind] for row in layers]
+        axes.plot(
+            range(len(layers)), shares, color=COLORS[n], linestyle=DASHES[n], marker=MARKERS[n], label=KIND_NAMES[kind]
+        )
+    axes.axhline(plan.active_fraction(), color=INK, linewidth=1, linestyle=":", label="all decoder layers together")
+    share_axis(axes, "inputs of a token")
+    layer_axis(axes, len(layers))
+    figure.legend(loc="outside upper left", ncols=2)
+    spans = ", ".join(
+        f"{KIND_NAMES[kind]} {_span([row[kind] for row in layers if row[kind] is not None])}" for kind in plan.names
+    )
+    return CaptionedFigure(
+        "inputs",
+        "Inputs of a token by layer and projection",
+        f"Line chart over {len(layers)} layers of the share of its inputs that each projection uses for a token. {spans}.",
+        "Where the model lost least for each weight that is not read, fewer inputs are left. Look for projections near 100 %: "
+        "they bear no cut.",
         figure,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from tomoe.budget import Decoding, active_params, file_bytes
 from tomoe.files import basename, format_bytes
 from tomoe.model.names import HUB_ID
-from tomoe.plan import FINETUNED, REPAIRED, LayerCounts, Plan
+from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan, LayerCounts, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.forms import WORDS, span
 
@@ -19,7 +19,7 @@ ATTENTION = {
 }
 
 
-def recipe_of(plan: Plan) -> Recipe | None:
+def recipe_of(plan: AnyPlan) -> Recipe | None:
     """The recipe that a plan carries; None if it was made by hand. Raises UserError if it is damaged."""
     return Recipe(**plan.recipe) if plan.recipe else None
 
@@ -43,8 +43,10 @@ def self_sampled(data: str) -> bool:
     return "self" in re.findall(r"[\w.-]+", data)
 
 
-def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
+def conversion_summary(plan: AnyPlan) -> list[tuple[str, str]]:
     """How the model was made, as (what, how) lines."""
+    if isinstance(plan, InputsPlan):
+        return _summary_of_inputs(plan)
     recipe = recipe_of(plan)
     lines = [
         ("Dense model", shown_name(recipe.model if recipe else "") or "not named"),
@@ -63,34 +65,62 @@ def conversion_summary(plan: Plan) -> list[tuple[str, str]]:
     kept = "were" if finetuning or REPAIRED in plan.notes else "are"
     learning = f"{steps:,} steps of {per_step:,} tokens, {aim}; the dense weights {kept} not changed"
     start = "from calibration statistics (carved)" if recipe.start == "carved" else "from random projections"
-    sources = ", ".join(shown_name(source) for source in d.sources)
     return [
         *lines,
         ("Start", start),
         ("Learning", learning if steps else "none: experts and routers are those of the start"),
         *_repair(plan),
         *finetuning,
+        *_origin(plan, recipe),
+    ]
+
+
+def _summary_of_inputs(plan: InputsPlan) -> list[tuple[str, str]]:
+    recipe, active = recipe_of(plan), plan.active_fraction()
+    lines = [
+        ("Dense model", shown_name(recipe.model if recipe else "") or "not named"),
+        ("Active params", f"{active:.1%} of the decoder parameters work on each token"),
+        ("What a token uses", WORDS[plan.form].experts(plan)),
+    ]
+    output = _output_weights(plan)
+    if output is not None:
+        decoding = Decoding.of(plan.shape, output, num_experts=0)
+        lines.append(("Decoding", decoding.sentence_of_inputs(active)))
+    if recipe is None:
+        return lines
+    text = f"how many inputs each projection gets was found on {recipe.data.calibration_tokens:,} tokens; nothing was trained"
+    return [*lines, ("Budget", text), *_origin(plan, recipe)]
+
+
+def _origin(plan: AnyPlan, recipe: Recipe) -> list[tuple[str, str]]:
+    """Text, seed and versions."""
+    sources = ", ".join(shown_name(source) for source in recipe.data.sources)
+    return [
         ("Text", f"{sources} (sampled from the dense model itself)" if sources == "self" else sources),
         ("Seed", str(recipe.seed)),
         ("Versions", ", ".join(f"{k} {plan.notes[k]}" for k in ("torch", "transformers", "tomoe") if k in plan.notes)),
     ]
 
 
-def layer_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
+def layer_table(plan: AnyPlan) -> tuple[list[str], list[list[str]]]:
     """Titles and cells, one line for each layer."""
     titles, cells = WORDS[plan.form].columns(plan)
-    return ["layer", *titles, "Q/K dims", "V/O dims", "active params"], [
-        [str(row["layer"]), *own, str(row["qk_dims"]), str(row["value_dims"]), f"{row['active']:.1%}"]
-        for row, own in zip(plan.describe(), cells, strict=True)
+    return ["layer", *titles, "active params"], [
+        [str(row["layer"]), *own, f"{row['active']:.1%}"] for row, own in zip(plan.describe(), cells, strict=True)
     ]
+
+
+def _output_weights(plan: AnyPlan) -> int | None:
+    """Weights of the output matrix; None for a config of other names."""
+    vocabulary, hidden = plan.dense_config.get("vocab_size"), plan.dense_config.get("hidden_size")
+    return vocabulary * hidden if type(vocabulary) is int and type(hidden) is int else None
 
 
 def _decoding(plan: Plan) -> list[tuple[str, str]]:
     """What writing a token always reads, what that bounds, and bytes of files; nothing for a config of other names."""
-    vocabulary, hidden = plan.dense_config.get("vocab_size"), plan.dense_config.get("hidden_size")
-    if type(vocabulary) is not int or type(hidden) is not int:
+    output = _output_weights(plan)
+    if output is None:
         return []
-    output = vocabulary * hidden
     decoding = Decoding.of(plan.shape, output, plan.num_experts)
     one = active_params(plan.shape, [(_one_expert(layer), layer.qk_dims, layer.value_dims) for layer in plan.counts])
     weights = decoding.decoder + decoding.routers + output * (1 if plan.dense_config.get("tie_word_embeddings") else 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tomoe.evaluation.results import ExpertUsage, Row
-from tomoe.plan import Plan
+from tomoe.plan import AnyPlan, InputsPlan, Plan
 from tomoe.pruning.layouts import tolerance_of
 from tomoe.recipe.target_rules import TARGET_RULES
 from tomoe.report.summary import recipe_of
@@ -44,7 +44,7 @@ class Finding:
     text: str
 
 
-def find_warnings(plan: Plan | None = None, rows: Sequence[Row] = ()) -> list[Finding]:
+def find_warnings(plan: AnyPlan | None = None, rows: Sequence[Row] = ()) -> list[Finding]:
     """Find everything worth a warning in a conversion: in its plan, and in the rows that `compare` measured, if any.
 
     The same plan and rows give the same findings, in the same order, and no model runs. Raises UserError if the recipe of
@@ -52,9 +52,12 @@ def find_warnings(plan: Plan | None = None, rows: Sequence[Row] = ()) -> list[Fi
     """
     findings = []
     if plan is not None:
-        findings += [*_budget(plan), *_attention(plan), *_union(plan), *_fitted_context(plan), *_training(plan)]
+        findings += [*_budget(plan), *_fitted_context(plan)]
+    of_experts = None if isinstance(plan, InputsPlan) else plan
+    if of_experts is not None:
+        findings += [*_attention(of_experts), *_union(of_experts), *_training(of_experts)]
     for row in rows:
-        findings += [*_routing(row.usage, plan), *_overlap(row), *_context(row), *_few_sequences(row)]
+        findings += [*_routing(row.usage, of_experts), *_overlap(row), *_context(row), *_few_sequences(row)]
     return list(dict.fromkeys(findings))  # what is wrong with the text is wrong for every row
 
 
@@ -67,7 +70,7 @@ def find_worsening(before: Row, after: Row) -> list[Finding]:
     return [Finding("worse than before", text)]
 
 
-def _budget(plan: Plan) -> list[Finding]:
+def _budget(plan: AnyPlan) -> list[Finding]:
     recipe, active = recipe_of(plan), plan.active_fraction()
     if recipe is None or abs(active - recipe.active) <= tolerance_of(TARGET_RULES[recipe.target]):
         return []
@@ -105,7 +108,7 @@ def _union(plan: Plan) -> list[Finding]:
     return [Finding("unused neurons", text)]
 
 
-def _fitted_context(plan: Plan) -> list[Finding]:
+def _fitted_context(plan: AnyPlan) -> list[Finding]:
     recipe, config = recipe_of(plan), plan.dense_config
     # of a model of text and images, the text's
     highest = (config.get("text_config") or config).get("max_position_embeddings")

@@ -98,7 +98,9 @@ def _packed(choice: Choice) -> tuple[Tensor, dict[Any, tuple[int, int]]]:
             packed[:, first:last] = matrix.t()
             own = packed[:, first:last]
             projection.weight.data = own if isinstance(projection, Conv1D) else own.t()
-    places = {projection: (first, last) for projection, first, last in zip(choice.projections, edges, edges[1:], strict=False)}
+    places = {
+        projection: (first, last) for projection, first, last in zip(choice.projections, edges, edges[1:], strict=False)
+    }
     where = [(projection.weight.data_ptr(), projection.weight.stride()) for projection in choice.projections]
     choice.kept["packed"] = where, packed, places
     # the same numbers elsewhere
