@@ -1,0 +1,176 @@
+"""The equation of the form `inputs`: masks on the dense model == folded == what comes back from disk, with the choice on every
+token; all inputs == dense, bit by bit; one token after another == all at once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from conftest import FAMILIES, make_pico, tokens
+from tomoe.model.structure import shape_of
+from tomoe.moe import modeling_tomoe
+from tomoe.moe.checkpoint import save_moe
+from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import FEW_TOKENS, ToMoEForCausalLM, choices_of, choosing_all
+from tomoe.plan import InputsPlan
+from tomoe.pruning.inputs import inputs_masked, plan_inputs
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+TOLERANCE = 1e-5  # of the largest logit, float32
+
+
+def make_inputs_plan(model: PreTrainedModel, active: float = 0.6) -> InputsPlan:
+    ids = tokens(2, 24, seed=4)
+    return plan_inputs(model, shape_of(model), ids, torch.ones_like(ids, dtype=torch.bool), active)
+
+
+@dataclass(frozen=True)
+class Case:
+    dense: PreTrainedModel
+    plan: InputsPlan
+    folded: ToMoEForCausalLM
+    reloaded: ToMoEForCausalLM
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    dense = make_pico(request.param)
+    plan = make_inputs_plan(dense)
+    folded = fold(dense, plan)
+    folder = tmp_path_factory.mktemp("inputs") / request.param
+    save_moe(folded, plan, None, folder, check=True)
+    return Case(dense, plan, folded, AutoModelForCausalLM.from_pretrained(folder))
+
+
+def assert_same(found: Float[Tensor, "*shape V"], meant: Float[Tensor, "*shape V"]) -> None:
+    assert float((found - meant).abs().max()) <= TOLERANCE * max(1.0, float(meant.abs().max()))
+
+
+def one_by_one(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits of tokens that come one after another, as in decoding."""
+    cache, logits = None, []
+    for column in ids.split(1, 1):
+        out = model(column, use_cache=True, **{modeling_tomoe.CACHE: cache})
+        cache = out[modeling_tomoe.CACHE]
+        logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+def test_folded_and_reloaded_compute_what_the_masks_mean(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = tokens(2, 24, seed=5)
+    whole = case.dense(ids).logits
+    with inputs_masked(case.dense, case.plan.inputs()):
+        meant = case.dense(ids).logits
+    assert (meant - whole).abs().max() > 1e-2, "the masks changed nothing"
+    for model in (case.folded, case.reloaded, copy.deepcopy(case.reloaded), pickle.loads(pickle.dumps(case.reloaded))):
+        assert torch.equal(model(ids).logits, whole), "a prompt uses all inputs"
+        with choosing_all(model):
+            assert_same(model(ids).logits, meant)
+            assert_same(one_by_one(model, ids), meant)
+            monkeypatch.setattr(modeling_tomoe, "choosing_product", lambda projection, x: projection.masked(x))
+            assert_same(one_by_one(model, ids), meant)
+            monkeypatch.undo()
+
+
+def test_single_tokens_choose_and_prompts_do_not(case: Case) -> None:
+    ids = tokens(1, 12, seed=6)
+    model = case.reloaded
+    with inputs_masked(case.dense, case.plan.inputs()):
+        meant = case.dense(ids[:, :FEW_TOKENS]).logits
+    assert_same(model(ids[:, :FEW_TOKENS]).logits, meant)
+    assert torch.equal(model(ids).logits, case.dense(ids).logits)
+    # after a whole prompt, the next token chooses
+    cache = case.dense(ids[:, :-1], use_cache=True)[modeling_tomoe.CACHE]
+    with inputs_masked(case.dense, case.plan.inputs()):
+        meant = case.dense(ids[:, -1:], use_cache=True, **{modeling_tomoe.CACHE: cache}).logits
+    cache = model(ids[:, :-1], use_cache=True)[modeling_tomoe.CACHE]
+    assert_same(model(ids[:, -1:], use_cache=True, **{modeling_tomoe.CACHE: cache}).logits, meant)
+
+
+def test_rows_do_not_depend_on_each_other(case: Case) -> None:
+    ids = tokens(4, 6, seed=7)
+    with choosing_all(case.reloaded):
+        together = one_by_one(case.reloaded, ids)
+        for i in range(4):
+            assert_same(together[i : i + 1], one_by_one(case.reloaded, ids[i : i + 1]))
+
+
+def test_all_inputs_are_the_dense_model(dense: PreTrainedModel, tmp_path: Path) -> None:
+    plan = make_inputs_plan(dense)
+    save_moe(fold(dense, plan), plan, None, tmp_path / "moe")
+    ids = tokens(2, 24, seed=5)
+    moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", tomoe_active=1.0)
+    with choosing_all(moe):
+        assert torch.equal(moe(ids).logits, dense(ids).logits)
+        assert torch.equal(one_by_one(moe, ids), one_by_one(dense, ids))
+
+
+@pytest.mark.parametrize("active", [0.45, 0.6, 0.83, 1.0])
+def test_the_share_is_chosen_when_loading(llama: PreTrainedModel, tmp_path: Path, active: float) -> None:
+    plan = make_inputs_plan(llama)
+    save_moe(fold(llama, plan), plan, None, tmp_path / "moe")
+    moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", tomoe_active=active)
+    other, ids = plan.at(active), tokens(2, 24, seed=5)
+    assert abs(other.active_fraction() - active) < 0.01  # an input of a pico model is 0.3 %
+    assert {c.count for c in choices_of(moe)} <= {n for numbers in other.inputs().values() for n in numbers}
+    with inputs_masked(llama, other.inputs()), choosing_all(moe):
+        assert_same(moe(ids).logits, llama(ids).logits)
+
+
+def test_a_share_that_the_path_does_not_reach_is_refused(llama: PreTrainedModel, tmp_path: Path) -> None:
+    plan = make_inputs_plan(llama)
+    save_moe(fold(llama, plan), plan, None, tmp_path / "moe")
+    for wrong in (0.0, 0.01, 1.5, "0.5"):
+        with pytest.raises(ValueError, match="tomoe_active is"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "moe", tomoe_active=wrong)
+
+
+def test_the_file_is_that_of_the_dense_model(case: Case, tmp_path: Path) -> None:
+    """Names and shapes, and values however the matrices lie in memory after decoding."""
+    one_by_one(case.reloaded, tokens(1, 3))
+    case.reloaded.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+    dense = case.dense.state_dict()
+    assert again.keys() == dense.keys()
+    assert all(torch.equal(again[name], t) for name, t in dense.items())
+
+
+def test_weights_that_change_change_the_choice(llama: PreTrainedModel) -> None:
+    """Norms of columns, and matrices side by side in memory, follow what is written to the weights."""
+    model = fold(copy.deepcopy(llama), make_inputs_plan(llama))
+    ids = tokens(1, 5)
+    one_by_one(model, ids)
+    for scale in (3.0, 0.2):
+        for module in (model, llama):
+            weight = module.model.layers[0].mlp.up_proj.weight
+            weight.mul_(torch.linspace(1, scale, weight.shape[1]))
+        with choosing_all(model), inputs_masked(llama, make_counts(model)):
+            assert_same(one_by_one(model, ids), llama(ids).logits)
+    replaced = torch.randn_like(llama.model.layers[1].self_attn.k_proj.weight)
+    for module in (model, llama):
+        module.model.layers[1].self_attn.k_proj.weight.data = replaced.clone()
+    with choosing_all(model), inputs_masked(llama, make_counts(model)):
+        assert_same(one_by_one(model, ids), llama(ids).logits)
+
+
+def make_counts(model: ToMoEForCausalLM) -> dict[str, list[int]]:
+    config = model.config
+    return {
+        kind: [config.layer_inputs(kind, i) for i in range(len(config.tomoe_mlps))] for kind in config.tomoe_projections
+    }
+
+
+def test_compiled_it_computes_the_same(llama: PreTrainedModel) -> None:
+    model, ids = fold(llama, make_inputs_plan(llama)), tokens(1, 3)
+    meant = model(ids).logits
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_same(compiled(ids, use_cache=False).logits, meant)

@@ -1,0 +1,141 @@
+"""The kernel for the largest inputs of a projection, against its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from tomoe.moe import modeling_tomoe
+from tomoe.moe.kernels import inputs
+from tomoe.moe.modeling_tomoe import Choice, choosing_class
+
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.skipif(inputs.kernel() is None, reason="no C++ compiler"),
+]
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # error relative to the largest number
+
+
+def defined(x: Tensor, norms: Tensor, count: int, weight: Tensor, bias: Tensor) -> Tensor:
+    """bias + the sum over the chosen inputs, token by token and in float64, by sorting."""
+    rows = []
+    for token in x:
+        scores = [(-abs(float(v)) * float(c), i) for i, (v, c) in enumerate(zip(token.float(), norms, strict=True))]
+        chosen = [i for _, i in sorted(scores)[:count]]
+        rows.append(token[chosen].double() @ weight[chosen].double() + bias.double())
+    return torch.stack(rows)
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("width", "columns"), [(96, 256), (97, 1), (130, 33), (70, 4128), (64, 8200), (600, 100)]
+)  # odd ones, several blocks of columns, several pieces of the list
+def test_it_computes_its_definition(dtype: torch.dtype, tokens: int, width: int, columns: int) -> None:
+    run = inputs.kernel()
+    assert run is not None
+    norms = draw(width, seed=0).abs() + 0.1
+    x, weight, bias = (
+        draw(*shape, seed=i).to(dtype) for i, shape in enumerate([(tokens, width), (width, columns), (columns,)], 1)
+    )
+    for count in (1, width // 3, width // 2, width - 1, width):
+        meant = defined(x, norms, count, weight, bias)
+        found = run(x, norms, weight, bias, count)
+        assert float((found.double() - meant).abs().max()) <= DTYPES[dtype] * float(meant.abs().max()), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_scores_are_taken_by_position(dtype: torch.dtype) -> None:
+    """Scores of three values only, some of them zero: exactly as many inputs as asked for, the first of equal ones."""
+    run = inputs.kernel()
+    assert run is not None
+    x = (torch.arange(60) * 7 % 3).to(dtype)[None]
+    weight = torch.eye(60, dtype=dtype)
+    order = sorted(range(60), key=lambda i: (-float(x[0, i]), i))
+    for count in (1, 7, 20, 33, 40, 59):
+        found = run(x, torch.ones(60), weight, None, count)
+        chosen = [i for i in order[:count] if x[0, i]]
+        assert found[0].nonzero().flatten().tolist() == sorted(chosen)
+        masked = modeling_tomoe.chosen_inputs(x, torch.ones(60), count)
+        assert torch.equal(masked, found)
+
+
+def test_any_number_of_threads_gives_the_same_bytes() -> None:
+    run = inputs.kernel()
+    assert run is not None
+    x, weight, norms = draw(2, 700, seed=1), draw(700, 4500, seed=2), torch.ones(700)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            results.append(run(x, norms, weight, None, 400))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def choosing(modules: Sequence[nn.Module], count: int) -> Choice:
+    """Modules that read the same input, of which a token uses so many numbers."""
+    choice = Choice(modules, SimpleNamespace(tomoe_active=0.5, layer_inputs=lambda kind, layer: count), "up", 0)
+    for module in modules:
+        module.__class__ = choosing_class(type(module))
+        module.choice = choice
+    return choice
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d", "biases on some"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_modules_side_by_side_give_what_each_gives_alone(kind: str, dtype: torch.dtype) -> None:
+    sizes, width, count = (40, 24, 72), 50, 21
+    torch.manual_seed(0)
+    if kind == "conv1d":
+        modules = [Conv1D(size, width) for size in sizes]
+        for module in modules:
+            module.bias.normal_()
+    else:
+        modules = [nn.Linear(width, size, bias=kind == "linear" or size == 24) for size in sizes]
+    modules = [module.to(dtype).requires_grad_(False) for module in modules]
+    plain = [module.state_dict() for module in modules]
+    plain = [{name: t.clone() for name, t in state.items()} for state in plain]
+    choice = choosing(modules, count)
+    for tokens in (1, 3):
+        x = draw(1, tokens, width, seed=tokens).to(dtype)
+        meant = [module.masked(x) for module in modules]
+        for _ in range(2):
+            for module, expected in zip(modules, meant, strict=True):
+                error = (module(x).float() - expected.float()).abs().max()
+                assert float(error) <= DTYPES[dtype] * float(expected.float().abs().max())
+        assert "packed" in choice.kept
+    for module, state in zip(modules, plain, strict=True):
+        assert all(torch.equal(module.state_dict()[name], t) for name, t in state.items())
+    long = draw(1, 9, width, seed=9).to(dtype)
+    for module, state in zip(modules, plain, strict=True):
+        weight = state["weight"] if kind == "conv1d" else state["weight"].t()
+        meant_long = long.float() @ weight.float() + state.get("bias", torch.zeros(1)).float()
+        assert float((module(long).float() - meant_long).abs().max()) <= DTYPES[dtype] * float(meant_long.abs().max())
+
+
+def test_where_it_cannot_run_masks_do() -> None:
+    """float64, weights that train, no kernel: the same numbers."""
+    modules = [nn.Linear(32, 24, dtype=torch.float64)]
+    choosing(modules, 9)
+    x = draw(1, 32, seed=0).double()
+    assert torch.equal(modules[0](x), modules[0].masked(x))
+    assert "packed" not in modules[0].choice.kept
+    modules = [nn.Linear(32, 24)]
+    choosing(modules, 9)
+    with torch.enable_grad():
+        modules[0](x.float()).sum().backward()
+    gradient = modules[0].weight.grad
+    assert gradient is not None
+    assert int((gradient[0] != 0).sum()) == 9
