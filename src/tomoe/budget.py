@@ -80,9 +80,10 @@ class Decoding:
 
     def sentence_of_inputs(self, active: float) -> str:
         """What bounds decoding where tokens choose inputs."""
+        share = self.read(active) / (self.decoder + self.output)
         return (
-            f"One sequence can be written at most {self.speedup(active):.2f} times as fast as by the dense model: "
-            f"at {active:.0%} a token reads {self.read(active) / (self.decoder + self.output):.0%} of its weights, the output matrix among them"
+            f"One sequence can be written at most {self.speedup(active):.2f} times as fast as by the dense model: at "
+            f"{active:.0%} a token reads {share:.0%} of its weights, the output matrix among them"
         )
 
     def sentence(self, least: float, active: float) -> str:
