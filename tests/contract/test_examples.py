@@ -69,6 +69,21 @@ def test_your_own_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert re.fullmatch(r"KL [\d.]+ nats, same next token [\d.]+%", distance)
 
 
+@pytest.mark.usefixtures("place")
+def test_largest_inputs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    data = [setting for setting in SETTINGS if setting.startswith("data.")]
+    run(
+        monkeypatch,
+        "largest_inputs.py",
+        "the sea",
+        "model=dense",
+        "data.sources=text.txt",
+        "train.dtype=float32",
+        *data,
+    )
+    assert re.findall(r"^\d+%", capsys.readouterr().out, re.MULTILINE) == ["100%", "70%", "50%"]
+
+
 def test_serve_in_vllm_without_vllm(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(SystemExit, match="vllm serve moe-glm4"):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -82,8 +83,9 @@ def input_costs(
 ) -> Costs:
     """What each projection loses at every level, from one forward and one backward pass over calibration text.
 
-    Dropping inputs changes the log-probability of a text y by g.d, d what is dropped and g the gradient with respect to the
-    projection's input. With y drawn from the model itself, half of the mean of (g.d)^2 is the KL to second order.
+    Dropping input i changes the log-probability of a text y by g_i x_i, g the gradient with respect to the projection's input.
+    With y drawn from the model itself, half of the mean of its square is the KL to second order; what several inputs change is
+    taken to be independent, which is less noisy than their sum (docs/lab/log.md).
     """
     norms = {(i, kind): column_norms(group) for i, layer in enumerate(layers) for kind, group in layer.items()}
     sums = {key: torch.zeros(len(LEVELS), dtype=torch.float64) for key in norms}
@@ -127,13 +129,13 @@ def _with_gradients(
 
 
 def _dropped(x: Float[Tensor, "1 T D"], gradient: Float[Tensor, "1 T D"], norms: Float[Tensor, " D"]) -> Tensor:
-    """The sum over tokens of (g.d)^2 at every level, float64."""
+    """The sum over tokens, and over the inputs that they drop, of (g_i x_i)^2 at every level, float64."""
     order = (x[0].float().abs() * norms).argsort(dim=-1, stable=True)
-    changes = (x[0].float() * gradient[0].float()).gather(-1, order).cumsum(-1, dtype=torch.float64)
+    changes = (x[0].float() * gradient[0].float()).square().gather(-1, order)
     # the smallest are dropped first
-    before = torch.cat([changes.new_zeros(len(changes), 1), changes], -1)
+    before = F.pad(changes.sum(0, dtype=torch.float64).cumsum(0), (1, 0))
     width = x.shape[-1]
-    return before[:, [width - inputs_at_level(width, level) for level in range(len(LEVELS))]].square().sum(0).cpu()
+    return before[[width - inputs_at_level(width, level) for level in range(len(LEVELS))]].cpu()
 
 
 def inputs_at_level(width: int, level: int) -> int:
