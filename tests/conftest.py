@@ -286,6 +286,22 @@ def converted_fine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def converted_inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The same, where tokens choose inputs instead of experts."""
+    from pico_files import INPUTS, contents, write_pico, write_text
+    from tomoe.cli import main
+
+    folder = tmp_path_factory.mktemp("inputs")
+    dense, text = write_pico(folder / "dense"), write_text(folder / "text.txt")
+    with pytest.raises(SystemExit) as left:
+        main(["convert", str(dense), "-o", str(folder / "moe"), "--data", str(text), "--active", "0.6", *INPUTS])
+    assert not left.value.code
+    before = contents(folder)
+    yield folder
+    assert contents(folder) == before, "a test wrote into the shared conversion"
+
+
+@pytest.fixture(scope="session")
 def run() -> Iterator[Launcher]:
     """Several processes on one command."""
     from launcher import Launcher

@@ -47,6 +47,16 @@ SMALL = {
 FINE = ("experts.form=fine", "experts.num_experts=64")
 
 
+# a small conversion whose tokens choose inputs
+INPUTS = [
+    "--form=inputs",
+    *(
+        f"--set={key}={SMALL[key]}"
+        for key in ("train.dtype", "data.seq_len", "data.calibration_tokens", "data.evaluation_tokens")
+    ),
+]
+
+
 def fine(**changes: str) -> list[str]:
     """The `--set` options of a small conversion to fine-grained experts, for 60 % active."""
     return [*small(**changes), *(word for key in FINE for word in ("--set", key))]

@@ -206,7 +206,7 @@ class _Search:
 
 
 def cheapest_path(layers: Sequence[Layer], costs: Costs, total: int, active: float) -> tuple[Knot, ...]:
-    """The path from all inputs to few, with a knot at the budget. Raises UserError if it does not reach that."""
+    """The path from all inputs to few, with a knot at the budget if it reaches that."""
     search = _Search(layers, costs, total)
     path = [search.knot()]
     wanted = sorted({fraction for fraction in (*KNOTS, active) if fraction < 1}, reverse=True)
@@ -220,12 +220,21 @@ def cheapest_path(layers: Sequence[Layer], costs: Costs, total: int, active: flo
     last = search.knot()
     if last.active < path[-1].active:
         path.append(last)
-    if wanted and active <= wanted[0]:
-        raise UserError(
-            f"active is {active}, but with a tenth of the inputs of every projection {path[-1].active:.3f} of this model's "
-            "decoder parameters are active; set a larger active"
-        )
     return tuple(path)
+
+
+def check_reach(layers: Sequence[Layer], total: int, active: float) -> None:
+    """Raises UserError if the fewest inputs of all projections are more than the budget."""
+    saved = sum(
+        (group.width - inputs_at_level(group.width, len(LEVELS) - 1)) * group.columns
+        for layer in layers
+        for group in layer.values()
+    )
+    if active < (least := 1 - saved / total):
+        raise UserError(
+            f"active is {active}, but with a tenth of the inputs of every projection {least:.3f} of this model's decoder "
+            "parameters are active; set a larger active"
+        )
 
 
 def plan_inputs(
@@ -242,6 +251,7 @@ def plan_inputs(
     Raises UserError if no projection fits, or if so little cannot be reached.
     """
     layers = groups_of(model)
+    check_reach(layers, decoder_params(shape), active)
     costs = input_costs(model, layers, ids, mask, seed, progress)
     path = cheapest_path(layers, costs, decoder_params(shape), active)
     kinds = [kind for kind in KINDS if any(kind in layer for layer in layers)]

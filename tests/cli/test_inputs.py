@@ -1,0 +1,100 @@
+"""The form `inputs` on the command line: what reads a folder of it, and what refuses one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tomoe as package
+from pico_files import INPUTS, CommandLine, refused
+from tomoe.evaluation.results import read_rows
+from tomoe.moe.modeling_tomoe import choices_of
+from tomoe.plan import InputsPlan, read_plan
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_folder_is_inspected_and_measured(tomoe: CommandLine, converted_inputs: Path) -> None:
+    folder = converted_inputs / "moe"
+    plan = read_plan(folder)
+    assert isinstance(plan, InputsPlan)
+    assert abs(plan.active_fraction() - 0.6) < 0.005  # an input of a pico model is 0.3 %
+    assert not (folder / "plan.safetensors").exists()
+    dense, moe = read_rows(folder)
+    assert moe.facts["active_share"] == pytest.approx(0.6, abs=1e-4)
+    assert dense.measurement.perplexity > 0 < moe.measurement.kl
+    table = tomoe("inspect", folder)
+    assert table.code == 0, table.err
+    assert "gate and up" in table.out
+    assert "expert" not in table.out
+    totals = json.loads(tomoe("inspect", folder, "--json").out)["totals"]
+    assert totals["router_params"] == 0
+    assert tomoe("inspect", folder, "--verify").code == 0
+
+
+def test_card_and_page_speak_of_inputs(converted_inputs: Path) -> None:
+    card = (converted_inputs / "moe" / "README.md").read_text("utf-8")
+    page = (converted_inputs / "moe" / "report.html").read_text("utf-8")
+    assert "a model that uses the largest inputs of its projections" in card
+    assert "Inputs by layer" in page
+    for text in (card, page.partition("The whole recipe")[0]):
+        assert "router" not in text
+        assert "Mixture-of-Experts" not in text
+    assert "plan.safetensors" not in card
+
+
+def test_more_or_fewer_inputs(tomoe: CommandLine, converted_inputs: Path) -> None:
+    folder = converted_inputs / "moe"
+    done = tomoe("generate", folder, "the sea", "--active", "80%", "--max-new-tokens", "2")
+    assert done.code == 0, done.err
+    assert done.err == "the largest inputs of every projection: 0.800 active\n"
+    refused(tomoe("generate", folder, "the sea", "--active", "0.01"), "active is 0.01", "to 1; choose one of these")
+    counts = [[c.count for c in choices_of(package.load(folder, active=active)[0])] for active in (0.5, 0.8, 1.0)]
+    assert all(a <= b <= c for a, b, c in zip(*counts, strict=True))
+    dense, *moes = package.evaluate([str(converted_inputs / "dense"), str(folder)], active=[0.5, 1.0])
+    assert [row.facts["active_share"] for row in moes] == pytest.approx([0.5, 1.0], abs=1e-4)
+    assert moes[1].measurement.perplexity == dense.measurement.perplexity
+    assert moes[0].measurement.kl > moes[1].measurement.kl == 0
+
+
+def test_apply_makes_the_same_folder(tomoe: CommandLine, converted_inputs: Path, tmp_path: Path) -> None:
+    done = tomoe("apply", converted_inputs / "moe", converted_inputs / "dense", "-o", tmp_path / "again")
+    assert done.code == 0, done.err
+    for name in ("model.safetensors", "config.json", "plan.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (converted_inputs / "moe" / name).read_bytes(), name
+
+
+def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, tmp_path: Path) -> None:
+    folder, dense, out = converted_inputs / "moe", converted_inputs / "dense", tmp_path / "out"
+    refused(tomoe("export", folder, "-o", out), "no engine has a place", "--form fine")
+    refused(tomoe("finetune", folder, "--data", converted_inputs / "text.txt", "-o", out), "form inputs", "--form fine")
+    refused(tomoe("repair", folder, "-o", out), "form inputs", "--form fine")
+    refused(tomoe("route", folder, "the sea"), "has no routers")
+    refused(tomoe("train", dense, "-o", out, *INPUTS), "learns nothing", "tomoe convert")
+    refused(tomoe("convert", dense, "-o", out, *INPUTS, "--format", "hf"), "no engine has a place")
+    refused(
+        tomoe("convert", dense, "-o", out, *INPUTS, "--format", "gguf"), "experts.form = inputs", "set target to hf"
+    )
+    for key, value in {
+        "train.steps": "3",
+        "attention.pruning": "static",
+        "repair.mode": "full",
+        "offload": "true",
+    }.items():
+        refused(tomoe("convert", dense, "-o", out, *INPUTS, "--set", f"{key}={value}"), key, f"not {value}")
+    assert not out.exists()
+
+
+def test_a_budget_out_of_reach_is_refused(tomoe: CommandLine, converted_inputs: Path, tmp_path: Path) -> None:
+    dense, text = converted_inputs / "dense", converted_inputs / "text.txt"
+    done = tomoe("convert", dense, "-o", tmp_path / "moe", *INPUTS, "--data", text, "--active", "0.02")
+    refused(done, "active is 0.02", "a tenth of the inputs")
+
+
+def test_doctor_knows_it(tomoe: CommandLine, converted_inputs: Path) -> None:
+    done = tomoe("doctor", converted_inputs / "dense", *INPUTS, "--active", "0.6")
+    assert done.code == 0, done.err
+    assert "choosing inputs" in done.out
+    assert "expert" not in done.out
