@@ -20,9 +20,11 @@ from pico_tokenizer import make_tokenizer
 from tomoe.budget import decoder_params, mlp_params
 from tomoe.conversion import convert
 from tomoe.model.structure import shape_of
+from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEConfig
 from tomoe.plan.manifest import REPAIRED
+from tomoe.pruning.inputs import inputs_masked, plan_inputs
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe, RepairSection
@@ -148,6 +150,32 @@ def left_padded(row: Tensor, length: int) -> dict[str, Tensor]:
     full = tokens(1, length)[0]
     mask = torch.stack([torch.arange(length) >= length - len(row), torch.ones(length, dtype=torch.bool)]).long()
     return {"input_ids": torch.stack([padded, full]), "attention_mask": mask}
+
+
+@torch.no_grad()
+def hold_inputs(dense: PreTrainedModel, folder: Path) -> set[str]:
+    """The same where tokens choose inputs, half-way to the fewest: masked == folded == reloaded without tomoe, and prompts and
+    all inputs == dense. In float64, in which no rounding turns a choice. Returns the kinds of projections that choose.
+    """
+    dense, ids = dense.double(), tokens(2, 40)
+    everything = torch.ones_like(ids, dtype=torch.bool)
+    plan = plan_inputs(dense, shape_of(dense), ids, everything, active=1.0)
+    plan = plan.at((1 + plan.path[-1].active) / 2)
+    out = folder / "inputs"
+    folded = fold(dense, plan)
+    save_moe(folded, plan, None, out)
+    alone, whole = without_tomoe(out, dtype=torch.float64), dense(ids).logits
+    with inputs_masked(dense, plan.inputs()):
+        expected = dense(ids).logits
+    assert (expected - whole).abs().max() > 1e-3, "the masks changed nothing"
+    for model, what in ((folded, "folded"), (alone, "reloaded without tomoe")):
+        assert_same(model(ids).logits, whole, f"{what}, a prompt")
+        choices = {id(c): c for m in model.modules() if (c := getattr(m, "choice", None)) is not None}
+        for choice in choices.values():
+            choice.always = True
+        assert_same(model(ids).logits, expected, what)
+    assert_same(without_tomoe(out, dtype=torch.float64, tomoe_active=1.0)(ids).logits, whole, "all inputs")
+    return set(plan.names)
 
 
 @torch.no_grad()

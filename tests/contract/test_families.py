@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from family_contract import hold, recipe_for, tiny_model, write_tiny
+from family_contract import hold, hold_inputs, recipe_for, tiny_model, write_tiny
 
 from pico_files import CommandLine, fine, write_text
 from tomoe.errors import UserError
@@ -36,6 +36,17 @@ def test_a_conversion_keeps_what_the_family_computes(kind: str, tmp_path: Path) 
     dense = write_tiny(KINDS[kind], tmp_path / "dense")
     found = hold(dense, tmp_path, write_text(tmp_path / "text.txt"))
     assert found["layers"] == (2 if KINDS[kind] == "nemotron_h" else 4)
+
+
+# Attention that has no projections which read one input stays whole.
+MLPS_ALONE = {"minicpm3", "nemotron_h"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_choose_inputs_in_every_family(kind: str, tmp_path: Path) -> None:
+    kinds = hold_inputs(tiny_model(KINDS[kind]), tmp_path)
+    assert kinds == ({"up", "down"} if KINDS[kind] in MLPS_ALONE else {"attention", "output", "up", "down"})
 
 
 REFUSED = {

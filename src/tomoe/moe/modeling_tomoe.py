@@ -208,8 +208,9 @@ class ToMoEConfig(PreTrainedConfig):
                 if not isinstance(numbers, list) or len(numbers) != layers:
                     raise ValueError(f"tomoe_input_path lacks numbers of the {kind} projections of {layers} layers")
                 for i, number in enumerate(numbers):
-                    most = last[kind][i] if kind in last else 2**24
-                    self._check_size(f"inputs of the {kind} projections of layer {i}", number, min(1, most), most)
+                    # a layer that has no such projection has 0 in every knot
+                    least, most = (min(1, last[kind][i]), last[kind][i]) if kind in last else (0, 2**24)
+                    self._check_size(f"inputs of the {kind} projections of layer {i}", number, least, most)
             last = knot
         if type(self.tomoe_active) not in (int, float) or not path[-1]["active"] - 0.01 <= self.tomoe_active <= 1:
             found = str(self.tomoe_active)[:40]

@@ -95,7 +95,7 @@ def input_costs(
         inputs = _with_gradients(model, layers, row[real], generator)
         for key, x in inputs.items():
             assert x.grad is not None
-            sums[key] += _dropped(x.detach()[:, ::THINNED], x.grad[:, ::THINNED], norms[key])
+            sums[key] += _dropped(x.detach().flatten(0, -2)[::THINNED], x.grad.flatten(0, -2)[::THINNED], norms[key])
         tokens += len(range(0, int(real.sum()), THINNED))
         progress(b + 1, len(ids))
     return {key: (total / (2 * tokens)).float() for key, total in sums.items()}
@@ -128,10 +128,10 @@ def _with_gradients(
     return inputs
 
 
-def _dropped(x: Float[Tensor, "1 T D"], gradient: Float[Tensor, "1 T D"], norms: Float[Tensor, " D"]) -> Tensor:
+def _dropped(x: Float[Tensor, "T D"], gradient: Float[Tensor, "T D"], norms: Float[Tensor, " D"]) -> Tensor:
     """The sum over tokens, and over the inputs that they drop, of (g_i x_i)^2 at every level, float64."""
-    order = (x[0].float().abs() * norms).argsort(dim=-1, stable=True)
-    changes = (x[0].float() * gradient[0].float()).square().gather(-1, order)
+    order = (x.float().abs() * norms).argsort(dim=-1, stable=True)
+    changes = (x.float() * gradient.float()).square().gather(-1, order)
     # the smallest are dropped first
     before = F.pad(changes.sum(0, dtype=torch.float64).cumsum(0), (1, 0))
     width = x.shape[-1]
