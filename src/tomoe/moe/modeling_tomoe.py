@@ -665,7 +665,7 @@ class Choosing:
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.choice.applies(x):
-            return cast(Tensor, super().forward(x))  # type: ignore[misc]
+            return self.whole(x)
         name = choose("choosing product", self, x)
         if name == "masked" and x.device.type == "cpu" and not torch.compiler.is_compiling():
             note_obstacle("choosing product", self, x)
@@ -673,8 +673,16 @@ class Choosing:
 
     def masked(self, x: Tensor) -> Tensor:
         """The dense product of x, zero where a token did not choose."""
-        chosen = chosen_inputs(x, self.choice.norms(), self.choice.count)
-        return cast(Tensor, super().forward(chosen))  # type: ignore[misc]
+        return self.whole(chosen_inputs(x, self.choice.norms(), self.choice.count))
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The dense product: the family's own, but for matrices that lie input after input where PyTorch is slow at these."""
+        rows = matrix_of(self).t()
+        if rows.stride(-1) != 1 or multiplies(x.dtype) or x.device.type != "cpu" or torch.compiler.is_compiling():
+            return cast(Tensor, super().forward(x))  # type: ignore[misc]
+        y = sum_rows(x.flatten(0, -2), rows).unflatten(0, x.shape[:-1])
+        bias: Tensor | None = getattr(self, "bias", None)
+        return y if bias is None else y + bias
 
 
 @functools.cache
