@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from tomoe.cli.signals import Stopped, check, stoppable
 from tomoe.errors import UserError
 from tomoe.version import __version__
 
@@ -61,6 +62,8 @@ class _LoadedLater(ModuleType):
         assert self.__spec__ is not None
         assert self.__spec__.loader is not None
         self.__spec__.loader.exec_module(self)
+        # imports may swallow a Ctrl-C
+        check()
         return getattr(self, name)
 
 
@@ -96,7 +99,6 @@ from tomoe.cli.repair import repair
 from tomoe.cli.report import report
 from tomoe.cli.route import route
 from tomoe.cli.sanitize import one_line
-from tomoe.cli.signals import Stopped, stoppable
 from tomoe.cli.train import train
 
 app = typer.Typer(

@@ -57,6 +57,7 @@ def quiet_libraries() -> None:
     # here, because it takes seconds: a typing mistake ends before
     import transformers
 
+    check()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for name in ("torch", "bitsandbytes"):

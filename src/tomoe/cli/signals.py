@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,11 +42,19 @@ def check() -> None:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Inside the block both signals raise Stopped, at the latest at the next `check`."""
+    """Inside the block both signals raise Stopped, at the latest at the next `check`, or where something fails."""
     before = {signum: signal.signal(signum, _raise) for signum in (signal.SIGINT, signal.SIGTERM)}
+    hook = sys.unraisablehook
+    # Python prints what it drops, with a traceback
+    sys.unraisablehook = lambda dropped: None if isinstance(dropped.exc_value, Stopped) else hook(dropped)
     try:
         yield
+    except Exception:
+        # what a library makes of a Stopped that it caught
+        check()
+        raise
     finally:
+        sys.unraisablehook = hook
         _received.clear()
         for signum, handler in before.items():
             signal.signal(signum, handler)
