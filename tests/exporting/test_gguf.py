@@ -251,10 +251,14 @@ def test_tensors_are_made_when_they_are_written_and_counted_before(tmp_path: Pat
 def test_an_export_that_is_refused_on_the_way_leaves_nothing(tmp_path: Path) -> None:
     bare = Tokenizer(models.BPE())
     bare.pre_tokenizer = pre_tokenizers.Whitespace()
-    strange, moe = PreTrainedTokenizerFast(tokenizer_object=bare), make_moe("llama")
-    with pytest.raises(UserError, match="Whitespace"):
-        write_export(choose(moe, "gguf"), moe, strange, tmp_path / "out", Options())
-    assert list(tmp_path.iterdir()) == []
+    moe = make_moe("llama")
+    for tokenizer, words in (
+        (PreTrainedTokenizerFast(tokenizer_object=bare), "Whitespace"),
+        (make_tokenizer(), "no merges"),
+    ):
+        with pytest.raises(UserError, match=words):
+            write_export(choose(moe, "gguf"), moe, tokenizer, tmp_path / "out", Options())
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_tokenizers_that_split_otherwise_are_refused() -> None:

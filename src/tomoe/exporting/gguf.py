@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.exporting.gguf_archs import GgufArch, Glm4Moe, Llama, Qwen3Moe
 from tomoe.exporting.gguf_families import FAMILY_ARCHS
 from tomoe.exporting.gguf_file import FILE_TYPES, Entry, larger_rows, make_entry, write_tensors
-from tomoe.exporting.gguf_tokenizer import write_tokenizer
+from tomoe.exporting.gguf_tokenizer import check_merges, write_tokenizer
 from tomoe.exporting.gguf_verification import Comparison
 from tomoe.exporting.llama_cpp import check_quantizer
 from tomoe.exporting.target import Options, Precision, Sizes, Target
@@ -56,6 +56,8 @@ class Gguf(Target):
         self, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path, options: Options,
         on_progress: StageCallback,
     ) -> None:  # fmt: skip
+        if tokenizer is not None:
+            check_merges(tokenizer)
         file = self.file(folder, options)
         write_gguf(moe, tokenizer, file, options.precision, options.width_multiple, on_progress)
 

@@ -30,6 +30,20 @@ SPLITS = {
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
+def check_merges(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError for a byte-level tokenizer without merges: llama.cpp loads no file of one, and does not say why."""
+    rules = _rules(tokenizer)
+    model = rules["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback") or model["merges"]:
+        return
+    # another way to split is the deeper reason
+    splitting_rule(rules.get("pre_tokenizer"))
+    raise UserError(
+        "GGUF cannot hold this tokenizer: it has no merges (it reads every byte as a token), and llama.cpp loads none "
+        "without; export to a stock architecture"
+    )
+
+
 def write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Write tokens, merges or scores, special tokens and chat template. `vocab_size`: rows of the embedding matrix.
 
