@@ -27,6 +27,8 @@ GGUF = tuple(f"model-{precision}.gguf" for precision in ("f32", "f16", "bf16", "
 REPLACED = (*WEIGHTS, *GGUF, *CONFIGS, *TOKENIZER, *MEASURED)
 """What goes when a model is written where another one was. A kill in between leaves the plan, or export.json."""
 MODEL = (*REPLACED, *PLAN, "export.json", "recipe.json", "run")
+PUBLISHED = (*(name for name in MODEL if name != "run"), "additional_chat_templates/*")
+"""What travels: the run (text, masks, optimizer) is private, and exports are uploaded by themselves."""
 RUN = (
     "recipe.json", "origin.sha256", "corpus.safetensors", "earlier-*corpus.safetensors", "metrics.jsonl", "best.safetensors",
     "cost.json", "no-model.txt", "masks", "weights", "repair",
@@ -80,12 +82,12 @@ def refuse_strangers(folder: Path, force: bool, names: Sequence[str]) -> None:
     if in_the_way:
         kind = "a model" if "config.json" in in_the_way else "files"
         raise UserError(
-            f"{folder} already holds {kind} that tomoe did not write and would overwrite ({_list(in_the_way)}); choose "
+            f"{folder} already holds {kind} that tomoe did not write and would overwrite ({listed(in_the_way)}); choose "
             "another folder"
         )
     if found and not force:
         raise UserError(
-            f"{folder} holds files that tomoe did not write ({_list(found)}); choose another folder, or add --force to "
+            f"{folder} holds files that tomoe did not write ({listed(found)}); choose another folder, or add --force to "
             "write beside them"
         )
 
@@ -105,6 +107,20 @@ def refuse_overwriting(out: Path, force: bool, dense: str = "", resume: bool = F
         raise UserError(f"{out} already holds a model; choose another folder or add --force")
 
 
+def left_out(folder: Path) -> list[str]:
+    """What lies in a folder and is not `PUBLISHED`, sorted; but for the run, and hidden and half-written files."""
+    travels = {path.relative_to(folder).parts for name in PUBLISHED for path in folder.glob(name)}
+    return sorted(
+        "/".join(parts)
+        for path in folder.rglob("*")
+        if path.is_file() and (parts := path.relative_to(folder).parts) not in travels and _is_shown(parts)
+    )
+
+
+def _is_shown(parts: Sequence[str]) -> bool:
+    return parts[0] != "run" and parts[-1][-4:] != ".tmp" and not any(part.startswith(".") for part in parts)
+
+
 def refuse_stranger(file: Path | None, mark: str) -> None:
     """Raises UserError if a file to write is there and was not written by tomoe, whose own have the text `mark` in them."""
     if file is None or not file.exists() or holds(file, mark) or (file.is_file() and not file.stat().st_size):
@@ -116,6 +132,7 @@ def _has_files(path: Path) -> bool:
     return not path.is_dir() or any(not inner.is_dir() for inner in path.rglob("*"))
 
 
-def _list(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -119,6 +119,11 @@ def test_push_sends_the_folder_with_a_card_and_without_the_run(
     for rubbish in ("run/masks/step-000001/state.json", ".plan.json.77.tmp", "sub/.hidden", ".part/model.safetensors"):
         (folder / rubbish).parent.mkdir(parents=True, exist_ok=True)
         (folder / rubbish).write_text("x")
+    strangers = ("data/model.safetensors", "figures/mine.png", "notes.txt")
+    for stranger in strangers:
+        (folder / stranger).parent.mkdir(exist_ok=True)
+        (folder / stranger).write_text("mine")
+    ours = {path.relative_to(made / what).as_posix() for path in (made / what).rglob("*") if path.is_file()}
     done = tomoe("push", folder, "ada/sea", "--private")
     assert done.code == 0, done.err
     create, upload = uploads
@@ -126,10 +131,10 @@ def test_push_sends_the_folder_with_a_card_and_without_the_run(
     assert upload["repo_id"] == "ada/sea"
     assert upload["folder_path"] == folder
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    sent = set(filter_repo_objects(files, ignore_patterns=upload["ignore_patterns"]))
-    assert {"plan.json", "plan.safetensors", "README.md"} <= sent
+    sent = set(filter_repo_objects(files, allow_patterns=upload["allow_patterns"]))
+    assert sent == {name for name in ours if not name.startswith(("run/", "."))} | {"README.md"}
     assert ("model.safetensors" in sent) == (what == "moe")
-    assert not [name for name in sent if name.startswith(("run", ".")) or "hidden" in name]
+    assert f"Left out, because tomoe did not write them: {', '.join(strangers)}." in done.err
     assert "https://hub/ada/sea" in done.err + done.out
     assert Plan.load(folder).recipe["model"] in done.err + done.out, (
         "it does not say that a path of this machine travels along"

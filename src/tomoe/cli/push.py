@@ -9,6 +9,7 @@ import typer
 
 from tomoe.cli.console import Screen
 from tomoe.exporting import publish
+from tomoe.folders import left_out, listed
 
 
 def push(
@@ -19,6 +20,8 @@ def push(
     """Upload a plan, a model or an export to the Hugging Face hub."""
     with Screen() as screen:
         address, local = publish.push_folder(path, repo, private)
+    strangers = left_out(path)
+    others = f" Left out, because tomoe did not write them: {listed(strangers)}." if strangers else ""
     names = f" Its recipe names paths of this machine: {', '.join(local)}." if local else ""
     following = "" if (path / "config.json").exists() else f" To build the model: tomoe apply {repo} MODEL -o OUT"
-    screen.say(f"Uploaded to {address}.{names}{following}")
+    screen.say(f"Uploaded to {address}.{others}{names}{following}")

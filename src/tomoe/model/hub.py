@@ -19,14 +19,13 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 
 from tomoe.errors import UserError
 from tomoe.files import weight_files
+from tomoe.folders import PUBLISHED
 from tomoe.model.names import ADAPTER, HUB_ID, check_no_adapter
 
 # the adapter first: a repository of one has no config of a model
 CONFIG_FILES = (ADAPTER, "config.json", "generation_config.json", "model.safetensors.index.json")
 # A plan of inputs is the first alone.
 PLAN_FILES = ("plan.json", "plan.safetensors")
-# The run (text, masks, optimizer) is private, exports are uploaded by themselves, hidden and half-written files never.
-UPLOAD_IGNORE = ("run/*", "export-*/*", "*.tmp", ".*", "*/.*", "__pycache__/*", "*.log")
 
 
 def broken_connection(error: BaseException | None) -> str | None:
@@ -76,7 +75,7 @@ def find_plan(name: str) -> Path:
 
 
 def push(folder: Path, repo: str, private: bool = False) -> str:
-    """Upload a folder, without its run and half-written files; returns the address of the repository.
+    """Upload what tomoe wrote to a folder, but for its run; returns the address of the repository.
 
     The repository is created if it does not exist. Raises UserError: not logged in, no right to write, hub out of reach,
     invalid name, or `private` for a repository that is public (nothing is uploaded then).
@@ -91,7 +90,7 @@ def push(folder: Path, repo: str, private: bool = False) -> str:
         api.upload_folder(
             repo_id=repo,
             folder_path=folder,
-            ignore_patterns=list(UPLOAD_IGNORE),
+            allow_patterns=list(PUBLISHED),
             commit_message=f"Upload {folder.resolve().name}",
         )
     return str(address)
