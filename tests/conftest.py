@@ -73,7 +73,8 @@ if TYPE_CHECKING:  # they import this file
     from launcher import Launcher
     from pico_files import CommandLine
 
-torch.set_num_threads(1)  # pico matrices are too small to split over threads, and the tests run side by side
+# Pico matrices are too small to split over threads, and the tests run side by side; what they assert must hold with more, too.
+torch.set_num_threads(int(os.environ.get("TOMOE_TEST_THREADS", "1")))
 logging.disable_progress_bar()
 
 PICO = dict(

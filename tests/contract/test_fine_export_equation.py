@@ -1,9 +1,9 @@
 """The equation for fine-grained experts: masked dense model == Glm4Moe in the number of experts that the plan chose, and
 dense model == Glm4Moe with all of them.
 
-A stock router rounds: experts whose logits are almost tied may change places, and weights are a little off 1. So nearly all
-tokens must choose alike, and those that do, after tokens that did, must predict alike, within wider limits than the forms
-that are exact. A wrong export is off by many times more.
+A stock router rounds: experts whose logits are almost tied may change places, and weights are a little off 1. So tokens
+without a near tie, after tokens without one, must choose alike and predict alike, within wider limits than the forms that are
+exact. A wrong export is off by many times more.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from jaxtyping import Bool
 from safetensors.torch import load_file, save_file
 from test_equation import assert_same
 from test_export_equation import only_older_keys
@@ -29,17 +30,18 @@ from tomoe.exporting.targets import TARGETS, choose, padding_notice, write_expor
 from tomoe.model.hooks import hooked
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, route
-from tomoe.plan import Plan
+from tomoe.plan import ALWAYS, Plan
 from tomoe.pruning.masking import masked, planned_masks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
 
 FAMILIES = {"llama": {}, "llama3": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}}
 CASES = [(family, attention) for family in FAMILIES for attention in ("off", "static")]
-# of the largest logit, among tokens that chose the same experts
+# of the largest logit, among tokens without a near tie
 TOLERANCE = 1e-3
-# the share of tokens that do
-ALIKE = 0.9
+# A near tie: the last expert that is chosen is nearer to the first that is not than this share of the router's largest logit.
+# The router's own rounding is 2^-9.5 of it at most; the rest is for the inputs, which are a little off after the first layer.
+NEAR_TIE = 2**-7
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,32 @@ def chosen_experts(moe: Any, ids: Tensor, n: int) -> tuple[Tensor, list[Tensor]]
     return predicted, [torch.zeros(ids.numel(), 64).scatter_(1, experts, 1.0)[:, :n] for experts in chosen]
 
 
+def decided(converted: ToMoEForCausalLM, ids: Tensor) -> Bool[Tensor, "B S"]:
+    """Which tokens have no near tie, nor any token before them; enough to judge by."""
+    mlps = [layer.mlp for layer in converted.model.layers]
+    logits: list[Tensor] = []
+    with hooked(mlp.router.register_forward_hook(lambda _, args, out: logits.append(out)) for mlp in mlps):
+        converted(ids)
+    clear = torch.ones(ids.numel(), dtype=torch.bool)
+    for mlp, z in zip(mlps, logits, strict=True):
+        if mlp.top_k < z.shape[1]:
+            last, first = z.topk(mlp.top_k + 1).values[:, -2:].T
+            bias = mlp.router.bias
+            clear &= last - first > NEAR_TIE * (z - bias)[:, bias < ALWAYS / 2].abs().max()
+    clear = clear.view(ids.shape).cumprod(1).bool()
+    assert clear.float().mean() > 0.25, "too few tokens to judge by"
+    return clear
+
+
 def compare(case: Case, exported: Any, converted: ToMoEForCausalLM, ids: Tensor) -> tuple[float, float]:
-    """The share of tokens that choose alike, as all tokens before them do, and the largest difference among them."""
-    n = converted.config.tomoe_num_experts
+    """The share of decided tokens that choose alike, as all tokens before them do, and the largest difference among them."""
+    n, clear = converted.config.tomoe_num_experts, decided(converted, ids)
     meant, ours = chosen_experts(converted, ids, n)
     logits, theirs = chosen_experts(exported, ids, n)
     alike = torch.stack([(a == b).all(1) for a, b in zip(ours, theirs, strict=True)]).all(0).view(ids.shape)
-    alike = alike.cumprod(1).bool()
+    alike = alike.cumprod(1).bool() & clear
     off = (logits - meant)[alike].abs().max() if alike.any() else torch.tensor(torch.inf)
-    return float(alike.float().mean()), float(off / meant.abs().max())
+    return float(alike.sum() / clear.sum()), float(off / meant.abs().max())
 
 
 def all_experts(case: Case) -> tuple[Any, ToMoEForCausalLM]:
@@ -99,13 +118,13 @@ def all_experts(case: Case) -> tuple[Any, ToMoEForCausalLM]:
 
 
 def right(case: Case, exported: Any, converted: ToMoEForCausalLM) -> bool:
-    alike, off = compare(case, exported, converted, tokens(4, 16, seed=5))
-    return alike >= ALIKE and off <= TOLERANCE
+    alike, off = compare(case, exported, converted, tokens(8, 16, seed=5))
+    return alike == 1 and off <= TOLERANCE
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_the_export_computes_what_the_masks_mean(case: Case, implementation: str) -> None:
-    ids = tokens(4, 16, seed=5)
+    ids = tokens(8, 16, seed=5)
     with masked(case.dense, planned_masks(case.plan)):
         meant = case.dense(ids).logits
     assert_same(case.folded(ids).logits, meant)
@@ -120,7 +139,7 @@ def test_the_export_computes_what_the_masks_mean(case: Case, implementation: str
 
 def test_with_all_experts_no_router_decides(case: Case) -> None:
     exported, converted = all_experts(case)
-    ids = tokens(4, 16, seed=5)
+    ids = tokens(8, 16, seed=5)
     meant = converted(ids).logits
     assert compare(case, exported, converted, ids)[0] == 1
     assert float((exported(ids).logits - meant).abs().max()) <= TOLERANCE * float(meant.abs().max())
@@ -130,7 +149,7 @@ def test_with_all_experts_no_router_decides(case: Case) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_all_experts_it_is_the_dense_model(family: str, tmp_path: Path) -> None:
     case = make_case(family, "off", tmp_path / "out")
-    ids = tokens(4, 16, seed=5)
+    ids = tokens(8, 16, seed=5)
     meant = case.dense(ids).logits
     off = (all_experts(case)[0](ids).logits - meant).abs().max()
     assert float(off) <= TOLERANCE * float(meant.abs().max())
@@ -180,12 +199,11 @@ def test_first_layers_that_use_all_experts_are_written_whole(family: str, tmp_pa
     write_export(choose(moe, "glm4_moe"), moe, None, tmp_path / "out", Options())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert exported.model.layers[0].mlp.up_proj.weight.shape == (48, 32)
-    ids = tokens(4, 16, seed=5)
+    ids = tokens(8, 16, seed=5)
     with masked(dense, planned_masks(plan)):
         meant = dense(ids).logits
     logits = exported(ids).logits
-    near = (logits - meant).abs().amax(-1) <= TOLERANCE * meant.abs().max()
-    assert float(near.float().mean()) >= ALIKE
+    assert float((logits - meant)[decided(moe, ids)].abs().max()) <= TOLERANCE * float(meant.abs().max())
     case = Case(dense, plan, moe, tmp_path / "out")
     whole, converted = all_experts(case)
     assert float((whole(ids).logits - converted(ids).logits).abs().max()) <= TOLERANCE * float(meant.abs().max())
@@ -237,7 +255,7 @@ def change(folder: Path, name: str, make: Callable[[Tensor], Tensor]) -> None:
 
 FAULTS: dict[str, tuple[str, Callable[[Tensor], Tensor], bool]] = {
     # what, which tensors, the fault, whether it shows if no router decides
-    "a scale that is too large": ("mlp.gate.weight", lambda t: 64 * t, True),
+    "a scale that is too large": ("mlp.gate.weight", lambda t: 2**9 * t, True),
     "a scale of the other sign": ("mlp.gate.weight", lambda t: -t, False),
     "a bias that is not divided by 4": ("e_score_correction_bias", lambda t: 4 * t, False),
     "no bias": ("e_score_correction_bias", torch.zeros_like, False),
@@ -255,7 +273,7 @@ def test_a_wrong_export_is_off_by_many_times_more(fault: str, tmp_path: Path) ->
     change(case.folder, name, make)
     for exported, converted in ((AutoModelForCausalLM.from_pretrained(case.folder), case.folded), all_experts(case)):
         shows = shows_with_all or converted is case.folded
-        alike, off = compare(case, exported, converted, tokens(4, 16, seed=5))
+        alike, off = compare(case, exported, converted, tokens(8, 16, seed=5))
         assert (alike < 0.7 or off > 10 * TOLERANCE) == shows
 
 
@@ -263,7 +281,7 @@ def test_a_scale_of_one_is_far_off(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("tomoe.exporting.fine_grained.router_scales", lambda moe, form: [1.0] * len(moe.model.layers))
     case = make_case("llama", "off", tmp_path / "out")
     for exported, converted in ((AutoModelForCausalLM.from_pretrained(case.folder), case.folded), all_experts(case)):
-        assert compare(case, exported, converted, tokens(4, 16, seed=5))[1] > 10 * TOLERANCE
+        assert compare(case, exported, converted, tokens(8, 16, seed=5))[1] > 10 * TOLERANCE
 
 
 def test_what_it_cannot_hold_is_refused_in_one_sentence() -> None:
