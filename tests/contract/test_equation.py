@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
 from tomoe.budget import decoder_params, mlp_params
 from tomoe.conversion import empty_network
+from tomoe.model.hooks import hooked
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM, Way
-from tomoe.plan import Plan
+from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM, ToMoEMLP, Way
+from tomoe.plan import ALWAYS, Plan
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.layouts import FineLayout, settle_layout
@@ -30,6 +31,7 @@ from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 TOLERANCE = 1e-5  # of the largest logit, float32
+CLEAR = 3e-5  # of a router's largest logit
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,27 @@ def running(moe: ToMoEForCausalLM, backend: str) -> Iterator[ToMoEForCausalLM]:
 def assert_same(found: Float[Tensor, "*shape V"], meant: Float[Tensor, "*shape V"]) -> None:
     difference, scale = float((found - meant).abs().max()), float(meant.abs().max())
     assert difference <= TOLERANCE * max(1.0, scale), f"largest difference {difference:.2g}, largest logit {scale:.2g}"
+
+
+def least_margin(moe: ToMoEForCausalLM, ids: Tensor) -> float:
+    """How far the logit of the last expert that a token chooses is above the next, of the largest, wherever that is least."""
+    margins = [1.0]
+
+    def note(mlp: ToMoEMLP, logits: Tensor) -> None:
+        k = mlp.top_k or 1
+        if k < logits.shape[1]:
+            last, following = logits.topk(k + 1).values[:, -2:].T
+            margins.append(float((last - following).min() / logits[logits < ALWAYS / 2].abs().max()))
+
+    mlps = moe.mlps()
+    with hooked(mlp.router.register_forward_hook(lambda _, __, out, m=mlp: note(m, out)) for mlp in mlps):
+        moe(ids)
+    return min(margins)
+
+
+def clear_tokens(moe: ToMoEForCausalLM, draw: Callable[[int], Tensor]) -> Tensor:
+    """Ids that no rounding lets choose other experts: computed in another order, logits differ by some 1e-6 of the largest."""
+    return next(ids for ids in map(draw, range(5, 100)) if least_margin(moe, ids) > CLEAR)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

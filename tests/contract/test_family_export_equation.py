@@ -14,7 +14,7 @@ import pytest
 import torch
 from family_contract import tiny_model, tokens
 from safetensors.torch import load_file, save_file
-from test_equation import assert_same
+from test_equation import assert_same, clear_tokens
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_pico, make_plan
@@ -110,14 +110,14 @@ def test_with_all_experts_it_is_the_dense_model(case: Case) -> None:
 
 
 def test_its_routers_choose_what_the_masks_mean(case: Case) -> None:
-    ids = tokens(2, 200)
+    ids = clear_tokens(case.folded, lambda seed: tokens(2, 200, seed))
     with masked(case.dense, planned_masks(case.plan)):
         assert_same(case.folded(ids).logits, case.dense(ids).logits)
     exported, form = case.exported(), case.target.form_in(torch.float32)
     result = case.compared(RouterCheck(case.target.routers(exported, form)))
     assert result.problem is None
-    assert result.same > 0.97
-    # few tokens choose otherwise, and those behind them see it
+    assert result.same > 0.97  # 0.9975 to 1 over nine families and four seeds
+    # few tokens choose otherwise, and those behind them see it; the median is 1e-4 at most over these
     off = (exported(ids).logits - case.folded(ids).logits).abs().amax(-1)
     assert float(off.median()) <= 1e-3 * max(1.0, float(case.dense(ids).logits.abs().max()))
 
