@@ -94,6 +94,7 @@ def test_a_random_start_learns_the_budget_and_leaves_the_base_alone(attention: s
     changes = ["active=0.7", "train.steps=120", "train.learning_rate=1e-2", f"attention.pruning={attention}"]
     _, rows = train(model, tmp_path / "run", *changes)
     assert rows[0]["active_fraction"] > 0.9
+    # 0.656 to 0.744 over eight seeds and three kinds of attention
     assert rows[-1]["active_fraction"] == pytest.approx(0.7, abs=0.06)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -111,6 +112,7 @@ def test_masks_learn_which_neurons_matter(tmp_path: Path) -> None:
     embeddings = net.hypernetwork()
     for i, projection in enumerate(net.neurons):
         logits = projection(embeddings[2 * i + 1]).detach()
+        # 0.89 to 5.2 over eight seeds
         assert float(logits[:, :24].mean()) > float(logits[:, 24:].mean()) + 0.5
 
 
