@@ -10,17 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine
 from tomoe.budget import Decoding
 from tomoe.evaluation.speed import throughput, timings
-from tomoe.evaluation.speed.benchmark import expert_backends
+from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
 from tomoe.evaluation.speed.throughput import STEPS, Pair
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
+from tomoe.model.structure import shape_of
+from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import WAYS
+from tomoe.moe.modeling_tomoe import FEW_TOKENS, WAYS, choices_of
+from tomoe.pruning.inputs import plan_inputs
 
 D, F, LAYERS, HEADS, KV, VOCAB, N = 32, 48, 2, 4, 2, 64, 4  # the pico qwen2
 C = D // HEADS
@@ -31,7 +36,7 @@ def pair() -> Pair:
     dense = make_pico("qwen2")
     dense.set_attn_implementation("eager")
     moe = fold(dense, make_plan(dense, "static"))
-    return Pair(dense, moe, tokens(4, 64)[0], lambda model, count: "some way", max_seconds=60.0, pairs=3)
+    return Pair(dense, moe, tokens(4, 64)[0], ways, max_seconds=60.0, pairs=3)
 
 
 def flops(pair: Pair, new: int, seen: int, moe: bool) -> int:
@@ -108,6 +113,108 @@ def test_bytes_of_fine_grained_experts_hold_the_shared_part(pair: Pair) -> None:
     assert throughput.touched_bytes(moe, pair.ids[None, :1]) == 4 * read + buffers
 
 
+# Operators that take rows by number, and which argument holds the numbers.
+TAKES_ROWS = {torch.ops.aten.index_select.default: 2, torch.ops.aten.embedding.default: 1}
+
+
+class RowsRead(TorchDispatchMode):
+    """Notes which rows of a model's weights the operators of a pass read. Views read nothing."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        weights = {id(t): t for t in model.state_dict(keep_vars=True).values() if t.is_floating_point()}.values()
+        self.found = {t.untyped_storage().data_ptr(): (t, torch.zeros(len(t), dtype=torch.bool)) for t in weights}
+        assert len(self.found) == len(weights), "one storage for each"
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in [] if op.is_view else tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self.found:
+                weight, rows = self.found[tensor.untyped_storage().data_ptr()]
+                first, width = tensor.storage_offset(), weight[0].numel()
+                last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+                whole = slice(first // width, last // width + 1)
+                rows[args[TAKES_ROWS[op]].flatten().long() if op in TAKES_ROWS else whole] = True
+        return op(*args, **(kwargs or {}))
+
+    def bytes(self) -> int:
+        return sum(int(rows.sum()) * t[0].numel() * t.element_size() for t, rows in self.found.values())
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 2), (3, 4)], ids=["one token", "two tokens", "a batch"])
+@pytest.mark.parametrize("form", ["fine", "fine, a whole layer", "overlapping"])
+@pytest.mark.parametrize("family", ["qwen2", "llama3"], ids=["an output matrix of its own", "tied"])
+def test_bytes_are_the_rows_that_operators_read(family: str, form: str, size: tuple[int, int]) -> None:
+    dense = make_pico(family)
+    plan = make_plan(dense, "off", form=form.split(",")[0])
+    moe = fold(dense, plan)
+    if "whole" in form:
+        moe.config.tomoe_experts_per_token[0] = moe.config.tomoe_num_experts
+    moe.config.tomoe_expert_backend = "runs"
+    ids = tokens(*size)
+    with torch.no_grad(), throughput.plain_ways(moe), RowsRead(moe) as read:
+        moe(ids, logits_to_keep=1)
+    lists = sum(t.numel() * t.element_size() for t in moe.state_dict().values() if not t.is_floating_point())
+    assert throughput.touched_bytes(moe, ids) == read.bytes() + lists
+    if size == (1, 1):
+        assert read.bytes() + lists < throughput.weight_bytes(moe) - (family == "qwen2") * (VOCAB - 1) * D * 4
+
+
+@pytest.fixture(scope="module")
+def inputs(pair: Pair) -> Any:
+    """The dense model of the pair, whose tokens choose inputs."""
+    ids = tokens(2, 24, seed=4)
+    moe = fold(
+        pair.dense, plan_inputs(pair.dense, shape_of(pair.dense), ids, torch.ones_like(ids, dtype=torch.bool), 0.6)
+    )
+    assert all(choice.count < choice.width for choice in choices_of(moe))
+    return moe
+
+
+def left_out(model: Any) -> int:
+    """Weights that one token does not use."""
+    return sum((c.width - c.count) * sum(len(p.weight) for p in c.projections) for c in choices_of(model))
+
+
+def test_inputs_that_a_token_does_not_choose_are_neither_read_nor_multiplied(pair: Pair, inputs: Any) -> None:
+    ids = pair.rows(1, FEW_TOKENS + 1)
+    assert throughput.touched_bytes(inputs, ids[:, :1]) == throughput.touched_bytes(
+        pair.dense, ids[:, :1]
+    ) - 4 * left_out(inputs)
+    assert throughput.touched_bytes(inputs, ids) == throughput.touched_bytes(pair.dense, ids)
+    whole = throughput.count_flops(pair.dense, ids)
+    assert throughput.count_flops(inputs, ids) == (whole[0], whole[1] - 2 * left_out(inputs))
+    few = throughput.count_flops(pair.dense, ids[:, :2])[0]
+    assert throughput.count_flops(inputs, ids[:, :2])[0] == few - 4 * left_out(inputs)
+
+
+def test_bytes_of_a_few_tokens_are_those_of_the_inputs_that_some_token_chooses(pair: Pair, inputs: Any) -> None:
+    """Counted by sorting what the projections get."""
+    ids, unread = pair.rows(2, 1), 0
+    seen: dict[int, Tensor] = {}
+    hooks = [
+        choice.projections[0].register_forward_pre_hook(lambda _, args, i=i: seen.update({i: args[0].flatten(0, -2)}))
+        for i, choice in enumerate(choices_of(inputs))
+    ]
+    with torch.no_grad():
+        inputs(ids)
+    for hook in hooks:
+        hook.remove()
+    for i, choice in enumerate(choices_of(inputs)):
+        matrix = torch.cat([projection.weight for projection in choice.projections])
+        scores = seen[i].abs() * matrix.norm(dim=0)
+        chosen = {int(n) for row in scores for n in row.argsort(descending=True)[: choice.count]}
+        unread += (choice.width - len(chosen)) * len(matrix)
+    assert 0 < unread < left_out(inputs)
+    assert throughput.touched_bytes(inputs, ids) == throughput.touched_bytes(pair.dense, ids) - 4 * unread
+
+
+def test_rows_that_are_added_up_are_products(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors that have none of 16 bits."""
+    meant = throughput.count_flops(pair.moe, pair.rows(1, 12))
+    monkeypatch.setattr(modeling_tomoe, "multiplies", lambda dtype: False)
+    assert throughput.count_flops(pair.moe, pair.rows(1, 12)) == meant
+
+
 def test_a_tied_output_matrix_is_read_whole() -> None:
     dense = make_pico("llama3")
     assert throughput.touched_bytes(dense, tokens(1, 1)) == sum(p.numel() for p in dense.parameters()) * 4
@@ -174,6 +281,7 @@ def test_compiled_decoding_makes_the_same_logits_with_a_static_cache(pair: Pair)
     cell = both.measure("compiled decode", 2, 5)
     assert isinstance(cell, Cell)
     assert (cell.phase, asked) == ("compiled decode", [pair.dense, pair.moe])
+    assert (cell.same_kernel_s, cell.choice_ratio) == (None, None)
     ids = pair.rows(2, 5 + STEPS)
     meant = pair.moe(ids).logits[:, 5:]
     for first in range(0, len(made), STEPS):
@@ -187,17 +295,25 @@ def test_rows_are_the_text_again_and_again(pair: Pair) -> None:
 
 
 def test_cells(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are scripted: the dense model takes 6, 8, 9 s, the MoE 2, 4, 9 s, after a warm-up that does not count."""
-    script = iter([100.0, 100.0, 6.0, 2.0, 8.0, 4.0, 9.0, 9.0])
+    """Times are scripted: the dense model takes 6, 8, 9 s, the MoE 2, 4, 9 s, with all experts 3, 5, 9 s, after a warm-up that
+    does not count."""
+    script = iter([100.0, 100.0, 100.0, 6.0, 2.0, 3.0, 8.0, 4.0, 5.0, 9.0, 9.0, 9.0])
+    used: list[int] = []
+    hook = pair.moe.mlps()[0].register_forward_pre_hook(lambda mlp, _: used.append(mlp.expert_rows.shape[1]))
     monkeypatch.setattr(throughput, "seconds", lambda run, device: (run(), next(script))[1])
     cell = replace(pair, max_seconds=1e6).measure("prefill", 2, 8)
+    hook.remove()
     assert isinstance(cell, Cell)
+    chosen, whole = pair.moe.config.tomoe_expert_sizes[0], pair.moe.config.tomoe_union_sizes[0]
+    assert used[:8] == [chosen, whole] * 4
+    assert set(used[8:]) == {chosen}, "what is counted is the MoE as it is"
+    assert (cell.same_kernel_s, cell.choice_ratio) == (5.0, 1.25)
     assert (cell.dense_s, cell.moe_s, cell.ratio) == (8.0, 4.0, 2.0)
     assert (cell.ratio_low, cell.ratio_high) == (1.5, 2.5)
     assert (cell.phase, cell.batch, cell.prompt, cell.dtype, cell.runs) == ("prefill", 2, 8, "float32", 3)
     assert (cell.dense_flops, cell.moe_flops) == (2 * flops(pair, 8, 8, False), 2 * flops(pair, 8, 8, True))
     assert cell.bound == flops(pair, 8, 8, False) / flops(pair, 8, 8, True)
-    assert (cell.backend, cell.verdict) == ("some way", "faster")
+    assert (cell.backend, cell.verdict) == (ways(pair.moe, 16), "faster")
     assert replace(cell, ratio_low=0.9).verdict == "even"
     assert replace(cell, ratio_low=0.7, ratio_high=0.9).verdict == "SLOWER"
 
@@ -244,17 +360,58 @@ def test_a_cell_that_is_too_slow_says_so(pair: Pair) -> None:
 
 def test_which_way_the_experts_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = pair.moe
-    assert expert_backends(pair.dense, 4) == "-"
-    assert expert_backends(moe, 4) in WAYS["experts"]
+    assert ways(pair.dense, 4) == "-"
+    assert ways(moe, 4) in WAYS["experts"]
     monkeypatch.setitem(
         WAYS, "experts", {name: WAYS["experts"][name] for name in ("runs", "masked")}
     )  # without kernels of the package
-    assert [expert_backends(moe, n) for n in (4, 4000)] == ["masked", "runs"]
+    assert [ways(moe, n) for n in (4, 4000)] == ["masked", "runs"]
     moe.config.tomoe_expert_backend = "runs"
     try:
-        assert expert_backends(moe, 4) == "runs"
+        assert ways(moe, 4) == "runs"
     finally:
         moe.config.tomoe_expert_backend = "auto"
+
+
+@pytest.mark.parametrize("way", ["native", "masked", "runs"])
+@pytest.mark.parametrize("form", ["fine", "overlapping"])
+def test_all_experts_run_in_the_way_of_those_that_tokens_choose(pair: Pair, form: str, way: str) -> None:
+    moe = fold(pair.dense, make_plan(pair.dense, "off", form=form))
+    whole, ids, found = everything(moe, way), pair.rows(2, 4), []
+    assert whole is not None
+    hooks = [mlp.register_forward_hook(lambda *called: found.append(called)) for mlp in moe.mlps()]
+    with torch.no_grad():
+        before = moe(ids).logits
+        for _ in range(2):
+            found.clear()
+            with set_to(whole):
+                assert ways(moe, 8) == way
+                moe(ids)
+            for mlp, (x,), y in found:
+                meant = mlp.activations(x, slice(None)) @ mlp.down_proj
+                torch.testing.assert_close(y, meant, atol=1e-5 * float(meant.abs().max()), rtol=0)
+            assert torch.equal(moe(ids).logits, before)
+    for hook in hooks:
+        hook.remove()
+
+
+def test_all_inputs_run_in_the_way_of_those_that_tokens_choose(pair: Pair, inputs: Any) -> None:
+    assert ways(inputs, 1) in WAYS["choosing product"]
+    assert everything(inputs, ways(inputs, FEW_TOKENS + 1)) is None, "such a pass uses all inputs"
+    whole, ids = everything(inputs, ways(inputs, 1)), pair.rows(1, 1)
+    assert whole is not None
+    with torch.no_grad():
+        meant, before = pair.dense(ids).logits, inputs(ids).logits
+        with set_to(whole):
+            found = inputs(ids).logits
+        assert torch.equal(inputs(ids).logits, before)
+    torch.testing.assert_close(found, meant, atol=1e-5 * float(meant.abs().max()), rtol=0)
+    assert not torch.allclose(before, meant, atol=1e-3)
+
+
+def test_nothing_is_timed_again_where_no_single_way_ran(pair: Pair) -> None:
+    assert everything(pair.dense, ways(pair.dense, 1)) is None
+    assert everything(pair.moe, "native, masked") is None
 
 
 @pytest.mark.slow
@@ -275,10 +432,19 @@ def test_the_command(tomoe: CommandLine, tmp_path: Path, converted: Path) -> Non
     ]  # fmt: skip
     for cell in found["cells"]:
         assert {"dtype", "dense_s", "moe_s", "ratio", "ratio_low", "ratio_high", "verdict", "backend"} <= set(cell)
+        assert min(cell["same_kernel_s"], cell["choice_ratio"]) > 0
         assert cell["ratio_low"] <= cell["ratio"] <= cell["ratio_high"]
         assert cell["moe_flops"] < cell["dense_flops"]
         assert cell["moe_bytes"] < cell["dense_bytes"]
-    for words in ("prefill", "decode", "bound", "cache", "held out", "60.0% of the decoder parameters"):
+    for words in (
+        "prefill",
+        "decode",
+        "bound",
+        "cache",
+        "held out",
+        "60.0% of the decoder parameters",
+        "All, same kernel",
+    ):
         assert words in done.out
     refused = tomoe("benchmark", model, moe, "--batch", "1,x")
     assert refused.code == 2

@@ -288,5 +288,10 @@ def test_throughput_says_which_cells_are_slower() -> None:
     markers = [[line.get_marker() for line in axes.get_lines()[1:2]] for axes in drawn.figure.axes]
     assert markers == [["o"], ["s"]]
     assert "decode 1 x 128 bfloat16: 0.80" in drawn.alt
+    assert "same kernel" not in drawn.caption
+    marked = figures.throughput_figure([{**rows[0], "same_kernel_s": 0.9, "choice_ratio": 1.125}, rows[1]])
+    assert marked is not None
+    assert [list(axes.get_lines()[2].get_xdata()) for axes in marked.figure.axes] == [[1 / 0.9], [1, 1]]
+    assert "all experts or inputs in the same kernel" in marked.caption
     check(drawn)
     assert figures.throughput_figure([]) is None

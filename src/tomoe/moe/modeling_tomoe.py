@@ -584,13 +584,17 @@ class ToMoEMLP(nn.Module):
         return y if residual is None else y + residual
 
 
-def chosen_inputs(x: Tensor, norms: Tensor, count: int) -> Tensor:
-    """x [.., D] with zeros but for the `count` numbers of each token whose |x_i| norms_i are largest, equal ones by position."""
+def which_inputs(x: Tensor, norms: Tensor, count: int) -> Tensor:
+    """Which `count` numbers of each token of x [.., D] have the largest |x_i| norms_i [.., D]; equal ones by position."""
     scores = x.abs().float() * norms
     least = scores.topk(count, dim=-1).values[..., -1:]
     larger, equal = scores > least, scores == least
-    chosen = larger | (equal & (equal.cumsum(-1) <= count - larger.sum(-1, keepdim=True)))
-    return x * chosen
+    return larger | (equal & (equal.cumsum(-1) <= count - larger.sum(-1, keepdim=True)))
+
+
+def chosen_inputs(x: Tensor, norms: Tensor, count: int) -> Tensor:
+    """x [.., D] with zeros in place of the numbers that a token does not choose."""
+    return x * which_inputs(x, norms, count)
 
 
 def matrix_of(projection: Any) -> Tensor:

@@ -267,7 +267,7 @@ def throughput_figure(rows: Rows) -> CaptionedFigure | None:
     """How many times as fast as the dense model the MoE is, from the benchmark's rows; None if there is none.
 
     A row is {phase ("prefill" or "decode"), batch, prompt (tokens), dtype, dense_s, moe_s, ratio = dense_s / moe_s,
-    ratio_low, ratio_high}.
+    ratio_low, ratio_high}, and same_kernel_s where the MoE was timed with everything in the same kernel.
     """
     if not rows:
         return None
@@ -284,6 +284,8 @@ def throughput_figure(rows: Rows) -> CaptionedFigure | None:
             phase_axes.plot(
                 row["ratio"], y, color=COLORS[0 if faster else 1], marker="o" if faster else "s", markersize=5
             )
+            if whole := row.get("same_kernel_s"):
+                phase_axes.plot(row["dense_s"] / whole, y, color=INK, marker="|", markersize=10)
             phase_axes.annotate(f"{row['ratio']:.2f}", (max(row["ratio"], row["ratio_high"]), y), (5, 0),
                          textcoords="offset points", va="center", fontsize=8)  # fmt: skip
         phase_axes.set_yticks(
@@ -296,11 +298,18 @@ def throughput_figure(rows: Rows) -> CaptionedFigure | None:
         phase_axes.margins(x=0.12)
     axes[-1].set_xlabel("times as fast as the dense model")
     ratios = "; ".join(f"{r['phase']} {r['batch']} x {r['prompt']} {r['dtype']}: {r['ratio']:.2f}" for r in rows)
+    kernel = (
+        " The upright line is the MoE with all experts or inputs in the same kernel: up to it the kernel gains, from it to the "
+        "dot the choice."
+    )
+    if not any(row.get("same_kernel_s") for row in rows):
+        kernel = ""
     return CaptionedFigure(
         "throughput",
         "Speed beside the dense model",
         f"Dot chart of the dense model's time over the MoE's, above 1 is faster. {ratios}.",
         "Round blue dots right of the dotted line are faster than the dense model, square orange ones slower; the bar is "
-        "the middle half of the repetitions. Look for the batch sizes you will use: a few tokens and many behave differently.",
+        "the middle half of the repetitions. Look for the batch sizes you will use: a few tokens and many behave differently."
+        + kernel,
         figure,
     )

@@ -12,11 +12,10 @@ import transformers
 from tomoe.data.evaluation_text import held_out_text, read_text
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.speed import throughput
+from tomoe.evaluation.speed.same_kernel import ways
 from tomoe.evaluation.speed.timings import Benchmark, Memory
 from tomoe.files import basename
 from tomoe.model.loading import load_model, load_tokenizer, pick_device
-from tomoe.model.shape import text_config
-from tomoe.moe.modeling_tomoe import choose_backend
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.version import __version__
 
@@ -37,7 +36,8 @@ def benchmark(
 ) -> Benchmark:
     """Time both models beside each other on the same text: without `text`, on what the MoE held out.
 
-    `batches` are rows and `prompts` tokens of a row; each pair of sizes is timed `pairs` times, dense and MoE in turn.
+    `batches` are rows and `prompts` tokens of a row; each pair of sizes is timed `pairs` times: dense, MoE, and the MoE
+    with all experts or inputs in the same kernel, in turn.
     Cells that would take longer than `seconds` are left out. On a GPU decoding is timed once more, compiled and with a static
     cache. Raises UserError if a model or text is not found.
     """
@@ -60,9 +60,7 @@ def benchmark(
     # Eager decoding on a GPU measures how fast the host starts kernels.
     compiled = partial(torch.compile, dynamic=False, mode="reduce-overhead")
     on_gpu = models[moe].device.type == "cuda"
-    pair = throughput.Pair(
-        models[dense], models[moe], ids, expert_backends, seconds, pairs, compiled if on_gpu else None
-    )
+    pair = throughput.Pair(models[dense], models[moe], ids, ways, seconds, pairs, compiled if on_gpu else None)
     cells, left_out = throughput.run_cells(pair, batches, prompts, stage_callback(on_progress, "benchmark"))
     return Benchmark(
         basename(dense), basename(moe), evaluation.name, model_facts(models[moe])["active_share"], memory[dense],
@@ -80,13 +78,3 @@ def in_own_memory(model: Any) -> Any:
     for tensor in (*model.parameters(), *model.buffers()) if model.device.type == "cpu" else ():
         tensor.data = tensor.data.clone()
     return model
-
-
-def expert_backends(model: Any, tokens: int) -> str:
-    """Name the backend that runs a converted model's experts on so many tokens at once: its config's, or that of `auto`."""
-    if not hasattr(model.config, "tomoe_expert_backend"):
-        return "-"
-    with torch.no_grad():
-        x = torch.empty(tokens, text_config(model.config).hidden_size, dtype=model.dtype, device=model.device)
-        chosen = [choose_backend(mlp, x) for mlp in model.mlps()]
-    return ", ".join(dict.fromkeys(chosen))

@@ -1,7 +1,8 @@
 """How fast two causal LMs are beside each other: prefill and decoding, in one process, run after run.
 
-Times of shared machines drift, so only neighbours are compared: dense, MoE, dense, MoE; a ratio is of one such pair.
-Beside the times stands what can be counted: operations, bytes of weights that a pass reads, bytes of the cache.
+Times of shared machines drift, so only neighbours are compared: dense, MoE, the MoE with everything in the same kernel, dense
+and so on; a ratio is of one such round. Beside the times stands what can be counted: operations, bytes of weights that a pass
+reads, bytes of the cache.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
+from tomoe.evaluation.speed.same_kernel import everything, set_to
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.usage import ExpertCounter
-from tomoe.model.hooks import own_rows
+from tomoe.model.hooks import hooked, own_rows
 from tomoe.model.shape import ceil_div
 from tomoe.model.structure import CACHE
-from tomoe.moe.modeling_tomoe import WAYS
+from tomoe.moe.modeling_tomoe import FEW_TOKENS, WAYS, Choice, choices_of, matrix_of, which_inputs
 from tomoe.progress import StageCallback, no_stage_progress
 
 STEPS = 4  # tokens that one timed run decodes
@@ -104,18 +106,23 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 @contextmanager
-def _countable(model: Any) -> Iterator[None]:
+def plain_ways(model: Any) -> Iterator[None]:
     """Run experts so that what is counted is what a token needs: not masked, and with products that PyTorch sees."""
     config: Any = getattr(model, "config", None)
-    before, ways = getattr(config, "tomoe_expert_backend", None), WAYS["router logits"]
+    before = getattr(config, "tomoe_expert_backend", None)
     if before is None:
         yield
         return
-    config.tomoe_expert_backend, WAYS["router logits"] = "runs", {"pytorch": ways["pytorch"]}
+    ways = {step: WAYS[step] for step in ("router logits", "choosing product")}
+    config.tomoe_expert_backend = "runs"
+    for step, known in ways.items():
+        *_, name = known
+        WAYS[step] = {name: known[name]}
     try:
         yield
     finally:
-        config.tomoe_expert_backend, WAYS["router logits"] = before, ways
+        config.tomoe_expert_backend = before
+        WAYS.update(ways)
 
 
 def _attention_flops(q: list[int], k: list[int], v: list[int], *_: Any, **__: Any) -> int:
@@ -125,11 +132,31 @@ def _attention_flops(q: list[int], k: list[int], v: list[int], *_: Any, **__: An
     return 2 * batch * heads * pairs * (size + v[3])
 
 
-# PyTorch's own formula leaves out the CPU, and in 2.11 refuses keys of fewer heads.
-_ATTENTION = {
+def _sum_flops(rows: list[int], numbers: list[int], *_: Any, **__: Any) -> int:
+    """Operations of sums of rows [n, D], as many in all as there are numbers, each times a factor."""
+    return 2 * numbers[0] * rows[1]
+
+
+def _added_flops(_: list[int], h: list[int], rows: list[int], *__: Any, **___: Any) -> int:
+    """Operations of a product h [T, n] @ rows [n, D] that is added to what there is."""
+    return 2 * h[0] * h[1] * rows[1]
+
+
+# PyTorch's own formula of attention leaves out the CPU, and in 2.11 refuses keys of fewer heads. It has none of what sums up rows
+# where a processor lacks products of 16 bits (`sum_rows`).
+_FORMULAS = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): _attention_flops
     for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+} | {
+    torch.ops.aten._embedding_bag: _sum_flops,
+    torch.ops.aten._embedding_bag_forward_only: _sum_flops,
+    torch.ops.aten.addmm_: _added_flops,
 }
+
+
+def _outputs(choice: Choice) -> int:
+    """Numbers that the projections of a choice make of each input."""
+    return sum(matrix_of(projection).shape[0] for projection in choice.projections)
 
 
 @torch.no_grad()
@@ -137,10 +164,31 @@ def count_flops(model: Any, ids: Int[Tensor, "1 S"]) -> tuple[int, int]:
     """Count operations (multiplications and additions) of matrix products: to prefill one row, and of one step after it."""
     cache, counted = DynamicCache(), []
     for some in (ids, ids[:, -1:]):
-        with _countable(model), FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
+        with plain_ways(model), FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
             model(some, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-        counted.append(counter.get_total_flops())
+        # In PyTorch an input that a token does not choose is multiplied as zero.
+        short = choices_of(model) if some.numel() <= FEW_TOKENS else []
+        idle = sum((choice.width - choice.count) * _outputs(choice) for choice in short)
+        counted.append(counter.get_total_flops() - 2 * some.numel() * idle)
     return counted[0], counted[1]
+
+
+@contextmanager
+def _unread(choices: Sequence[Choice]) -> Iterator[list[int]]:
+    """Bytes of the weights behind inputs that no token of a pass chooses: one number for each choice that is made."""
+    unread: list[int] = []
+
+    def note(choice: Choice) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Tensor]) -> None:
+            x = args[0]
+            if choice.applies(x):
+                used = which_inputs(x, choice.norms(), choice.count).flatten(0, -2).any(0)
+                unread.append(int((~used).sum()) * _outputs(choice) * choice.projections[0].weight.element_size())
+
+        return hook
+
+    with hooked(choice.projections[0].register_forward_pre_hook(note(choice)) for choice in choices):
+        yield unread
 
 
 @torch.no_grad()
@@ -148,16 +196,19 @@ def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: Kept = ()) -> int:
     """Bytes of weights that one pass over these tokens reads after what is kept, if each is read once.
 
     That is the rows of these tokens in the input embedding, the neurons of experts that some token needs, those that all
-    tokens share, and everything else.
+    tokens share, the inputs of projections that some token chooses, and everything else. `budget.Decoding` estimates the
+    same of one token from a plan alone.
     """
     table = model.get_input_embeddings().weight
     tied = table is model.get_output_embeddings().weight
     rows = 0 if tied else len(ids.unique())
     total = weight_bytes(model) - (0 if tied else (len(table) - rows) * table[0].numel() * table.element_size())
-    with ExpertCounter(model) as counter:
-        if not counter.routers:
+    choices = choices_of(model)
+    with ExpertCounter(model) as counter, _unread(choices) as unread:
+        if not counter.routers and not choices:
             return total
         model(ids, use_cache=True, logits_to_keep=1, **{CACHE: _cache(kept)})
+        total -= sum(unread)
         for mlp in model.mlps():
             used = counter.chosen[mlp.router].any(0).cpu()
             union = mlp.up_proj.shape[0]
@@ -207,13 +258,21 @@ class Pair:
             def run(model: Any) -> float:
                 return decode(model, kept[id(model)], tail) if static is None else static(model)
 
-        first = run(self.dense) + run(self.moe)  # warm-up
-        spent = first * (1 if phase == "prefill" else STEPS)
-        pairs = min(self.pairs, int(self.max_seconds / spent)) if spent else self.pairs
-        if pairs < FEWEST:
-            return f"{phase} of {batch} x {prompt} tokens: {FEWEST} pairs of runs would take {FEWEST * spent:.0f} s"
-        timed = [(run(self.dense), run(self.moe)) for _ in range(pairs)]
         ids = head if phase == "prefill" else tail[:, :1]
+        whole = None if phase == COMPILED else everything(self.moe, self.describe(self.moe, ids.numel()))
+
+        def one_round() -> list[float]:
+            timed = [run(self.dense), run(self.moe)]
+            if whole is not None:
+                with set_to(whole):
+                    timed.append(run(self.moe))
+            return timed
+
+        spent = sum(one_round()) * (1 if phase == "prefill" else STEPS)  # warm-up
+        rounds = min(self.pairs, int(self.max_seconds / spent)) if spent else self.pairs
+        if rounds < FEWEST:
+            return f"{phase} of {batch} x {prompt} tokens: {FEWEST} rounds of runs would take {FEWEST * spent:.0f} s"
+        timed = [one_round() for _ in range(rounds)]
         touched = [touched_bytes(model, ids, kept[id(model)]) for model in both]
         return self._cell(phase, ids, prompt, timed, touched)
 
@@ -241,10 +300,11 @@ class Pair:
         phase: str,
         ids: Int[Tensor, "B S"],
         prompt: int,
-        timed: Sequence[tuple[float, float]],
+        timed: Sequence[Sequence[float]],
         touched: Sequence[int],
     ) -> Cell:
-        ratios = sorted(dense / moe for dense, moe in timed)
+        dense, moe, *whole = zip(*timed, strict=True)
+        ratios = _ratios(dense, moe)
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
         batch, step = len(ids), phase != "prefill"
         flops = [count_flops(model, self.rows(1, prompt))[step] * batch for model in (self.dense, self.moe)]
@@ -257,8 +317,8 @@ class Pair:
             threads=torch.get_num_threads(),
             backend=self.describe(self.moe, ids.numel()),
             runs=len(timed),
-            dense_s=statistics.median(dense for dense, _ in timed),
-            moe_s=statistics.median(moe for _, moe in timed),
+            dense_s=statistics.median(dense),
+            moe_s=statistics.median(moe),
             ratio=statistics.median(ratios),
             ratio_low=low,
             ratio_high=high,
@@ -267,7 +327,13 @@ class Pair:
             dense_bytes=touched[0] // ids.numel(),
             moe_bytes=touched[1] // ids.numel(),
             bound=touched[0] / touched[1] if step else flops[0] / flops[1],
+            same_kernel_s=statistics.median(whole[0]) if whole else None,
+            choice_ratio=statistics.median(_ratios(whole[0], moe)) if whole else None,
         )
+
+
+def _ratios(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(slow, fast, strict=True)]
 
 
 def run_cells(
@@ -296,6 +362,6 @@ def run_cells(
                 continue
             cells.append(cell)
             if phase == "prefill":
-                per_token = (cell.dense_s + cell.moe_s) / (batch * prompt)
+                per_token = (cell.dense_s + cell.moe_s + (cell.same_kernel_s or 0)) / (batch * prompt)
     progress(len(phases) * len(sizes), len(phases) * len(sizes))
     return cells, left_out

@@ -25,7 +25,7 @@ class Cell:
     dtype: Name
     device: Name
     threads: Count
-    backend: Name  # how the MoE ran its experts
+    backend: Name  # the way in which the MoE ran what it chose
     runs: Count
     dense_s: NotNegative  # median
     moe_s: NotNegative
@@ -37,6 +37,8 @@ class Cell:
     dense_bytes: Count  # of weights that the pass reads, per token
     moe_bytes: Count
     bound: NotNegative  # the ratio if the pass cost its operations (prefill) or its bytes of weights (decoding) alone
+    same_kernel_s: NotNegative | None = None  # median of the MoE with all experts or inputs, in the same kernel
+    choice_ratio: Positive | None = None  # median over rounds of that / MoE: what choosing some of them gives
 
     @property
     def verdict(self) -> str:
@@ -74,14 +76,16 @@ def to_json(benchmark: Benchmark) -> str:
 def to_rich(benchmark: Benchmark) -> Table:
     """One line for each cell, in milliseconds; the caption says what the numbers mean."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=footnote(benchmark), caption_justify="left")
-    titles = ["", "batch", "prompt", "dense\nms", "MoE\nms", "faster\nby", "bound"]
-    for title in [*titles, "GFLOP\ndense/MoE", "MB/token\ndense/MoE", "experts"]:
-        table.add_column(title, justify="left" if title in ("", "experts") else "right")
+    titles = ["", "batch", "prompt", "dense\nms", "all, same\nkernel ms", "MoE\nms", "faster\nby", "of it by\nchoice"]
+    for title in [*titles, "bound", "GFLOP\ndense/MoE", "MB/token\ndense/MoE", "way"]:
+        table.add_column(title, justify="left" if title in ("", "way") else "right")
     for c in benchmark.cells:
         slower = f" {c.verdict}" if c.verdict == "SLOWER" else ""
         table.add_row(
-            c.phase, str(c.batch), f"{c.prompt:,}", f"{1e3 * c.dense_s:.1f}", f"{1e3 * c.moe_s:.1f}",
-            f"{c.ratio:.2f} ({c.ratio_low:.2f}-{c.ratio_high:.2f}){slower}", f"{c.bound:.2f}",
+            c.phase, str(c.batch), f"{c.prompt:,}", f"{1e3 * c.dense_s:.1f}",
+            "-" if c.same_kernel_s is None else f"{1e3 * c.same_kernel_s:.1f}", f"{1e3 * c.moe_s:.1f}",
+            f"{c.ratio:.2f} ({c.ratio_low:.2f}-{c.ratio_high:.2f}){slower}",
+            "-" if c.choice_ratio is None else f"{c.choice_ratio:.2f}", f"{c.bound:.2f}",
             f"{c.dense_flops / 1e9:.3g}/{c.moe_flops / 1e9:.3g}", f"{c.dense_bytes / 1e6:.3g}/{c.moe_bytes / 1e6:.3g}",
             c.backend,
         )  # fmt: skip
@@ -103,9 +107,12 @@ def footnote(benchmark: Benchmark) -> str:
         if share is None
         else f"{share:.1%} of the decoder parameters are active, so decoder layers alone can be at most {1 / share:.2f} "
         "times as fast",
-        "A ratio is the median over pairs of neighboring runs, with the middle half of them; the bound is the ratio of "
-        "operations (prefill) or of bytes of weights (decode). The dense model is given what is faster in the MoE besides "
-        "experts: the output matrix meets the last token alone, and a new token attends by groups of heads",
+        'A ratio is the median over rounds of neighboring runs, with the middle half of them. "All, same kernel" is the MoE '
+        "with all experts (form inputs: all inputs), run like those that it chooses: what it is faster than dense, the kernel "
+        "gives, and what the MoE is faster than it, the choice; it is empty where decoding is compiled, layers run in several "
+        "ways, or a long pass uses all inputs anyway. The bound is the ratio of operations (prefill) or of bytes of weights "
+        "(decode). The dense model is given what is faster in the MoE besides experts: the output matrix meets the last token "
+        "alone, and a new token attends by groups of heads",
         f"Text: {benchmark.text}",
         _left_out(benchmark.left_out),
         ", ".join(f"{name} {version}" for name, version in benchmark.versions.items()),
