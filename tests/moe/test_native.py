@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -236,19 +237,31 @@ CAPABILITIES = {
 }
 
 
-@pytest.mark.parametrize("units", [True, False])
-def test_auto_was_never_slower_than_dense_where_it_was_measured(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On each kind of processor, with a compiler that knows matrix units or without."""
-    monkeypatch.setattr(native, "has_matrix_units", lambda: units)
-    for cell in Path(__file__).with_name("measured_ways.txt").read_text().splitlines():
-        if cell.startswith("#"):
-            continue
-        processor, dtype, _, shape, _, _, tokens, *ratios = cell.split()
-        monkeypatch.setattr(native, "PROCESSOR", CAPABILITIES[processor])
-        way = native.fastest_way(int(tokens), int(shape.split("x")[0]), getattr(torch, dtype))
-        # all neurons are run only where the kernel cannot use the units
-        faster = float(ratios[way]) >= 1 if way is not None else not units
-        assert faster, cell
+def measured() -> list[list[str]]:
+    lines = Path(__file__).with_name("measured_ways.txt").read_text().splitlines()
+    return [line.split() for line in lines if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("processor", CAPABILITIES)
+def test_auto_takes_what_was_the_fastest_where_it_was_measured(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows, products of tiles, and all neurons in PyTorch, which take as long as dense: within 5 %, as noise allows."""
+    monkeypatch.setattr(native, "PROCESSOR", CAPABILITIES[processor])
+    monkeypatch.setattr(native, "kernel", lambda: native.run_native)
+    monkeypatch.setattr(native, "has_matrix_units", lambda: True)
+    cells = [cell for cell in measured() if cell[0] == processor]
+    assert cells
+    for _, name, form, shape, _, _, tokens, *ratios in cells:
+        dtype, hidden = getattr(torch, name), int(shape.split("x")[0])
+        mlp = make_mlp(replace(CASES["fine"] if form == "fine" else Case(), hidden=hidden), dtype)
+        taken = choose_backend(mlp, torch.empty(int(tokens), hidden, dtype=dtype))
+        way = native.fastest_way(int(tokens), hidden, dtype)
+        found = float(ratios[way]) if taken == "native" and way is not None else 1.0
+        assert found >= 0.95 * max(1.0, *(float(ratio) for ratio in ratios if ratio != "-")), (
+            form,
+            shape,
+            name,
+            tokens,
+        )
 
 
 @compiled
