@@ -30,6 +30,16 @@ def test_a_family_that_does_not_fit(tomoe: CommandLine, tmp_path: Path, model: P
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [("--attention", "per-token", "'per-token' is not one of"), ("--active", "half", "'half' is neither a fraction")],
+)
+def test_a_value_that_an_option_does_not_take(tomoe: CommandLine, option: str, value: str, words: str) -> None:
+    done = tomoe("convert", "nothing", "-o", "out", option, value)
+    assert done.code == 2
+    assert f"Invalid value for '{option}': {words}" in done.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("active", ["nan", "inf", "1.5"])
 def test_a_plan_with_active_outside_its_range(

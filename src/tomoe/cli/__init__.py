@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from tomoe.cli.signals import Stopped, check, stoppable
 from tomoe.errors import UserError
@@ -101,6 +102,18 @@ from tomoe.cli.route import route
 from tomoe.cli.sanitize import one_line
 from tomoe.cli.train import train
 
+
+class _Verb(TyperCommand):
+    """A command that says what is wrong with a value without the class of pydantic's error, which typer puts before it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
 app = typer.Typer(
     name="tomoe",
     no_args_is_help=True,
@@ -116,7 +129,7 @@ VERBS = {
 }
 for panel, verbs in VERBS.items():
     for verb in verbs:
-        app.command(rich_help_panel=panel)(verb)
+        app.command(cls=_Verb, rich_help_panel=panel)(verb)
 
 
 def _print_version(wanted: bool) -> None:
