@@ -303,6 +303,21 @@ def test_models_with_wide_layers_get_more_experts(shape: ModelShape, changes: li
     assert isinstance(layout, OverlappingLayout) or layout.shared + number * layout.expert_size == shape.mlp_size
 
 
+@pytest.mark.parametrize(
+    ("target", "active", "experts"),
+    [("flex_olmo", 0.7, {}), ("gemma4", 0.8, {}), ("glm4_moe", 0.8, {"num_experts": 4, "expert_size": 192})],
+)
+def test_a_budget_without_a_layout_is_refused_with_one_that_has_one(
+    target: str, active: float, experts: dict[str, int]
+) -> None:
+    recipe = Recipe(active=active, target=target, experts=experts)
+    with pytest.raises(UserError, match=r"or active \(active = [0-9.]+ would do\)") as refusal:
+        settle_layout(recipe, SMOLLM2)
+    found = str(refusal.value).rpartition("active = ")[2].partition(" ")[0]
+    assert abs(float(found) - active) < 0.05
+    settle_layout(recipe.changed([f"active={found}"]), SMOLLM2)
+
+
 def test_llama_cpp_takes_no_more_experts_of_a_token() -> None:
     recipe = Recipe(active=0.9, target="gguf", experts={"form": "fine", "expert_size": 16})
     with pytest.raises(UserError, match=r"51 experts of 16 neurons, and llama\.cpp takes at most 30; leave"):
@@ -366,7 +381,7 @@ def _width(shape: ModelShape, active: float) -> float:
 def test_what_cannot_be_divided_is_refused(experts: ExpertsSection, width: float) -> None:
     """Too narrow for one expert; more neurons than there are; a shared part that is wider than a token."""
     assert _Search(experts, TARGET_RULES["hf"], 1024, width, 1.0, 2).roundest(experts.num_experts) is None
-    refusal = str(_Search(experts, TARGET_RULES["hf"], 1024, width, 1.0, 2).refusal(experts.num_experts))
+    refusal = str(_Search(experts, TARGET_RULES["hf"], 1024, width, 1.0, 2).refusal(experts.num_experts, None))
     assert re.fullmatch(r".*fine-grained experts.* cannot divide 1,024 neurons .*; change experts.*", refusal)
 
 

@@ -38,6 +38,8 @@ SHARED_SLACK = 0.25
 """How far the shared part may be from the wanted one, as a share of a token's neurons, to get a rounder expert size."""
 LEAST_INPUTS = 0.1
 """The smallest share of its inputs that a projection gets (form `inputs`)."""
+NEAR_ACTIVE = 0.05
+"""How far from an active that no layout meets another is looked for."""
 STORED_ZEROS = 0.02
 """Neurons of zeros that a stock format may hold, as a share of a layer's, if another layout needs no more than that."""
 
@@ -139,16 +141,17 @@ def _fine_layout(
 ) -> FineLayout:
     rules = TARGET_RULES[target]
     dense_layers = min(experts.dense_layers, shape.num_layers - 1) if rules.uniform else 0
-    search = _search(shape, experts, attention, active, rules, dense_layers)
+
+    def search(active: float) -> _Search:
+        return _search(shape, experts, attention, active, rules, dense_layers)
+
     numbers = _numbers_to_try(shape, experts, rules)
-    if rules.wide:
-        layout = search.wide(numbers)
-    else:
-        of_number = search.for_stock if rules.uniform and not experts.expert_size else search.roundest
-        layout = next((found for n in numbers if (found := of_number(n)) is not None), None)
+    layout = search(active).best(numbers)
     if layout is None:
-        _check_least(least_active(shape, experts, attention, target), attention, active)
-        raise search.refusal(numbers[-1])
+        least = least_active(shape, experts, attention, target)
+        _check_least(least, attention, active)
+        nearby = (near for near in _near(active) if near >= least)
+        raise search(active).refusal(numbers[-1], next((near for near in nearby if search(near).best(numbers)), None))
     if rules.bounded and layout.top_k > MAX_EXPERTS_PER_TOKEN:
         raise UserError(
             f"a token would use {layout.top_k} experts of {layout.expert_size} neurons, and llama.cpp takes at most "
@@ -158,6 +161,14 @@ def _fine_layout(
         layout, uniform=rules.uniform, dense_layers=dense_layers, router_bias=rules.router_bias,
         leaves_whole=not rules.wide,
     )  # fmt: skip
+
+
+def _near(active: float) -> Iterator[float]:
+    """Other shares within NEAR_ACTIVE of it, in thousandths, the nearest first."""
+    first, last = math.ceil(1000 * (active - NEAR_ACTIVE)), math.floor(1000 * (active + NEAR_ACTIVE))
+    yield from sorted(
+        (n / 1000 for n in range(max(1, first), min(1000, last) + 1)), key=lambda near: abs(near - active)
+    )
 
 
 def _numbers_to_try(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> Sequence[int]:
@@ -199,6 +210,13 @@ class _Search:
     layers: int
     """1: all use equally many experts."""
 
+    def best(self, numbers: Sequence[int]) -> FineLayout | None:
+        """The layout that there is for the first of these numbers of experts, or for a GPU for any of them."""
+        if self.rules.wide:
+            return self.wide(numbers)
+        of_number = self.for_stock if self.rules.uniform and not self.experts.expert_size else self.roundest
+        return next((found for n in numbers if (found := of_number(n)) is not None), None)
+
     @property
     def wanted(self) -> float:
         """Neurons that the shared part should have."""
@@ -235,20 +253,21 @@ class _Search:
 
         return max((layout for n in numbers for layout in self._wide_layouts(n)), key=worth, default=None)
 
-    def refusal(self, number: int) -> UserError:
-        """What to say if there is no layout."""
+    def refusal(self, number: int, near: float | None) -> UserError:
+        """What to say if there is no layout; `near`: another active with which there is one, if any is known."""
+        would_do = "" if near is None else f" (active = {near:g} would do)"
         if self.rules.wide:
             return UserError(
                 f"no layout for a GPU divides the {self.mlp_size:,} neurons of a layer so that a token uses {self.width:,.0f} "
                 f"of them: it wants a power of two of experts, at least {GPU_NUMBERS[-1]}, of at least {GPU_WIDTH} neurons, at "
                 f"most {GPU_EXPERTS_PER_TOKEN} of them for a token, and a multiple of their width as the shared part; set "
-                "target to hf, or another active"
+                f"target to hf, or another active{would_do}"
             )
         given_size = "" if not self.experts.expert_size else f" of {self.experts.expert_size} neurons"
         exactly = "" if math.isinf(self.slack) else f" (to {self.slack:,.1f} exactly)"
         return UserError(
             f"{number} fine-grained experts{given_size} cannot divide {self.mlp_size:,} neurons so that a token uses "
-            f"{self.width:,.0f} of them{exactly}; change experts.num_experts, experts.expert_size or active"
+            f"{self.width:,.0f} of them{exactly}; change experts.num_experts, experts.expert_size or active{would_do}"
         )
 
     def _roundest(
