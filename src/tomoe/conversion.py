@@ -19,7 +19,7 @@ from tomoe import distributed
 from tomoe.data.corpus import Corpus, Sequences, prepare
 from tomoe.data.sources import SELF
 from tomoe.errors import UserError
-from tomoe.exporting.targets import TARGETS
+from tomoe.exporting.targets import check_target
 from tomoe.files import atomic_folder, basename
 from tomoe.folders import PLAN, refuse_overwriting, refuse_strangers
 from tomoe.model import catalog
@@ -202,10 +202,7 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreT
     check_output(model, recipe.attention.pruning != "off")
     check_length(recipe.data.seq_len, model)
     layout = None if recipe.experts.form == "inputs" else settle_layout(recipe, shape_of(model))
-    # a layout for GPUs stays in tomoe's own form
-    form = TARGETS["hf" if recipe.target == "gpu" else recipe.target]
-    if reason := form.supports_dense(model, recipe.experts.form):
-        raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")
+    check_target(recipe, model)
     tokenizer = load_tokenizer(recipe.model)
     # others write nothing, and their disks may be full
     distributed.on_rank_zero(lambda: check_writing(model, tokenizer))

@@ -113,6 +113,16 @@ def test_convert_finds_the_class_of_the_family(tomoe: CommandLine, tmp_path: Pat
     assert json.loads((out / "export-auto" / "config.json").read_text())["model_type"] == "lfm2_moe"
 
 
+@pytest.mark.parametrize(("family", "target"), [("lfm2", "lfm2_moe"), ("qwen3_5_text", "qwen3_5_moe")])
+def test_what_a_gguf_file_of_a_family_cannot_hold_is_refused_before_the_work(
+    family: str, target: str, tomoe: CommandLine, tmp_path: Path
+) -> None:
+    write_tiny(family, tmp_path / "dense", **FAMILIES[family][1])
+    options = ("--set", "target=gguf", "--set", "experts.num_experts=32", "--active", "0.8")
+    for verb in (("convert", tmp_path / "dense", "-o", tmp_path / "out"), ("doctor", tmp_path / "dense")):
+        refused(tomoe(*verb, *options), f"wants the experts of target = {target}, which --format gguf then writes")
+
+
 def test_a_family_of_another_class_is_refused(tomoe: CommandLine, tmp_path: Path) -> None:
     write_tiny("lfm2", tmp_path / "dense", **LFM2)
     done = tomoe("convert", tmp_path / "dense", "-o", tmp_path / "out", "--set", "target=qwen3_5_moe")

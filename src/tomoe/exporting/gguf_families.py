@@ -41,7 +41,12 @@ class FamilyArch(FineExperts):
         return problem or self.number_problem(moe) or _rotary_problem(moe)
 
     def dense_problem(self, dense: PreTrainedModel) -> str | None:
-        return self.carrier.dense_decoder_problem(dense) or _rotary_problem(dense)
+        problem = self.carrier.dense_decoder_problem(dense) or _rotary_problem(dense)
+        # the layout of target = gguf is for a plain llama: it counts no experts of a shared part, and its routers have biases
+        other = (
+            f"llama.cpp's {self.name} wants the experts of target = {self.own_target}, which --format gguf then writes"
+        )
+        return problem or other
 
     def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: FineLayout) -> None:
         config: Any = moe.config
@@ -141,7 +146,7 @@ class Qwen35MoeArch(FamilyArch):
         return super().problem(moe) or _interval_problem(moe.config)
 
     def dense_problem(self, dense: PreTrainedModel) -> str | None:
-        return super().dense_problem(dense) or _interval_problem(dense.config.get_text_config())
+        return _interval_problem(dense.config.get_text_config()) or super().dense_problem(dense)
 
     def renamed(self, name: str) -> str:
         return name.replace("dt_bias", "dt_proj.bias")

@@ -76,12 +76,11 @@ def _decoder_problem(model: Any, places: Places) -> str | None:
             attention_sizes(model, own)
     except Refused as refused:
         return refused.why
-    return (
-        _unsupported_attention(model, places, first)
-        or _unsupported_windows(model, places)
-        or _missing_part(model)
-        or _otherwise_computed(model, own)
+    problem = (
+        _unsupported_attention(model, places, first) or _unsupported_windows(model, places) or _missing_part(model)
     )
+    # a model of a config alone does not run
+    return problem or (None if model.device.type == "meta" else _otherwise_computed(model, own))
 
 
 def _missing_part(model: Any) -> str | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.exporting.cohere2_moe import Cohere2Moe
@@ -36,6 +36,7 @@ from tomoe.model.loading import load_config
 from tomoe.model.trouble import writing
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback, no_stage_progress
+from tomoe.recipe.conversion import Recipe
 
 # `auto` takes the first stock class that holds the model.
 TARGETS: dict[str, Target] = {
@@ -88,6 +89,14 @@ def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
         problems[target.name] = problem
     reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
     return Choice(TARGETS["hf"], f"no stock architecture holds it exactly ({reasons})")
+
+
+def check_target(recipe: Recipe, dense: PreTrainedModel) -> None:
+    """Raises UserError if the recipe's target can hold nothing that this dense model becomes, as far as its parts tell."""
+    # a layout for GPUs stays in tomoe's own form
+    target = TARGETS["hf" if recipe.target == "gpu" else recipe.target]
+    if reason := target.supports_dense(dense, recipe.experts.form):
+        raise UserError(f"target {recipe.target} cannot hold what this model becomes: {reason}; choose another, or hf")
 
 
 def of_family(model: str, form: str) -> str | None:

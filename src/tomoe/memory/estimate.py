@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from tomoe import distributed
 from tomoe.budget import decoder_params
 from tomoe.errors import UserError
+from tomoe.exporting.targets import check_target
 from tomoe.files import format_bytes
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.checks import check_causal
@@ -85,10 +86,11 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
-    """Count parameters from the config. Raises UserError, with the reason, if the structure does not fit ToMoE."""
+    """Count parameters from the config. Raises UserError, with the reason, if the structure does not fit ToMoE or the target."""
     model = skeleton(config)
     shape = shape_of(model)
     check_without_weights(model)
+    check_target(recipe, model)
     total = sum(p.numel() for p in model.parameters())
     least = least_active(shape, recipe.experts, recipe.attention, recipe.target)
     return Sizes(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)
