@@ -15,10 +15,16 @@ from transformers import PreTrainedTokenizerBase
 
 from tomoe.exporting.gguf_experts import merge_experts, read_routers
 from tomoe.exporting.llama_cpp import LlamaCpp, agree_on_next_tokens, binding
-from tomoe.exporting.proof_by_parts import PartsAgreement, ProofByParts, RouterCheck, use_all_experts_
+from tomoe.exporting.proof_by_parts import (
+    PartsAgreement,
+    ProofByParts,
+    RouterCheck,
+    planned_problem,
+    use_all_experts_,
+)
 from tomoe.exporting.routers import RouterForm
 from tomoe.exporting.target import Precision
-from tomoe.exporting.verification import BOUNDS, Agreement, Check, Proof, judge, record
+from tomoe.exporting.verification import BOUNDS, Agreement, Check, Proof, first_problem, judge, record
 from tomoe.model.generation import PROMPT, generate
 from tomoe.model.hooks import hooked
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -106,5 +112,6 @@ def verify_file_by_parts(comparison: Comparison, form: RouterForm) -> ProofByPar
         with TemporaryDirectory(dir=file.parent) as place:
             whole = comparison.agree(comparison.open(merge_experts(file, Path(place) / file.name)))
     parts = PartsAgreement(whole, routers.result())
-    problem = problem or parts.problem(BOUNDS[comparison.precision])
+    bounds = BOUNDS[comparison.precision]
+    problem = first_problem([problem, parts.problem(bounds), planned_problem(agreement, bounds)])
     return ProofByParts(agreement, problem, comparison.how, written, fine=parts)
