@@ -56,6 +56,9 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3": dict(text_config=TEXT, vision_config=VISION),
     "gemma4": dict(text_config=TEXT, vision_config=VISION, audio_config=None),
     "qwen3_5": dict(text_config=TEXT | dict(linear_num_key_heads=2, linear_num_value_heads=4), vision_config=VISION),
+    # as the published ones, which have two or three dense layers of all
+    "beam": dict(mlp_layer_types=["dense", "sparse", "sparse", "sparse"]),
+    "flint": dict(mlp_only_layers=[0]),
     "bamba": dict(attn_layer_indices=[1, 3]),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, num_experts=1, mamba_dt_rank=4),
     "minicpm3": dict(num_key_value_heads=4),

@@ -24,6 +24,7 @@ KINDS = {
     "query scale by position": "ministral3",
     "latent attention": "minicpm3",
     "fused projections": "phi3",
+    "fused projections of other names": "moshi",
     "transposed weights, layers elsewhere": "gpt2",
     "residual handed to the MLP": "bloom",
     "MLP that is no module": "opt",
@@ -52,6 +53,8 @@ def test_tokens_choose_inputs_in_every_family(kind: str, tmp_path: Path) -> None
 REFUSED = {
     "experts already": ("mixtral", "Mixtures of Experts already"),
     "a norm within the MLP": ("bitnet", "the MLP of layer 0 is not the usual formula"),
+    "layers that run again": ("hrm_text", "its layers run several times for each token"),
+    "experts but for the first layers": ("beam", "Mixtures of Experts already"),
     "no MLP": ("mamba", "no up and down projections that are known"),
     "an encoder": ("bert", "no list of decoder layers outside of an encoder"),
 }

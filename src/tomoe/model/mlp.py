@@ -47,6 +47,8 @@ MLP_NAMES = (
     MlpNames("w1", "w3", "w2"),
     MlpNames(None, "gate_up_proj", "down_proj", fused=True),
     MlpNames(None, "input_linear", "output_linear", fused=True),
+    MlpNames(None, "Wi", "Wo", fused=True),
+    MlpNames(None, "fc1", "fc2", fused=True),
     MlpNames(None, "up_proj", "down_proj"),
     MlpNames(None, "fc1", "fc2"),
     MlpNames(None, "fc_in", "fc_out"),

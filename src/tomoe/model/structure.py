@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -190,14 +191,23 @@ def _checks(model: PreTrainedModel, attention: bool) -> Iterator[RemovableHandle
         yield from attention_checks(model, converted_mlps(model))
 
 
+def _layer_checks(model: PreTrainedModel, mlp: Mlp) -> Iterator[RemovableHandle]:
+    """A layer runs once for a token, and hands on one stream of hidden states."""
+    runs = itertools.count()
+
+    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if input_of(args, kwargs).dim() != 3:
+            raise refuse(model, "its layers hand on several streams of hidden states at once")
+        if next(runs):
+            raise refuse(model, "its layers run several times for each token")
+
+    yield mlp.layer.register_forward_pre_hook(check, with_kwargs=True)
+
+
 def _mlp_checks(model: PreTrainedModel, mlp: Mlp) -> Iterator[RemovableHandle]:
     """The down projection gives what the formula says, and the module that, or the residual that it is handed beside it."""
     seen: dict[str, Tensor] = {}
     what = f"the MLP of layer {mlp.number}"
-
-    def check_stream(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if input_of(args, kwargs).dim() != 3:
-            raise refuse(model, "its layers hand on several streams of hidden states at once")
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.setdefault("x", input_of(args, kwargs))
@@ -212,7 +222,7 @@ def _mlp_checks(model: PreTrainedModel, mlp: Mlp) -> Iterator[RemovableHandle]:
         residual = kwargs.get("residual", args[1] if len(args) > 1 else None)
         compare(model, what, out, seen["down"] if residual is None else seen["down"] + residual)
 
-    yield mlp.layer.register_forward_pre_hook(check_stream, with_kwargs=True)
+    yield from _layer_checks(model, mlp)
     yield mlp.module.register_forward_pre_hook(note, with_kwargs=True)
     yield mlp.down.register_forward_hook(check_down)
     if not mlp.names.flat:
