@@ -116,6 +116,18 @@ def test_modules_side_by_side_give_what_each_gives_alone(kind: str, dtype: torch
                 error = (module(x).float() - expected.float()).abs().max()
                 assert float(error) <= DTYPES[dtype] * float(expected.float().abs().max())
         assert "packed" in choice.kept
+    # the same x with other weights, and with other numbers of inputs
+    for change in (
+        lambda: modules[0].weight.mul_(torch.linspace(0.1, 3, width) if kind != "conv1d" else 2),
+        lambda: setattr(choice, "instead", 9),
+    ):
+        modules[0](x)
+        change()
+        error = (modules[0](x).float() - modules[0].masked(x).float()).abs().max()
+        assert float(error) <= DTYPES[dtype] * float(modules[0].masked(x).float().abs().max())
+    choice.instead = None
+    for module, state in zip(modules, plain, strict=True):
+        module.load_state_dict(state)
     for module, state in zip(modules, plain, strict=True):
         assert all(torch.equal(module.state_dict()[name], t) for name, t in state.items())
     long = draw(1, 9, width, seed=9).to(dtype)

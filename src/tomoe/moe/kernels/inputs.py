@@ -48,18 +48,19 @@ def product(projection: Choosing, x: Tensor) -> Tensor:
 
     Inside torch.compile it is the operator `tomoe::inputs`, one node of the graph.
     """
-    choice, own = projection.choice, projection
+    choice = projection.choice
     if torch.compiler.is_compiling():
-        bias = getattr(own, "bias", None)
-        return inputs(x, choice.norms(), matrix_of(own), bias, choice.count)
+        bias = getattr(projection, "bias", None)
+        return inputs(x, choice.norms(), matrix_of(projection), bias, choice.count)
     packed, places = _packed(choice)
-    stamp = stamp_of(x)
+    factors, state = (x, choice.norms(), _bias(choice)), (stamp_of(x), choice.count)
     kept = choice.kept.get("product")
-    if kept is None or kept[0] is not x or kept[1] != stamp:
-        y = call(x, choice.norms(), packed, _bias(choice), choice.count)
+    # the projections of a choice run one after another on the same x, and the first computes for all
+    if kept is None or kept[1] != state or any(a is not b for a, b in zip(kept[0], factors, strict=True)):
+        y = call(*factors[:2], packed, factors[2], choice.count)
         # one tuple, so that another thread never finds half of it
-        kept = choice.kept["product"] = x, stamp, y
-    first, last = places[own]
+        kept = choice.kept["product"] = factors, state, y
+    first, last = places[projection]
     result: Tensor = kept[2][..., first:last]
     return result
 
