@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from tomoe.moe.kernels.build import load, why_missing
+from tomoe.moe.kernels.build import load
+from tomoe.moe.kernels.native import DTYPES, obstacle_of
 from tomoe.moe.modeling_tomoe import FEW_TOKENS, Choice, Choosing, chosen_inputs, matrix_of, stamp_of
 
 SOURCE = Path(__file__).with_name("inputs.cpp")
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., n].
@@ -32,15 +32,9 @@ def suits(projection: Choosing, x: Tensor) -> bool:
 
 def obstacle(projection: Choosing, x: Tensor) -> str | None:
     """What a user could change, so that the kernel ran this; None if there is nothing."""
-    weight = projection.choice.projections[0].weight
     if x.numel() > FEW_TOKENS * x.shape[-1] or _learns(projection.choice, x):
         return None
-    if kernel() is None:
-        return why_missing(SOURCE) or "on this machine the kernel computes something else than PyTorch"
-    if x.dtype not in DTYPES or weight.dtype != x.dtype:
-        found = " and ".join(sorted({str(t.dtype).removeprefix("torch.") for t in (x, weight)}))
-        return f"it computes in bfloat16 and float32, and this model in {found}; load it with dtype=torch.bfloat16"
-    return None
+    return obstacle_of(SOURCE, kernel() is not None, x, projection.choice.projections[0].weight)
 
 
 def product(projection: Choosing, x: Tensor) -> Tensor:

@@ -127,10 +127,15 @@ def obstacle(mlp: ToMoEMLP, x: Tensor) -> str | None:
     """What a user could change, so that the kernel ran this on a CPU; None if there is nothing."""
     if needs_gradients(mlp, x) or not len(x):
         return None
-    if kernel() is None:
-        return why_missing(SOURCE) or "on this machine the kernel computes something else than PyTorch"
-    if x.dtype not in DTYPES or mlp.up_proj.dtype != x.dtype:
-        found = " and ".join(sorted({str(t.dtype).removeprefix("torch.") for t in (x, mlp.up_proj)}))
+    return obstacle_of(SOURCE, kernel() is not None, x, mlp.up_proj)
+
+
+def obstacle_of(source: Path, works: bool, x: Tensor, weight: Tensor) -> str | None:
+    """What keeps a compiled kernel, which works or does not, from this input and weight; None if nothing does."""
+    if not works:
+        return why_missing(source) or "on this machine the kernel computes something else than PyTorch"
+    if x.dtype not in DTYPES or weight.dtype != x.dtype:
+        found = " and ".join(sorted({str(t.dtype).removeprefix("torch.") for t in (x, weight)}))
         return f"it computes in bfloat16 and float32, and this model in {found}; load it with dtype=torch.bfloat16"
     return None
 
