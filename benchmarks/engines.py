@@ -108,7 +108,7 @@ def open_vllm(folder: Path, dtype: str, longest: int, prompts: Prompts, clock: C
 def open_llama_cpp(
     file: Path, vocab_size: int, longest: int, rows: int, prompts: Prompts, clock: Callable[[], float]
 ) -> Run:
-    from tomoe.exporting.llama_cpp import LlamaCpp
+    from tomoe.exporting.gguf.llama_cpp import LlamaCpp
 
     engine = LlamaCpp(file, vocab_size, rows * longest, letter=100, rows=rows)
 
@@ -226,8 +226,8 @@ def write_files(converted: Path, folder: Path, precision: Any) -> tuple[dict[str
 
     What an earlier run has written is used again.
     """
-    from tomoe.exporting.gguf import write_gguf
-    from tomoe.exporting.gguf_experts import merge_experts
+    from tomoe.exporting.gguf.experts import merge_experts
+    from tomoe.exporting.gguf.target import write_gguf
     from tomoe.model.loading import load_config, load_tokenizer
     from tomoe.moe.checkpoint import load_moe
 

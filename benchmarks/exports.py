@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from tomoe.conversion import convert
-from tomoe.exporting.llama_cpp import LlamaCpp
+from tomoe.exporting.gguf.llama_cpp import LlamaCpp
 from tomoe.exporting.run import export
 from tomoe.exporting.target import Options, Precision
 from tomoe.exporting.targets import TARGETS

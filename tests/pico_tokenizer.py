@@ -39,3 +39,8 @@ def make_spaced_tokenizer() -> PreTrainedTokenizerFast:
     )
     bare.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "b"), ("Ġb", "o"), ("o", "l")]
+# what llama.cpp loads: with merges
+TOKENIZER = make_tokenizer(opens_with_bos=True, merges=MERGES)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from conftest import make_pico
 from pico_tokenizer import make_tokenizer
-from tomoe.exporting.gguf_tokenizer import write_tokenizer
+from tomoe.exporting.gguf.tokenizer import write_tokenizer
 
 # Wide enough for blocks of 64 numbers, as bitsandbytes packs them.
 SIZES = {"hidden_size": 64, "intermediate_size": 512, "vocab_size": 259, "max_position_embeddings": 256}

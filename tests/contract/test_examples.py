@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_gguf import TOKENIZER
 from transformers import AutoModelForCausalLM
 
 from pico_files import SMALL, write_pico, write_text
+from pico_tokenizer import TOKENIZER
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"

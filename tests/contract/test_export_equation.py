@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, Exaone4ForCausalLM, OlmoForCausal
 
 from conftest import FAMILIES, FORMS, PICO, make_pico, make_plan, randomise, tokens
 from tomoe.errors import UserError
-from tomoe.exporting.overlapping import common_neurons
-from tomoe.exporting.qwen2_moe import Qwen2Moe
-from tomoe.exporting.stock import Stock
+from tomoe.exporting.stock.carrier import Stock
+from tomoe.exporting.stock.overlapping import common_neurons
+from tomoe.exporting.stock.qwen2_moe import Qwen2Moe
 from tomoe.exporting.target import Options
 from tomoe.exporting.targets import TARGETS, choose, write_export
 from tomoe.moe.fold import fold

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_pico, make_plan
 from tomoe.errors import UserError
-from tomoe.exporting.fine_grained import FineGrained
 from tomoe.exporting.proof_by_parts import RouterAgreement, RouterCheck
+from tomoe.exporting.stock.fine_grained import FineGrained
 from tomoe.exporting.target import Options
 from tomoe.exporting.targets import TARGETS, choose, write_export
 from tomoe.model.hooks import hooked

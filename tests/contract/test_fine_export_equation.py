@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_pico, make_plan, tokens
 from tomoe.errors import UserError
-from tomoe.exporting.fine_grained import fine_layout
+from tomoe.exporting.stock.fine_grained import fine_layout
 from tomoe.exporting.target import Options
 from tomoe.exporting.targets import TARGETS, choose, padding_notice, write_export
 from tomoe.model.hooks import hooked
@@ -278,7 +278,9 @@ def test_a_wrong_export_is_off_by_many_times_more(fault: str, tmp_path: Path) ->
 
 
 def test_a_scale_of_one_is_far_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tomoe.exporting.fine_grained.router_scales", lambda moe, form: [1.0] * len(moe.model.layers))
+    monkeypatch.setattr(
+        "tomoe.exporting.stock.fine_grained.router_scales", lambda moe, form: [1.0] * len(moe.model.layers)
+    )
     case = make_case("llama", "off", tmp_path / "out")
     for exported, converted in ((AutoModelForCausalLM.from_pretrained(case.folder), case.folded), all_experts(case)):
         assert compare(case, exported, converted, tokens(8, 16, seed=5))[1] > 10 * TOLERANCE

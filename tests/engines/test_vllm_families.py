@@ -12,7 +12,7 @@ from vllm_runs import ask_transformers, ask_vllm, assert_routed_alike, needs_vll
 
 from conftest import make_plan, tokens
 from pico_tokenizer import make_tokenizer
-from tomoe.exporting.fine_grained import FineGrained
+from tomoe.exporting.stock.fine_grained import FineGrained
 from tomoe.exporting.target import Options
 from tomoe.exporting.targets import TARGETS, choose, write_export
 from tomoe.moe.fold import fold

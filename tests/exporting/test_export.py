@@ -17,15 +17,15 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-import tomoe.exporting.overlapping as overlapping
-import tomoe.exporting.stock as stock
+import tomoe.exporting.stock.carrier as stock
+import tomoe.exporting.stock.overlapping as overlapping
 import tomoe.exporting.writing as writing
 from conftest import make_pico, tokens
 from pico_files import CommandLine, contents, pico_recipe, write_pico, write_text
 from tomoe.conversion import convert
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import measure
-from tomoe.exporting.verification import BOUNDS, Agreement, agree, judge, record, summarize
+from tomoe.exporting.verify import BOUNDS, Agreement, agree, judge, record, summarize
 from tomoe.files import format_bytes
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.exporting.target import Options, Sizes, Target
-from tomoe.exporting.verification import Check, Proof, verify_exactly
+from tomoe.exporting.verify import Check, Proof, verify_exactly
 from tomoe.moe.checkpoint import save_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tomoe.exporting.routers import RouterForm
-from tomoe.exporting.verification import Agreement, Bounds, Check, Proof, first_problem, judge
+from tomoe.exporting.stock.routers import RouterForm
+from tomoe.exporting.verify import Agreement, Bounds, Check, Proof, first_problem, judge
 from tomoe.model.hooks import hooked, input_of
 from tomoe.moe.checkpoint import load_moe
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP, route

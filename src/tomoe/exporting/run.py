@@ -21,7 +21,7 @@ from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.results import read_rows
 from tomoe.exporting.target import Options, Precision, Sizes
 from tomoe.exporting.targets import Choice, choose, export_folder, padding_notice
-from tomoe.exporting.verification import Check, Proof
+from tomoe.exporting.verify import Check, Proof
 from tomoe.exporting.writing import check_place
 from tomoe.files import basename, format_bytes
 from tomoe.model.compute_dtype import dtype_of

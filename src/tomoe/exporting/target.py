@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.exporting.verification import Check, Proof
+from tomoe.exporting.verify import Check, Proof
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback
 

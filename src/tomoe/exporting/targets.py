@@ -13,22 +13,22 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.exporting.cohere2_moe import Cohere2Moe
-from tomoe.exporting.deepseek_v3 import DeepseekV3
-from tomoe.exporting.ernie4_5_moe import Ernie4_5_Moe
-from tomoe.exporting.family_decoder import FamilyDecoder
-from tomoe.exporting.flex_olmo import FlexOlmo
-from tomoe.exporting.gemma4 import Gemma4
-from tomoe.exporting.gguf import Gguf
-from tomoe.exporting.glm4_moe import Glm4Moe
-from tomoe.exporting.granite_moe import GraniteMoeHybrid, GraniteMoeShared
+from tomoe.exporting.gguf.target import Gguf
 from tomoe.exporting.hf import OwnForm
-from tomoe.exporting.lfm2_moe import Lfm2Moe
-from tomoe.exporting.mixtral import Mixtral
-from tomoe.exporting.qwen2_moe import Qwen2Moe
-from tomoe.exporting.qwen3_5_moe import Qwen3_5Moe
-from tomoe.exporting.qwen3_moe import Qwen3Moe
-from tomoe.exporting.stock import Stock, empty_stock
+from tomoe.exporting.stock.carrier import Stock, empty_stock
+from tomoe.exporting.stock.cohere2_moe import Cohere2Moe
+from tomoe.exporting.stock.deepseek_v3 import DeepseekV3
+from tomoe.exporting.stock.ernie4_5_moe import Ernie4_5_Moe
+from tomoe.exporting.stock.family_decoder import FamilyDecoder
+from tomoe.exporting.stock.flex_olmo import FlexOlmo
+from tomoe.exporting.stock.gemma4 import Gemma4
+from tomoe.exporting.stock.glm4_moe import Glm4Moe
+from tomoe.exporting.stock.granite_moe import GraniteMoeHybrid, GraniteMoeShared
+from tomoe.exporting.stock.lfm2_moe import Lfm2Moe
+from tomoe.exporting.stock.mixtral import Mixtral
+from tomoe.exporting.stock.qwen2_moe import Qwen2Moe
+from tomoe.exporting.stock.qwen3_5_moe import Qwen3_5Moe
+from tomoe.exporting.stock.qwen3_moe import Qwen3Moe
 from tomoe.exporting.target import Options, Sizes, Target
 from tomoe.files import atomic_folder, format_bytes
 from tomoe.folders import REPLACED

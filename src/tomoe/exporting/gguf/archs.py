@@ -18,8 +18,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tomoe.exporting import fine_grained, glm4_moe
-from tomoe.exporting.fine_grained import (
+from tomoe.exporting.gguf.file import Entry
+from tomoe.exporting.gguf.verify import Comparison, verify_file_by_parts, verify_file_exactly
+from tomoe.exporting.stock import fine_grained, glm4_moe
+from tomoe.exporting.stock.fine_grained import (
     FineLayout,
     fine_layout,
     layout_words,
@@ -27,12 +29,10 @@ from tomoe.exporting.fine_grained import (
     router_tensors,
     whole_matrices,
 )
-from tomoe.exporting.gguf_file import Entry
-from tomoe.exporting.gguf_verification import Comparison, verify_file_by_parts, verify_file_exactly
-from tomoe.exporting.overlapping import QWEN_PROJECTIONS, Layout, expert_tensors, has_copies, widest
-from tomoe.exporting.plain_decoder import Places, attention_tensors, dense_problem, sliding_windows, stock_problem
-from tomoe.exporting.routers import RouterForm
-from tomoe.exporting.verification import Proof
+from tomoe.exporting.stock.overlapping import QWEN_PROJECTIONS, Layout, expert_tensors, has_copies, widest
+from tomoe.exporting.stock.plain_decoder import Places, attention_tensors, dense_problem, sliding_windows, stock_problem
+from tomoe.exporting.stock.routers import RouterForm
+from tomoe.exporting.verify import Proof
 from tomoe.model.shape import num_kv_heads
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import MAX_EXPERTS_PER_TOKEN

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import Lfm2MoeConfig, PreTrainedConfig
 
-from tomoe.exporting.family_decoder import FamilyDecoder
-from tomoe.exporting.fine_grained import FineGrained, FineLayout, without_shared_expert
 from tomoe.exporting.proof_by_parts import StockRouter
-from tomoe.exporting.routers import HalfPrecisionSigmoid, RouterForm, Sigmoid
+from tomoe.exporting.stock.family_decoder import FamilyDecoder
+from tomoe.exporting.stock.fine_grained import FineGrained, FineLayout, without_shared_expert
+from tomoe.exporting.stock.routers import HalfPrecisionSigmoid, RouterForm, Sigmoid
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 

@@ -13,14 +13,14 @@ from gguf import GGUFWriter
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.exporting.gguf_archs import GgufArch, Glm4Moe, Llama, Qwen3Moe
-from tomoe.exporting.gguf_families import FAMILY_ARCHS
-from tomoe.exporting.gguf_file import FILE_TYPES, Entry, larger_rows, make_entry, write_tensors
-from tomoe.exporting.gguf_tokenizer import check_merges, write_tokenizer
-from tomoe.exporting.gguf_verification import Comparison
-from tomoe.exporting.llama_cpp import check_quantizer
+from tomoe.exporting.gguf.archs import GgufArch, Glm4Moe, Llama, Qwen3Moe
+from tomoe.exporting.gguf.families import FAMILY_ARCHS
+from tomoe.exporting.gguf.file import FILE_TYPES, Entry, larger_rows, make_entry, write_tensors
+from tomoe.exporting.gguf.llama_cpp import check_quantizer
+from tomoe.exporting.gguf.tokenizer import check_merges, write_tokenizer
+from tomoe.exporting.gguf.verify import Comparison
 from tomoe.exporting.target import Options, Precision, Sizes, Target
-from tomoe.exporting.verification import Check, Proof
+from tomoe.exporting.verify import Check, Proof
 from tomoe.model.loading import load_tokenizer
 from tomoe.model.mlp import decoder_layers
 from tomoe.moe.checkpoint import load_moe

@@ -8,8 +8,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, Qwen2MoeConfig
 
-from tomoe.exporting.overlapping import Layout, Overlapping, common_neurons, round_up
-from tomoe.exporting.plain_decoder import Places, PlainDecoder, attention_tensors, sliding_windows
+from tomoe.exporting.stock.overlapping import Layout, Overlapping, common_neurons, round_up
+from tomoe.exporting.stock.plain_decoder import Places, PlainDecoder, attention_tensors, sliding_windows
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import STOCK_MULTIPLE
 

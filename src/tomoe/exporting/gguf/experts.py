@@ -18,7 +18,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from tomoe.exporting.proof_by_parts import StockRouter
-from tomoe.exporting.routers import RouterForm
+from tomoe.exporting.stock.routers import RouterForm
 from tomoe.model.shape import ceil_div
 
 

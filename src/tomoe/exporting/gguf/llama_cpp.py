@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from tomoe.errors import UserError
-from tomoe.exporting.verification import Agreement, Positions, Recorded, summarize
+from tomoe.exporting.verify import Agreement, Positions, Recorded, summarize
 from tomoe.progress import StageCallback, no_stage_progress
 
 

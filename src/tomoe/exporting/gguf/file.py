@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 from torch import Tensor
 
-from tomoe.exporting.llama_cpp import quantize
+from tomoe.exporting.gguf.llama_cpp import quantize
 from tomoe.exporting.target import PRECISIONS, Precision
 from tomoe.progress import StageCallback
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from family_contract import write_tiny
 from gguf import GGUFReader
-from test_gguf import TOKENIZER
 from transformers import AutoModelForCausalLM
 
 from pico_files import SMALL, CommandLine, refused, small, write_text
+from pico_tokenizer import TOKENIZER
 from tomoe.budget import decoder_params, mlp_params
 from tomoe.conversion import convert
 from tomoe.model.structure import shape_of

@@ -19,12 +19,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tomoe.exporting.overlapping import QWEN_PROJECTIONS, round_up
 from tomoe.exporting.proof_by_parts import StockRouter, verify_by_parts
-from tomoe.exporting.routers import RouterForm, stored_router
-from tomoe.exporting.stock import Stock, padded
+from tomoe.exporting.stock.carrier import Stock, padded
+from tomoe.exporting.stock.overlapping import QWEN_PROJECTIONS, round_up
+from tomoe.exporting.stock.routers import RouterForm, stored_router
 from tomoe.exporting.target import Options, Sizes
-from tomoe.exporting.verification import Check, Proof
+from tomoe.exporting.verify import Check, Proof
 from tomoe.model.hooks import hooked, input_of
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import FINE_MULTIPLE

@@ -18,15 +18,15 @@ from transformers import PreTrainedTokenizerFast
 
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine, pico_recipe, write_pico, write_text
-from pico_tokenizer import make_tokenizer
+from pico_tokenizer import TOKENIZER, make_tokenizer
 from tomoe.conversion import convert
 from tomoe.errors import UserError
-from tomoe.exporting import llama_cpp
-from tomoe.exporting.gguf import Gguf, entries, write_gguf
-from tomoe.exporting.gguf_experts import merge_experts
-from tomoe.exporting.gguf_file import larger_rows
-from tomoe.exporting.gguf_tokenizer import SPLITS, splitting_rule
-from tomoe.exporting.llama_cpp import LlamaCpp
+from tomoe.exporting.gguf import llama_cpp
+from tomoe.exporting.gguf.experts import merge_experts
+from tomoe.exporting.gguf.file import larger_rows
+from tomoe.exporting.gguf.llama_cpp import LlamaCpp
+from tomoe.exporting.gguf.target import Gguf, entries, write_gguf
+from tomoe.exporting.gguf.tokenizer import SPLITS, splitting_rule
 from tomoe.exporting.target import Options, Precision
 from tomoe.exporting.targets import choose, write_export
 from tomoe.moe.fold import fold
@@ -35,8 +35,6 @@ from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 FITTING = ("llama", "llama3", "mistral", "qwen2", "qwen3")
-MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "b"), ("Ġb", "o"), ("o", "l")]
-TOKENIZER = make_tokenizer(opens_with_bos=True, merges=MERGES)
 LETTER = TOKENIZER.convert_tokens_to_ids("a")
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import Cohere2MoeConfig, PreTrainedConfig
 
-from tomoe.exporting.family_decoder import FamilyDecoder
-from tomoe.exporting.fine_grained import FineGrained, FineLayout
-from tomoe.exporting.routers import Softmax
+from tomoe.exporting.stock.family_decoder import FamilyDecoder
+from tomoe.exporting.stock.fine_grained import FineGrained, FineLayout
+from tomoe.exporting.stock.routers import Softmax
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import GraniteMoeHybridConfig, GraniteMoeSharedConfig, PreTrainedConfig
 
-from tomoe.exporting.family_decoder import FamilyDecoder
-from tomoe.exporting.fine_grained import FineGrained, FineLayout
-from tomoe.exporting.routers import Softmax
+from tomoe.exporting.stock.family_decoder import FamilyDecoder
+from tomoe.exporting.stock.fine_grained import FineGrained, FineLayout
+from tomoe.exporting.stock.routers import Softmax
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from transformers import Gemma4TextConfig, PreTrainedConfig
 
-from tomoe.exporting.family_decoder import FamilyDecoder
-from tomoe.exporting.fine_grained import FineGrained, FineLayout, expert_matrices
 from tomoe.exporting.proof_by_parts import StockRouter
-from tomoe.exporting.routers import RouterForm, Softmax
+from tomoe.exporting.stock.family_decoder import FamilyDecoder
+from tomoe.exporting.stock.fine_grained import FineGrained, FineLayout, expert_matrices
+from tomoe.exporting.stock.routers import RouterForm, Softmax
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 
 # Neurons of the MLP of zeros: products of matrices without rows fail in some engines.

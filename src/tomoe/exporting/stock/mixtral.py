@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import MixtralConfig, PreTrainedConfig
 
-from tomoe.exporting.overlapping import Layout, Overlapping
-from tomoe.exporting.plain_decoder import Places, PlainDecoder, sliding_windows
+from tomoe.exporting.stock.overlapping import Layout, Overlapping
+from tomoe.exporting.stock.plain_decoder import Places, PlainDecoder, sliding_windows
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 

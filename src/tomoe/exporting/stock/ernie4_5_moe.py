@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import Ernie4_5_MoeConfig, PreTrainedConfig, PreTrainedModel
 
-from tomoe.exporting.family_decoder import FamilyDecoder
-from tomoe.exporting.fine_grained import FineGrained, FineLayout
-from tomoe.exporting.routers import CorrectedSoftmax
+from tomoe.exporting.stock.family_decoder import FamilyDecoder
+from tomoe.exporting.stock.fine_grained import FineGrained, FineLayout
+from tomoe.exporting.stock.routers import CorrectedSoftmax
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 

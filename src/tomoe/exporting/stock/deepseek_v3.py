@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import DeepseekV3Config, PreTrainedConfig
 
-from tomoe.exporting.family_decoder import FamilyDecoder
-from tomoe.exporting.fine_grained import FineGrained, FineLayout
-from tomoe.exporting.routers import Sigmoid
+from tomoe.exporting.stock.family_decoder import FamilyDecoder
+from tomoe.exporting.stock.fine_grained import FineGrained, FineLayout
+from tomoe.exporting.stock.routers import Sigmoid
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 

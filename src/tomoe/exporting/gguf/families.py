@@ -16,13 +16,13 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tomoe.exporting.family_decoder import other_tensors
-from tomoe.exporting.fine_grained import FineGrained, FineLayout, without_shared_expert
-from tomoe.exporting.gguf_archs import FineExperts, MakeEntry
-from tomoe.exporting.gguf_file import Entry
-from tomoe.exporting.lfm2_moe import Lfm2Moe
-from tomoe.exporting.qwen3_5_moe import Qwen3_5Moe
-from tomoe.exporting.routers import NormalizedSigmoid, Softmax
+from tomoe.exporting.gguf.archs import FineExperts, MakeEntry
+from tomoe.exporting.gguf.file import Entry
+from tomoe.exporting.stock.family_decoder import other_tensors
+from tomoe.exporting.stock.fine_grained import FineGrained, FineLayout, without_shared_expert
+from tomoe.exporting.stock.lfm2_moe import Lfm2Moe
+from tomoe.exporting.stock.qwen3_5_moe import Qwen3_5Moe
+from tomoe.exporting.stock.routers import NormalizedSigmoid, Softmax
 from tomoe.model.shape import ceil_div
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 

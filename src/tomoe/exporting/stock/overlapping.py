@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tomoe.exporting.stock import Stock, padded
+from tomoe.exporting.stock.carrier import Stock, padded
 from tomoe.exporting.target import Options, Sizes
-from tomoe.exporting.verification import Check, Proof, verify_exactly
+from tomoe.exporting.verify import Check, Proof, verify_exactly
 from tomoe.model.shape import ceil_div
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import STOCK_MULTIPLE

@@ -15,8 +15,8 @@ from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from conftest import make_pico, make_plan
-from tomoe.exporting.fine_grained import FineLayout, fine_layout, router_scales, router_tensors
-from tomoe.exporting.routers import Sigmoid
+from tomoe.exporting.stock.fine_grained import FineLayout, fine_layout, router_scales, router_tensors
+from tomoe.exporting.stock.routers import Sigmoid
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.plan import ALWAYS

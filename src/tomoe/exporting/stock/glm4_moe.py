@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 from transformers import Glm4MoeConfig, PreTrainedConfig
 
-from tomoe.exporting.fine_grained import FineGrained, FineLayout
-from tomoe.exporting.plain_decoder import Places, PlainDecoder
-from tomoe.exporting.routers import Sigmoid
+from tomoe.exporting.stock.fine_grained import FineGrained, FineLayout
+from tomoe.exporting.stock.plain_decoder import Places, PlainDecoder
+from tomoe.exporting.stock.routers import Sigmoid
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 # Undoes the 1/2 that a sigmoid has at 0.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tomoe.exporting.stock import LayoutT, Stock, dense_mlp_problem, mlp_problem
+from tomoe.exporting.stock.carrier import LayoutT, Stock, dense_mlp_problem, mlp_problem
 from tomoe.model.mlp import named_layers
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 

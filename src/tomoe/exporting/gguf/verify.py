@@ -13,8 +13,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tomoe.exporting.gguf_experts import merge_experts, read_routers
-from tomoe.exporting.llama_cpp import LlamaCpp, agree_on_next_tokens, binding
+from tomoe.exporting.gguf.experts import merge_experts, read_routers
+from tomoe.exporting.gguf.llama_cpp import LlamaCpp, agree_on_next_tokens, binding
 from tomoe.exporting.proof_by_parts import (
     PartsAgreement,
     ProofByParts,
@@ -22,9 +22,9 @@ from tomoe.exporting.proof_by_parts import (
     planned_problem,
     use_all_experts_,
 )
-from tomoe.exporting.routers import RouterForm
+from tomoe.exporting.stock.routers import RouterForm
 from tomoe.exporting.target import Precision
-from tomoe.exporting.verification import BOUNDS, Agreement, Check, Proof, first_problem, judge, record
+from tomoe.exporting.verify import BOUNDS, Agreement, Check, Proof, first_problem, judge, record
 from tomoe.model.generation import PROMPT, generate
 from tomoe.model.hooks import hooked
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_gguf import TOKENIZER
 from torch import Tensor
 
-import tomoe.exporting.fine_grained as fine_grained
 import tomoe.exporting.proof_by_parts as proof_by_parts
+import tomoe.exporting.stock.fine_grained as fine_grained
 from pico_files import CommandLine, Outcome, pico_recipe, refused, write_pico, write_text
+from pico_tokenizer import TOKENIZER
 from tomoe.conversion import convert
 from tomoe.exporting.proof_by_parts import PartsAgreement, RouterAgreement
-from tomoe.exporting.verification import BOUNDS, StoredRun
+from tomoe.exporting.verify import BOUNDS, StoredRun
 from tomoe.files import format_bytes
 from tomoe.moe.modeling_tomoe import ToMoEMLP
 from tomoe.recipe.conversion import Recipe
