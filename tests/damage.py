@@ -1,6 +1,6 @@
 """Damage to the files of a folder, drawn from a seed: values, keys, numbers, nesting, encodings, headers, links.
 
-Every damage has a name, for tables. `benchmarks/fuzz.py` draws thousands of them.
+Every damage has a name, for tables.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Folders whose files were damaged one way or another: a sentence, or the words of the undamaged folder.
 
-`benchmarks/fuzz.py` draws such folders by the thousand; here are the kinds that it found.
+The kinds that ten thousand draws found; the table is in docs/lab/reliability.md.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def outcome(read: Callable[[], Any], folder: Path) -> Any:
 
 
 def cases(count: int) -> pytest.MarkDecorator:
-    """Twenty folders a test, each damaged by draws from a seed of its own; `benchmarks/fuzz.py` draws thousands."""
+    """Twenty folders a test, each damaged by draws from a seed of its own."""
     return pytest.mark.parametrize("first", range(0, count, 20))
 
 

@@ -28,4 +28,4 @@ def test_a_benchmark_finds_what_it_imports(path: Path, monkeypatch: pytest.Monke
 def _elsewhere(module: str | None) -> bool:
     """Whether it belongs to what the tests do without: vLLM has an environment of its own (./run.sh engines)."""
     package = str(module).partition(".")[0]
-    return package in ("vllm", "torchao") and importlib.util.find_spec(package) is None
+    return package == "vllm" and importlib.util.find_spec(package) is None
