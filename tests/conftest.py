@@ -65,8 +65,8 @@ from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.fine_grained import FineNetwork
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import FineLayout, OverlappingLayout
-from tomoe.pruning.mask_network import MaskNetwork
-from tomoe.pruning.objective import MaskStep
+from tomoe.pruning.learned.mask_network import MaskNetwork
+from tomoe.pruning.learned.objective import MaskStep
 from tomoe.recipe.conversion import AttentionSection, Recipe, SamplingSection
 
 if TYPE_CHECKING:  # they import this file

@@ -21,7 +21,7 @@ from tomoe.plan import Plan
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.layouts import settle_layout
-from tomoe.pruning.losses import budget_penalty, layer_fractions, layer_widths, log_ratio
+from tomoe.pruning.learned.losses import budget_penalty, layer_fractions, layer_widths, log_ratio
 from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.slow

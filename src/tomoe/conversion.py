@@ -39,8 +39,8 @@ from tomoe.pruning.extract import extract_plan, planned_loss
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.inputs import plan_inputs
 from tomoe.pruning.layouts import FORMS, Layout, settle_layout, tolerance_of
-from tomoe.pruning.mask_network import MaskNetwork
-from tomoe.pruning.objective import MaskStep
+from tomoe.pruning.learned.mask_network import MaskNetwork
+from tomoe.pruning.learned.objective import MaskStep
 from tomoe.pruning.repair.plan import forget_repair, repair_plan
 from tomoe.pruning.rotation import value_rotations
 from tomoe.recipe.conversion import Recipe

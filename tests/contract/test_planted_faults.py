@@ -16,9 +16,9 @@ from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM
 from tomoe.plan import Plan
-from tomoe.pruning.gumbel import gumbel_noise
+from tomoe.pruning.learned.gumbel import gumbel_noise
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.routing import ExpertRouter, Routing, ValueRouter, route
+from tomoe.pruning.routing import ExpertRouter, Routing, route
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 RED = 1e-3
@@ -158,7 +158,7 @@ def test_noise_left_on_the_values(dense: PreTrainedModel, monkeypatch: pytest.Mo
         return torch.zeros_like(logits).scatter_(-1, noisy_logits.topk(top_k, -1).indices, 1.0)
 
     plan = make_plan(dense, "per_token")
-    monkeypatch.setattr(ValueRouter, "decide", staticmethod(noisy))
+    monkeypatch.setattr(masking, "top_values", noisy)
     assert difference(dense, plan) > RED
 
 

@@ -33,7 +33,7 @@ from tomoe.model.generation import generate
 from tomoe.model.loading import load_dense, load_model, load_tokenizer
 from tomoe.model.stored import StoredModel
 from tomoe.moe.modeling_tomoe import CACHE, WAYS
-from tomoe.pruning.overlapping_carving import backward_elimination
+from tomoe.pruning.learned.overlapping_carving import backward_elimination
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training.loop import Training
 

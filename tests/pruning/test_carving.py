@@ -15,10 +15,10 @@ from tomoe.pruning.allocation import allocate, evened
 from tomoe.pruning.calibration import attention_importance
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
-from tomoe.pruning.gumbel import keep_probability
-from tomoe.pruning.losses import active_fraction
-from tomoe.pruning.mask_network import start_logits
-from tomoe.pruning.overlapping_carving import (
+from tomoe.pruning.learned.gumbel import keep_probability
+from tomoe.pruning.learned.losses import active_fraction
+from tomoe.pruning.learned.mask_network import start_logits
+from tomoe.pruning.learned.overlapping_carving import (
     ROUTER_CONFIDENCE,
     backward_elimination,
     confident_scale,

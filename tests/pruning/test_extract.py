@@ -19,9 +19,9 @@ from tomoe.plan import Plan
 from tomoe.pruning.allocation import Site, common_offset, whole_units
 from tomoe.pruning.extract import Extraction, extract_plan
 from tomoe.pruning.layouts import least_active, settle_layout
-from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.pruning.learned.mask_network import MaskNetwork
+from tomoe.pruning.learned.value_logits import top_values
 from tomoe.pruning.masking import planned_masks
-from tomoe.pruning.routing import ValueRouter
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
 
 MULTIPLE = 8
@@ -92,7 +92,7 @@ def test_every_token_keeps_exactly_k() -> None:
             assert layer.value_top_k < 16
             assert torch.equal(actual.sum(-1), torch.full((200,), float(layer.value_top_k)))
             assert len(actual.unique(dim=0)) > 1
-    tied = ValueRouter.decide(torch.zeros(5, 16), 3)
+    tied = top_values(torch.zeros(5, 16), 3)
     assert torch.equal(tied.sum(-1), torch.full((5,), 3.0))
 
 
@@ -103,7 +103,7 @@ def test_the_plan_decides_as_the_network_does() -> None:
     with torch.no_grad():
         embeddings = net.attention_embeddings(net.hypernetwork())
         for i, masks in enumerate(planned_masks(plan)):
-            torch.testing.assert_close(masks.value_router(x), net.value_logits(i, x, embeddings[i]))
+            torch.testing.assert_close(masks.value_logits(x), net.value_logits(i, x, embeddings[i]))
             assert torch.equal(masks.experts.router.weight, net.routers[i].weight.bfloat16().float())
 
 

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from conftest import ATTENTION_MODES, EMBEDDING_SIZE, FAMILIES, make_network, make_pico, make_plan, tokens
 from tomoe.model.structure import shape_of
 from tomoe.pruning.carving import carve_
-from tomoe.pruning.losses import kl_loss
-from tomoe.pruning.mask_network import MaskNetwork, SampledLayerMasks
+from tomoe.pruning.learned.mask_network import MaskNetwork, SampledLayerMasks
+from tomoe.pruning.learned.objective import objective
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.objective import objective
 from tomoe.recipe.conversion import AttentionSection, LossSection
+from tomoe.training.distillation import kl_loss
 
 
 def student_and_teacher(

@@ -29,7 +29,7 @@ from tomoe.files import format_bytes
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import ALWAYS, LayerPlan, Plan
-from tomoe.pruning.routing import ValueRouter
+from tomoe.pruning.learned.value_logits import ValueLogits
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import card, page, summary
 
@@ -58,7 +58,7 @@ def some_plan(model: PreTrainedModel, per_token: bool = True) -> Plan:
         if i == 1:
             qk[0], values[1:4] = False, per_token
             if per_token:
-                state = ValueRouter(s.hidden_size, 4, s.head_dim).state_dict()
+                state = ValueLogits(s.hidden_size, 4, s.head_dim).state_dict()
                 router = {name: torch.randn(t.shape, generator=generator) for name, t in state.items()}
         top_k = s.head_dim - 3 if router else int(values.sum())
         layers.append(LayerPlan(neurons, torch.randn(3, s.hidden_size, generator=generator), qk, values, top_k, router))

@@ -19,7 +19,7 @@ from tomoe.model.structure import shape_of
 from tomoe.progress import no_progress
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import OverlappingLayout
-from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.pruning.learned.mask_network import MaskNetwork
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.loop import Row, Training, learning_rate
 from tomoe.training.run_folder import RunFolder

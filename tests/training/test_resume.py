@@ -39,7 +39,7 @@ KILLER = (
     + """
 import os, random, signal, sys
 from pathlib import Path
-from tomoe.pruning.objective import MaskStep
+from tomoe.pruning.learned.objective import MaskStep
 from tomoe.training import run_folder
 
 whole, killed, *options = sys.argv[1:]

@@ -27,10 +27,10 @@ from tomoe.model.hooks import hooked
 from tomoe.model.running import family_head, hidden_states
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import LayerPlan, Plan
-from tomoe.pruning.losses import balance_penalty, distill_loss
-from tomoe.pruning.routing import ExpertRouter, Routing, bfloat16_values, route
+from tomoe.pruning.routing import ExpertRouter, Routing, balance_penalty, bfloat16_values, route
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.seeds import derive_seed
+from tomoe.training.distillation import distill_loss
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Matrices of the shared neurons.

@@ -100,7 +100,7 @@ class LayerPlan:
     value_top_k: int
     """K, the value dims of one token; fewer than are kept only if a value router chooses among them."""
     value_router: dict[str, Tensor] = field(default_factory=dict)
-    """The state of `routing.ValueRouter`, or empty."""
+    """The state of `pruning.learned.ValueLogits`, or empty."""
     refit: dict[str, Tensor] = field(default_factory=dict)
     """Refitted projections by repair: `down.weight` [D F], or `down.left` [D r] and `down.right` [r F], whose product is
     added to the dense matrix; the same under `output` [D H*C], not rotated. Empty: the dense matrices stay."""

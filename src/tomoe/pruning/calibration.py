@@ -22,7 +22,7 @@ from tomoe.model.running import run_model
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import layer_parts
 from tomoe.progress import StageCallback
-from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.pruning.learned.mask_network import MaskNetwork
 from tomoe.pruning.rotation import head_rotations
 
 

@@ -18,7 +18,7 @@ from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.pruning.allocation import allocate, evened
 from tomoe.pruning.calibration import Calibration
 from tomoe.pruning.layouts import attention_units
-from tomoe.pruning.mask_network import MaskNetwork, start_logits
+from tomoe.pruning.learned.mask_network import MaskNetwork, start_logits
 
 
 @torch.no_grad()

@@ -23,12 +23,12 @@ from tomoe.model.running import family_head, hidden_states
 from tomoe.model.structure import layer_parts
 from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.allocation import Site, common_offset
-from tomoe.pruning.gumbel import keep_probability
 from tomoe.pruning.layouts import check_tolerance
-from tomoe.pruning.losses import distill_loss
-from tomoe.pruning.mask_network import MaskNetwork
+from tomoe.pruning.learned.gumbel import keep_probability
+from tomoe.pruning.learned.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.routing import bfloat16_values
+from tomoe.training.distillation import distill_loss
 
 Valid = Bool[Tensor, "B S"]
 

@@ -19,7 +19,7 @@ from tomoe.pruning.allocation import Site, units_by_layer
 from tomoe.pruning.fine_carving import SHARED, FineStart, carve_fine
 from tomoe.pruning.form import Experts, ExtractedExperts, SampledExperts
 from tomoe.pruning.layouts import FineLayout
-from tomoe.pruning.mask_network import MaskNetwork, per_layer
+from tomoe.pruning.learned.mask_network import MaskNetwork, per_layer
 from tomoe.pruning.products import rounded_products
 from tomoe.pruning.routing import ExpertRouter, Routing
 from tomoe.seeds import derive_seed

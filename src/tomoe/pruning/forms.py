@@ -11,8 +11,8 @@ from tomoe.plan import LayerPlan
 from tomoe.pruning.fine_grained import FineNetwork, PlannedFine
 from tomoe.pruning.form import Experts
 from tomoe.pruning.layouts import FineLayout, Layout, OverlappingLayout
-from tomoe.pruning.mask_network import MaskNetwork
-from tomoe.pruning.overlapping import OverlappingNetwork, PlannedOverlapping
+from tomoe.pruning.learned.mask_network import MaskNetwork
+from tomoe.pruning.learned.overlapping import OverlappingNetwork, PlannedOverlapping
 from tomoe.recipe.conversion import AttentionSection, SamplingSection
 from tomoe.recipe.target_rules import Form
 

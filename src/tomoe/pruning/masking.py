@@ -25,7 +25,8 @@ from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts, layer_parts
 from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.forms import planned_experts
-from tomoe.pruning.routing import Routing, ValueRouter
+from tomoe.pruning.learned.value_logits import ValueLogits, top_values
+from tomoe.pruning.routing import Routing
 
 
 @runtime_checkable
@@ -54,12 +55,12 @@ class PlannedLayerMasks:
         self.copied: dict[str, Tensor] = {}
         # of the last forward pass
         self.routing: Routing | None = None
-        self.value_router: ValueRouter | None = None
+        self.value_logits: ValueLogits | None = None
         if layer.value_router:
             embedding_size = layer.value_router["project_in.weight"].shape[0]
-            self.value_router = ValueRouter(shape.hidden_size, embedding_size, shape.head_dim)
-            self.value_router.load_state_dict(layer.value_router)
-            self.value_router.to(device)
+            self.value_logits = ValueLogits(shape.hidden_size, embedding_size, shape.head_dim)
+            self.value_logits.load_state_dict(layer.value_router)
+            self.value_logits.to(device)
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         self.routing, neurons = self.experts.choose(x)
@@ -77,9 +78,9 @@ class PlannedLayerMasks:
         return self.qk_mask
 
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
-        if self.value_router is None:
+        if self.value_logits is None:
             return self.value_mask
-        return self.value_router.decide(self.value_router(x), self.top_k)
+        return top_values(self.value_logits(x), self.top_k)
 
 
 def planned_masks(plan: Plan, device: torch.device | str = "cpu") -> list[PlannedLayerMasks]:

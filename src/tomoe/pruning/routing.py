@@ -1,20 +1,18 @@
-"""The two choices that a token makes: its experts (MLP) and its value dims (attention).
+"""The choice that a token makes of experts.
 
-`sample` is the choice in training, with noise and a gradient; `route` (experts) and `decide` (value dims) are the same
-choices at inference. They stand side by side and read the same logits, so the model that learns is the model that is
-shipped. Everything is float32, whatever the dtype of the model.
+`choose` is the choice in training, with a gradient; `route` is the same choice at inference. They stand side by side and read
+the same logits, so the model that learns is the model that is shipped. Everything is float32, whatever the dtype of the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-
-from tomoe.pruning.gumbel import gumbel_sigmoid, gumbel_softmax
 
 
 @dataclass(frozen=True)
@@ -92,10 +90,6 @@ class ExpertRouter(nn.Module):
         rounded = self.weight + (bfloat16_values(self.weight) - self.weight).detach()
         return F.linear(x.float(), rounded, self.bias)
 
-    def sample(self, x: Float[Tensor, "T D"], temperature: float, seed: int) -> Routing:
-        """Route as training does: one-hot samples of a Gumbel-softmax (Eq. 3, Sec. 3.2)."""
-        return Routing(*gumbel_softmax(self(x), temperature, seed))
-
     def choose(self, x: Float[Tensor, "T D"], temperature: float, top_k: int) -> Routing:
         """Route to fine-grained experts as training does: without noise, with a gradient to experts that are not chosen, too."""
         hard, soft = _top_k(self(x), top_k, temperature)
@@ -106,27 +100,13 @@ class ExpertRouter(nn.Module):
         return route(self(x), top_k)
 
 
-class ValueRouter(nn.Module):
-    """Gives one logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3).
+def balance_penalty(routings: Sequence[Routing | None]) -> Float[Tensor, ""]:
+    """Return R_L (Eq. 9, Sec. 3.4) without its factor N: sum_i F_i P_i, at least 1/N; the mean over layers.
 
-    `project_in` is Proj_E, and its bias is the mean expert embedding of the site; `norm` and `project_out` are the V/O part
-    of Proj_D, and their bias is the start.
+    With k experts a token, F and P are divided by k.
     """
-
-    def __init__(self, hidden_size: int, embedding_size: int, head_dim: int):
-        super().__init__()
-        self.project_in = nn.Linear(hidden_size, embedding_size)
-        self.norm = nn.LayerNorm(embedding_size)
-        self.project_out = nn.Linear(embedding_size, head_dim)
-
-    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T C"]:
-        return self.project_out(F.gelu(self.norm(self.project_in(x.float()))))
-
-    @staticmethod
-    def sample(logits: Float[Tensor, "T C"], temperature: float, keep_bias: float, seed: int) -> Float[Tensor, "T C"]:
-        return gumbel_sigmoid(logits, temperature, keep_bias, seed)
-
-    @staticmethod
-    def decide(logits: Float[Tensor, "T C"], top_k: int) -> Float[Tensor, "T C"]:
-        """Keep exactly the K dims of each token that have the largest logits (Sec. 3.3)."""
-        return torch.zeros_like(logits).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1.0)
+    terms = []
+    for routing in routings:
+        assert routing is not None, "the masks have seen no tokens yet"
+        terms.append((routing.assignment.detach().mean(0) * routing.probs.mean(0)).sum() / routing.top_k**2)
+    return torch.stack(terms).mean()

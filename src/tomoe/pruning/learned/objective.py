@@ -12,18 +12,13 @@ from transformers import PreTrainedModel
 
 from tomoe.model.running import family_head, hidden_states
 from tomoe.model.shape import ModelShape
-from tomoe.pruning.losses import (
-    active_fraction,
-    balance_penalty,
-    budget_penalty,
-    coverage_penalty,
-    distill_loss,
-    layer_fractions,
-)
-from tomoe.pruning.mask_network import MaskNetwork, SampledLayerMasks
+from tomoe.pruning.learned.losses import active_fraction, budget_penalty, coverage_penalty, layer_fractions
+from tomoe.pruning.learned.mask_network import MaskNetwork, SampledLayerMasks
 from tomoe.pruning.masking import masked
+from tomoe.pruning.routing import balance_penalty
 from tomoe.recipe.conversion import LossSection, TrainSection
 from tomoe.seeds import derive_seed
+from tomoe.training.distillation import distill_loss
 
 
 def objective(

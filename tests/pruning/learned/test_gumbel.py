@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tomoe.pruning.gumbel import gumbel_noise, gumbel_sigmoid, gumbel_softmax, keep_logit, keep_probability
+from tomoe.pruning.learned.gumbel import gumbel_noise, gumbel_sigmoid, gumbel_softmax, keep_logit, keep_probability
 from tomoe.seeds import derive_seed
 
 DRAWS = 200_000

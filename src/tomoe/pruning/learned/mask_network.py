@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from tomoe.model.shape import ModelShape
 from tomoe.pruning.form import ExtractedExperts, SampledExperts
-from tomoe.pruning.gumbel import gumbel_sigmoid, keep_logit, keep_probability
-from tomoe.pruning.hypernetwork import HyperNetwork
 from tomoe.pruning.layouts import Layout
-from tomoe.pruning.routing import ExpertRouter, Routing, ValueRouter
+from tomoe.pruning.learned.gumbel import gumbel_sigmoid, keep_logit, keep_probability
+from tomoe.pruning.learned.hypernetwork import HyperNetwork
+from tomoe.pruning.learned.value_logits import ValueLogits
+from tomoe.pruning.routing import ExpertRouter, Routing
 from tomoe.recipe.conversion import AttentionSection, SamplingSection
 from tomoe.seeds import derive_seed
 
@@ -132,10 +133,10 @@ class MaskNetwork(nn.Module, ABC):
         hidden = F.gelu(projection.norm(F.linear(x.float(), self.token_embeddings[i].weight, embedding)))
         return F.linear(hidden, projection.linear.weight[:c], projection.start[:c])
 
-    def value_router(self, i: int, embedding: Float[Tensor, " E"]) -> ValueRouter:
+    def value_router(self, i: int, embedding: Float[Tensor, " E"]) -> ValueLogits:
         """Return the module that gives the same logits, as the plan keeps it: embedding and start become biases."""
         projection, c = self.dims[i], self.shape.head_dim
-        router = ValueRouter(self.shape.hidden_size, len(embedding), c)
+        router = ValueLogits(self.shape.hidden_size, len(embedding), c)
         router.load_state_dict(
             {
                 "project_in.weight": self.token_embeddings[i].weight,
@@ -237,6 +238,6 @@ class SampledLayerMasks:
             return self.static_values
         logits = self.net.value_logits(self.index, x, self.embedding)
         s = self.net.sampling
-        masks = ValueRouter.sample(logits, s.temperature, s.keep_bias, derive_seed(self.token_seed, "values"))
+        masks = gumbel_sigmoid(logits, s.temperature, s.keep_bias, derive_seed(self.token_seed, "values"))
         self.value_masks = masks if self.valid is None else masks[self.valid]
         return masks

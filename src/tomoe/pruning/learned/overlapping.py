@@ -14,10 +14,10 @@ from tomoe.budget import mlp_params
 from tomoe.plan import LayerPlan
 from tomoe.pruning.allocation import Site, common_offset, units_by_layer
 from tomoe.pruning.form import Experts, ExtractedExperts, SampledExperts
-from tomoe.pruning.gumbel import gumbel_sigmoid, keep_probability
 from tomoe.pruning.layouts import OverlappingLayout
-from tomoe.pruning.mask_network import MaskNetwork, Projection, per_layer, start_logits
-from tomoe.pruning.overlapping_carving import OverlappingStart, carve_overlapping
+from tomoe.pruning.learned.gumbel import gumbel_sigmoid, gumbel_softmax, keep_probability
+from tomoe.pruning.learned.mask_network import MaskNetwork, Projection, per_layer, start_logits
+from tomoe.pruning.learned.overlapping_carving import OverlappingStart, carve_overlapping
 from tomoe.pruning.routing import ExpertRouter, Routing
 from tomoe.seeds import derive_seed
 
@@ -82,7 +82,8 @@ class SampledOverlapping(SampledExperts):
         return self.neuron_masks.sum(-1).max()
 
     def choose(self, x: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
-        routing = self.router.sample(x, self.temperature, self.seed)
+        # one-hot samples (Eq. 3, Sec. 3.2)
+        routing = Routing(*gumbel_softmax(self.router(x), self.temperature, self.seed))
         return routing, routing.assignment @ self.neuron_masks
 
 

@@ -1,0 +1,1 @@
+"""The paper's method, which the default does without: learned masks, overlapping experts, pruned attention."""
