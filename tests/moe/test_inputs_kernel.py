@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
 from tomoe.moe import modeling_tomoe
@@ -41,28 +43,24 @@ def draw(*shape: int, seed: int) -> Tensor:
     ("width", "columns"), [(96, 256), (97, 1), (130, 33), (70, 4128), (64, 8200), (600, 100)]
 )  # odd ones, several blocks of columns, several pieces of the list
 def test_it_computes_its_definition(dtype: torch.dtype, tokens: int, width: int, columns: int) -> None:
-    run = inputs.kernel()
-    assert run is not None
     norms = draw(width, seed=0).abs() + 0.1
     x, weight, bias = (
         draw(*shape, seed=i).to(dtype) for i, shape in enumerate([(tokens, width), (width, columns), (columns,)], 1)
     )
     for count in (1, width // 3, width // 2, width - 1, width):
         meant = defined(x, norms, count, weight, bias)
-        found = run(x, norms, weight, bias, count)
+        found = inputs.call(x, norms, weight, bias, count)
         assert float((found.double() - meant).abs().max()) <= DTYPES[dtype] * float(meant.abs().max()), count
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_scores_are_taken_by_position(dtype: torch.dtype) -> None:
     """Scores of three values only, some of them zero: exactly as many inputs as asked for, the first of equal ones."""
-    run = inputs.kernel()
-    assert run is not None
     x = (torch.arange(60) * 7 % 3).to(dtype)[None]
     weight = torch.eye(60, dtype=dtype)
     order = sorted(range(60), key=lambda i: (-float(x[0, i]), i))
     for count in (1, 7, 20, 33, 40, 59):
-        found = run(x, torch.ones(60), weight, None, count)
+        found = inputs.call(x, torch.ones(60), weight, None, count)
         chosen = [i for i in order[:count] if x[0, i]]
         assert found[0].nonzero().flatten().tolist() == sorted(chosen)
         masked = modeling_tomoe.chosen_inputs(x, torch.ones(60), count)
@@ -70,15 +68,13 @@ def test_equal_scores_are_taken_by_position(dtype: torch.dtype) -> None:
 
 
 def test_any_number_of_threads_gives_the_same_bytes() -> None:
-    run = inputs.kernel()
-    assert run is not None
     x, weight, norms = draw(2, 700, seed=1), draw(700, 4500, seed=2), torch.ones(700)
     before = torch.get_num_threads()
     results = []
     try:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
-            results.append(run(x, norms, weight, None, 400))
+            results.append(inputs.call(x, norms, weight, None, 400))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -115,7 +111,7 @@ def test_modules_side_by_side_give_what_each_gives_alone(kind: str, dtype: torch
             for module, expected in zip(modules, meant, strict=True):
                 error = (module(x).float() - expected.float()).abs().max()
                 assert float(error) <= DTYPES[dtype] * float(expected.float().abs().max())
-        assert "packed" in choice.kept
+        assert "ready" in choice.kept
     # the same x with other weights, and with other numbers of inputs
     for change in (
         lambda: modules[0].weight.mul_(torch.linspace(0.1, 3, width) if kind != "conv1d" else 2),
@@ -143,7 +139,7 @@ def test_where_it_cannot_run_masks_do() -> None:
     choosing(modules, 9)
     x = draw(1, 32, seed=0).double()
     assert torch.equal(modules[0](x), modules[0].masked(x))
-    assert "packed" not in modules[0].choice.kept
+    assert "ready" not in modules[0].choice.kept
     modules = [nn.Linear(32, 24)]
     choosing(modules, 9)
     with torch.enable_grad():
@@ -151,3 +147,36 @@ def test_where_it_cannot_run_masks_do() -> None:
     gradient = modules[0].weight.grad
     assert gradient is not None
     assert int((gradient[0] != 0).sum()) == 9
+
+
+def test_a_buffer_that_is_written_again_is_another_input() -> None:
+    """A server that decodes from one buffer in inference mode, where tensors do not count what was written to them."""
+    modules = [nn.Linear(50, 24), nn.Linear(50, 8)]
+    for module in modules:
+        module.requires_grad_(False)
+    choosing(modules, 20)
+    with torch.inference_mode():
+        x = draw(1, 50, seed=0)
+        for seed in (1, 2):
+            for module in modules:
+                torch.testing.assert_close(module(x), module.masked(x), rtol=1e-5, atol=1e-6)
+            x.copy_(draw(1, 50, seed=seed))
+
+
+def test_weights_that_are_computed_at_each_use() -> None:
+    module = nn.Linear(50, 24).requires_grad_(False)
+    choice = choosing([module], 20)
+    parametrize.register_parametrization(module, "weight", nn.Hardtanh(-0.05, 0.05))
+    x = draw(1, 50, seed=0)
+    assert torch.equal(module(x), module.masked(x))
+    assert "ready" not in choice.kept
+
+
+def test_memory_of_weights_that_were_replaced_is_free() -> None:
+    """The modules alone hold their weights."""
+    module = nn.Linear(50, 24).requires_grad_(False)
+    choosing([module], 20)
+    module(draw(1, 50, seed=0))
+    held = weakref.ref(module.weight.untyped_storage())
+    module.bfloat16()
+    assert held() is None

@@ -46,22 +46,70 @@ def product(projection: Choosing, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         bias = getattr(projection, "bias", None)
         return inputs(x, choice.norms(), matrix_of(projection), bias, choice.count)
-    packed, places = _packed(choice)
-    factors, state = (x, choice.norms(), _bias(choice)), (stamp_of(x), choice.count)
-    kept = choice.kept.get("product")
-    # the projections of a choice run one after another on the same x, and the first computes for all
-    if kept is None or kept[1] != state or any(a is not b for a, b in zip(kept[0], factors, strict=True)):
-        y = call(*factors[:2], packed, factors[2], choice.count)
+    ready = choice.kept["ready"] = Ready(choice)
+    return ready.product(projection, x, choice.count)
+
+
+class Ready:
+    """A choice whose matrices lie side by side [D, n]; asked first for every token, for as long as nothing of it changes.
+
+    So a token pays for a few comparisons and the product. The modules' weights are views of the one matrix, of which nothing
+    else is kept here: when they get other memory, this one is free.
+    """
+
+    def __init__(self, choice: Choice):
+        self.choice = choice
+        self.norms, self.bias = choice.norms(), _bias(choice)
+        packed = _packed(choice)
+        self.sizes = [len(matrix_of(projection)) for projection in choice.projections]
+        self.dtype, self.width = packed.dtype, packed.shape[0]
+        bind = kernel()
+        assert bind is not None
+        self.run = bind(self.norms, packed, self.bias)
+        self.watched = [
+            (projection._parameters, name, parameter, None if parameter is None else stamp_of(parameter))
+            for projection in choice.projections
+            for name, parameter in projection._parameters.items()
+        ]
+        # the same numbers elsewhere
+        choice.kept["norms"] = [stamp_of(projection.weight) for projection in choice.projections], self.norms
+        # What the first projection computed for the others: of which x, its stamp, the number of inputs, and their parts.
+        self.left: tuple[Tensor | None, Any, int, dict[Any, Tensor]] = None, None, 0, {}
+
+    def __call__(self, projection: Choosing, x: Tensor) -> Tensor | None:
+        """y [.., n] of x [.., D]; None if this is for another way, or the choice has changed."""
+        count = self.choice.count
+        if x.numel() > FEW_TOKENS * self.width or (count >= self.width and self.choice.instead is None):
+            return None
+        if x.dtype != self.dtype or not x.is_cpu or x.shape[-1] != self.width or not x.numel():
+            return None
+        for parameters, name, parameter, stamp in self.watched:
+            if parameters.get(name) is not parameter or (parameter is not None and stamp_of(parameter) != stamp):
+                self.choice.kept.pop("ready", None)
+                return None
+        if torch.is_grad_enabled() and _learns(self.choice, x):
+            return None
+        return self.product(projection, x, count)
+
+    def product(self, projection: Choosing, x: Tensor, count: int) -> Tensor:
+        """The projections of a choice run one after another on the same x: the first computes for all, each takes its own once."""
+        of, stamp, inputs, parts = self.left
+        if of is x and inputs == count and stamp == stamp_of(x) and (part := parts.pop(projection, None)) is not None:
+            return part
+        y = self.run(x, count).split(self.sizes, -1)
+        parts = dict(zip(self.choice.projections, y, strict=True))
+        part = parts.pop(projection)
         # one tuple, so that another thread never finds half of it
-        kept = choice.kept["product"] = factors, state, y
-    first, last = places[projection]
-    result: Tensor = kept[2][..., first:last]
-    return result
+        self.left = x, stamp_of(x), count, parts
+        return part
 
 
 def _fits(choice: Choice, x: Tensor) -> bool:
     """Whether this is on a CPU, in one dtype that the kernel knows, without gradients."""
     if x.device.type != "cpu" or x.dtype not in DTYPES or not x.numel():
+        return False
+    # a weight that is computed anew at each use cannot be laid elsewhere
+    if any("weight" not in projection._parameters for projection in choice.projections):
         return False
     weights = [projection.weight for projection in choice.projections]
     if any(weight.device.type != "cpu" or weight.dtype != x.dtype for weight in weights):
@@ -75,32 +123,16 @@ def _learns(choice: Choice, x: Tensor) -> bool:
     return torch.is_grad_enabled() and learning
 
 
-def _packed(choice: Choice) -> tuple[Tensor, dict[Any, tuple[int, int]]]:
-    """The matrices of a choice side by side [D, n], which the modules' weights are views of, and the columns of each."""
-    where = [(projection.weight.data_ptr(), projection.weight.stride()) for projection in choice.projections]
-    kept = choice.kept.get("packed")
-    if kept is not None and kept[0] == where:
-        return kept[1], kept[2]
+def _packed(choice: Choice) -> Tensor:
+    """Lay the matrices of a choice side by side [D, n], and make the modules' weights views of it."""
     matrices = [matrix_of(projection) for projection in choice.projections]
-    edges = [0]
-    for matrix in matrices:
-        edges.append(edges[-1] + len(matrix))
-    norms = choice.norms()
     # weights that can be trained later are no tensors of inference mode
     with torch.inference_mode(False), torch.no_grad():
-        packed = torch.empty(matrices[0].shape[1], edges[-1], dtype=matrices[0].dtype)
-        for projection, matrix, first, last in zip(choice.projections, matrices, edges, edges[1:], strict=False):
-            packed[:, first:last] = matrix.t()
-            own = packed[:, first:last]
+        packed = torch.cat([matrix.t() for matrix in matrices], 1)
+        parts = packed.split([len(matrix) for matrix in matrices], 1)
+        for projection, own in zip(choice.projections, parts, strict=True):
             projection.weight.data = own if isinstance(projection, Conv1D) else own.t()
-    places = {
-        projection: (first, last) for projection, first, last in zip(choice.projections, edges, edges[1:], strict=False)
-    }
-    where = [(projection.weight.data_ptr(), projection.weight.stride()) for projection in choice.projections]
-    choice.kept["packed"] = where, packed, places
-    # the same numbers elsewhere
-    choice.kept["norms"] = [stamp_of(projection.weight) for projection in choice.projections], norms
-    return packed, places
+    return packed
 
 
 def _bias(choice: Choice) -> Tensor | None:
@@ -108,24 +140,20 @@ def _bias(choice: Choice) -> Tensor | None:
     biases = [getattr(projection, "bias", None) for projection in choice.projections]
     if all(bias is None for bias in biases):
         return None
-    stamp = [None if bias is None else stamp_of(bias) for bias in biases]
-    if choice.kept.get("bias", (None,))[0] != stamp:
-        weights = [matrix_of(projection) for projection in choice.projections]
-        parts = [
-            weight.new_zeros(len(weight)) if bias is None else bias.detach().to(weight.dtype)
-            for bias, weight in zip(biases, weights, strict=True)
-        ]
-        choice.kept["bias"] = stamp, torch.cat(parts)
-    bias: Tensor = choice.kept["bias"][1]
-    return bias
+    weights = [matrix_of(projection) for projection in choice.projections]
+    parts = [
+        weight.new_zeros(len(weight)) if bias is None else bias.detach().to(weight.dtype)
+        for bias, weight in zip(biases, weights, strict=True)
+    ]
+    return torch.cat(parts)
 
 
 def call(x: Tensor, norms: Tensor, packed: Tensor, bias: Tensor | None, count: int) -> Tensor:
-    """Run the kernel. Raises RuntimeError if it could not be compiled."""
-    run = kernel()
-    if run is None:
+    """Run the kernel: y [.., n] of x [.., D] and a matrix [D, n]. Raises RuntimeError if it could not be compiled."""
+    bind = kernel()
+    if bind is None:
         raise RuntimeError("the kernel for inputs is missing (no C++ compiler, or TOMOE_NATIVE=0)")
-    return run(x.reshape(-1, x.shape[-1]).contiguous(), norms, packed, bias, count).view(*x.shape[:-1], packed.shape[1])
+    return bind(norms, packed, bias)(x, count)
 
 
 SCHEMA = "(Tensor x, Tensor norms, Tensor weight, Tensor? bias, int count) -> Tensor"
@@ -145,7 +173,10 @@ def _like(x: Tensor, norms: Tensor, weight: Tensor, bias: Tensor | None, count: 
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, int], Tensor]
+Product = Callable[[Tensor, int], Tensor]
+"""y [.., n] of x [.., D] and the number of its inputs that each token uses."""
+Kernel = Callable[[Tensor, Tensor, Tensor | None], Product]
+"""The product by a matrix, of norms [D], the matrix [D, n] and its bias [n]; it does not keep the matrix alive."""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -160,32 +191,43 @@ def kernel() -> Kernel | None:
     library = load(SOURCE)
     if library is None:
         return None
-    run = _typed(library)
-    return run if all(_agrees_with_pytorch(run, dtype, tokens) for dtype in DTYPES for tokens in (1, 2, 3, 4)) else None
+    bind = _typed(library)
+    agrees = all(_agrees_with_pytorch(bind, dtype, tokens) for dtype in DTYPES for tokens in (1, 2, 3, 4))
+    return bind if agrees else None
 
 
 def _typed(library: ctypes.CDLL) -> Kernel:
     pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     compiled = library.tomoe_inputs
     compiled.restype = int32
-    compiled.argtypes = [
-        int32, pointer, int64, int64, pointer, int64, pointer, int64, int64, pointer, pointer, int32,
-    ]  # fmt: skip
+    tokens = [pointer, int64, int64]
+    compiled.argtypes = [int32, *tokens, pointer, int64, pointer, int64, int64, pointer, pointer, int32]
 
-    def run(x: Tensor, norms: Tensor, packed: Tensor, bias: Tensor | None, count: int) -> Tensor:
-        y = torch.empty(len(x), packed.shape[1], dtype=x.dtype)
-        failed = compiled(
-            x.dtype == torch.bfloat16, x.data_ptr(), *x.shape, norms.data_ptr(), count, packed.data_ptr(), packed.stride(0),
-            packed.shape[1], None if bias is None else bias.data_ptr(), y.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
-        if failed:
-            raise torch.OutOfMemoryError("no memory for the sums of a projection")
-        return y
+    def bind(norms: Tensor, packed: Tensor, bias: Tensor | None) -> Product:
+        width, columns = packed.shape
+        is_bfloat16 = packed.dtype == torch.bfloat16
+        weight, stride = packed.data_ptr(), packed.stride(0)
 
-    return run
+        def product(x: Tensor, count: int) -> Tensor:
+            x = x.contiguous()
+            y = x.new_empty(*x.shape[:-1], columns)
+            failed = compiled(
+                is_bfloat16,
+                *(x.data_ptr(), x.numel() // width, width),
+                *(norms.data_ptr(), count),
+                *(weight, stride, columns, None if bias is None else bias.data_ptr()),
+                *(y.data_ptr(), torch.get_num_threads()),
+            )
+            if failed:
+                raise torch.OutOfMemoryError("no memory for the sums of a projection")
+            return y
+
+        return product
+
+    return bind
 
 
-def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, tokens: int) -> bool:
+def _agrees_with_pytorch(bind: Kernel, dtype: torch.dtype, tokens: int) -> bool:
     """Compare what the compiler made of the source with PyTorch: 70 of 150 inputs, 107 outputs and a bias."""
     width, columns, count = 150, 107, 70
     draw: Callable[[Sequence[int], int], Tensor] = lambda shape, seed: (  # noqa: E731
@@ -193,6 +235,6 @@ def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, tokens: int) -> bool:
     )
     x, weight, bias = draw((tokens, width), 977), draw((width, columns), 1009), draw((1, columns), 1511)[0]
     norms = torch.linspace(1, 2, width)
-    y = run(x, norms, weight, bias, count).float()
+    y = bind(norms, weight, bias)(x, count).float()
     meant = chosen_inputs(x, norms, count).float() @ weight.float() + bias.float()
     return bool((y - meant).abs().max() <= (1e-5 if dtype == torch.float32 else 1e-2) * meant.abs().max())
