@@ -92,7 +92,7 @@ class Ready:
         return self.product(projection, x, count)
 
     def product(self, projection: Choosing, x: Tensor, count: int) -> Tensor:
-        """The projections of a choice run one after another on the same x: the first computes for all, each takes its own once."""
+        """Projections of a choice run one after another on the same x: the first computes for all, each takes its own once."""
         of, stamp, inputs, parts = self.left
         if of is x and inputs == count and stamp == stamp_of(x) and (part := parts.pop(projection, None)) is not None:
             return part
