@@ -25,7 +25,7 @@ from tomoe.conversion import convert, plan, train
 from tomoe.data.corpus import Corpus
 from tomoe.locks import LOCK_FILE
 from tomoe.model.loading import load_dense
-from tomoe.pruning import objective
+from tomoe.pruning.learned import objective
 from tomoe.pruning.repair import streams
 from tomoe.pruning.rotation import value_rotations
 from tomoe.training import run_folder

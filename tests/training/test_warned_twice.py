@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 
 from pico_files import CommandLine, small
-from tomoe.pruning import objective
+from tomoe.pruning.learned import objective
 
 pytestmark = pytest.mark.slow
 
