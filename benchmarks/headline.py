@@ -3,15 +3,16 @@
 Rows of every model and share: `fine-grained`, a conversion as `tomoe convert` makes it but for text and tokens of repair;
 `code`, the same if --chats and --text hold code alone; `static`, the same neurons for all tokens: one expert by backward
 elimination with the widths of a carved start, repaired alike, the line to beat. `dialed` is the fine-grained conversion at
---from, run with more experts: no conversion of its own. Nothing of these is trained. `fine-tuned` is what `tomoe finetune` made
-of the fine-grained one, in WORK/NAME-fine-tuned-SHARE.
+--from, run with more experts: no conversion of its own. `inputs` is one conversion of that form, run at every share: with the
+choice on every token, but for speed, where a prompt is whole as it is for users. Nothing of these is trained. `fine-tuned` is
+what `tomoe finetune` made of the fine-grained one, in WORK/NAME-fine-tuned-SHARE.
 
 Every cell is computed once and kept in RESULTS (JSON), so an interrupted run goes on where it stopped; what cannot be
 computed yet, because its conversion is missing and `convert` is not among the steps, is left out. The table and the figure
 are drawn from RESULTS alone.
 
     python benchmarks/headline.py RESULTS --work WORK --model NAME=MODEL [--active 0.7,0.6,0.5]
-        [--rows fine-grained,static,code,dialed,fine-tuned] [--from 0.5] --text a.txt,books --chats c.jsonl
+        [--rows fine-grained,static,code,inputs,dialed,fine-tuned] [--from 0.5] --text a.txt,books --chats c.jsonl
         --test wikitext2.valid.txt --task-dir TASKS --problems FOLDER
         [--steps convert,text,humaneval,loops,tasks,positions,speed] [--tasks arc_easy,piqa --limit 100] [--solve 41]
     python benchmarks/headline.py RESULTS --draw FOLDER [--page PAGE]
@@ -41,16 +42,23 @@ from tomoe.evaluation.speed.throughput import weight_bytes
 from tomoe.evaluation.tasks import TaskSet, parse_tasks
 from tomoe.files import atomic_write, format_bytes
 from tomoe.model.loading import load_dense, load_model, load_tokenizer
+from tomoe.moe.modeling_tomoe import choices_of
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.style import COLORS, MARKERS, CaptionedFigure, canvas, save, styled
 
 Cell = dict[str, Any]
-WAYS = {"fine-grained": [], "code": [], "static": ["experts.form=overlapping", "experts.num_experts=1"]}
+WAYS = {
+    "fine-grained": [],
+    "code": [],
+    "inputs": ["experts.form=inputs"],
+    "static": ["experts.form=overlapping", "experts.num_experts=1"],
+}
 """What is set in the default recipe for each row."""
 SHOWN = {
     "dense": "dense",
     "fine-grained": "fine-grained experts",
     "code": "fine-grained experts, from code alone",
+    "inputs": "largest inputs",
     "dialed": "more experts than converted for",
     "static": "same neurons for all tokens",
     "fine-tuned": "fine-grained experts, fine-tuned",
@@ -63,6 +71,8 @@ LONG = 8192
 """Tokens of the one sequence whose positions are compared."""
 WRITING_ROWS = 32
 DTYPE = "bfloat16"
+DIALED = "dialed", "inputs"
+"""Rows of folders that were converted for another share."""
 KEPT = 0.9
 """The share of the dense model's solved problems that the sweet spot keeps."""
 
@@ -191,15 +201,21 @@ class Bench:
         """Decoding of one sequence beside the dense model, in turns; what the dense model reads beside itself is left out."""
         if row.way not in WAYS:
             return {}
-        timed = benchmark(str(self.dense), str(row.folder), (1,), (128,), text=self.args.test, threads=1)
+        dial = row.active if row.way in DIALED else None
+        timed = benchmark(str(self.dense), str(row.folder), (1,), (128,), text=self.args.test, threads=1, active=dial)
         (cell,) = [cell for cell in timed.cells if cell.phase == "decode"]
-        return {
-            "tokens_per_s": 1 / cell.moe_s, "dense_tokens_per_s": 1 / cell.dense_s, "ratio": cell.ratio,
-            "low": cell.ratio_low, "high": cell.ratio_high, "bound": cell.bound,
-        }  # fmt: skip
+        times = {"dense": cell.dense_s, "same_kernel": cell.same_kernel_s, "moe": cell.moe_s}
+        return {f"{name}_ms": 1e3 * s for name, s in times.items() if s} | {
+            "ratio": cell.ratio,
+            "low": cell.ratio_low,
+            "high": cell.ratio_high,
+            "bound": cell.bound,
+        }
 
 
 def folder_name(name: str, way: str, active: float) -> str:
+    if way == "inputs":
+        return f"{name}-inputs"
     return f"{name}-{'fine-grained' if way == 'dialed' else way}-{active:.0%}"
 
 
@@ -225,8 +241,10 @@ def run_model(args: argparse.Namespace, results: Results, name: str, source: str
 
         def model(row: Row = row, loaded: list[PreTrainedModel] = loaded) -> PreTrainedModel:
             if not loaded:
-                dial = row.active if row.way == "dialed" else None
+                dial = row.active if row.way in DIALED else None
                 loaded.append(tomoe.load(str(row.folder), DTYPE, active=dial)[0])
+                for choice in choices_of(loaded[0]):
+                    choice.always = True
             return loaded[0]
 
         for step in steps:
@@ -270,6 +288,8 @@ def cells_of(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"{task} ({examples})", f"{100 * value:.1f} ± {100 * error:.1f}"
     if speed := row.get("speed"):
         yield "decoding, x dense", f"{speed['ratio']:.2f} ({speed['low']:.2f} to {speed['high']:.2f})"
+        if same := speed.get("same_kernel_ms"):
+            yield "x all, same kernel", f"{same / speed['moe_ms']:.2f}"
         yield "decoding, at most", f"{speed['bound']:.2f}"
     for end, (perplexity, kl) in row.get("positions", {}).items():
         yield f"to {int(end):,}", f"{perplexity:.1f}" if kl is None else f"{perplexity:.1f}, KL {kl:.3f}"

@@ -256,3 +256,14 @@ def test_a_recipe_with_a_key_that_python_uses(tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text('{"self": 1}')
     with pytest.raises(UserError, match="no key 'self'"):
         Recipe.load(tmp_path / "recipe.json")
+
+
+def test_inputs_need_little_text_and_the_model_writes_no_more() -> None:
+    sampled, given = (
+        Recipe.load(None, ["model=m", "experts.form=inputs", *more]) for more in ([], ["data.sources=./a.txt"])
+    )
+    assert (sampled.data.calibration_tokens, sampled.data.evaluation_tokens) == (2048, 2048)
+    assert (given.data.calibration_tokens, given.data.evaluation_tokens) == (2048, 16_384)
+    assert (
+        Recipe.load(None, ["model=m", "experts.form=inputs", "data.evaluation_tokens=99"]).data.evaluation_tokens == 99
+    )

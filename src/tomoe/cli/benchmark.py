@@ -27,6 +27,7 @@ def benchmark(
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads.")] = None,
     dtype: options.RunDtype = "bfloat16",
     device: options.Device = "auto",
+    active: options.Dial = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Time a dense model and its MoE: prefill and decoding."""
@@ -38,7 +39,7 @@ def benchmark(
     with Screen() as screen:
         measured = pairs_of_runs.benchmark(
             dense, moe, sizes["batch"], sizes["prompt"], text=text, pairs=pairs, seconds=seconds, threads=threads,
-            dtype=dtype, device=device, on_progress=screen.on_progress,
+            dtype=dtype, device=device, active=active, on_progress=screen.on_progress,
         )  # fmt: skip
     output().print(timings.to_rich(measured))
     if json_file is not None:

@@ -955,8 +955,8 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel):
 
     def __init__(self, config: ToMoEConfig, *inputs: Any, **kwargs: Any):
         super().__init__(config, *inputs, **kwargs)
-        # Given a slice of the hidden states, as generation does, PyTorch on a CPU copies the whole output matrix.
-        self.get_output_embeddings().register_forward_pre_hook(_own_rows)
+        head = self.get_output_embeddings()
+        head.forward = functools.partial(_logits, head, config)
         if self.base_model is not self:
             self.base_model.forward = functools.partial(_decode, self.base_model)
 
@@ -967,8 +967,10 @@ def _decode(decoder: Any, *args: Any, output_router_logits: bool = False, **kwar
     return _routed(forward, decoder, args, kwargs) if output_router_logits else forward(decoder, *args, **kwargs)
 
 
-def _own_rows(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
+def _logits(head: Any, config: ToMoEConfig, x: Tensor) -> Tensor:
+    """What the output matrix gives, by the family's own module or by a faster one's."""
+    # Given a slice of the hidden states, as generation does, PyTorch on a CPU copies the whole output matrix.
+    return compute("logits", head, config, x.clone(memory_format=torch.contiguous_format))
 
 
 # Each is made once: what is saved and loaded again has the same class.
@@ -1116,6 +1118,7 @@ class Way:
 # experts: of (mlp, x [T, D], expert_ids [T, k]), y [T, D] without the bias of `down`; its names are what a config may ask for
 # router logits: of (router, x [T, D]), logits [T, N]
 # largest logits: of (logits [T, N], k), the k largest of each row, in any order [T, k]
+# logits: of (output module, config, x [.., D]), [.., V]
 # choosing product: of (projection, x [.., D]) whose tokens choose their inputs, y [.., n]
 WAYS: dict[str, dict[str, Way]] = {
     "experts": {"runs": Way(run_runs, runs_suit), "masked": Way(run_masked)},
@@ -1123,6 +1126,7 @@ WAYS: dict[str, dict[str, Way]] = {
         "pytorch": Way(lambda router, x: F.linear(x.to(router.weight.dtype), router.weight, router.bias))
     },
     "largest logits": {"pytorch": Way(lambda logits, k: logits.topk(k, dim=-1, sorted=False).indices)},
+    "logits": {"pytorch": Way(lambda head, config, x: type(head).forward(head, x))},
     "choosing product": {"masked": Way(lambda projection, x: projection.masked(x))},
 }
 

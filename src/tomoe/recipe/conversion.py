@@ -21,7 +21,8 @@ RIDGE_PER_NEURON, LEAST_RIDGE = 4.0, 1e-2
 
 
 INPUTS_TEXT = 2048
-"""Calibration tokens of the form `inputs`, unless the recipe says how many: they only divide the budget."""
+"""Calibration tokens of the form `inputs`, unless the recipe says how many: they only divide the budget. As many are held out
+where the model writes the text itself, which takes longer than all else."""
 
 
 def _usual_number(section: dict[str, Any]) -> int:
@@ -229,7 +230,10 @@ class Recipe(RunRecipe):
             # nothing is refitted, and little text divides the budget
             self._imply("repair", {"mode": "none"})
             asked = {"tokens"} & self.data.model_fields_set
-            self._imply("data", {"calibration_tokens": INPUTS_TEXT} | ({} if asked else {"tokens": 0}))
+            needed = {"calibration_tokens": INPUTS_TEXT} | ({} if asked else {"tokens": 0})
+            if "self" in self.data.sources:
+                needed["evaluation_tokens"] = INPUTS_TEXT
+            self._imply("data", needed)
             self.__dict__["data"] = self._with_enough_text()
         return self
 

@@ -16,6 +16,7 @@ from tomoe.evaluation.speed.same_kernel import ways
 from tomoe.evaluation.speed.timings import Benchmark, Memory
 from tomoe.files import basename
 from tomoe.model.loading import load_model, load_tokenizer, pick_device
+from tomoe.moe.active_experts import dial_of, use_
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.version import __version__
 
@@ -32,15 +33,18 @@ def benchmark(
     threads: int | None = None,
     dtype: str = "bfloat16",
     device: str = "auto",
+    active: float | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> Benchmark:
     """Time both models beside each other on the same text: without `text`, on what the MoE held out.
 
+    `active`: let tokens of the MoE use this fraction of the decoder parameters, as `tomoe.load` does.
     `batches` are rows and `prompts` tokens of a row; each pair of sizes is timed `pairs` times: dense, MoE, and the MoE
     with all experts or inputs in the same kernel, in turn.
     Cells that would take longer than `seconds` are left out. On a GPU decoding is timed once more, compiled and with a static
     cache. Raises UserError if a model or text is not found.
     """
+    setting = None if active is None else dial_of(moe).nearest(active)
     if threads is not None:
         torch.set_num_threads(threads)
     if text is None:
@@ -53,6 +57,8 @@ def benchmark(
     for name in (dense, moe):
         before = throughput.resident_bytes(torch.device(pick_device(device)))
         model = models[name] = in_own_memory(load_model(name, dtype, device))
+        if setting is not None and name == moe:
+            use_(model, setting)
         per_token = throughput.cache_bytes_per_token(model, ids[None, :16].to(model.device))
         after = throughput.resident_bytes(model.device)
         grown = None if before is None or after is None else after - before

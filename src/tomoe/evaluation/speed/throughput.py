@@ -113,7 +113,7 @@ def plain_ways(model: Any) -> Iterator[None]:
     if before is None:
         yield
         return
-    ways = {step: WAYS[step] for step in ("router logits", "choosing product")}
+    ways = {step: WAYS[step] for step in ("router logits", "logits", "choosing product")}
     config.tomoe_expert_backend = "runs"
     for step, known in ways.items():
         *_, name = known

@@ -1,6 +1,6 @@
 """Faster ways to run the experts, entered into the modeling file on import."""
 
-from tomoe.moe.kernels import gpu, inputs, native, router
+from tomoe.moe.kernels import gpu, inputs, logits, native, router
 from tomoe.moe.modeling_tomoe import Way, enter
 
 
@@ -18,6 +18,7 @@ def register() -> None:
         precise=Way(router.precise_logits, router.precise_suits),
     )
     enter("largest logits", native=Way(router.largest, router.finds_largest))
+    enter("logits", native=Way(logits.native_logits, logits.suits))
     enter("choosing product", native=Way(inputs.product, inputs.suits, inputs.obstacle))
 
 

@@ -272,3 +272,31 @@ extern "C" int tomoe_experts(int is_bf16, int fine, int matrix, const void* x, c
     }
     return 0;
 }
+
+// y = weight x for few tokens, in bfloat16; sums are float32, and depend neither on the other tokens nor on the number of threads.
+// 0: done; 1: not enough memory.
+extern "C" int tomoe_logits(const bf16* x, int64_t num_tokens, int64_t size, const bf16* weight, int64_t n, bf16* y, int threads) {
+    constexpr int64_t AT_ONCE = 64 * ROUTER_ROWS;  // rows that a thread takes at once
+    try {
+        const Lines<float> all(threads * num_tokens * AT_ONCE);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+        for (int64_t first = 0; first < n; first += AT_ONCE) {
+            const int64_t count = std::min(AT_ONCE, n - first);
+            float* sums = all.get() + this_thread() * num_tokens * AT_ONCE;
+            for (int64_t r = 0; r < count; r += ROUTER_ROWS) {
+                const int64_t some = std::min(ROUTER_ROWS, count - r);
+                project_rows(x, num_tokens, size, weight + (first + r) * size, some, n - first - r - some, sums + r, AT_ONCE);
+            }
+            for (int64_t t = 0; t < num_tokens; t++) {
+                const float* own = sums + t * AT_ONCE;
+                bf16* out = y + t * n + first;
+                int64_t r = 0;
+                for (; r + LANES <= count; r += LANES) store(out + r, load(own + r));
+                for (; r < count; r++) out[r].bits = (uint16_t)rounded(Floats{} + own[r])[0];
+            }
+        }
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return 0;
+}

@@ -1,0 +1,169 @@
+"""What a user would take instead: milliseconds a token, and bytes read for it, of one sequence in all of them.
+
+The dense model in PyTorch; each converted folder as it is and, where tokens choose, with everything in the same kernel, which
+tells what the kernel gives from what the choice gives; and GGUF files in llama.cpp. All are opened at once and take turns: a
+prompt of PROMPT tokens of the text, then TOKENS more, whose processor seconds on one thread are told as the median of the
+rounds and, in brackets, the lowest and the highest. One line of Markdown a row, and RESULTS in JSON.
+
+    python benchmarks/rivals.py RESULTS DENSE --text TEXT [--folder NAME=FOLDER[@ACTIVE]] [--gguf NAME=FILE] [--rounds 9]
+    python benchmarks/rivals.py --q8_0 FILE OUT    # the weights of a GGUF file, in 8 bits
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
+from torch import Tensor
+
+import tomoe
+from tomoe.evaluation.speed import throughput
+from tomoe.evaluation.speed.benchmark import in_own_memory
+from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
+from tomoe.evaluation.speed.throughput import prefill
+from tomoe.exporting.gguf.llama_cpp import LlamaCpp
+from tomoe.files import format_bytes
+
+PROMPT, TOKENS = 128, 8
+Decode = Callable[[], float]
+"""Processor seconds of one token."""
+
+
+def in_torch(model: Any, ids: Tensor) -> tuple[Decode, int]:
+    """Decoding token after token in PyTorch, and the bytes of the weights of a token."""
+    kept = prefill(model, ids[:, :PROMPT])
+
+    def decode() -> float:
+        began = time.process_time()
+        throughput.decode(model, kept, ids[:, PROMPT : PROMPT + TOKENS])
+        return (time.process_time() - began) / TOKENS
+
+    return decode, throughput.touched_bytes(model, ids[:, PROMPT : PROMPT + 1], kept)
+
+
+def in_llama_cpp(path: Path, ids: list[int]) -> tuple[Decode, int]:
+    """The same in llama.cpp, and the bytes of the weights of a token; what TOKENS take longer than one."""
+    tensors = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(path).tensors}
+    if "output.weight" in tensors:
+        del tensors["token_embd.weight"]
+    engine = LlamaCpp(path, 1, PROMPT + 2 * TOKENS, letter=0, threads=1)
+
+    def seconds(tokens: int) -> float:
+        began = time.process_time()
+        engine.run(ids[:PROMPT], tokens)
+        return time.process_time() - began
+
+    return lambda: (seconds(1 + TOKENS) - seconds(1)) / TOKENS, sum(tensors.values())
+
+
+def rows_of(args: argparse.Namespace) -> dict[str, tuple[Decode, int]]:
+    """By name, how each row decodes, and how many bytes of weights it reads for a token."""
+    dense, tokenizer = tomoe.load(args.dense)
+    ids = torch.tensor(tokenizer(args.text.read_text()[: 16 * (PROMPT + TOKENS)])["input_ids"])[None]
+
+    rows = {"dense, PyTorch": in_torch(in_own_memory(dense), ids)}
+    for name, folder, active in args.folder:
+        model = in_own_memory(tomoe.load(folder, active=active)[0])
+        decode, _ = rows[name] = in_torch(model, ids)
+        changes = everything(model, ways(model, 1))
+        if changes is not None:
+
+            def whole(decode: Decode = decode, changes: Any = changes) -> float:
+                with set_to(changes):
+                    return decode()
+
+            rows[f"{name}: everything, same kernel"] = whole, rows["dense, PyTorch"][1]
+    return rows | {name: in_llama_cpp(Path(file), ids[0].tolist()) for name, file in args.gguf}
+
+
+def write_q8_0(source: Path, out: Path) -> None:
+    """Write the weights of a GGUF file in 8 bits: those of matrices, as llama.cpp's own Q8_0 files have them."""
+    reader = GGUFReader(source)
+    writer = GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        values = quants.dequantize(tensor.data, tensor.tensor_type)
+        kind = GGMLQuantizationType.Q8_0 if values.ndim > 1 else GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def processor() -> str:
+    """What `lscpu` calls it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def measure(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    rows = rows_of(args)
+    times: dict[str, list[float]] = {name: [] for name in rows}
+    for round_ in range(args.rounds + 1):
+        for name, (decode, _) in rows.items():
+            seconds = decode()
+            # the first round warms up
+            if round_:
+                times[name].append(seconds)
+    versions = {m.__name__: str(m.__version__) for m in (torch, transformers, tomoe)}
+    out = {
+        "dense": Path(args.dense).name,
+        "processor": processor(),
+        "versions": versions,
+        "rows": {name: {"ms": [1e3 * t for t in times[name]], "bytes": size} for name, (_, size) in rows.items()},
+    }
+    args.results.write_text(json.dumps(out, indent=1) + "\n")
+    first = times["dense, PyTorch"]
+    print("| | ms a token | read for a token | x dense |\n|---|---|---|---|")
+    for name, (_, size) in rows.items():
+        ms = sorted(1e3 * t for t in times[name])
+        ratio = statistics.median(a / b for a, b in zip(first, times[name], strict=True))
+        print(
+            f"| {name} | {statistics.median(ms):.0f} ({ms[0]:.0f} to {ms[-1]:.0f}) | {format_bytes(size)} | {ratio:.2f} |"
+        )
+
+
+def pair(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
+
+
+def dialed(text: str) -> tuple[str, str, float | None]:
+    name, value = pair(text)
+    folder, _, active = value.partition("@")
+    return name, folder, float(active) if active else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="?")
+    parser.add_argument("dense", nargs="?")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--folder", type=dialed, action="append", default=[], metavar="NAME=FOLDER[@ACTIVE]")
+    parser.add_argument("--gguf", type=pair, action="append", default=[], metavar="NAME=FILE")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--q8_0", type=Path, nargs=2, metavar=("FILE", "OUT"))
+    args = parser.parse_args()
+    if args.q8_0:
+        write_q8_0(*args.q8_0)
+    else:
+        measure(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The output matrix times a few tokens: a fifth to a third of the weights that a small model reads for a token."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tomoe.moe.kernels.build import load
+from tomoe.moe.kernels.native import PROCESSOR, SOURCE, kernel
+from tomoe.moe.modeling_tomoe import FEW_TOKENS
+
+
+# What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., V].
+def suits(head: Any, config: Any, x: Tensor) -> bool:
+    """Whether the kernel can compute the logits, and was faster than PyTorch on such a processor.
+
+    With all inputs a model is the dense one, bit by bit.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or PROCESSOR.get("amx_bf16")
+        or (config.chooses_inputs and config.tomoe_active == 1)
+    ):
+        return False
+    # nothing but a linear layer: not one that something was added to
+    if type(head) is not nn.Linear or head.bias is not None or not 0 < x.numel() <= FEW_TOKENS * x.shape[-1]:
+        return False
+    weight = head.weight
+    if not (x.is_cpu and weight.is_cpu and x.dtype == weight.dtype == torch.bfloat16 and weight.is_contiguous()):
+        return False
+    return not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)) and multiplier() is not None
+
+
+def native_logits(head: nn.Linear, config: Any, x: Tensor) -> Tensor:
+    """The logits by the kernel, with sums in float32."""
+    multiply = multiplier()
+    if multiply is None:
+        raise RuntimeError("the native kernel is missing")
+    return multiply(x, head.weight)
+
+
+Multiplier = Callable[[Tensor, Tensor], Tensor]
+
+
+@cache
+def multiplier() -> Multiplier | None:
+    """The compiled product of x [.., D] and weight [V, D] in bfloat16; None if it is missing or not PyTorch's."""
+    library = load(SOURCE) if kernel() else None
+    if library is None:
+        return None
+    multiply = _typed(library)
+    return multiply if all(_agrees_with_pytorch(multiply, tokens) for tokens in range(1, FEW_TOKENS + 1)) else None
+
+
+def _typed(library: ctypes.CDLL) -> Multiplier:
+    pointer, int64 = ctypes.c_void_p, ctypes.c_int64
+    compiled = library.tomoe_logits
+    compiled.restype = ctypes.c_int
+    compiled.argtypes = [pointer, int64, int64, pointer, int64, pointer, ctypes.c_int]
+
+    def multiply(x: Tensor, weight: Tensor) -> Tensor:
+        x, (rows, size) = x.contiguous(), weight.shape
+        y = x.new_empty(*x.shape[:-1], rows)
+        tokens = (x.data_ptr(), x.numel() // size, size)
+        if compiled(*tokens, weight.data_ptr(), rows, y.data_ptr(), torch.get_num_threads()):
+            raise torch.OutOfMemoryError("no memory for the logits")
+        return y
+
+    return multiply
+
+
+def _agrees_with_pytorch(multiply: Multiplier, tokens: int) -> bool:
+    """Compare what the compiler made of the source with PyTorch: 70 dims, 37 rows."""
+    x, weight = (
+        torch.linspace(-1, 1, n * 70).mul(seed).sin().view(n, 70).bfloat16() for n, seed in ((tokens, 977), (37, 1009))
+    )
+    meant = F.linear(x.float(), weight.float())
+    return bool((multiply(x, weight).float() - meant).abs().max() <= 1e-2 * meant.abs().max())
