@@ -668,8 +668,9 @@ class Choosing:
         return _new_choosing, (self.dense_class,), self.__dict__
 
     def forward(self, x: Tensor) -> Tensor:
-        # What a kernel has prepared, until something changes: all that follows is asked once, not for every token.
-        if not torch.compiler.is_compiling() and (ready := self.choice.kept.get("ready")) is not None:
+        # What a way has prepared, until something changes: all that follows is asked once, not for every token.
+        way, ready = self.choice.kept.get("ready", (None, None))
+        if way in WAYS["choosing product"] and not torch.compiler.is_compiling():
             y: Tensor | None = ready(self, x)
             if y is not None:
                 return y

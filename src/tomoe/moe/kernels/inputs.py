@@ -46,7 +46,8 @@ def product(projection: Choosing, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         bias = getattr(projection, "bias", None)
         return inputs(x, choice.norms(), matrix_of(projection), bias, choice.count)
-    ready = choice.kept["ready"] = Ready(choice)
+    ready = Ready(choice)
+    choice.kept["ready"] = "native", ready
     return ready.product(projection, x, choice.count)
 
 
