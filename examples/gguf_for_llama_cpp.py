@@ -13,7 +13,7 @@ from tomoe.exporting.targets import Options
 # both, so it comes before the conversion.
 convert(Recipe.load(None, ["model=smollm2-135m", "active=0.5", "target=gguf", *sys.argv[1:]]), "moe-gguf")
 
-# If xllamacpp is installed (pip install xllamacpp), llama.cpp itself runs the file here, and its predictions are compared
-# with the converted model's. Eight bits change little; q4_k is smaller, but wants rows that 256 divides.
+# llama.cpp itself runs the file here (pip install xllamacpp), and its predictions are compared with the converted model's;
+# unverified=True would write it without. Eight bits change little; q4_k is smaller, but wants rows that 256 divides.
 export("moe-gguf", "gguf", "moe-llama-cpp", options=Options(precision="q8_0"))
 print("Where llama.cpp is installed: llama-server -m moe-llama-cpp/model-q8_0.gguf")

@@ -110,11 +110,9 @@ def test_a_target_and_its_opposite_are_refused() -> None:
     biases = "its Q, K and V projections have biases"
     assert TARGETS["mixtral"].supports_dense(make_pico("qwen2"), "overlapping") == biases
     assert TARGETS["gguf"].supports_dense(make_pico("phi"), "fine") == "its MLP has no gate projection"
-    assert TARGETS["qwen3_moe"].supports_dense(make_pico("llama"), "overlapping") == "it does not normalize Q and K"
+    assert TARGETS["mixtral"].supports_dense(make_pico("qwen3"), "overlapping") == "it normalizes Q and K"
     for family, target, form in (
         ("llama", "mixtral", "overlapping"),
-        ("qwen2", "qwen2_moe", "overlapping"),
-        ("qwen3", "qwen3_moe", "overlapping"),
         ("qwen2", "gguf", "overlapping"),
         ("qwen3", "gguf", "fine"),
         ("llama3", "gguf", "overlapping"),
@@ -128,33 +126,30 @@ def test_what_llama_cpp_does_not_compute_is_known_before_the_conversion() -> Non
     problem = TARGETS["gguf"].supports_dense(make_pico("llama3"), "fine")
     assert problem is not None
     assert problem.endswith("these are scaled (llama3); experts.form = overlapping has a place for them")
-    scaled = make_pico("qwen3", rope_parameters=LLAMA3_ROPE)
-    for form in ("fine", "overlapping"):
-        problem = TARGETS["gguf"].supports_dense(scaled, form)
-        assert problem is not None
-        assert problem.endswith("these are scaled (llama3)")
+    problem = TARGETS["gguf"].supports_dense(make_pico("qwen3", rope_parameters=LLAMA3_ROPE), "fine")
+    assert problem is not None
+    assert problem.endswith("these are scaled (llama3)")
     assert "is gelu" in str(TARGETS["gguf"].supports_dense(make_pico("llama", hidden_act="gelu"), "overlapping"))
 
 
 def test_convert_makes_a_plan_that_fits_and_exports_it(tomoe: CommandLine, tmp_path: Path) -> None:
-    dense, text, out = write_pico(tmp_path / "dense", "qwen2"), write_text(tmp_path / "text.txt"), tmp_path / "out"
-    refused = tomoe("convert", dense, "--data", text, "-o", out, "--format", "mixtral", *small())
+    dense, text, out = write_pico(tmp_path / "dense"), write_text(tmp_path / "text.txt"), tmp_path / "out"
+    biased = write_pico(tmp_path / "biased", "qwen2")
+    refused = tomoe("convert", biased, "--data", text, "-o", out, "--format", "mixtral", *small())
     assert refused.code == 2
     assert "target mixtral cannot hold what this model becomes" in refused.err
     assert not out.exists()
 
-    done = tomoe(
-        "convert", dense, "--data", text, "-o", out, "--format", "qwen2_moe", "--attention", "static", *small()
-    )
+    done = tomoe("convert", dense, "--data", text, "-o", out, "--format", "mixtral", "--attention", "static", *small())
     assert done.code == 0, done.err
     plan = Plan.load(out)
     assert len({w for w, _, _ in plan.widths()}) == 1
     assert plan.active_fraction() == pytest.approx(0.7, abs=0.002)
-    assert Recipe.load(out / "recipe.json").target == "qwen2_moe"
-    export = json.loads((out / "export-qwen2_moe" / "export.json").read_text())
+    assert Recipe.load(out / "recipe.json").target == "mixtral"
+    export = json.loads((out / "export-mixtral" / "export.json").read_text())
     assert export["proof"]["same"] is True
     with torch.no_grad():
-        actual = AutoModelForCausalLM.from_pretrained(out / "export-qwen2_moe")(IDS).logits
+        actual = AutoModelForCausalLM.from_pretrained(out / "export-mixtral")(IDS).logits
         expected = AutoModelForCausalLM.from_pretrained(out)(IDS).logits
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 

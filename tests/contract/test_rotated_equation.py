@@ -84,14 +84,12 @@ def test_rotated_and_whole_it_is_the_dense_model(dense: PreTrainedModel, form: s
     assert_same(fold(dense, rotated)(ids).logits, meant)
 
 
-@pytest.mark.parametrize(
-    ("family", "target"), [("llama", "mixtral"), ("mistral", "mixtral"), ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe")]
-)
-def test_stock_architectures_hold_rotated_values(family: str, target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_stock_architectures_hold_rotated_values(family: str, tmp_path: Path) -> None:
     dense, ids = make_pico(family), tokens(2, 24, seed=5)
     plan = rotated_plan(dense, "static", repaired=True, active=0.8)
     moe = fold(dense, plan)
-    write_export(choose(moe, target), moe, None, tmp_path / "moe", Options(width_multiple=8))
+    write_export(choose(moe, "mixtral"), moe, None, tmp_path / "moe", Options(width_multiple=8))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     assert_same(exported(ids).logits, meaning(dense, plan, ids))
 

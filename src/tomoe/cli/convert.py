@@ -38,14 +38,16 @@ def convert(
     skip_memory_check: options.SkipMemoryCheck = False,
 ) -> None:
     """Convert a dense model to a Mixture-of-Experts and measure both."""
-    target = None if format in (None, "auto") else format
-    recipe = chosen.make(target=target)
+    # `auto` names no form: exporting/targets.py says what it stands for, before a conversion and after it
+    recipe = chosen.make(target=None if format == "auto" else format)
     if format == "auto" and recipe.target == "hf" and recipe.model:
         recipe = chosen.make(target=targets.of_family(recipe.model, recipe.experts.form))
     if format is not None and recipe.experts.form == "inputs":
         raise UserError(
             "no engine has a place for projections that leave out inputs of a token; leave --format out, or --form inputs"
         )
+    if format not in (None, "auto"):
+        targets.TARGETS[format].check_verifier()
     first = run_conversion(recipe, out, resume, force, skip_memory_check)
     if format is not None and first:
         export(out, out / f"export-{format}", format, device=recipe.device, force=force or resume)

@@ -9,11 +9,9 @@ import typer
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output
 from tomoe.exporting import run, target
+from tomoe.recipe import target_rules
 
-Format = Literal[
-    "auto", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_5_moe", "lfm2_moe", "granitemoeshared",
-    "granitemoehybrid", "gemma4", "ernie4_5_moe", "cohere2_moe", "deepseek_v3", "flex_olmo", "gguf", "hf",
-]  # fmt: skip
+Format = Literal["auto", target_rules.Format]
 Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"]
 
 
@@ -42,14 +40,27 @@ def export(
         ),
     ] = None,
     weights: Annotated[Precision, typer.Option("--weights", help="Precision of a GGUF file.")] = "f16",
+    unverified: Annotated[
+        bool, typer.Option("--unverified", help="Write without a comparison; without llama.cpp GGUF needs it.")
+    ] = False,
     force: options.Force = False,
 ) -> None:
-    """Write a stock MoE (Mixtral, Qwen, Glm4) or GGUF, and verify it on text."""
+    """Write a stock MoE (Mixtral, Glm4 ...) or GGUF, and verify it on text."""
     with Screen() as screen:
         exported = run.export(
-            folder, format, out, text=text, tokens=tokens, dtype=dtype, device=device,
-            options=target.Options(width_multiple, weights), force=force, say=screen.say, on_progress=screen.on_progress,
-        )  # fmt: skip
+            folder,
+            format,
+            out,
+            text=text,
+            tokens=tokens,
+            dtype=dtype,
+            device=device,
+            options=target.Options(width_multiple, weights),
+            force=force,
+            unverified=unverified,
+            say=screen.say,
+            on_progress=screen.on_progress,
+        )
     _show(exported)
 
 
@@ -57,9 +68,7 @@ def _show(exported: run.Exported) -> None:
     """The verification, and how to load what was written."""
     console, proof = output(), exported.proof
     if proof is None:
-        console.say(
-            "Not verified, because llama.cpp is not installed: pip install xllamacpp, then export with --force."
-        )
+        console.say("Not verified: nothing was compared with the converted model.")
     else:
         console.say(f"The same model: {proof.result}.")
         for name, text in (proof.written or {}).items():

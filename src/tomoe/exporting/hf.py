@@ -17,7 +17,6 @@ class OwnForm(Target):
     """A folder as `tomoe convert` writes it, without plan and run."""
 
     name = "hf"
-    about = "ToMoE with its own modelling code"
 
     def supports(self, moe: ToMoEForCausalLM) -> None:
         return None
@@ -30,9 +29,13 @@ class OwnForm(Target):
         return Sizes(stored, "every neuron stored once, with the modelling code beside the weights")
 
     def write(
-        self, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path, options: Options,
+        self,
+        moe: ToMoEForCausalLM,
+        tokenizer: PreTrainedTokenizerBase | None,
+        folder: Path,
+        options: Options,
         on_progress: StageCallback,
-    ) -> None:  # fmt: skip
+    ) -> None:
         moe.save_pretrained(folder)
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)

@@ -6,10 +6,10 @@ OUT (a converted folder) -> DIR (weights of another architecture, export.json, a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import transformers
@@ -19,8 +19,8 @@ from tomoe.data.evaluation_text import EvaluationText, held_out_text, read_text
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.results import read_rows
-from tomoe.exporting.target import Options, Precision, Sizes
-from tomoe.exporting.targets import Choice, choose, export_folder, padding_notice
+from tomoe.exporting.target import Options, Sizes
+from tomoe.exporting.targets import TARGETS, Choice, choose, export_folder, padding_notice
 from tomoe.exporting.verify import Check, Proof
 from tomoe.exporting.writing import check_place
 from tomoe.files import basename, format_bytes
@@ -28,6 +28,7 @@ from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.far_tokens import far_tokens
 from tomoe.model.loading import load_config, load_tokenizer
 from tomoe.moe.checkpoint import load_moe
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
 from tomoe.progress import ProgressCallback, StageCallback, no_progress
 from tomoe.report.card import write_card
@@ -38,12 +39,12 @@ FORMAT = "tomoe-export-1"
 PROOF_TOKENS = 4096
 # Tokens of a sequence from a text file; held-out text comes in sequences of its own length.
 CONTEXT = 512
-NOT_INSTALLED = "xllamacpp is not installed"
+NOT_RUN = "not compared with the converted model, as asked"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and its proof, which is None if llama.cpp was needed and is not installed.
+    """What was written, and its proof, which is None if none was wanted.
 
     dialed: whether another number of fine-grained experts can be asked for when it is loaded.
     """
@@ -58,61 +59,84 @@ class Exported:
 
 @distributed.locks_out("export")
 def export(
-    folder: str | Path, name: str, out: str | Path, *, text: str | None = None, tokens: int = PROOF_TOKENS,
-    dtype: str = "float32", device: str = "auto", options: Options | None = None, force: bool = False,
-    say: Callable[[str], None] = lambda message: None, on_progress: ProgressCallback = no_progress,
-) -> Exported:  # fmt: skip
+    folder: str | Path,
+    name: str,
+    out: str | Path,
+    *,
+    text: str | None = None,
+    tokens: int = PROOF_TOKENS,
+    dtype: str = "float32",
+    device: str = "auto",
+    options: Options | None = None,
+    force: bool = False,
+    unverified: bool = False,
+    say: Callable[[str], None] = lambda message: None,
+    on_progress: ProgressCallback = no_progress,
+) -> Exported:
     """Write a converted model in another form, and verify on real text that the two predict the same.
 
-    folder: what `convert` wrote. name: mixtral, qwen2_moe, qwen3_moe, glm4_moe, gguf or hf; auto takes the first stock
+    folder: what `convert` wrote. name: mixtral, glm4_moe, gguf, hf or another of `targets.TARGETS`; auto takes the first stock
     architecture that holds the model, else hf. out: the folder to write; with `force` it replaces an earlier export there.
     text: a text file or source to verify on (default: what the conversion held out), at most `tokens` tokens of it, run in
-    `dtype` on `device`. options: width of experts, type of GGUF weights. say: called with each notice for the user before
-    anything is written.
+    `dtype` on `device`. options: width of experts, type of GGUF weights. unverified: compare nothing, and say so in the card
+    and in export.json. say: called with each notice for the user before anything is written.
 
     The text is not all: the models also run tokens beyond sliding windows and beyond the original context.
 
-    Raises UserError if the target cannot hold the model, `out` is taken, the disk is too full or there is no text, or if what
-    was written, loaded from disk, predicts otherwise than the converted folder. Then `out` is as it was.
+    Raises UserError if the target cannot hold the model, `out` is taken, the disk is too full, there is no text, or nothing to
+    run a GGUF file with (xllamacpp), or if what was written, loaded from disk, predicts otherwise than the converted folder.
+    Then `out` is as it was.
     """
     folder, out, options = Path(folder), Path(out), options or Options()
     dtype_of(dtype)
-    if tokens < 16:
-        raise UserError(f"tokens is {tokens}, but it should be at least 16")
-    if options.precision not in get_args(Precision) or (options.width_multiple or 1) < 1:
-        raise UserError(
-            f"{options} has a precision or a width that there is not; precisions: {', '.join(get_args(Precision))}"
-        )
-    if getattr(load_config(str(folder)), "chooses_inputs", False):
-        raise UserError(
-            f"{folder} is of the form inputs, and no engine has a place for projections that leave out inputs of a token; "
-            "convert with --form fine to export"
-        )
+    _check_asked(folder, tokens)
+    if name in TARGETS and not unverified:
+        TARGETS[name].check_verifier()
     moe = load_moe(folder, None, device)
     tokenizer = load_tokenizer(str(folder))
-    proof_text = _proof_text(folder, text, tokens)
+    proof_text = None if unverified else _proof_text(folder, text, tokens)
     choice = choose(moe, name)
     sizes = choice.target.sizes(moe, options)
     check_place(out, folder, sizes.bytes, force)
-    stored = sum(p.nbytes for p in moe.parameters())
-    say(f"{choice.target.name}: {choice.reason}.")
-    say(f"It takes {format_bytes(sizes.bytes)} ({sizes.words}); {basename(folder)} takes {format_bytes(stored)}.")
-    if notice := padding_notice(moe, sizes):
+    for notice in _notices(choice, sizes, moe, basename(folder)):
         say(notice)
     dialed = choice.target.is_dialed(moe)
     with export_folder(out) as part:
         choice.target.write(moe, tokenizer, part, options, _in_megabytes(on_progress))
-        check = Check(proof_text, dtype, moe.dtype, device, on_progress, far_tokens(moe))
-        del moe
-        proof = choice.target.verify(folder, part, options, check)
-        if proof is not None and proof.problem:
-            raise UserError(f"the export would not be the same model: {proof.problem}; nothing was written to {out}")
+        proof = None
+        if proof_text is not None:
+            check = Check(proof_text, dtype, moe.dtype, device, on_progress, far_tokens(moe))
+            del moe
+            proof = choice.target.verify(folder, part, options, check)
+            if proof.problem:
+                raise UserError(
+                    f"the export would not be the same model: {proof.problem}; nothing was written to {out}"
+                )
         exported = Exported(out, choice, sizes, proof, options, dialed)
         (part / "export.json").write_text(
             json.dumps(_metadata(exported, proof_text), indent=2) + "\n", encoding="utf-8"
         )
     _write_card(exported, folder, proof_text)
     return exported
+
+
+def _check_asked(folder: Path, tokens: int) -> None:
+    if tokens < 16:
+        raise UserError(f"tokens is {tokens}, but it should be at least 16")
+    if getattr(load_config(str(folder)), "chooses_inputs", False):
+        raise UserError(
+            f"{folder} is of the form inputs, and no engine has a place for projections that leave out inputs of a token; "
+            "convert with --form fine to export"
+        )
+
+
+def _notices(choice: Choice, sizes: Sizes, moe: ToMoEForCausalLM, name: str) -> Iterator[str]:
+    """What the user should know before anything is written."""
+    stored = sum(p.nbytes for p in moe.parameters())
+    yield f"{choice.target.name}: {choice.reason}."
+    yield f"It takes {format_bytes(sizes.bytes)} ({sizes.words}); {name} takes {format_bytes(stored)}."
+    if padding := padding_notice(moe, sizes):
+        yield padding
 
 
 def _in_megabytes(on_progress: ProgressCallback) -> StageCallback:
@@ -135,9 +159,9 @@ def _proof_text(folder: Path, text: str | None, tokens: int) -> EvaluationText:
     return replace(held_out, sequences=held_out.sequences.truncate(tokens))
 
 
-def _metadata(exported: Exported, text: EvaluationText) -> dict[str, Any]:
+def _metadata(exported: Exported, text: EvaluationText | None) -> dict[str, Any]:
     """What export.json holds."""
-    not_run = {"same": None, "problem": f"not run: {NOT_INSTALLED}"}
+    not_run = {"same": None, "problem": NOT_RUN}
     return {
         "format": FORMAT,
         "target": exported.choice.target.name,
@@ -146,7 +170,9 @@ def _metadata(exported: Exported, text: EvaluationText) -> dict[str, Any]:
         "layout": exported.sizes.words,
         "options": asdict(exported.options),
         "proof": not_run if exported.proof is None else exported.proof.to_dict(),
-        "text": {
+        "text": None
+        if text is None
+        else {
             "name": text.name,
             "sha256": sequences_sha256(text.sequences.input_ids, text.sequences.mask),
             "context_length": text.sequences.input_ids.shape[1],
@@ -155,15 +181,15 @@ def _metadata(exported: Exported, text: EvaluationText) -> dict[str, Any]:
     }
 
 
-def _write_card(exported: Exported, folder: Path, text: EvaluationText) -> None:
+def _write_card(exported: Exported, folder: Path, text: EvaluationText | None) -> None:
     """Write the card, if the converted folder has the plan that it tells of."""
     if not (folder / "plan.json").is_file():
         return
     target, proof = exported.choice.target, exported.proof
-    sentence = (
-        f"Not verified: {NOT_INSTALLED}." if proof is None else f"It predicts the same: {proof.result}, on {text.name}."
-    )
-    if target.tried_with:
+    sentence = f"Not verified: {NOT_RUN}."
+    if proof is not None and text is not None:
+        sentence = f"It predicts the same: {proof.result}, on {text.name}."
+    if proof is not None and target.tried_with:
         versions = ", ".join((*target.tried_with, transformers.__version__))
         sentence += f" Folders of this architecture were loaded with transformers {versions}."
     plan = Plan.load(folder)

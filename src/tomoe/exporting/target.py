@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tomoe.errors import UserError
 from tomoe.exporting.verify import Check, Proof
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback
@@ -19,12 +20,16 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 @dataclass(frozen=True)
 class Options:
-    """What the user may choose about the files."""
+    """What the user may choose about the files. Raises UserError for a precision or a width that there is not."""
 
     # Expert widths are multiples of this; None: what the target finds best.
     width_multiple: int | None = None
     # The type of the weights in a GGUF file.
     precision: Precision = "f16"
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS or (self.width_multiple or 1) < 1:
+            raise UserError(f"{self} has a precision or a width that there is not; precisions: {', '.join(PRECISIONS)}")
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,11 @@ class Sizes:
 class Target(ABC):
     """One form that a converted model can take.
 
-    name: as `--format` knows it; about: as a user may know it; tried_with: older versions of transformers that were seen to
-    compute the same from such a folder.
+    name: as `--format` knows it; tried_with: older versions of transformers that were seen to compute the same from such a
+    folder.
     """
 
     name: str
-    about: str
     tried_with: tuple[str, ...] = ()
 
     @abstractmethod
@@ -77,8 +81,12 @@ class Target(ABC):
         """Write the files into a folder that exists."""
 
     @abstractmethod
-    def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof | None:
-        """Compare what was written to `out` with the converted model in `folder`; None if nothing can run it here."""
+    def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
+        """Compare what was written to `out` with the converted model in `folder`."""
+
+    def check_verifier(self) -> None:
+        """Raises UserError if nothing is installed that could run what would be written."""
+        return None
 
     def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
         """Whether another number of fine-grained experts can be asked for when this form is loaded."""

@@ -1,6 +1,9 @@
 """The targets of an export, which of them a model takes, and how their folders are written.
 
-To add a target, write a class of its own in a file of its own and give it a row in TARGETS.
+`target` is a key of the recipe and aims the conversion: it says what the experts must be like to fit a form. `--format` says
+which form to write: `tomoe convert --format F` is `--set target=F`, and then `tomoe export --format F`. `auto` is no form, but
+asks for one: of a converted model, for the first stock class that holds it, else `hf` (`choose`); before the conversion, when
+there are no experts to judge by, for the class of the dense model's own family, else for no aim (`of_family`).
 """
 
 from __future__ import annotations
@@ -15,20 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tomoe.errors import UserError
 from tomoe.exporting.gguf.target import Gguf
 from tomoe.exporting.hf import OwnForm
-from tomoe.exporting.stock.carrier import Stock, empty_stock
-from tomoe.exporting.stock.cohere2_moe import Cohere2Moe
-from tomoe.exporting.stock.deepseek_v3 import DeepseekV3
-from tomoe.exporting.stock.ernie4_5_moe import Ernie4_5_Moe
+from tomoe.exporting.stock.carrier import empty_stock
 from tomoe.exporting.stock.family_decoder import FamilyDecoder
-from tomoe.exporting.stock.flex_olmo import FlexOlmo
-from tomoe.exporting.stock.gemma4 import Gemma4
-from tomoe.exporting.stock.glm4_moe import Glm4Moe
-from tomoe.exporting.stock.granite_moe import GraniteMoeHybrid, GraniteMoeShared
-from tomoe.exporting.stock.lfm2_moe import Lfm2Moe
-from tomoe.exporting.stock.mixtral import Mixtral
-from tomoe.exporting.stock.qwen2_moe import Qwen2Moe
-from tomoe.exporting.stock.qwen3_5_moe import Qwen3_5Moe
-from tomoe.exporting.stock.qwen3_moe import Qwen3Moe
+from tomoe.exporting.stock.table import CARRIERS
 from tomoe.exporting.target import Options, Sizes, Target
 from tomoe.files import atomic_folder, format_bytes
 from tomoe.folders import REPLACED
@@ -39,23 +31,7 @@ from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.recipe.conversion import Recipe
 
 # `auto` takes the first stock class that holds the model.
-TARGETS: dict[str, Target] = {
-    "mixtral": Mixtral(),
-    "qwen2_moe": Qwen2Moe(),
-    "qwen3_moe": Qwen3Moe(),
-    "glm4_moe": Glm4Moe(),
-    "qwen3_5_moe": Qwen3_5Moe(),
-    "lfm2_moe": Lfm2Moe(),
-    "granitemoeshared": GraniteMoeShared(),
-    "granitemoehybrid": GraniteMoeHybrid(),
-    "gemma4": Gemma4(),
-    "ernie4_5_moe": Ernie4_5_Moe(),
-    "cohere2_moe": Cohere2Moe(),
-    "deepseek_v3": DeepseekV3(),
-    "flex_olmo": FlexOlmo(),
-    "gguf": Gguf(),
-    "hf": OwnForm(),
-}
+TARGETS: dict[str, Target] = {target.name: target for target in (*CARRIERS, Gguf(), OwnForm())}
 
 
 @dataclass(frozen=True)
@@ -80,9 +56,7 @@ def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
             raise UserError(f"{name} cannot hold this model exactly: {problem}; these can: {', '.join(fitting)}")
         return Choice(TARGETS[name], "as requested")
     problems = {}
-    for target in TARGETS.values():
-        if not isinstance(target, Stock):
-            continue
+    for target in CARRIERS:
         problem = target.supports(moe)
         if problem is None:
             return Choice(target, f"{target.about} holds it {target.how_well}, and loads without code of its own")
@@ -105,9 +79,8 @@ def of_family(model: str, form: str) -> str | None:
 
     Raises UserError if the config cannot be read.
     """
-    kind = load_config(model).get_text_config(decoder=True).model_type
-    own = (target for target in TARGETS.values() if isinstance(target, FamilyDecoder) and kind in target.families)
-    return next((target.name for target in own if target.form_problem(form) is None), None)
+    own = FamilyDecoder(load_config(model).get_text_config(decoder=True).model_type)
+    return next((row.name for row in CARRIERS if row.decoder == own and row.form_problem(form) is None), None)
 
 
 @contextmanager
@@ -121,9 +94,13 @@ def export_folder(out: Path) -> Iterator[Path]:
 
 
 def write_export(
-    choice: Choice, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, out: Path, options: Options,
+    choice: Choice,
+    moe: ToMoEForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    out: Path,
+    options: Options,
     on_progress: StageCallback = no_stage_progress,
-) -> None:  # fmt: skip
+) -> None:
     """Write the folder `out` and verify nothing. Raises UserError if it cannot be written."""
     with export_folder(out) as part:
         choice.target.write(moe, tokenizer, part, options, on_progress)

@@ -92,7 +92,7 @@ def write_config(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def older_keys(config: PreTrainedConfig) -> dict[str, Any]:
-    """What transformers 4 calls the rotary embedding, and in Qwen3Moe the number of experts."""
+    """What transformers 4 calls the rotary embedding."""
     older: dict[str, Any] = {}
     rope = getattr(config, "rope_parameters", None) or {}
     # some families have one rotary embedding for each kind of layer, and had other keys for each
@@ -103,8 +103,6 @@ def older_keys(config: PreTrainedConfig) -> dict[str, Any]:
         older["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
     if "partial_rotary_factor" in rope:
         older["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    if config.attribute_map.get("num_experts") == "num_local_experts":
-        older["num_experts"] = config.num_local_experts
     return older
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from tomoe.errors import UserError
 from tomoe.recipe.base import Section
 from tomoe.recipe.run import DataSection, LoopSection, RunRecipe
-from tomoe.recipe.target_rules import TARGET_RULES, Form
+from tomoe.recipe.target_rules import TARGET_RULES, Form, Format
 
 # Where to compute and how often to write do not change what is learned.
 _NOT_IN_DIGEST = frozenset({"device", "offload", "report_to", "train.log_every", "train.save_every", "train.shard"})
@@ -39,7 +39,7 @@ class ExpertsSection(Section):
     form: Form = "fine"
     """`fine`: a token uses a shared part and several of many small experts; `overlapping` (the paper's): a token uses one
     expert, and experts share neurons; `inputs`: there are no experts, and a token uses the largest inputs of every projection.
-    A random start and the targets mixtral, qwen2_moe and qwen3_moe imply `overlapping`."""
+    A random start and the target mixtral imply `overlapping`."""
     num_experts: int = Field(default_factory=_usual_number, ge=0, le=256)
     """Experts per MLP (N); 8 overlapping ones by default. 0 for fine-grained ones: 256, 128 or 64, at most a sixth of the
     neurons of a layer; a power of two from 16 to 256 for gpu; 64 for a stock target, or fewer without `expert_size`: to meet the
@@ -170,28 +170,10 @@ class Recipe(RunRecipe):
     """Initial masks and routers: `carved` from calibration statistics, or `random` (the paper's)."""
     offload: bool = False
     """Load one decoder layer at a time, for checkpoints larger than RAM; only with train.steps = 0."""
-    target: Literal[
-        "hf",
-        "mixtral",
-        "qwen2_moe",
-        "qwen3_moe",
-        "glm4_moe",
-        "qwen3_5_moe",
-        "lfm2_moe",
-        "granitemoeshared",
-        "granitemoehybrid",
-        "gemma4",
-        "ernie4_5_moe",
-        "cohere2_moe",
-        "deepseek_v3",
-        "flex_olmo",
-        "gguf",
-        "gpu",
-    ] = "hf"
+    target: Literal[Format, "gpu"] = "hf"
     """The format that the result must fit exactly. `hf`, ToMoE's own, holds every plan; `gpu` is the same with few wide
-    fine-grained experts. All others need one layout for all layers and exclude attention.pruning = per_token. mixtral,
-    qwen2_moe and qwen3_moe hold overlapping experts, other architectures fine-grained ones; docs/guide/export.md says which
-    families fit."""
+    fine-grained experts. All others need one layout for all layers and exclude attention.pruning = per_token. mixtral
+    holds overlapping experts, other architectures fine-grained ones; docs/guide/export.md says which families fit."""
     experts: ExpertsSection = ExpertsSection()
     attention: AttentionSection = AttentionSection()
     repair: RepairSection = RepairSection()

@@ -8,6 +8,22 @@ from typing import Literal
 Form = Literal["fine", "overlapping", "inputs"]
 """Two forms of experts, and inputs of projections; `recipe.conversion.ExpertsSection` says what they are."""
 
+Format = Literal[
+    "mixtral",
+    "glm4_moe",
+    "qwen3_5_moe",
+    "lfm2_moe",
+    "granitemoeshared",
+    "granitemoehybrid",
+    "gemma4",
+    "cohere2_moe",
+    "deepseek_v3",
+    "flex_olmo",
+    "gguf",
+    "hf",
+]
+"""What `--format` can write, and `target` can aim at: stock classes of transformers, a file for llama.cpp, ToMoE's own form."""
+
 STOCK_MULTIPLE = 64
 """Neurons that the width of overlapping experts in a stock format is a multiple of: grouped kernels and quantized groups of 32
 divide it."""
@@ -65,15 +81,12 @@ _UNSHARED = replace(_UNBIASED, shared=0.0, holds_shared=False)
 
 TARGET_RULES = {
     "mixtral": TargetRules(forms=("overlapping",)),
-    "qwen2_moe": TargetRules(forms=("overlapping",)),
-    "qwen3_moe": TargetRules(forms=("overlapping",)),
     "glm4_moe": _CORRECTED,
     "qwen3_5_moe": _UNBIASED,
     "lfm2_moe": TargetRules(forms=("fine",), shared=STOCK_SHARED, shared_in_experts=True),
     "granitemoeshared": _UNBIASED,
     "granitemoehybrid": _UNBIASED,
     "gemma4": _UNSHARED,
-    "ernie4_5_moe": _CORRECTED,
     "cohere2_moe": _UNBIASED,
     "deepseek_v3": _CORRECTED,
     "flex_olmo": _UNSHARED,

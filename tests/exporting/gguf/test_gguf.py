@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from conftest import make_pico, make_plan, tokens
-from pico_files import CommandLine, pico_recipe, write_pico, write_text
+from pico_files import CommandLine, pico_recipe, refused, write_pico, write_text
 from pico_tokenizer import TOKENIZER, make_tokenizer
 from tomoe.conversion import convert
 from tomoe.errors import UserError
@@ -34,7 +35,7 @@ from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
-FITTING = ("llama", "llama3", "mistral", "qwen2", "qwen3")
+FITTING = ("llama", "llama3", "mistral", "qwen2")
 LETTER = TOKENIZER.convert_tokens_to_ids("a")
 
 
@@ -222,7 +223,7 @@ def test_what_llama_cpp_cannot_do_is_refused() -> None:
     assert "(yarn)" in str(Gguf().supports(make_moe("llama", rope_parameters=yarn)))
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     assert Gguf().supports(make_moe("llama", rope_parameters=linear)) is None
-    assert "plain rotary" in str(Gguf().supports(make_moe("qwen3", rope_parameters=linear)))
+    assert "normalizes Q and K" in str(Gguf().supports(make_moe("qwen3")))
     assert "glm4moe takes plain rotary" in str(Gguf().supports(make_fine("llama3")[0]))
     assert "sliding window" in str(Gguf().supports(make_fine("mistral")[0]))
 
@@ -327,18 +328,23 @@ def test_the_command_proves_a_file_by_running_it(tomoe: CommandLine, made: Path,
     assert "llama-cli -m" in done.out
 
 
-def test_without_llama_cpp_the_file_is_written_and_called_unproved(
+def test_without_llama_cpp_a_file_is_refused_unless_no_comparison_is_wanted(
     tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "xllamacpp", None)
-    done = tomoe("export", made, "--format", "gguf", "-o", tmp_path / "out", "--weights", "q8_0")
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    out, command = tmp_path / "out", ("export", made, "--format", "gguf", "-o", tmp_path / "out")
+    refused(tomoe(*command), "compared with the model by llama.cpp", "pip install xllamacpp", "--unverified")
+    refused(tomoe("convert", "nothing", "-o", out, "--format", "gguf"), "pip install xllamacpp")
+    refused(tomoe(*command, "--unverified", "--weights", "q4_k"), "q4_k weights are made by llama.cpp")
+    assert not out.exists()
+
+    done = tomoe(*command, "--unverified", "--weights", "q8_0")
     assert done.code == 0, done.err
-    assert "Not verified" in done.out
-    assert json.loads((tmp_path / "out" / "export.json").read_text())["proof"]["same"] is None
+    assert "Not verified: nothing was compared" in done.out
+    metadata = json.loads((out / "export.json").read_text())
+    assert (metadata["proof"]["same"], metadata["text"]) == (None, None)
+    card = (out / "README.md").read_text()
+    assert "Not verified: not compared with the converted model, as asked." in card
+    assert "predicts the same" not in card
     with pytest.raises(UserError, match="pip install xllamacpp"):
         llama_cpp.binding()
-    monkeypatch.setattr(llama_cpp, "find_spec", lambda name: None)
-    done = tomoe("export", made, "--format", "gguf", "-o", tmp_path / "other", "--weights", "q4_k")
-    assert done.code == 2
-    assert "q4_k weights are made by llama.cpp: pip install xllamacpp" in done.err
-    assert not (tmp_path / "other").exists()

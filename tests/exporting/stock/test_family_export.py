@@ -38,14 +38,10 @@ def converted(place: Path, family: str, *changes: str) -> Path:
     # half of the neurons for a token: whole experts, with a shared part or without
     active = 1 - 0.5 * shape.num_layers * mlp_params(shape, shape.mlp_size) / decoder_params(shape)
     text = write_text(place / "text.txt", sentences=400)
-    changed = {
-        "train.steps": "2", "model": str(place / "dense"), "data.sources": str(text), "target": target,
-        "active": f"{active:.6f}", "repair.mode": "none", "experts.form": "fine", "experts.width_multiple": "8",
-        "experts.num_experts": "32",
-    }  # fmt: skip
-    convert(
-        Recipe.load(None, [*(f"{key}={value}" for key, value in (SMALL | changed).items()), *changes]), place / "moe"
-    )
+    experts = ("experts.form=fine", "experts.width_multiple=8", "experts.num_experts=32")
+    made = (f"model={place / 'dense'}", f"data.sources={text}", f"target={target}", f"active={active:.6f}")
+    small = (f"{key}={value}" for key, value in SMALL.items())
+    convert(Recipe.load(None, [*small, "train.steps=2", "repair.mode=none", *experts, *made, *changes]), place / "moe")
     return place / "moe"
 
 

@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import tomoe.exporting.proof_by_parts as proof_by_parts
 import tomoe.exporting.stock.fine_grained as fine_grained
+import tomoe.exporting.verify as verify
 from pico_files import CommandLine, Outcome, pico_recipe, refused, write_pico, write_text
 from pico_tokenizer import TOKENIZER
 from tomoe.conversion import convert
-from tomoe.exporting.proof_by_parts import PartsAgreement, RouterAgreement
-from tomoe.exporting.verify import BOUNDS, StoredRun
+from tomoe.exporting.verify import RouterAgreement, StoredRun
 from tomoe.files import format_bytes
 from tomoe.moe.modeling_tomoe import ToMoEMLP
 from tomoe.recipe.conversion import Recipe
@@ -133,7 +132,7 @@ def test_experts_in_another_order_are_caught(
 
     monkeypatch.setattr(fine_grained, "expert_matrices", wrong)
     # the experts of so small a model are much alike
-    monkeypatch.setattr(proof_by_parts, "PLANNED_KL", 1e-3)
+    monkeypatch.setattr(verify, "PLANNED_KL", 1e-3)
     caught(tomoe("export", made, "-o", tmp_path / "out"), "with the planned experts its predictions differ by a KL of")
 
 
@@ -186,8 +185,7 @@ def test_every_part_of_the_proof_can_fail() -> None:
     good = RouterAgreement(
         choices=1000, same=0.99, furthest_logits=0.003, furthest=0.5, weight_error=1e-3, weight_bound=2**-8
     )
-    bounds = BOUNDS["float32"]
-    assert PartsAgreement(None, good).problem(bounds) is None
+    assert good.problem is None
     for changes, words in (
         ({"same": 0.8}, "20.0% of the cases, ties are at most 3.3%"),
         ({"same": 0.96}, "4.0% of the cases"),
@@ -195,14 +193,14 @@ def test_every_part_of_the_proof_can_fail() -> None:
         ({"weight_error": 0.01}, "off 1 by up to 0.01"),
         ({"weight_error": float("nan")}, "off 1"),
     ):
-        assert words in str(PartsAgreement(None, replace(good, **changes)).problem(bounds))
+        assert words in str(replace(good, **changes).problem)
 
 
 def test_targets_and_forms_that_do_not_fit_are_refused_before_anything_is_read(tomoe: CommandLine) -> None:
     done = tomoe("convert", "nothing", "-o", "out", "--set", "experts.form=fine", "--set", "target=mixtral")
     refused(done, "target mixtral has no place for experts.form = fine", "set target to glm4_moe, ", "hf or gpu")
     done = tomoe("convert", "nothing", "-o", "out", "--set", "experts.form=overlapping", "--set", "target=glm4_moe")
-    refused(done, "target glm4_moe has no place for experts.form = overlapping", "mixtral, qwen2_moe, qwen3_moe")
+    refused(done, "target glm4_moe has no place for experts.form = overlapping", "mixtral, gguf or hf")
     for target, form in (("gguf", "fine"), ("gguf", "overlapping"), ("hf", "fine"), ("glm4_moe", "fine")):
         Recipe.load(None, [f"target={target}", f"experts.form={form}"])
 

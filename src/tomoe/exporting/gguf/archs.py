@@ -1,8 +1,7 @@
-"""The architectures of llama.cpp that a converted model may become, one class each.
+"""The architectures of llama.cpp that a converted model may become: what they have in common, and those with a plain decoder.
 
-llama.cpp's `llama` with experts is Mixtral, and it takes biases of Q, K and V where a file has them; `qwen3moe` normalizes Q
-and K. Both make the weight of a single chosen expert exactly 1. (`qwen2moe` does not: it multiplies by the router's
-probability.) Fine-grained experts go into `glm4moe`, with the tensors of glm4_moe.py.
+llama.cpp's `llama` with experts is Mixtral, and it takes biases of Q, K and V where a file has them. Fine-grained experts of
+such decoders go into `glm4moe`, with the tensors of Glm4Moe.
 """
 
 from __future__ import annotations
@@ -19,48 +18,63 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tomoe.exporting.gguf.file import Entry
-from tomoe.exporting.gguf.verify import Comparison, verify_file_by_parts, verify_file_exactly
-from tomoe.exporting.stock import fine_grained, glm4_moe
+from tomoe.exporting.stock.carrier import Decoder
 from tomoe.exporting.stock.fine_grained import (
-    FineLayout,
-    fine_layout,
+    FineGrained,
+    StockLayout,
     layout_words,
     router_scales,
     router_tensors,
     whole_matrices,
 )
-from tomoe.exporting.stock.overlapping import QWEN_PROJECTIONS, Layout, expert_tensors, has_copies, widest
-from tomoe.exporting.stock.plain_decoder import Places, attention_tensors, dense_problem, sliding_windows, stock_problem
+from tomoe.exporting.stock.mixtral import copied_expert, has_copies, widest
+from tomoe.exporting.stock.plain_decoder import PlainDecoder, attention_tensors, sliding_windows
 from tomoe.exporting.stock.routers import RouterForm
-from tomoe.exporting.verify import Proof
+from tomoe.exporting.stock.table import GLM4_MOE, ROUTED_SCALE
+from tomoe.exporting.target import Sizes
 from tomoe.model.shape import num_kv_heads
-from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.recipe.target_rules import MAX_EXPERTS_PER_TOKEN
 
 LayoutT = TypeVar("LayoutT")
 MakeEntry = Callable[..., Entry]
 """An entry of a name, a function that makes the tensor, and its shape if that is known."""
-ATTENTION_NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
-                   "q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}  # fmt: skip
+ATTENTION_NAMES = {
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+}
 
 
 class GgufArch(ABC, Generic[LayoutT]):
-    """An architecture, by llama.cpp's name."""
+    """An architecture, by llama.cpp's name; decoder: what it computes around the experts."""
 
     name: ClassVar[str]
+    decoder: Decoder
 
     @property
-    def is_dialed(self) -> bool:
-        """Whether llama.cpp may use another number of fine-grained experts."""
-        return True
+    def router_form(self) -> RouterForm | None:
+        """The form of its routers of fine-grained experts, if it has such."""
+        return None
 
-    @abstractmethod
     def problem(self, moe: ToMoEForCausalLM) -> str | None:
         """Why it cannot compute what this MoE computes, as half a sentence; None if it can."""
+        return self.decoder.problem(moe) or self.layout_problem(moe) or self.engine_problem(moe)
 
-    @abstractmethod
     def dense_problem(self, dense: PreTrainedModel) -> str | None:
         """Why no MoE made from this dense model could become it, judging by its parts; None if one might."""
+        return self.decoder.problem(dense) or self.engine_problem(dense)
+
+    def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
+        """Why it cannot hold these experts, as half a sentence; None if it can."""
+        return None
+
+    @abstractmethod
+    def engine_problem(self, model: PreTrainedModel) -> str | None:
+        """What of this model, dense or converted, llama.cpp does not compute, as half a sentence; None if all."""
 
     def context_length(self, moe: ToMoEForCausalLM) -> int:
         """Longest context, in tokens."""
@@ -71,47 +85,55 @@ class GgufArch(ABC, Generic[LayoutT]):
         """The sizes that all layers get."""
 
     @abstractmethod
-    def describe(self, moe: ToMoEForCausalLM, layout: LayoutT) -> tuple[str, bool, int]:
-        """The layout in words, whether it copies or pads, and experts of zeros in the layer with most of them."""
+    def describe(self, moe: ToMoEForCausalLM, layout: LayoutT) -> Sizes:
+        """The layout in words, and what it costs; the bytes are left out."""
 
-    @abstractmethod
     def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: LayoutT) -> None:
         """Write the keys of the decoder and of the experts."""
+        writer.add_embedding_length(moe.config.hidden_size)
+        writer.add_head_count(moe.config.num_attention_heads)
+        writer.add_rope_freq_base(float(moe.config.rope_parameters["rope_theta"]))
+        writer.add_vocab_size(moe.config.vocab_size)
+        self.write_decoder_sizes(writer, moe)
+        self.write_expert_sizes(writer, moe, layout)
 
     @abstractmethod
+    def write_decoder_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM) -> None:
+        """Write the other keys of the decoder."""
+
+    @abstractmethod
+    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: LayoutT) -> None:
+        """Write the keys of the experts."""
+
     def entries(self, moe: ToMoEForCausalLM, layout: LayoutT, entry: MakeEntry) -> Iterator[Entry]:
         """Yield every tensor of the file in order."""
+        yield from self.decoder_entries(moe, entry)
+        experts = self.experts(moe, layout, entry)
+        for i in range(moe.config.num_hidden_layers):
+            yield from experts(i)
 
     @abstractmethod
-    def verify(self, comparison: Comparison) -> Proof:
-        """Compare a file with the converted model."""
+    def decoder_entries(self, moe: ToMoEForCausalLM, entry: MakeEntry) -> Iterator[Entry]:
+        """Yield the tensors outside of the MLPs."""
+
+    @abstractmethod
+    def experts(self, moe: ToMoEForCausalLM, layout: LayoutT, entry: MakeEntry) -> Callable[[int], Iterator[Entry]]:
+        """For a layer by its number, the tensors of its MLP."""
 
 
 class PlainArch(GgufArch[LayoutT]):
     """One with the decoder that several stock classes share.
 
-    mlp_norm: name of the norm before an MLP; scaled_frequencies: whether a file may hold such; experts_last: whether those of
-    all layers stand behind everything else; other_form: what to say where another experts.form would do.
+    mlp_norm: name of the norm before an MLP; scaled_frequencies: whether a file may hold such; other_form: what to say where
+    another experts.form would do.
     """
 
-    places: ClassVar[Places]
+    decoder: PlainDecoder
     mlp_norm: ClassVar[str] = "ffn_norm"
     scaled_frequencies: ClassVar[bool] = False
-    experts_last: ClassVar[bool] = False
     other_form: ClassVar[str] = ""
 
-    def problem(self, moe: ToMoEForCausalLM) -> str | None:
-        return stock_problem(moe, self.places) or self.llama_cpp_problem(moe)
-
-    def dense_problem(self, dense: PreTrainedModel) -> str | None:
-        return dense_problem(dense, self.places) or self.llama_cpp_problem(dense)
-
-    def context_length(self, moe: ToMoEForCausalLM) -> int:
-        """llama.cpp computes no sliding window here, so contexts must fit into one."""
-        return min([super().context_length(moe), *(w for w in sliding_windows(moe) if w is not None)])
-
-    def llama_cpp_problem(self, model: PreTrainedModel) -> str | None:
-        """Which activation or rotary embedding of this model, dense or converted, llama.cpp does not compute here."""
+    def engine_problem(self, model: PreTrainedModel) -> str | None:
         if model.config.hidden_act not in ("silu", "swish"):
             return f"its activation is {model.config.hidden_act}, and llama.cpp's experts use silu"
         rotary: Any = model.model.rotary_emb
@@ -119,48 +141,33 @@ class PlainArch(GgufArch[LayoutT]):
             return f"its rotary embedding ({rotary.rope_type}) scales with the length or the scores"
         if rotary.rope_type == "default" or self.scaled_frequencies:
             return None
-        # overlapping experts become a `llama`, or with a norm of Q and K a `qwen3moe`, which takes plain ones only, too
+        # overlapping experts become a `llama`, which has no place for norms of Q and K
         normed = getattr(model.model.layers[0].self_attn, "q_norm", None) is not None
         other = "" if normed else self.other_form
         return f"llama.cpp's {self.name} takes plain rotary frequencies only, and these are scaled ({rotary.rope_type}){other}"
 
-    @abstractmethod
-    def experts(self, moe: ToMoEForCausalLM, layout: LayoutT, entry: MakeEntry) -> Callable[[int], Iterator[Entry]]:
-        """For a layer by its number, the tensors of its MLP."""
+    def context_length(self, moe: ToMoEForCausalLM) -> int:
+        """llama.cpp computes no sliding window here, so contexts must fit into one."""
+        return min([super().context_length(moe), *(w for w in sliding_windows(moe) if w is not None)])
 
-    def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: LayoutT) -> None:
-        config, head_dim = moe.config, moe.model.layers[0].self_attn.head_dim
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_head_count_kv(num_kv_heads(config))
+    def write_decoder_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM) -> None:
+        head_dim = moe.model.layers[0].self_attn.head_dim
+        writer.add_head_count_kv(num_kv_heads(moe.config))
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
         writer.add_rope_dimension_count(head_dim)
-        writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_vocab_size(config.vocab_size)
-        self.write_expert_sizes(writer, moe, layout)
+        writer.add_layer_norm_rms_eps(moe.config.rms_norm_eps)
 
-    @abstractmethod
-    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: LayoutT) -> None:
-        """Write the keys of the experts."""
-
-    def entries(self, moe: ToMoEForCausalLM, layout: LayoutT, entry: MakeEntry) -> Iterator[Entry]:
+    def decoder_entries(self, moe: ToMoEForCausalLM, entry: MakeEntry) -> Iterator[Entry]:
         inner: Any = moe.model
-        experts, rotary = self.experts(moe, layout, entry), inner.rotary_emb
         yield entry("token_embd.weight", lambda: inner.embed_tokens.weight)
         yield entry("output_norm.weight", lambda: inner.norm.weight)
         if not moe.config.tie_word_embeddings:
             yield entry("output.weight", lambda: moe.lm_head.weight)
-        if rotary.rope_type != "default":
-            yield entry("rope_freqs.weight", lambda: _plain_frequencies(moe) / rotary.inv_freq.float())
+        if inner.rotary_emb.rope_type != "default":
+            yield entry("rope_freqs.weight", lambda: _plain_frequencies(moe) / inner.rotary_emb.inv_freq.float())
         for i, layer in enumerate(inner.layers):
             yield from self.layer_entries(layer, f"blk.{i}.", entry)
-            if not self.experts_last:
-                yield from experts(i)
-        if self.experts_last:
-            for i in range(len(inner.layers)):
-                yield from experts(i)
 
     def layer_entries(self, layer: Any, prefix: str, entry: MakeEntry) -> Iterator[Entry]:
         """Norms and attention of a layer."""
@@ -190,47 +197,18 @@ def _plain_frequencies(moe: ToMoEForCausalLM) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, size, 2, device=moe.device).float() / size)
 
 
-class CopiedExperts(PlainArch[Layout]):
-    """Overlapping experts, of which a token uses one."""
-
-    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> Layout:
-        return widest(moe, multiple)
-
-    def describe(self, moe: ToMoEForCausalLM, layout: Layout) -> tuple[str, bool, int]:
-        words = f"{moe.config.tomoe_num_experts} experts of {layout.width:,} neurons in each layer"
-        return words, has_copies(moe, layout), 0
-
-    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: Layout) -> None:
-        writer.add_feed_forward_length(layout.width)
-        writer.add_expert_count(moe.config.tomoe_num_experts)
-        writer.add_expert_used_count(1)
-
-    def experts(self, moe: ToMoEForCausalLM, layout: Layout, entry: MakeEntry) -> Callable[[int], Iterator[Entry]]:
-        return lambda i: self.copies(moe.model.layers[i].mlp, layout, f"blk.{i}.", entry)
-
-    def copies(self, mlp: ToMoEMLP, layout: Layout, prefix: str, entry: MakeEntry) -> Iterator[Entry]:
-        """Router and experts of one layer."""
-        yield entry(f"{prefix}ffn_gate_inp.weight", lambda: mlp.router.weight)
-
-        @cache
-        def copies() -> dict[str, Tensor]:
-            return expert_tensors(mlp, layout, QWEN_PROJECTIONS)
-
-        n, d, w = mlp.num_experts, mlp.up_proj.shape[1], layout.width
-        shapes = ((n, w, d), (n, w, d), (n, d, w))
-        for place, name, shape in zip(("gate", "up", "down"), QWEN_PROJECTIONS, shapes, strict=True):
-
-            def stacked(name: str = name, last: bool = place == "down") -> Tensor:
-                tensors = torch.stack([copies()[f"experts.{e}.{name}.weight"] for e in range(n)])
-                if last:
-                    # the copies of one layer at a time
-                    copies.cache_clear()
-                return tensors
-
-            yield entry(f"{prefix}ffn_{place}_exps.weight", stacked, shape)
-
-    def verify(self, comparison: Comparison) -> Proof:
-        return verify_file_exactly(comparison)
+def mlp_entries(
+    names: str,
+    make: Callable[[int], Tensor],
+    width: int,
+    hidden: int,
+    entry: MakeEntry,
+    number: tuple[int, ...] = (),
+) -> Iterator[Entry]:
+    """Gate, up and down of an MLP, or of a stack of `number` of them; `make` makes the part of that number."""
+    for part, place in enumerate(("gate", "up", "down")):
+        shape = (hidden, width) if place == "down" else (width, hidden)
+        yield entry(names.format(place), partial(make, part), (*number, *shape))
 
 
 def interleaved(t: Float[Tensor, " HC *rest"], head_dim: int) -> Float[Tensor, " HC *rest"]:
@@ -238,132 +216,124 @@ def interleaved(t: Float[Tensor, " HC *rest"], head_dim: int) -> Float[Tensor, "
     return t.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-class Llama(CopiedExperts):
-    """Neighboring dims of a head are paired, and frequencies may be scaled."""
+class Llama(PlainArch[int]):
+    """Overlapping experts, of which a token uses one; the layout is their width.
+
+    Neighboring dims of a head are paired, and frequencies may be scaled.
+    """
 
     name = "llama"
-    places = Places(biased=True)
+    decoder = PlainDecoder(biased=True)
     scaled_frequencies = True
+
+    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> int:
+        return widest(moe, multiple)
+
+    def describe(self, moe: ToMoEForCausalLM, layout: int) -> Sizes:
+        words = f"{moe.config.tomoe_num_experts} experts of {layout:,} neurons in each layer"
+        return Sizes(0, words, has_copies(moe, layout))
+
+    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: int) -> None:
+        writer.add_feed_forward_length(layout)
+        writer.add_expert_count(moe.config.tomoe_num_experts)
+        writer.add_expert_used_count(1)
+
+    def experts(self, moe: ToMoEForCausalLM, layout: int, entry: MakeEntry) -> Callable[[int], Iterator[Entry]]:
+        def of_layer(i: int) -> Iterator[Entry]:
+            mlp = moe.model.layers[i].mlp
+            n, d = mlp.num_experts, mlp.up_proj.shape[1]
+
+            def stacked(part: int) -> Tensor:
+                return torch.stack([copied_expert(mlp, layout, expert)[part] for expert in range(n)])
+
+            yield entry(f"blk.{i}.ffn_gate_inp.weight", lambda: mlp.router.weight)
+            yield from mlp_entries(f"blk.{i}.ffn_{{}}_exps.weight", stacked, layout, d, entry, (n,))
+
+        return of_layer
 
     def ordered(self, part: str, t: Tensor, head_dim: int) -> Tensor:
         return interleaved(t, head_dim) if part in ("q_proj", "k_proj") else t
 
 
-class Qwen3Moe(CopiedExperts):
-    """Q and K normalized in each head."""
-
-    name = "qwen3moe"
-    places = Places(normed=True)
-
-    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: Layout) -> None:
-        writer.add_feed_forward_length(layout.width)
-        writer.add_expert_feed_forward_length(layout.width)
-        writer.add_expert_count(moe.config.tomoe_num_experts)
-        writer.add_expert_used_count(1)
-
-
-class FineExperts(GgufArch[FineLayout]):
+class FineExperts(GgufArch[StockLayout]):
     """Fine-grained experts.
 
-    form: of its routers; shared_factor: what undoes how the shared expert is weighed; own_target: whose conversions fit.
+    carrier: the class of transformers with the same places, and with the router that llama.cpp has; own_target: whose
+    conversions fit.
     """
 
-    form: ClassVar[RouterForm]
-    shared_factor: ClassVar[float] = 1.0
-    own_target: ClassVar[str] = "gguf"
+    carrier: ClassVar[FineGrained]
+    own_target: ClassVar[str]
 
     @property
-    def is_dialed(self) -> bool:
-        return not self.form.normalized
+    def router_form(self) -> RouterForm | None:
+        return self.carrier.form
 
-    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> FineLayout:
-        return fine_layout(moe, multiple or 1)
+    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
+        return self.carrier.layout(moe, multiple or 1)
 
-    def describe(self, moe: ToMoEForCausalLM, layout: FineLayout) -> tuple[str, bool, int]:
-        return layout_words(moe, layout), False, layout.zeros
+    def describe(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Sizes:
+        return Sizes(0, layout_words(moe, layout), zeros=layout.zeros)
 
-    def number_problem(self, moe: ToMoEForCausalLM) -> str | None:
-        """Why llama.cpp cannot run as many experts for a token, as half a sentence; None if it can."""
+    def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
         used, most = self.layout(moe, 1).top_k, MAX_EXPERTS_PER_TOKEN
         if used <= most:
-            return None
+            return self.carrier.layout_problem(moe)
         return f"a token would use {used} experts of a layer, and llama.cpp takes {most}; convert with target = {self.own_target}"
 
-    def experts(self, moe: ToMoEForCausalLM, layout: FineLayout, entry: MakeEntry) -> Callable[[int], Iterator[Entry]]:
-        """For a layer by its number, the tensors of its MLP."""
-
-        @cache
-        def scales() -> list[float]:
-            return router_scales(moe, self.form)
-
-        def of_layer(i: int) -> Iterator[Entry]:
-            mlp, prefix = moe.mlps()[i], f"blk.{i}."
-            if i < layout.whole:
-                return whole_entries(mlp, prefix, entry)
-            return self.moe_entries(mlp, layout, prefix, lambda: scales()[i], entry)
-
-        return of_layer
-
-    def moe_entries(
-        self, mlp: ToMoEMLP, layout: FineLayout, prefix: str, scale: Callable[[], float], entry: MakeEntry
-    ) -> Iterator[Entry]:
-        """Router, experts and shared expert of one layer, with what undoes their weights in the down projections."""
-        n, d, w, s = layout.experts, mlp.up_proj.shape[1], layout.width, layout.shared
-        routed_factor = float(layout.top_k if self.form.normalized else 1)
-
-        def router(part: int) -> Tensor:
-            return router_tensors(mlp, layout, scale(), self.form)[part]
-
-        def stacked(part: int, factor: float) -> Tensor:
-            # through the module, so that tests can put a wrong one in its place
-            return factor * torch.stack([fine_grained.expert_matrices(mlp, layout, e)[part] for e in range(n)])
-
-        def shared(part: int, factor: float) -> Tensor:
-            return factor * fine_grained.expert_matrices(mlp, layout, None)[part]
-
-        yield entry(f"{prefix}ffn_gate_inp.weight", partial(router, 0), (n, d))
-        if self.form.corrected:
-            yield entry(f"{prefix}exp_probs_b.bias", partial(router, 1), (n,))
-        for part, place in enumerate(("gate", "up", "down")):
-            down = place == "down"
-            one, all_shared = ((d, w), (d, s)) if down else ((w, d), (s, d))
-            routed, common = (routed_factor, self.shared_factor) if down else (1.0, 1.0)
-            yield entry(f"{prefix}ffn_{place}_exps.weight", partial(stacked, part, routed), (n, *one))
-            if s:
-                yield entry(f"{prefix}ffn_{place}_shexp.weight", partial(shared, part, common), all_shared)
-
-    def verify(self, comparison: Comparison) -> Proof:
-        return verify_file_by_parts(comparison, self.form)
-
-
-class Glm4Moe(FineExperts, PlainArch[FineLayout]):
-    """Experts and a shared one; the first layers may be whole."""
-
-    name = "glm4moe"
-    places = glm4_moe.Glm4Moe.places
-    form = glm4_moe.Glm4Moe.form
-    mlp_norm = "post_attention_norm"
-    experts_last = True
-    other_form = "; experts.form = overlapping has a place for them"
-
-    def problem(self, moe: ToMoEForCausalLM) -> str | None:
-        return stock_problem(moe, self.places) or self.number_problem(moe) or self.llama_cpp_problem(moe)
-
-    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: FineLayout) -> None:
-        writer.add_feed_forward_length(moe.config.intermediate_size)
+    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
         writer.add_expert_feed_forward_length(layout.width)
         writer.add_expert_count(layout.experts)
         writer.add_expert_used_count(layout.top_k)
+
+    def experts(self, moe: ToMoEForCausalLM, layout: StockLayout, entry: MakeEntry) -> Callable[[int], Iterator[Entry]]:
+        @cache
+        def scales() -> list[float]:
+            return router_scales(moe, self.carrier.form)
+
+        def of_layer(i: int) -> Iterator[Entry]:
+            mlp, prefix, form = moe.mlps()[i], f"blk.{i}.", self.carrier.form
+            n, (f, d) = layout.experts, mlp.up_proj.shape
+            if i < layout.whole:
+                yield from mlp_entries(f"{prefix}ffn_{{}}.weight", lambda part: whole_matrices(mlp)[part], f, d, entry)
+                return
+
+            def router(part: int) -> Tensor:
+                return router_tensors(mlp, layout, scales()[i], form)[part]
+
+            def stacked(part: int) -> Tensor:
+                return torch.stack([self.carrier.matrices(mlp, layout, expert)[part] for expert in range(n)])
+
+            def shared(part: int) -> Tensor:
+                return self.carrier.matrices(mlp, layout, None)[part]
+
+            yield entry(f"{prefix}ffn_gate_inp.weight", partial(router, 0), (n, d))
+            if form.corrected:
+                yield entry(f"{prefix}exp_probs_b.bias", partial(router, 1), (n,))
+            if self.carrier.shared_gate:
+                yield entry(f"{prefix}ffn_gate_inp_shexp.weight", lambda: mlp.up_proj.new_zeros(d), (d,))
+            yield from mlp_entries(f"{prefix}ffn_{{}}_exps.weight", stacked, layout.width, d, entry, (n,))
+            if layout.shared:
+                yield from mlp_entries(f"{prefix}ffn_{{}}_shexp.weight", shared, layout.shared, d, entry)
+
+        return of_layer
+
+
+class Glm4Moe(FineExperts, PlainArch[StockLayout]):
+    """Experts and a shared one; the first layers may be whole."""
+
+    name = "glm4moe"
+    carrier = GLM4_MOE
+    decoder = PlainDecoder(biased=True, normed=True, windows=False, silu_only=True)
+    own_target = "gguf"
+    mlp_norm = "post_attention_norm"
+    other_form = "; experts.form = overlapping has a place for them"
+
+    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
+        super().write_expert_sizes(writer, moe, layout)
+        writer.add_feed_forward_length(moe.config.intermediate_size)
         writer.add_expert_shared_count(layout.shared // layout.width)
-        writer.add_expert_weights_scale(glm4_moe.ROUTED_SCALE)
+        writer.add_expert_weights_scale(ROUTED_SCALE)
         writer.add_expert_weights_norm(False)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
         writer.add_leading_dense_block_count(layout.whole)
-
-
-def whole_entries(mlp: ToMoEMLP, prefix: str, entry: MakeEntry) -> Iterator[Entry]:
-    """The MLP of a layer that uses all experts, as a plain one."""
-    f, d = mlp.up_proj.shape
-    for part, place in enumerate(("gate", "up", "down")):
-        shape = (d, f) if place == "down" else (f, d)
-        yield entry(f"{prefix}ffn_{place}.weight", lambda part=part: whole_matrices(mlp)[part], shape)

@@ -17,8 +17,8 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, Re
 from jaxtyping import Shaped
 from torch import Tensor
 
-from tomoe.exporting.proof_by_parts import StockRouter
 from tomoe.exporting.stock.routers import RouterForm
+from tomoe.exporting.verify import StockRouter
 from tomoe.model.shape import ceil_div
 
 

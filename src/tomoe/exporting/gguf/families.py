@@ -5,8 +5,8 @@ Letters: D hidden size, K key heads of a linear attention, V value heads, C dims
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,61 +18,38 @@ from transformers import PreTrainedModel
 
 from tomoe.exporting.gguf.archs import FineExperts, MakeEntry
 from tomoe.exporting.gguf.file import Entry
-from tomoe.exporting.stock.family_decoder import other_tensors
-from tomoe.exporting.stock.fine_grained import FineGrained, FineLayout, without_shared_expert
-from tomoe.exporting.stock.lfm2_moe import Lfm2Moe
-from tomoe.exporting.stock.qwen3_5_moe import Qwen3_5Moe
-from tomoe.exporting.stock.routers import NormalizedSigmoid, Softmax
+from tomoe.exporting.stock.fine_grained import StockLayout
+from tomoe.exporting.stock.routers import NormalizedSigmoid
+from tomoe.exporting.stock.table import LFM2_MOE, QWEN3_5_MOE
 from tomoe.model.shape import ceil_div
-from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 
 class FamilyArch(FineExperts):
-    """One with the attention of a family.
+    """One with the attention of a family; arch: as the package gguf knows it."""
 
-    carrier: the class of transformers with the same places; arch: as the package gguf knows it.
-    """
-
-    carrier: ClassVar[FineGrained]
     arch: ClassVar[MODEL_ARCH]
 
-    def problem(self, moe: ToMoEForCausalLM) -> str | None:
-        problem = self.carrier.decoder_problem(moe) or self.carrier.layout_problem(moe)
-        return problem or self.number_problem(moe) or _rotary_problem(moe)
-
     def dense_problem(self, dense: PreTrainedModel) -> str | None:
-        problem = self.carrier.dense_decoder_problem(dense) or _rotary_problem(dense)
         # the layout of target = gguf is for a plain llama: it counts no experts of a shared part, and its routers have biases
-        other = (
+        own = (
             f"llama.cpp's {self.name} wants the experts of target = {self.own_target}, which --format gguf then writes"
         )
-        return problem or other
+        return super().dense_problem(dense) or own
 
-    def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: FineLayout) -> None:
-        config: Any = moe.config
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
-        writer.add_vocab_size(config.vocab_size)
-        writer.add_expert_feed_forward_length(layout.width)
-        writer.add_expert_count(layout.experts)
-        writer.add_expert_used_count(layout.top_k)
-        self.write_own_sizes(writer, config, layout, len(moe.mlps()[0].up_proj))
+    def engine_problem(self, model: PreTrainedModel) -> str | None:
+        kind = model.config.get_text_config().rope_parameters["rope_type"]
+        if kind == "default":
+            return None
+        return f"llama.cpp takes plain rotary frequencies only here, and these are scaled ({kind})"
 
-    @abstractmethod
-    def write_own_sizes(self, writer: GGUFWriter, config: Any, layout: FineLayout, neurons: int) -> None:
-        """Write the keys of this architecture alone; `neurons`: of a whole MLP."""
-
-    def entries(self, moe: ToMoEForCausalLM, layout: FineLayout, entry: MakeEntry) -> Iterator[Entry]:
+    def decoder_entries(self, moe: ToMoEForCausalLM, entry: MakeEntry) -> Iterator[Entry]:
         config: Any = moe.config
         names = get_tensor_name_map(self.arch, config.num_hidden_layers)
-        for name, t in other_tensors(moe):
+        for name, t in self.decoder.tensors(moe):
             stored = names.get_name(self.renamed(name), try_suffixes=(".weight", ".bias"))
             assert stored is not None, name
             yield entry(stored, partial(self.stored, name, t, config), tuple(self.stored(name, t, config).shape))
-        experts = self.experts(moe, layout, entry)
-        for i in range(config.num_hidden_layers):
-            yield from experts(i)
 
     def renamed(self, name: str) -> str:
         """A name of transformers as the package gguf knows it."""
@@ -83,30 +60,24 @@ class FamilyArch(FineExperts):
         return t
 
 
-def _rotary_problem(model: PreTrainedModel) -> str | None:
-    kind = model.config.get_text_config().rope_parameters["rope_type"]
-    if kind == "default":
-        return None
-    return f"llama.cpp takes plain rotary frequencies only here, and these are scaled ({kind})"
-
-
 class Lfm2MoeArch(FamilyArch):
     """Convolutions and attention; weights of experts are normalized, and the shared part stands in experts."""
 
     name = "lfm2moe"
-    carrier, arch = Lfm2Moe(), MODEL_ARCH.LFM2MOE
-    form = NormalizedSigmoid()
+    carrier, arch = replace(LFM2_MOE, form=NormalizedSigmoid()), MODEL_ARCH.LFM2MOE
+    decoder = LFM2_MOE.decoder
     own_target = "lfm2_moe"
 
-    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> FineLayout:
-        return without_shared_expert(super().layout(moe, multiple))
-
-    def write_own_sizes(self, writer: GGUFWriter, config: Any, layout: FineLayout, neurons: int) -> None:
+    def write_decoder_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM) -> None:
+        config: Any = moe.config
         attends = [kind == "full_attention" for kind in config.layer_types]
         writer.add_head_count_kv([config.num_key_value_heads if attention else 0 for attention in attends])
         writer.add_layer_norm_rms_eps(config.norm_eps)
         writer.add_shortconv_l_cache(config.conv_L_cache)
-        writer.add_feed_forward_length(neurons)
+
+    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
+        super().write_expert_sizes(writer, moe, layout)
+        writer.add_feed_forward_length(len(moe.mlps()[0].up_proj))
         writer.add_leading_dense_block_count(layout.whole)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
 
@@ -118,22 +89,20 @@ class Qwen35MoeArch(FamilyArch):
     """Linear and full attention; weights of experts are normalized, and that of the shared expert is 1/2."""
 
     name = "qwen35moe"
-    carrier, arch = Qwen3_5Moe(), MODEL_ARCH.QWEN35MOE
-    form = Softmax()
-    shared_factor = 2.0
+    carrier, arch = QWEN3_5_MOE, MODEL_ARCH.QWEN35MOE
+    decoder = QWEN3_5_MOE.decoder
     own_target = "qwen3_5_moe"
 
-    def write_own_sizes(self, writer: GGUFWriter, config: Any, layout: FineLayout, neurons: int) -> None:
-        rope = config.rope_parameters
+    def write_decoder_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM) -> None:
+        config: Any = moe.config
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-        turned = int(config.head_dim * rope["partial_rotary_factor"])
+        turned = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
         writer.add_rope_dimension_count(turned)
         # pairs that turn by time, height and width take turns; in a text all three are the same
         writer.add_rope_dimension_sections([*(ceil_div(turned // 2 - i, 3) for i in range(3)), 0])
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_expert_shared_feed_forward_length(layout.shared)
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -142,11 +111,12 @@ class Qwen35MoeArch(FamilyArch):
         attends = [kind == "full_attention" for kind in config.layer_types]
         writer.add_full_attention_interval(attends.index(True) + 1)
 
-    def problem(self, moe: ToMoEForCausalLM) -> str | None:
-        return super().problem(moe) or _interval_problem(moe.config)
+    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
+        super().write_expert_sizes(writer, moe, layout)
+        writer.add_expert_shared_feed_forward_length(layout.shared)
 
-    def dense_problem(self, dense: PreTrainedModel) -> str | None:
-        return _interval_problem(dense.config.get_text_config()) or super().dense_problem(dense)
+    def engine_problem(self, model: PreTrainedModel) -> str | None:
+        return _interval_problem(model.config.get_text_config()) or super().engine_problem(model)
 
     def renamed(self, name: str) -> str:
         return name.replace("dt_bias", "dt_proj.bias")
@@ -167,13 +137,6 @@ class Qwen35MoeArch(FamilyArch):
         if part == "out_proj.weight":
             return tiled(t, 1, heads, of_each)
         return t if part == "norm.weight" else tiled(t, 0, heads, of_each)
-
-    def moe_entries(
-        self, mlp: ToMoEMLP, layout: FineLayout, prefix: str, scale: Any, entry: MakeEntry
-    ) -> Iterator[Entry]:
-        hidden = mlp.up_proj.shape[1]
-        yield entry(f"{prefix}ffn_gate_inp_shexp.weight", lambda: mlp.up_proj.new_zeros(hidden), (hidden,))
-        yield from super().moe_entries(mlp, layout, prefix, scale, entry)
 
 
 def _interval_problem(config: Any) -> str | None:

@@ -18,14 +18,19 @@ from tomoe.progress import StageCallback
 
 TYPES = {name: GGMLQuantizationType[name.upper()] for name in PRECISIONS}
 FILE_TYPES = {
-    "f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "bf16": LlamaFileType.MOSTLY_BF16,
-    "q8_0": LlamaFileType.MOSTLY_Q8_0, "q6_k": LlamaFileType.MOSTLY_Q6_K, "q4_k": LlamaFileType.MOSTLY_Q4_K_S,
-}  # fmt: skip
+    "f32": LlamaFileType.ALL_F32,
+    "f16": LlamaFileType.MOSTLY_F16,
+    "bf16": LlamaFileType.MOSTLY_BF16,
+    "q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "q6_k": LlamaFileType.MOSTLY_Q6_K,
+    "q4_k": LlamaFileType.MOSTLY_Q4_K_S,
+}
 # What takes the place of a type if a row is no multiple of the numbers that it quantizes together.
 COARSER_ROWS = {
-    GGMLQuantizationType.Q4_K: GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q6_K: GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q4_K: GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q6_K: GGMLQuantizationType.Q8_0,
     GGMLQuantizationType.Q8_0: GGMLQuantizationType.F16,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

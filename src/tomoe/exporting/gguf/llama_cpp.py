@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from tomoe.errors import UserError
-from tomoe.exporting.verify import Agreement, Positions, Recorded, summarize
+from tomoe.exporting.agreement import Agreement, Positions, Recorded, summarize
 from tomoe.progress import StageCallback, no_stage_progress
 
 
@@ -103,9 +103,13 @@ class LlamaCpp:
 
 
 def agree_on_next_tokens(
-    reference: Recorded, log_probs: Callable[[list[int]], Float[Tensor, " V"]], input_ids: Int[Tensor, "B S"],
-    mask: Bool[Tensor, "B S"], per_sequence: int, on_progress: StageCallback = no_stage_progress,
-) -> Agreement:  # fmt: skip
+    reference: Recorded,
+    log_probs: Callable[[list[int]], Float[Tensor, " V"]],
+    input_ids: Int[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"],
+    per_sequence: int,
+    on_progress: StageCallback = no_stage_progress,
+) -> Agreement:
     """Compare at `per_sequence` evenly spaced positions of every sequence; differences are of log-probs."""
 
     def positions(b: int) -> list[Positions]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,16 @@ from gguf import GGUFWriter
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.exporting.gguf.archs import GgufArch, Glm4Moe, Llama, Qwen3Moe
+from tomoe.errors import UserError
+from tomoe.exporting.gguf.archs import GgufArch, Glm4Moe, Llama
 from tomoe.exporting.gguf.families import FAMILY_ARCHS
 from tomoe.exporting.gguf.file import FILE_TYPES, Entry, larger_rows, make_entry, write_tensors
 from tomoe.exporting.gguf.llama_cpp import check_quantizer
 from tomoe.exporting.gguf.tokenizer import check_merges, write_tokenizer
-from tomoe.exporting.gguf.verify import Comparison
+from tomoe.exporting.gguf.verify import Comparison, verify_file
 from tomoe.exporting.target import Options, Precision, Sizes, Target
 from tomoe.exporting.verify import Check, Proof
 from tomoe.model.loading import load_tokenizer
-from tomoe.model.mlp import decoder_layers
 from tomoe.moe.checkpoint import load_moe
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback, no_stage_progress
@@ -32,41 +33,51 @@ class Gguf(Target):
     """One file, in the architecture of llama.cpp that suits the experts."""
 
     name = "gguf"
-    about = "a GGUF file for llama.cpp"
 
     def supports(self, moe: ToMoEForCausalLM) -> str | None:
         return _arch(moe).problem(moe)
 
     def supports_dense(self, dense: PreTrainedModel, form: str) -> str | None:
-        return arch_of(dense, dense.config.get_text_config().model_type, form).dense_problem(dense)
+        return arch_of(dense.config.get_text_config().model_type, form).dense_problem(dense)
 
     def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
-        return _arch(moe).is_dialed
+        form = _arch(moe).router_form
+        return form is None or not form.normalized
 
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
         check_quantizer(options.precision)
         arch = _arch(moe)
-        words, copies, zeros = arch.describe(moe, arch.layout(moe, options.width_multiple))
+        layout = arch.describe(moe, arch.layout(moe, options.width_multiple))
         tensors = list(entries(moe, options.precision, options.width_multiple))
         types = f"{options.precision}{larger_rows(tensors, options.precision)}"
-        words = f"{words}, {types}, for contexts of up to {arch.context_length(moe):,} tokens"
-        return Sizes(sum(entry.nbytes for entry in tensors), words, copies, zeros)
+        words = f"{layout.words}, {types}, for contexts of up to {arch.context_length(moe):,} tokens"
+        return replace(layout, bytes=sum(entry.nbytes for entry in tensors), words=words)
 
     def write(
-        self, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path, options: Options,
+        self,
+        moe: ToMoEForCausalLM,
+        tokenizer: PreTrainedTokenizerBase | None,
+        folder: Path,
+        options: Options,
         on_progress: StageCallback,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if tokenizer is not None:
             check_merges(tokenizer)
         file = self.file(folder, options)
         write_gguf(moe, tokenizer, file, options.precision, options.width_multiple, on_progress)
 
-    def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof | None:
+    def check_verifier(self) -> None:
         if find_spec("xllamacpp") is None:
-            return None
+            raise UserError(
+                "a GGUF file is compared with the model by llama.cpp, which is not installed: pip install xllamacpp, or write "
+                "the file without a comparison: tomoe export --unverified"
+            )
+
+    def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
         moe, tokenizer = load_moe(folder, "float32", check.device), load_tokenizer(str(folder))
         arch, file = _arch(moe), self.file(out, options)
-        return arch.verify(Comparison(file, options.precision, moe, tokenizer, arch.context_length(moe), check))
+        comparison = Comparison(file, options.precision, moe, tokenizer, arch.context_length(moe), check)
+        return verify_file(comparison, arch.router_form)
 
     def how_to_load(self, folder: Path, options: Options) -> str:
         return f"llama-cli -m {shlex.quote(str(self.file(folder, options)))}"
@@ -77,28 +88,13 @@ class Gguf(Target):
         return folder / f"model-{options.precision}.gguf"
 
 
-def arch_of(model: PreTrainedModel, kind: str, form: str) -> GgufArch[Any]:
+def arch_of(kind: str, form: str) -> GgufArch[Any]:
     """The architecture for experts of this form (experts.form) in a model, dense or converted, of this kind of config."""
-    return ARCHS[form](model, kind)
-
-
-def _fine_arch(model: PreTrainedModel, kind: str) -> GgufArch[Any]:
-    return FAMILY_ARCHS.get(kind) or Glm4Moe()
-
-
-def _overlapping_arch(model: PreTrainedModel, kind: str) -> GgufArch[Any]:
-    attention = getattr(decoder_layers(model)[0], "self_attn", None)
-    return Qwen3Moe() if getattr(attention, "q_norm", None) is not None else Llama()
-
-
-ARCHS: dict[str, Callable[[PreTrainedModel, str], GgufArch[Any]]] = {
-    "fine": _fine_arch,
-    "overlapping": _overlapping_arch,
-}
+    return Llama() if form == "overlapping" else FAMILY_ARCHS.get(kind) or Glm4Moe()
 
 
 def _arch(moe: ToMoEForCausalLM) -> GgufArch[Any]:
-    return arch_of(moe, moe.config.tomoe_dense_type, moe.config.tomoe_expert_form)
+    return arch_of(moe.config.tomoe_dense_type, moe.config.tomoe_expert_form)
 
 
 @torch.no_grad()
@@ -113,9 +109,13 @@ def entries(moe: ToMoEForCausalLM, precision: Precision, multiple: int | None) -
 
 
 def write_gguf(
-    moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, path: Path, precision: Precision,
-    multiple: int | None = None, on_progress: StageCallback = no_stage_progress,
-) -> None:  # fmt: skip
+    moe: ToMoEForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    path: Path,
+    precision: Precision,
+    multiple: int | None = None,
+    on_progress: StageCallback = no_stage_progress,
+) -> None:
     """Write one file, tensor by tensor. Raises UserError for a tokenizer that llama.cpp would read otherwise."""
     arch = _arch(moe)
     writer = GGUFWriter(None, arch.name)

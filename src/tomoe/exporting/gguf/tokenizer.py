@@ -68,13 +68,10 @@ def write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, voca
         writer.add_token_list(tokens)
         writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
     writer.add_token_types(types)
-    for name, add in (
-        ("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id),
-        ("unk", writer.add_unk_token_id), ("pad", writer.add_pad_token_id),
-    ):  # fmt: skip
+    for name in ("bos", "eos", "unk", "pad"):
         token = getattr(tokenizer, f"{name}_token_id", None)
         if token is not None:
-            add(int(token))
+            getattr(writer, f"add_{name}_token_id")(int(token))
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(bool(ids) and ids[-1] == tokenizer.eos_token_id)

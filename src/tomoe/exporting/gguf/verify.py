@@ -13,18 +13,19 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tomoe.exporting.agreement import BOUNDS, Agreement, first_problem, judge, record
 from tomoe.exporting.gguf.experts import merge_experts, read_routers
 from tomoe.exporting.gguf.llama_cpp import LlamaCpp, agree_on_next_tokens, binding
-from tomoe.exporting.proof_by_parts import (
-    PartsAgreement,
-    ProofByParts,
+from tomoe.exporting.stock.routers import RouterForm
+from tomoe.exporting.target import Precision
+from tomoe.exporting.verify import (
+    Check,
+    Proof,
     RouterCheck,
+    all_experts_problem,
     planned_problem,
     use_all_experts_,
 )
-from tomoe.exporting.stock.routers import RouterForm
-from tomoe.exporting.target import Precision
-from tomoe.exporting.verify import BOUNDS, Agreement, Check, Proof, first_problem, judge, record
 from tomoe.model.generation import PROMPT, generate
 from tomoe.model.hooks import hooked
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -91,27 +92,23 @@ class Comparison:
         return {"prompt": PROMPT, "converted": converted, "llama.cpp": llama.write(PROMPT, WRITTEN)}
 
 
-def verify_file_exactly(comparison: Comparison) -> Proof:
-    """The file predicts what the converted model predicts."""
-    llama = comparison.open(comparison.file)
-    agreement = comparison.agree(llama)
-    problem = judge(agreement, BOUNDS[comparison.precision]) or comparison.text_problem(llama)
-    return Proof(agreement, problem, comparison.how, comparison.written(llama))
-
-
-def verify_file_by_parts(comparison: Comparison, form: RouterForm) -> ProofByParts:
-    """The routers choose as the converted model's, and with all experts both predict the same."""
-    file, routers = comparison.file, RouterCheck(read_routers(comparison.file, form))
+def verify_file(comparison: Comparison, form: RouterForm | None) -> Proof:
+    """The file predicts what the converted model predicts. With routers of a form, these choose as the converted model's, and
+    with all experts both predict the same."""
+    file, bounds = comparison.file, BOUNDS[comparison.precision]
+    routers = RouterCheck(read_routers(file, form)) if form else None
     llama = comparison.open(file)
     agreement = comparison.agree(llama, routers)
     problem, written = comparison.text_problem(llama), comparison.written(llama)
+    if routers is None:
+        return Proof(agreement, judge(agreement, bounds) or problem, comparison.how, written)
     del llama
     use_all_experts_(comparison.moe)
     whole = None
     if shutil.disk_usage(file.parent).free > 1.1 * file.stat().st_size:
         with TemporaryDirectory(dir=file.parent) as place:
             whole = comparison.agree(comparison.open(merge_experts(file, Path(place) / file.name)))
-    parts = PartsAgreement(whole, routers.result())
-    bounds = BOUNDS[comparison.precision]
-    problem = first_problem([problem, parts.problem(bounds), planned_problem(agreement, bounds)])
-    return ProofByParts(agreement, problem, comparison.how, written, fine=parts)
+    agreed = routers.result()
+    with_all, planned = all_experts_problem(whole, bounds), planned_problem(agreement, bounds)
+    problem = first_problem([problem, agreed.problem, with_all, planned])
+    return Proof(agreement, problem, comparison.how, written, routers=agreed, all_experts=whole)

@@ -5,9 +5,9 @@ A stock class has separate weights for every expert, and one width and one numbe
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -16,45 +16,75 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.exporting.target import Options, Sizes, Target
+from tomoe.exporting.target import Options, Target
 from tomoe.exporting.writing import write_checkpoint, write_config, write_tokenizer
-from tomoe.model.mlp import converted_mlps, decoder_layers
+from tomoe.model.mlp import converted_mlps, decoder_layers, named_layers
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback
-from tomoe.recipe.target_rules import Form
+from tomoe.recipe.target_rules import TARGET_RULES, TargetRules
 
 LayoutT = TypeVar("LayoutT")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Names of a gated MLP's matrices in most classes."""
 
 
-class Stock(Target, Generic[LayoutT]):
-    """A class of transformers: a config and tensors by name.
+class Decoder(ABC):
+    """What a stock class computes around the experts."""
 
-    experts_form: of the experts that it has a place for; other_form: why it has none for others, as half a sentence; how_well:
-    it holds a model that it supports.
+    @abstractmethod
+    def problem(self, model: PreTrainedModel) -> str | None:
+        """Why it is not what this model computes, dense or converted, as half a sentence; None if it is."""
+
+    def values(self, moe: ToMoEForCausalLM, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+        """What the class's config has in common with the dense model's."""
+        known = {f.name for f in fields(config_class)} - {"architectures", "dtype", "transformers_version"}
+        return {k: v for k, v in moe.config.dense_config().to_dict().items() if k in known}
+
+    def check(self, moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
+        """Raises UserError if the class computes something else with this config than the MoE does."""
+        return None
+
+    @abstractmethod
+    def tensors(self, moe: ToMoEForCausalLM) -> Iterator[tuple[str, Tensor]]:
+        """Name and value of every tensor outside of the MLPs."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Carrier(Target, Generic[LayoutT]):
+    """A class of transformers that carries experts.
+
+    name: as `--format` and `target` know it; decoder: around the experts; sizes_of: the keys of its config that tell of the
+    experts; tried_with: older versions of transformers that were seen to compute the same from such a folder. other_form: why
+    it has no place for another form of experts, as half a sentence; how_well: it holds a model that it supports.
     """
 
-    config_class: ClassVar[type[PreTrainedConfig]]
-    experts_form: ClassVar[Form]
+    name: str
+    config_class: type[PreTrainedConfig]
+    decoder: Decoder
+    sizes_of: Callable[[ToMoEForCausalLM, LayoutT], dict[str, Any]]
+    tried_with: tuple[str, ...] = ()
     other_form: ClassVar[str]
-    how_well: ClassVar[str] = "exactly"
+    how_well: ClassVar[str]
+
+    @property
+    def rules(self) -> TargetRules:
+        """What it asks of the experts of a conversion."""
+        return TARGET_RULES[self.name]
+
+    @property
+    def about(self) -> str:
+        """The name of the class without what all such names end with."""
+        return self.config_class.__name__.removesuffix("Config").removesuffix("Text")
 
     def supports(self, moe: ToMoEForCausalLM) -> str | None:
-        return self.form_problem(moe.config.tomoe_expert_form) or self.decoder_problem(moe) or self.layout_problem(moe)
+        return self.form_problem(moe.config.tomoe_expert_form) or self.decoder.problem(moe) or self.layout_problem(moe)
 
     def supports_dense(self, dense: PreTrainedModel, form: str) -> str | None:
-        return self.form_problem(form) or self.dense_decoder_problem(dense)
+        return self.form_problem(form) or self.decoder.problem(dense)
 
     def form_problem(self, form: str) -> str | None:
         """Why the class has no place for experts of this form (experts.form), as half a sentence; None if it has."""
-        return None if form == self.experts_form else self.other_form
-
-    @abstractmethod
-    def decoder_problem(self, moe: ToMoEForCausalLM) -> str | None:
-        """Why the class computes something else around the experts, as half a sentence; None if it does not."""
-
-    @abstractmethod
-    def dense_decoder_problem(self, dense: PreTrainedModel) -> str | None:
-        """Why no MoE made from this dense model could become the class, judging by its parts; None if one might."""
+        return None if form in self.rules.forms else self.other_form
 
     def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
         """Why the class cannot hold these experts, as half a sentence; None if it can."""
@@ -64,66 +94,56 @@ class Stock(Target, Generic[LayoutT]):
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> LayoutT:
         """The sizes that all layers get; expert widths are multiples of `multiple`."""
 
-    @abstractmethod
     def config(self, moe: ToMoEForCausalLM, layout: LayoutT) -> PreTrainedConfig:
-        """The config of the export."""
+        """The config of the export. Raises UserError if the class computes something else with it."""
+        values = self.decoder.values(moe, self.config_class) | self.sizes_of(moe, layout)
+        config = self.config_class(**values, architectures=[f"{self.about}ForCausalLM"])
+        config.dtype = moe.dtype
+        self.decoder.check(moe, config)
+        return config
 
-    @abstractmethod
+    @torch.no_grad()
     def tensors(self, moe: ToMoEForCausalLM, layout: LayoutT) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value of every tensor of the checkpoint, layer by layer: only one layer's copies are alive at a time."""
+        """Yield name and value of every tensor of the checkpoint: only one layer's copies are alive at a time."""
+        mlp_tensors, prefix = self.mlp_tensors(moe, layout), named_layers(moe)[0]
+        yield from self.decoder.tensors(moe)
+        for i in range(len(moe.mlps())):
+            yield from ((f"{prefix}.{i}.{name}", t) for name, t in mlp_tensors(i))
 
     @abstractmethod
     def mlp_tensors(self, moe: ToMoEForCausalLM, layout: LayoutT) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
         """For a layer by its number, name (behind that of the layer) and value of every tensor of its MLP."""
 
-    def common_values(self, moe: ToMoEForCausalLM) -> dict[str, Any]:
-        """What the class's config has in common with the dense model's."""
-        known = {f.name for f in fields(self.config_class)} - {"architectures", "dtype", "transformers_version"}
-        return {k: v for k, v in moe.config.dense_config().to_dict().items() if k in known}
-
-    def make_config(self, moe: ToMoEForCausalLM, **values: Any) -> PreTrainedConfig:
-        """A config of the class with these values."""
-        config = self.config_class(**values, architectures=[f"{self.about}ForCausalLM"])
-        config.dtype = moe.dtype
-        return config
-
     def bytes(self, moe: ToMoEForCausalLM, layout: LayoutT) -> int:
         """Of the weights."""
         return sum(p.numel() for p in empty_stock(self.config(moe, layout)).parameters()) * moe.dtype.itemsize
 
-    @abstractmethod
-    def describe(self, moe: ToMoEForCausalLM, layout: LayoutT) -> Sizes:
-        """The sizes of an export with this layout."""
-
-    def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
-        return self.describe(moe, self.layout(moe, options.width_multiple))
-
     def write(
-        self, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path, options: Options,
+        self,
+        moe: ToMoEForCausalLM,
+        tokenizer: PreTrainedTokenizerBase | None,
+        folder: Path,
+        options: Options,
         on_progress: StageCallback,
-    ) -> None:  # fmt: skip
+    ) -> None:
         layout = self.layout(moe, options.width_multiple)
         write_config(self.config(moe, layout), folder)
         write_tokenizer(moe, tokenizer, folder)
         write_checkpoint(self.tensors(moe, layout), folder, self.bytes(moe, layout), on_progress)
 
 
-def mlp_problem(moe: ToMoEForCausalLM) -> str | None:
-    """Why no stock class has MLPs such as those of this MoE, as half a sentence; None if some may have."""
-    mlps = moe.mlps()
-    biases = (mlps[0].gate_bias, mlps[0].up_bias, mlps[0].down_bias)
-    return _mlp_problem(moe, len(mlps), mlps[0].gate_proj, biases)
-
-
-def dense_mlp_problem(dense: PreTrainedModel) -> str | None:
-    """The same of the MoE that this dense model becomes."""
-    mlps = converted_mlps(dense)
-    biases = [part and part.bias for part in (mlps[0].gate, mlps[0].up, mlps[0].down)]
-    return _mlp_problem(dense, len(mlps), mlps[0].gate, biases)
-
-
-def _mlp_problem(model: PreTrainedModel, converted: int, gate: Any, biases: Iterable[Any]) -> str | None:
-    if converted < len(decoder_layers(model)):
+def mlp_problem(model: PreTrainedModel) -> str | None:
+    """Why no stock class has MLPs such as those of this model, dense or converted, as half a sentence; None if some may have."""
+    mlps: Sequence[Any]
+    gate: Any
+    biases: list[Any]
+    if isinstance(model, ToMoEForCausalLM):
+        mlps = model.mlps()
+        gate, biases = mlps[0].gate_proj, [mlps[0].gate_bias, mlps[0].up_bias, mlps[0].down_bias]
+    else:
+        mlps = converted_mlps(model)
+        gate, biases = mlps[0].gate, [part and part.bias for part in (mlps[0].gate, mlps[0].up, mlps[0].down)]
+    if len(mlps) < len(decoder_layers(model)):
         return "some of its layers have no MLP that is converted"
     if gate is None:
         return "its MLP has no gate projection"
@@ -143,3 +163,14 @@ def padded(t: Float[Tensor, "n m"], size: int, dim: int) -> Float[Tensor, "_ _"]
     shape = list(t.shape)
     shape[dim] = size - shape[dim]
     return torch.cat([t, t.new_zeros(shape)], dim).contiguous()
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The next multiple, and one at least."""
+    return max(multiple, -(-size // multiple) * multiple)
+
+
+def each(place: str, projections: tuple[str, str, str] = PROJECTIONS) -> tuple[str, str, str]:
+    """Names of an MLP's gate, up and down matrices in a layer."""
+    gate, up, down = (f"{place}.{name}.weight" for name in projections)
+    return gate, up, down

@@ -8,23 +8,21 @@ Letters: N experts, w width of an expert, S shared neurons, D hidden size, F neu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tomoe.exporting.proof_by_parts import StockRouter, verify_by_parts
-from tomoe.exporting.stock.carrier import Stock, padded
-from tomoe.exporting.stock.overlapping import QWEN_PROJECTIONS, round_up
-from tomoe.exporting.stock.routers import RouterForm, stored_router
+from tomoe.exporting.stock.carrier import Carrier, each, padded, round_up
+from tomoe.exporting.stock.routers import HalfPrecisionSigmoid, RouterForm, stored_router
 from tomoe.exporting.target import Options, Sizes
-from tomoe.exporting.verify import Check, Proof
+from tomoe.exporting.verify import Check, Proof, StockRouter, verify_by_parts
 from tomoe.model.hooks import hooked, input_of
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import FINE_MULTIPLE
@@ -34,7 +32,7 @@ PROBE_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class FineLayout:
+class StockLayout:
     """Sizes that every layer of the export has, but for the first ones, which may be whole.
 
     width: w; shared: of the shared expert, a multiple of w; experts: all that are stored; top_k: experts of a token, all of
@@ -52,7 +50,7 @@ class FineLayout:
     always: int = 0
 
 
-def fine_layout(moe: ToMoEForCausalLM, multiple: int | None = None, whole_layers: bool = True) -> FineLayout:
+def stock_layout(moe: ToMoEForCausalLM, multiple: int | None = None, whole_layers: bool = True) -> StockLayout:
     """One width, shared part and k for all layers, the smallest that hold each of them; w is a multiple of `multiple`."""
     multiple = multiple or FINE_MULTIPLE
     every = moe.mlps()
@@ -66,54 +64,62 @@ def fine_layout(moe: ToMoEForCausalLM, multiple: int | None = None, whole_layers
     chosen = [experts_per_token(mlp) for mlp in mlps]
     zeros = max(chosen) - min(chosen)
     # the stock router looks for the two best of a group
-    return FineLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, whole)
+    return StockLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, whole)
 
 
-def without_shared_expert(layout: FineLayout) -> FineLayout:
+def without_shared_expert(layout: StockLayout) -> StockLayout:
     """The layout with the shared part in experts that are always chosen."""
     always = layout.shared // layout.width
     experts, top_k = layout.experts + always, layout.top_k + always
     return replace(layout, shared=0, experts=experts, top_k=top_k, always=always)
 
 
-class FineGrained(Stock[FineLayout]):
+@dataclass(eq=False, kw_only=True)
+class FineGrained(Carrier[StockLayout]):
     """A class with a place for fine-grained experts.
 
-    form: of its routers; block, gate: names of a layer's MoE, and of the router in it; router_names: of its weight, and of its
-    corrections if it has some, in a layer of the checkpoint; projections: of an expert's gate, up and down; shared: of the
-    shared expert; shared_factor: what undoes how it is weighed; holds_shared: whether there is a place for a shared part;
-    whole_layers: whether the first layers may be plain MLPs; float32_routers: whether routers are float32 in a checkpoint of
-    any dtype.
+    form: of its routers; coarse_scores: whether transformers makes their scores in the dtype of the model; float32_routers:
+    whether they are float32 in a checkpoint of any dtype. block, gate: names of a layer's MoE, and of the router in it.
+
+    Names of tensors in a layer: router: its weight, and its corrections if it has some; experts, shared, whole: gate, up and
+    down of an expert by its number, of the shared expert, and of a layer without experts; where there are two names, the first
+    holds gate and up, one behind the other, and without a place for the number they hold all experts. shared_gate: what the
+    output of the shared expert is multiplied by the sigmoid of.
     """
 
-    experts_form = "fine"
+    form: RouterForm
+    coarse_scores: bool = False
+    float32_routers: bool = False
+    block: str = "mlp"
+    gate: str = "gate"
+    router: tuple[str, ...] = ("mlp.gate.weight",)
+    experts: tuple[str, ...] = each("mlp.experts.{}")
+    shared: tuple[str, ...] = each("mlp.shared_experts")
+    shared_gate: str | None = None
+    whole: tuple[str, ...] = each("mlp")
     other_form = "its experts share neurons (experts.form = overlapping), and it has a place for fine-grained ones only"
-    form: ClassVar[RouterForm]
-    block: ClassVar[str] = "mlp"
-    gate: ClassVar[str] = "gate"
-    router_names: ClassVar[tuple[str, ...]] = ("mlp.gate.weight",)
-    projections: ClassVar[tuple[str, str, str]] = QWEN_PROJECTIONS
-    shared: ClassVar[str] = "shared_experts"
-    shared_factor: ClassVar[float] = 1.0
-    holds_shared: ClassVar[bool] = True
-    whole_layers: ClassVar[bool] = True
-    float32_routers: ClassVar[bool] = False
     how_well = "up to the rounding of its router"
+
+    @property
+    def shared_factor(self) -> float:
+        """What undoes how the shared expert is weighed: a gate of zeros makes a sigmoid exactly 1/2 for every token, and down
+        weights that are doubled undo it exactly, because powers of two round nothing."""
+        return 2.0 if self.shared_gate else 1.0
 
     def form_in(self, dtype: torch.dtype) -> RouterForm:
         """The form of its routers in a checkpoint of this dtype."""
-        return self.form
+        return HalfPrecisionSigmoid(dtype) if self.coarse_scores and dtype != torch.float32 else self.form
 
     def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
-        return not self.form_in(moe.dtype).normalized
+        return not self.form.normalized
 
     def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
         mlps, advice = moe.mlps(), f"convert with target = {self.name}"
         if moe.dtype == torch.float16 and not self.float32_routers:
             return "its weights are float16, which has no numbers as small as this class needs in a router"
-        if not self.holds_shared and any(mlp.shared_size for mlp in mlps):
+        if not self.rules.holds_shared and any(mlp.shared_size for mlp in mlps):
             return f"tokens share neurons, and this class has no place for them; {advice}"
-        if self.form_in(moe.dtype).corrected:
+        if self.form.corrected:
             return None
         if any(not torch.equal(mlp.router.bias, mlp.router.bias[:1].expand_as(mlp.router.bias)) for mlp in mlps):
             return f"its routers have biases, and those of this class have none; {advice}"
@@ -121,52 +127,54 @@ class FineGrained(Stock[FineLayout]):
             return f"its layers use different numbers of experts for a token, and this class has one; {advice}"
         return None
 
-    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> FineLayout:
-        layout = fine_layout(moe, multiple, self.whole_layers)
-        return layout if self.holds_shared else replace(layout, shared=0)
+    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
+        layout = stock_layout(moe, multiple, self.rules.dense_layers)
+        if self.rules.shared_in_experts:
+            return without_shared_expert(layout)
+        return layout if self.rules.holds_shared else replace(layout, shared=0)
 
-    def router_tensors(self, weight: Float[Tensor, "n D"], corrections: Float[Tensor, " n"]) -> dict[str, Tensor]:
-        """A layer's router by the names in the layer."""
-        return dict(zip(self.router_names, (weight, corrections), strict=False))
-
-    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: FineLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
+    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
         form, mlps = self.form_in(moe.dtype), moe.mlps()
         scales = router_scales(moe, form)
 
         def of_layer(i: int) -> Iterator[tuple[str, Tensor]]:
             if i < layout.whole:
-                yield from self._named("", whole_matrices(mlps[i]))
+                yield from named(self.whole, whole_matrices(mlps[i]))
                 return
             weight, corrections = router_tensors(mlps[i], layout, scales[i], form)
             weight = weight if self.float32_routers else weight.to(moe.dtype)
-            yield from self.router_tensors(weight, corrections).items()
+            yield from zip(self.router, (weight, corrections), strict=False)
             yield from self.expert_tensors(mlps[i], layout)
 
         return of_layer
 
-    def expert_tensors(self, mlp: ToMoEMLP, layout: FineLayout) -> Iterator[tuple[str, Tensor]]:
-        """Shared and other experts of a layer, one after the other."""
+    def expert_tensors(self, mlp: ToMoEMLP, layout: StockLayout) -> Iterator[tuple[str, Tensor]]:
+        """Shared and other experts of a layer by name."""
+        if self.shared_gate:
+            yield self.shared_gate, mlp.up_proj.new_zeros(1, mlp.up_proj.shape[1])
         if layout.shared:
-            yield from self._named(f"{self.shared}.", self.matrices(mlp, layout, None))
-        for expert in range(layout.experts):
-            yield from self._named(f"experts.{expert}.", self.matrices(mlp, layout, expert))
+            yield from named(self.shared, self.matrices(mlp, layout, None))
+        experts = (self.matrices(mlp, layout, expert) for expert in range(layout.experts))
+        if len(self.experts) == 2:
+            gate, up, down = (torch.stack(part) for part in zip(*experts, strict=True))
+            yield from named(self.experts, (gate, up, down))
+            return
+        for n, matrices in enumerate(experts):
+            yield from named([name.format(n) for name in self.experts], matrices)
 
-    def matrices(self, mlp: ToMoEMLP, layout: FineLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """Gate, up and down of an expert, or of the shared one if it is None, with what undoes its weight."""
         gate, up, down = expert_matrices(mlp, layout, expert)
-        routed = layout.top_k if self.form_in(mlp.up_proj.dtype).normalized else 1
+        routed = layout.top_k if self.form.normalized else 1
         return gate, up, down * (self.shared_factor if expert is None else routed)
 
-    def _named(self, place: str, matrices: tuple[Tensor, Tensor, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for name, t in zip(self.projections, matrices, strict=True):
-            yield f"{self.block}.{place}{name}.weight", t
-
-    def bytes(self, moe: ToMoEForCausalLM, layout: FineLayout) -> int:
+    def bytes(self, moe: ToMoEForCausalLM, layout: StockLayout) -> int:
         routers = (len(moe.mlps()) - layout.whole) * layout.experts * moe.config.hidden_size
         wider = torch.float32.itemsize - moe.dtype.itemsize if self.float32_routers else 0
         return super().bytes(moe, layout) + routers * wider
 
-    def describe(self, moe: ToMoEForCausalLM, layout: FineLayout) -> Sizes:
+    def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
+        layout = self.layout(moe, options.width_multiple)
         return Sizes(self.bytes(moe, layout), layout_words(moe, layout), zeros=layout.zeros)
 
     def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
@@ -178,19 +186,19 @@ class FineGrained(Stock[FineLayout]):
         blocks = {i: getattr(layer, self.block) for i, layer in enumerate(exported.model.layers)}
         return {i: getattr(block, self.gate) for i, block in blocks.items() if hasattr(block, self.gate)}
 
-    def experts(self, layer: Any) -> Any:
-        """The experts' module in a layer of an export."""
-        return getattr(layer, self.block).experts
-
     def routers(self, exported: Any, form: RouterForm) -> dict[int, StockRouter]:
         """What chooses experts in each layer of an export, by itself."""
-        return {i: self.router(deepcopy(gate), form) for i, gate in self.gates(exported).items()}
+        layers = exported.model.layers
+        return {i: self.stock_router(layers[i], deepcopy(gate), form) for i, gate in self.gates(exported).items()}
 
-    def router(self, gate: Any, form: RouterForm) -> StockRouter:
-        """One router, as its module computes it."""
+    def stock_router(self, layer: Any, gate: Any, form: RouterForm) -> StockRouter:
+        """The router of a layer, as its module computes it."""
+        # LFM2's stands beside the router, which is handed it
+        bias = getattr(getattr(layer, self.block), "expert_bias", None)
+        corrections = () if bias is None else (bias.clone(),)
 
         def choose(x: Tensor) -> tuple[Tensor, Tensor]:
-            _, weights, ids = gate(x)
+            _, weights, ids = gate(x, *corrections)
             return ids, weights * (ids.shape[1] if form.normalized else 1)
 
         return StockRouter(form, choose, float(gate.weight.abs().amax()))
@@ -199,11 +207,18 @@ class FineGrained(Stock[FineLayout]):
     def use_all_experts_(self, exported: Any) -> Any:
         """Let tokens use all experts, with routers of zeros, whose weights are equal: then no router decides."""
         for i, gate in self.gates(exported).items():
-            if self.form_in(exported.dtype).normalized:
-                self.experts(exported.model.layers[i]).down_proj.mul_(gate.num_experts / gate.top_k)
+            if self.form.normalized:
+                experts = getattr(exported.model.layers[i], self.block).experts
+                experts.down_proj.mul_(gate.num_experts / gate.top_k)
             gate.weight.zero_()
             gate.top_k = gate.num_experts
         return exported
+
+
+def named(names: Sequence[str], matrices: tuple[Tensor, Tensor, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Gate, up and down by their three names, or by two if the first tensor holds gate and up."""
+    gate, up, down = matrices
+    return zip(names, matrices if len(names) == 3 else (torch.cat([gate, up], -2), down), strict=True)
 
 
 def experts_per_token(mlp: ToMoEMLP) -> int:
@@ -212,7 +227,7 @@ def experts_per_token(mlp: ToMoEMLP) -> int:
     return mlp.top_k
 
 
-def layout_words(moe: ToMoEForCausalLM, layout: FineLayout) -> str:
+def layout_words(moe: ToMoEForCausalLM, layout: StockLayout) -> str:
     """The layout in words, "64 experts of 16 neurons, 16 for each token, and a shared one of 512 in each of 30 layers"."""
     zeros = f" ({layout.zeros} of zeros)" if layout.zeros else ""
     whole = f", {layout.whole} whole before them" if layout.whole else ""
@@ -252,7 +267,7 @@ def router_reach(moe: ToMoEForCausalLM) -> list[float]:
 
 
 def router_tensors(
-    mlp: ToMoEMLP, layout: FineLayout, eps: float, form: RouterForm
+    mlp: ToMoEMLP, layout: StockLayout, eps: float, form: RouterForm
 ) -> tuple[Float[Tensor, "n D"], Float[Tensor, " n"]]:
     """u and c in float32. Behind the router's experts stand those of the shared part, and those of zeros, of which as many as
     are missing to k are chosen."""
@@ -267,7 +282,7 @@ def whole_matrices(mlp: ToMoEMLP) -> tuple[Tensor, Tensor, Tensor]:
     return mlp.gate_proj, mlp.up_proj, mlp.down_proj.t().contiguous()
 
 
-def expert_matrices(mlp: ToMoEMLP, layout: FineLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def expert_matrices(mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Gate, up [w, D] and down [D, w] of an expert (zeros beyond the last), or of the shared one if it is None."""
     assert mlp.gate_proj is not None
     width = layout.shared if expert is None else layout.width

@@ -17,88 +17,56 @@ other number of experts can be asked for at load time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Gemma4TextConfig, PreTrainedConfig
 
-from tomoe.exporting.proof_by_parts import StockRouter
-from tomoe.exporting.stock.family_decoder import FamilyDecoder
-from tomoe.exporting.stock.fine_grained import FineGrained, FineLayout, expert_matrices
-from tomoe.exporting.stock.routers import RouterForm, Softmax
+from tomoe.exporting.stock.carrier import each
+from tomoe.exporting.stock.fine_grained import FineGrained, StockLayout, expert_matrices, named
+from tomoe.exporting.stock.routers import RouterForm
+from tomoe.exporting.verify import StockRouter
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 
 # Neurons of the MLP of zeros: products of matrices without rows fail in some engines.
 ZERO_NEURONS = 64
 
 
-class Gemma4(FamilyDecoder[FineLayout], FineGrained):
+class Gemma4(FineGrained):
     """Every layer has experts, and none a shared part."""
 
-    name, about = "gemma4", "Gemma4"
-    config_class = Gemma4TextConfig
-    families = ("gemma4_text",)
-    form = Softmax()
-    router_names = ("router.proj.weight",)
-    holds_shared = False
-    whole_layers = False
-
-    def config(self, moe: ToMoEForCausalLM, layout: FineLayout) -> PreTrainedConfig:
-        return self.make_config(
-            moe,
-            # sizes of single layers, which are no field of the class
-            per_layer_config=moe.config.to_dict()["per_layer_config"],
-            enable_moe_block=True,
-            intermediate_size=ZERO_NEURONS,
-            use_double_wide_mlp=False,
-            moe_intermediate_size=layout.width,
-            num_experts=layout.experts,
-            top_k_experts=layout.top_k,
-        )
-
-    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: FineLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
+    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
         of_layer, layers = super().mlp_tensors(moe, layout), moe.model.layers
         eps = moe.config.rms_norm_eps
 
         def with_norms(i: int) -> Iterator[tuple[str, Tensor]]:
             norm = layers[i].pre_feedforward_layernorm.weight
-            ones = torch.ones_like(norm)
+            ones, zeros = torch.ones_like(norm), norm.new_zeros(ZERO_NEURONS, len(norm))
             yield "router.scale", norm * len(norm) ** 0.5
             yield "router.per_expert_scale", norm.new_full((layout.experts,), layout.top_k * eps**0.5)
             yield "pre_feedforward_layernorm_2.weight", norm.clone()
             yield "post_feedforward_layernorm_1.weight", ones
             yield "post_feedforward_layernorm_2.weight", ones.clone()
+            yield from named(each("mlp"), (zeros, zeros.clone(), zeros.t().contiguous()))
             yield from of_layer(i)
 
         return with_norms
 
-    def expert_tensors(self, mlp: ToMoEMLP, layout: FineLayout) -> Iterator[tuple[str, Tensor]]:
-        zeros = mlp.up_proj.new_zeros(ZERO_NEURONS, mlp.up_proj.shape[1])
-        yield "mlp.gate_proj.weight", zeros
-        yield "mlp.up_proj.weight", zeros.clone()
-        yield "mlp.down_proj.weight", zeros.t().contiguous()
-        experts = [expert_matrices(mlp, layout, expert) for expert in range(layout.experts)]
-        yield "experts.gate_up_proj", torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
-        yield "experts.down_proj", torch.stack([down for _, _, down in experts])
+    def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        return expert_matrices(mlp, layout, expert)
 
     def gates(self, exported: Any) -> dict[int, Any]:
         return {i: layer.router for i, layer in enumerate(exported.model.layers)}
 
-    def routers(self, exported: Any, form: RouterForm) -> dict[int, StockRouter]:
-        eps = exported.config.rms_norm_eps
+    def stock_router(self, layer: Any, gate: Any, form: RouterForm) -> StockRouter:
+        norm, factor = layer.pre_feedforward_layernorm.weight.clone(), layer.pre_feedforward_layernorm.eps**0.5
 
-        def router(gate: Any, norm: Tensor) -> StockRouter:
-            def choose(x: Tensor) -> tuple[Tensor, Tensor]:
-                # its own norm, of what is normalized already, changes nothing
-                _, weights, ids = gate(x / norm)
-                return ids, weights / eps**0.5
+        def choose(x: Tensor) -> tuple[Tensor, Tensor]:
+            # its own norm, of what is normalized already, changes nothing
+            _, weights, ids = gate(x / norm)
+            return ids, weights / factor
 
-            return StockRouter(form, choose, float(gate.proj.weight.abs().amax()))
-
-        norms = {i: layer.pre_feedforward_layernorm.weight for i, layer in enumerate(exported.model.layers)}
-        return {i: router(deepcopy(gate), norms[i].clone()) for i, gate in self.gates(exported).items()}
+        return StockRouter(form, choose, float(gate.proj.weight.abs().amax()))
 
     @torch.no_grad()
     def use_all_experts_(self, exported: Any) -> Any:

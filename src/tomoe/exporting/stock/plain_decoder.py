@@ -1,4 +1,4 @@
-"""Decoders that several stock classes share: plain RMS norms, separate Q, K and V, RoPE over whole heads.
+"""The decoder that several stock classes share: plain RMS norms, separate Q, K and V, RoPE over whole heads.
 
 Dropped Q/K and V/O dims come back as zeros at their places, which changes no logit. What no zero can express (V/O dims chosen
 for each token, biases that the class has no place for) is refused in one sentence.
@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from tomoe.errors import UserError
-from tomoe.exporting.stock.carrier import LayoutT, Stock, dense_mlp_problem, empty_stock, mlp_problem
+from tomoe.exporting.stock.carrier import Decoder, empty_stock, mlp_problem
 from tomoe.model.attention import Attention, attention_checks, attention_of, attention_sizes
 from tomoe.model.far_tokens import original_context
 from tomoe.model.hooks import hooked, input_of
@@ -30,20 +30,6 @@ PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Places:
-    """What a stock class has a place for.
-
-    biased: Q, K and V may have biases; normed: Q and K are normalized in each head, None if the config says; windows: whether
-    tokens of no layer, of all layers or of some layers may see the last ones only; silu_only: no other activation.
-    """
-
-    biased: bool = False
-    normed: bool | None = False
-    windows: Literal["no layer", "all layers", "some layers"] = "all layers"
-    silu_only: bool = False
-
-
-@dataclass(frozen=True)
 class NumberedLayer:
     """A decoder layer and its number."""
 
@@ -51,36 +37,89 @@ class NumberedLayer:
     layer: Any
 
 
-def dense_problem(dense: PreTrainedModel, places: Places) -> str | None:
-    """Why no MoE made from this dense model could become a class with these places; None if one might."""
-    return dense_mlp_problem(dense) or _decoder_problem(dense, places)
+@dataclass(frozen=True)
+class PlainDecoder(Decoder):
+    """What a class with such a decoder has a place for.
 
+    biased: Q, K and V may have biases; normed: Q and K may be normalized in each head; windows: tokens of all layers may see
+    the last ones only, equally many of them; silu_only: no other activation; tied: the output matrix may be that of the
+    embeddings.
+    """
 
-def stock_problem(moe: ToMoEForCausalLM, places: Places) -> str | None:
-    """Why a class with these places cannot compute what this MoE computes, as half a sentence; None if it can."""
-    if any(getattr(module, "value_router", None) is not None for module in moe.modules()):
-        return (
-            "it chooses V/O dims for each token (attention.pruning = per_token), and stock attention has no such choice"
-        )
-    return mlp_problem(moe) or _decoder_problem(moe, places)
+    biased: bool = False
+    normed: bool = False
+    windows: bool = True
+    silu_only: bool = False
+    tied: bool = True
 
+    def problem(self, model: Any) -> str | None:
+        if any(getattr(module, "value_router", None) is not None for module in model.modules()):
+            return "it chooses V/O dims for each token (attention.pruning = per_token), and stock attention has no such choice"
+        if problem := mlp_problem(model):
+            return problem
+        layers = [NumberedLayer(i, layer) for i, layer in enumerate(decoder_layers(model))]
+        own = [x for x in layers if not isinstance(getattr(x.layer, "self_attn", None), ToMoEAttention)]
+        try:
+            first = attention_of(model, layers[0].layer)
+            if own:
+                attention_sizes(model, own)
+        except Refused as refused:
+            return refused.why
+        problem = self._attention_problem(model, first) or self._window_problem(model) or _missing_part(model)
+        # a model of a config alone does not run
+        return problem or (None if model.device.type == "meta" else _otherwise_computed(model, own))
 
-def _decoder_problem(model: Any, places: Places) -> str | None:
-    layers = [NumberedLayer(i, layer) for i, layer in enumerate(decoder_layers(model))]
-    own = [
-        numbered for numbered in layers if not isinstance(getattr(numbered.layer, "self_attn", None), ToMoEAttention)
-    ]
-    try:
-        first = attention_of(model, layers[0].layer)
-        if own:
-            attention_sizes(model, own)
-    except Refused as refused:
-        return refused.why
-    problem = (
-        _unsupported_attention(model, places, first) or _unsupported_windows(model, places) or _missing_part(model)
-    )
-    # a model of a config alone does not run
-    return problem or (None if model.device.type == "meta" else _otherwise_computed(model, own))
+    def _attention_problem(self, model: Any, attention: Attention) -> str | None:
+        module: Any = attention.module
+        if attention.o.bias is not None:
+            return "its attention output has a bias"
+        if attention.q.bias is not None and not self.biased:
+            return "its Q, K and V projections have biases"
+        if getattr(module, "q_norm", None) is not None and not self.normed:
+            return "it normalizes Q and K"
+        if 2 * model.base_model.rotary_emb.inv_freq.numel() != module.head_dim:
+            return "its rotary embedding turns only a part of each head"
+        if abs(module.scaling * module.head_dim**0.5 - 1) > 1e-6:
+            return "its attention has a softmax scale of its own"
+        if self.silu_only and model.config.hidden_act not in ("silu", "swish"):
+            return f"its activation is {model.config.hidden_act}, and engines know this architecture with silu only"
+        return None
+
+    def _window_problem(self, model: Any) -> str | None:
+        windows = set(sliding_windows(model))
+        if self.windows:
+            return "its layers have sliding windows of different sizes" if len(windows) > 1 else None
+        slides = any(w is not None and w < model.config.max_position_embeddings for w in windows)
+        return "its attention has a sliding window" if slides else None
+
+    def values(self, moe: ToMoEForCausalLM, config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+        kept = {k: v for k, v in super().values(moe, config_class).items() if k != "layer_types"}
+        return kept | {"head_dim": moe.model.layers[0].self_attn.head_dim}
+
+    def check(self, moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
+        """Compare the rotary embeddings at the beginning, and where other frequencies of a longer context hold."""
+        ours: Any = moe.model.rotary_emb
+        theirs = type(empty_stock(config).model.rotary_emb)(config).to(moe.device)
+        x = torch.zeros(1, 1, 1, device=moe.device)
+        for start in (0, original_context(moe.config) or 0):
+            positions = start + torch.arange(PROBE_TOKENS, device=moe.device)[None]
+            if not all(torch.equal(a, b) for a, b in zip(ours(x, positions), theirs(x, positions), strict=True)):
+                raise UserError(f"{config.model_type} turns heads otherwise, with this config, than the model itself")
+
+    def tensors(self, moe: ToMoEForCausalLM) -> Iterator[tuple[str, Tensor]]:
+        inner: Any = moe.model
+        yield "model.embed_tokens.weight", inner.embed_tokens.weight
+        for i, layer in enumerate(inner.layers):
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                yield f"model.layers.{i}.{name}.weight", getattr(layer, name).weight
+            for name, t in attention_tensors(layer.self_attn).items():
+                yield f"model.layers.{i}.self_attn.{name}", t
+        yield "model.norm.weight", inner.norm.weight
+        if not self.tied:
+            # a tensor of its own: two names of one are refused by safetensors
+            yield "lm_head.weight", moe.lm_head.weight.clone()
+        elif not moe.config.tie_word_embeddings:
+            yield "lm_head.weight", moe.lm_head.weight
 
 
 def _missing_part(model: Any) -> str | None:
@@ -97,37 +136,10 @@ def _missing_part(model: Any) -> str | None:
     return None
 
 
-def _unsupported_attention(model: Any, places: Places, attention: Attention) -> str | None:
-    module: Any = attention.module
-    normed = getattr(module, "q_norm", None) is not None
-    if attention.o.bias is not None:
-        return "its attention output has a bias"
-    if attention.q.bias is not None and not places.biased:
-        return "its Q, K and V projections have biases"
-    if places.normed is not None and normed != places.normed:
-        return "it normalizes Q and K" if normed else "it does not normalize Q and K"
-    if 2 * model.base_model.rotary_emb.inv_freq.numel() != module.head_dim:
-        return "its rotary embedding turns only a part of each head"
-    if abs(module.scaling * module.head_dim**0.5 - 1) > 1e-6:
-        return "its attention has a softmax scale of its own"
-    if places.silu_only and model.config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {model.config.hidden_act}, and engines know this architecture with silu only"
-    return None
-
-
 def sliding_windows(model: Any) -> list[int | None]:
     """How many of the last tokens a token sees in each layer; None: all."""
     layers: Any = decoder_layers(model)
     return [sliding_window(layer.self_attn, model.config) for layer in layers]
-
-
-def _unsupported_windows(model: Any, places: Places) -> str | None:
-    windows = set(sliding_windows(model))
-    if places.windows == "no layer":
-        slides = any(w is not None and w < model.config.max_position_embeddings for w in windows)
-        return "its attention has a sliding window" if slides else None
-    sizes = windows - {None} if places.windows == "some layers" else windows
-    return "its layers have sliding windows of different sizes" if len(sizes) > 1 else None
 
 
 @torch.no_grad()
@@ -140,9 +152,13 @@ def _otherwise_computed(model: Any, own: Sequence[NumberedLayer]) -> str | None:
     layer: Any = decoder_layers(model)[0]
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     parts = {
-        "layer": layer, "norm1": layer.input_layernorm, "attention": layer.self_attn,
-        "norm2": layer.post_attention_layernorm, "mlp": layer.mlp, "norm": model.model.norm,
-    }  # fmt: skip
+        "layer": layer,
+        "norm1": layer.input_layernorm,
+        "attention": layer.self_attn,
+        "norm2": layer.post_attention_layernorm,
+        "mlp": layer.mlp,
+        "norm": model.model.norm,
+    }
 
     def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         seen[name] = (input_of(args, kwargs), out[0] if isinstance(out, tuple) else out)
@@ -182,20 +198,6 @@ def _otherwise_computed(model: Any, own: Sequence[NumberedLayer]) -> str | None:
     return f"it has weights beside attention, MLP and norms, for example {unknown[0]}" if unknown else None
 
 
-def check_rotary(moe: ToMoEForCausalLM, config: PreTrainedConfig) -> None:
-    """Raises UserError if the architecture's own code turns heads otherwise, with this config, than the MoE does.
-
-    Both are asked for positions at the beginning, and for some where other frequencies of a longer context hold.
-    """
-    ours: Any = moe.model.rotary_emb
-    theirs = type(empty_stock(config).model.rotary_emb)(config).to(moe.device)
-    x = torch.zeros(1, 1, 1, device=moe.device)
-    for start in (0, original_context(moe.config) or 0):
-        positions = start + torch.arange(PROBE_TOKENS, device=moe.device)[None]
-        if not all(torch.equal(a, b) for a, b in zip(ours(x, positions), theirs(x, positions), strict=True)):
-            raise UserError(f"{config.model_type} turns heads otherwise, with this config, than the model itself")
-
-
 def attention_tensors(attention: nn.Module) -> dict[str, Tensor]:
     """The tensors of an attention by their names in it, with whole heads.
 
@@ -215,68 +217,16 @@ def attention_tensors(attention: nn.Module) -> dict[str, Tensor]:
         heads = t.unflatten(0, (-1, kept))
         return heads.new_zeros(heads.shape[0], size, *heads.shape[2:]).index_copy_(1, dims, heads).flatten(0, 1)
 
-    weights = {
-        "q_proj": rows(attention.q_proj.weight, attention.qk_size, qk),
-        "k_proj": rows(attention.k_proj.weight, attention.qk_size, qk),
-        "v_proj": rows(attention.v_proj.weight, attention.value_size, values),
-        "o_proj": rows(attention.o_proj.weight.t(), attention.value_size, values).t().contiguous(),
-    }
-    state = {f"{name}.weight": t for name, t in weights.items()}
+    state = {"o_proj.weight": rows(attention.o_proj.weight.t(), attention.value_size, values).t().contiguous()}
     for name, kept, dims in (
         ("q", attention.qk_size, qk),
         ("k", attention.qk_size, qk),
         ("v", attention.value_size, values),
     ):
-        bias = getattr(attention, f"{name}_proj").bias
-        if bias is not None:
-            state[f"{name}_proj.bias"] = rows(bias, kept, dims)
-        norm = getattr(attention, f"{name}_norm", None)
+        projection, norm = getattr(attention, f"{name}_proj"), getattr(attention, f"{name}_norm", None)
+        state[f"{name}_proj.weight"] = rows(projection.weight, kept, dims)
+        if projection.bias is not None:
+            state[f"{name}_proj.bias"] = rows(projection.bias, kept, dims)
         if norm is not None:
             state[f"{name}_norm.weight"] = norm.new_ones(size).index_copy_(0, dims, norm.detach())
     return state
-
-
-class PlainDecoder(Stock[LayoutT]):
-    """A class with such a decoder."""
-
-    places: ClassVar[Places]
-
-    def decoder_problem(self, moe: ToMoEForCausalLM) -> str | None:
-        return stock_problem(moe, self.places)
-
-    def dense_decoder_problem(self, dense: PreTrainedModel) -> str | None:
-        return dense_problem(dense, self.places)
-
-    def make_config(self, moe: ToMoEForCausalLM, **sizes: Any) -> PreTrainedConfig:
-        """What the class has in common with the dense model's config, and the sizes given.
-
-        Raises UserError if the class makes other rotary frequencies of it than the model has.
-        """
-        kept = {k: v for k, v in self.common_values(moe).items() if k != "layer_types"}
-        config = super().make_config(moe, **kept | {"head_dim": moe.model.layers[0].self_attn.head_dim} | sizes)
-        check_rotary(moe, config)
-        return config
-
-    @torch.no_grad()
-    def tensors(self, moe: ToMoEForCausalLM, layout: LayoutT) -> Iterator[tuple[str, Tensor]]:
-        inner: Any = moe.model
-        mlp_tensors = self.mlp_tensors(moe, layout)
-        yield "model.embed_tokens.weight", inner.embed_tokens.weight
-        for i, layer in enumerate(inner.layers):
-            prefix = f"model.layers.{i}."
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                yield f"{prefix}{name}.weight", getattr(layer, name).weight
-            for name, t in self.attention_tensors(layer.self_attn).items():
-                yield f"{prefix}self_attn.{name}", t
-            yield from ((prefix + name, t) for name, t in mlp_tensors(i))
-        yield "model.norm.weight", inner.norm.weight
-        yield from self.output_tensors(moe)
-
-    def attention_tensors(self, attention: nn.Module) -> dict[str, Tensor]:
-        """The tensors of a layer's attention."""
-        return attention_tensors(attention)
-
-    def output_tensors(self, moe: ToMoEForCausalLM) -> Iterator[tuple[str, Tensor]]:
-        """The output matrix, unless it is that of the embeddings."""
-        if not moe.config.tie_word_embeddings:
-            yield "lm_head.weight", moe.lm_head.weight

@@ -136,13 +136,6 @@ class Softmax(RouterForm):
         return ids, top_k * chosen / chosen.sum(1, keepdim=True)
 
 
-class CorrectedSoftmax(Softmax):
-    """The same with a correction of the choice, c = eps b / n, which rounds once more."""
-
-    rounding = 2.0**-20
-    corrected = True
-
-
 def stored_router(
     form: RouterForm, weight: Float[Tensor, "N D"], bias: Float[Tensor, " N"], eps: float, first: int, last: int
 ) -> tuple[Float[Tensor, "n D"], Float[Tensor, " n"]]:

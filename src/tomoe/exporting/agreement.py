@@ -1,0 +1,174 @@
+"""How far two models' predictions differ that should be the same.
+
+Letters: B sequences, S tokens of one, t positions of a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from tomoe.errors import UserError
+from tomoe.evaluation.perplexity import CHUNK, evaluating, forward_sequence
+from tomoe.progress import StageCallback, no_stage_progress
+
+Positions = tuple[Tensor, Tensor, Tensor]
+"""For some positions: the reference's logits or log-probs [t, V], the model's, and the tokens that came next [t]."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two models on one text. Differences are of logits, or of log-probs if the engine gives no logits."""
+
+    positions: int
+    # sequences
+    blocks: int
+    # over all positions and tokens of the vocabulary
+    largest_difference: float
+    # median over sequences of the largest in one: a near tie of a router spoils few sequences
+    typical_difference: float
+    # of log-probs, mean over positions and, with the reference's probabilities, over next tokens
+    expected_difference: float
+    # of the reference, absolute
+    largest_logit: float
+    # KL(reference || model), mean over positions, nats
+    kl: float
+    top1_agreement: float
+    reference_perplexity: float
+    perplexity: float
+
+
+def summarize(sequences: Iterable[Iterable[Positions]]) -> Agreement:
+    """The agreement over sequences of chunks of positions, taken one by one.
+
+    Raises UserError if there is no position, or if a number is not finite.
+    """
+    largest_in_sequence: list[float] = []
+    largest_logit = 0.0
+    # positions, reference nll, nll, KL, agreements, differences
+    sums = torch.zeros(6, dtype=torch.float64)
+    for chunks in sequences:
+        largest = 0.0
+        for ref_logits, logits, targets in chunks:
+            ref_logits, logits = ref_logits.float(), logits.float()
+            largest = max(largest, float((ref_logits - logits).abs().max()))
+            largest_logit = max(largest_logit, float(ref_logits.abs().max()))
+            log_p, log_q = ref_logits.log_softmax(-1), logits.log_softmax(-1)
+            ref_nll, nll = (-t.gather(1, targets[:, None]).double().sum() for t in (log_p, log_q))
+            kl = (log_p.exp() * (log_p - log_q)).sum(-1).double().sum()
+            agreements = (log_p.argmax(-1) == log_q.argmax(-1)).sum()
+            differences = (log_p.exp() * (log_p - log_q).abs()).sum(-1).double().sum()
+            count = torch.tensor(float(len(targets)))
+            sums += torch.stack([count, ref_nll, nll, kl, agreements, differences]).double()
+        largest_in_sequence.append(largest)
+    return _agreement(sums.tolist(), largest_in_sequence, largest_logit)
+
+
+def _agreement(sums: list[float], largest_in_sequence: list[float], largest_logit: float) -> Agreement:
+    count, ref_nll, nll, kl_sum, agreements, differences = sums
+    if not count:
+        raise UserError("the text holds no token to compare the models on; give more text")
+    if not (math.isfinite(nll) and math.isfinite(kl_sum)):
+        raise UserError(f"the export's predictions are not finite numbers (mean loss {nll / count})")
+    return Agreement(
+        positions=int(count),
+        blocks=len(largest_in_sequence),
+        largest_difference=max(largest_in_sequence),
+        typical_difference=sorted(largest_in_sequence)[len(largest_in_sequence) // 2],
+        expected_difference=differences / count,
+        largest_logit=largest_logit,
+        kl=max(0.0, kl_sum / count),
+        top1_agreement=agreements / count,
+        reference_perplexity=math.exp(min(ref_nll / count, 700.0)),
+        perplexity=math.exp(min(nll / count, 700.0)),
+    )
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a model predicted for the sequences of a text, kept as D numbers a token, so that the model itself may go."""
+
+    head: nn.Module
+    states: list[Float[Tensor, "S D"]]
+
+    def logits(self, b: int, positions: Int[Tensor, " t"]) -> Float[Tensor, "t V"]:
+        """The logits at some positions of sequence b, on the CPU."""
+        device = next(self.head.parameters()).device
+        with torch.no_grad():
+            return self.head(self.states[b][positions].to(device)).cpu()
+
+
+@torch.no_grad()
+def record(
+    model: Any,
+    input_ids: Int[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"],
+    on_progress: StageCallback = no_stage_progress,
+) -> Recorded:
+    """Run a model whose logits are its output matrix times final hidden states, as in every model that ToMoE converts."""
+    states = []
+    with evaluating(model):
+        for b, (ids, real) in enumerate(zip(input_ids, mask, strict=True)):
+            states.append(forward_sequence(model, ids, real, inner=True).last_hidden_state[0].cpu())
+            on_progress(b + 1, len(input_ids))
+    return Recorded(model.get_output_embeddings(), states)
+
+
+def agree(
+    reference: Recorded, predicted: Recorded, input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
+) -> Agreement:
+    """Compare two models at every real token that a real token follows."""
+
+    def chunks(b: int) -> Iterator[Positions]:
+        scored = (mask[b, :-1] & mask[b, 1:]).nonzero().squeeze(1)
+        for some in scored.split(CHUNK):
+            yield reference.logits(b, some), predicted.logits(b, some), input_ids[b, some + 1]
+
+    return summarize(chunks(b) for b in range(len(input_ids)))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far an export may be off before it counts as broken.
+
+    difference: in a typical sequence, as a share of the largest logit, or None if rounding is too coarse to say; kl: mean, in
+    nats.
+    """
+
+    difference: float | None
+    kl: float
+
+
+# A wrong export is off by much more than this everywhere. A near tie of a router may fall the other way in one sequence.
+BOUNDS = {
+    "float32": Bounds(1e-4, 1e-4),
+    "bfloat16": Bounds(None, 0.05),
+    "float16": Bounds(None, 0.01),
+    "f32": Bounds(1e-4, 1e-4),
+    "f16": Bounds(None, 1e-3),
+    "bf16": Bounds(None, 0.05),
+    "q8_0": Bounds(None, 0.05),
+    "q6_k": Bounds(None, 0.1),
+    "q4_k": Bounds(None, 0.5),
+}
+
+
+def judge(a: Agreement, bounds: Bounds, typical: str = "in a typical sequence") -> str | None:
+    """What is wrong with an agreement, as half a sentence; None if it is within the bounds."""
+    allowed = None if bounds.difference is None else bounds.difference * max(1.0, a.largest_logit)
+    if allowed is not None and not a.typical_difference <= allowed:
+        return f"its predictions differ by {a.typical_difference:.2g} {typical}, the limit is {allowed:.2g}"
+    if not a.kl <= bounds.kl:
+        return f"its predictions differ by a KL of {a.kl:.2g} nats, the limit is {bounds.kl:.2g}"
+    return None
+
+
+def first_problem(problems: Iterable[str | None]) -> str | None:
+    """The first that is one."""
+    return next((problem for problem in problems if problem), None)
