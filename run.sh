@@ -67,7 +67,7 @@ setup_tests() {
     create_venv
     [ "$(cat $venv/stamp-test 2>/dev/null)" = "$stamp" ] && return
     # the tests of an extra are skipped if it is not installed
-    pip_install --editable '.[test,eval,track,quantized,finetune,docs]'
+    pip_install --editable '.[test,eval,quantized,finetune,docs]'
     printf '%s\n' "$stamp" >$venv/stamp-test
 }
 

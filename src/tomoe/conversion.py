@@ -48,7 +48,6 @@ from tomoe.recipe.run import RunRecipe
 from tomoe.recipe.target_rules import TARGET_RULES
 from tomoe.report.card import write_card
 from tomoe.report.summary import shown_name
-from tomoe.training import tracking
 from tomoe.training.best import BestWeights
 from tomoe.training.cost import Stopwatch, write_cost
 from tomoe.training.loop import CHECKED, Training, check_accumulation
@@ -166,7 +165,6 @@ def begin(
     Nothing is written, and nothing of an older run is deleted, before model and text have been prepared. Raises UserError if
     they cannot be, or if the run was started with other weights.
     """
-    tracking.check(recipe.report_to)
     check_accumulation(recipe.train)
     model, tokenizer, layout = open_dense(recipe, base)
 
@@ -290,14 +288,10 @@ def make_network(
 
 
 def run_training(training: Training, recipe: RunRecipe, stage: str, on_progress: ProgressCallback) -> None:
-    """Train from the newest checkpoint to the last step; all processes start with the same weights, and rows are tracked."""
-    run = training.run
+    """Train from the newest checkpoint to the last step; all processes start with the same weights."""
     training.resume()
     distributed.broadcast_(training.net.state_dict().values())
-    tracker = recipe.report_to if distributed.rank() == 0 else tracking.NONE
-    name = basename(run.path.parent if run.path.name == "run" else run.path)
-    with tracking.tracked(tracker, run.path, recipe.flatten(), run.rows(), name) as run.on_row:
-        training.train(lambda row: on_progress(stage, row["step"], recipe.train.steps, row))
+    training.train(lambda row: on_progress(stage, row["step"], recipe.train.steps, row))
 
 
 def _extract(net: MaskNetwork, model: PreTrainedModel, recipe: Recipe, corpus: Corpus) -> Plan:

@@ -115,6 +115,7 @@ def test_a_recipe_is_frozen() -> None:
         # AdamW would end in an OverflowError in its first step
         ("train.learning_rate=1e38", ["train.learning_rate is 1e+38", "at most 1e+37"]),
         ("train.weight_decay=100", ["train.weight_decay is 100", "train.learning_rate 0.01", "well below 1"]),
+        ("report_to=wandb", ["report_to is 'wandb'", "none", "metrics.jsonl"]),
         ("active=0", ["active is 0"]),
         ("active=1.01", ["active is 1.01"]),
         ("active=NaN", ["active", "finite"]),

@@ -33,7 +33,6 @@ from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report.card import write_card
 from tomoe.report.summary import shown_name
-from tomoe.training import tracking
 from tomoe.training.best import BestWeights
 from tomoe.training.cost import Stopwatch, write_cost
 from tomoe.training.loop import Training, check_accumulation
@@ -120,7 +119,6 @@ def finetune(
     run = RunFolder(out / "run", "weights")
     refuse_overwriting(out, force, recipe.model, resume)
     resumed = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
-    tracking.check(recipe.report_to)
     check_accumulation(recipe.train)
     check_adapters(recipe)
     origin, watch = Origin.of(recipe), Stopwatch()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.recipe.base import BaseRecipe, Section
 
 # AdamW divides it by a tenth in the first step, and what comes out must be a float32.
@@ -109,7 +109,7 @@ class DataSection(Section):
 
 
 class RunRecipe(BaseRecipe):
-    """What the training loop, the run folder and the trackers read from the recipe of any run."""
+    """What the training loop and the run folder read from the recipe of any run."""
 
     model: str = ""
     """The model to start from."""
@@ -117,8 +117,8 @@ class RunRecipe(BaseRecipe):
     """Random seed."""
     device: str = "auto"
     """`auto` (CUDA if available), `cpu`, `cuda` or `cuda:N`."""
-    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
-    """Experiment tracker that gets the rows of metrics.jsonl."""
+    report_to: Literal["none"] = "none"
+    """Reports to no tracker; a tracker reads `RUN/metrics.jsonl`, a line of JSON a step."""
     if TYPE_CHECKING:  # each kind of run declares these itself, after its other sections: keys keep that order
         train: LoopSection
         data: DataSection
@@ -126,6 +126,16 @@ class RunRecipe(BaseRecipe):
     def fitted_tokens(self) -> int:
         """Tokens of training and calibration text that are fitted to in closed form, at most."""
         return 0
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _no_tracker(cls, value: object) -> object:
+        if value != "none":
+            raise UserError(
+                f"report_to is {shortened(repr(value))}, but tomoe reports to no tracker; set it to none, and let the tracker "
+                "read metrics.jsonl in the folder of the run"
+            )
+        return value
 
     @model_validator(mode="after")
     def _enough_text(self) -> Self:

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +74,6 @@ class RunFolder:
         self.best = path / "best.safetensors"
         # why no model becomes of a run that is over
         self.no_model = path / "no-model.txt"
-        # called with every row that is logged
-        self.on_row: Callable[[dict[str, Any]], None] = lambda row: None
 
     def resumes(self, recipe: BaseRecipe, resume: bool, force: bool) -> bool:
         """Return whether the existing run resumes; if not, a new one may start. Writes nothing.
@@ -243,7 +240,6 @@ class RunFolder:
             raise UserError(
                 f"cannot write metrics to {self.path}: {error.strerror or error}; the last checkpoint is kept"
             ) from error
-        self.on_row(finite)
 
     def rows(self) -> list[dict[str, Any]]:
         """Read the logged steps; skips a last line that a kill cut short.
