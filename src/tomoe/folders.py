@@ -27,8 +27,6 @@ GGUF = tuple(f"model-{precision}.gguf" for precision in ("f32", "f16", "bf16", "
 REPLACED = (*WEIGHTS, *GGUF, *CONFIGS, *TOKENIZER, *MEASURED)
 """What goes when a model is written where another one was. A kill in between leaves the plan, or export.json."""
 MODEL = (*REPLACED, *PLAN, "export.json", "recipe.json", "run")
-PUBLISHED = (*(name for name in MODEL if name != "run"), "additional_chat_templates/*")
-"""What travels: the run (text, masks, optimizer) is private, and exports are uploaded by themselves."""
 RUN = (
     "recipe.json", "origin.sha256", "corpus.safetensors", "earlier-*corpus.safetensors", "metrics.jsonl", "best.safetensors",
     "cost.json", "no-model.txt", "masks", "weights", "repair",
@@ -105,20 +103,6 @@ def refuse_overwriting(out: Path, force: bool, dense: str = "", resume: bool = F
     refuse_strangers(out, replaces, (*MODEL, "adapter_config.json"))
     if (out / "config.json").exists() and not replaces:
         raise UserError(f"{out} already holds a model; choose another folder or add --force")
-
-
-def left_out(folder: Path) -> list[str]:
-    """What lies in a folder and is not `PUBLISHED`, sorted; but for the run, and hidden and half-written files."""
-    travels = {path.relative_to(folder).parts for name in PUBLISHED for path in folder.glob(name)}
-    return sorted(
-        "/".join(parts)
-        for path in folder.rglob("*")
-        if path.is_file() and (parts := path.relative_to(folder).parts) not in travels and _is_shown(parts)
-    )
-
-
-def _is_shown(parts: Sequence[str]) -> bool:
-    return parts[0] != "run" and parts[-1][-4:] != ".tmp" and not any(part.startswith(".") for part in parts)
 
 
 def refuse_stranger(file: Path | None, mark: str) -> None:

@@ -248,12 +248,6 @@ def test_nothing_to_go_on_from(tomoe: CommandLine, model: Path) -> None:
     refused(tomoe("generate", model, ""), "nothing to continue")
 
 
-def test_only_what_is_ours_is_pushed(tomoe: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dense model has a config.json, too."""
-    monkeypatch.setattr("tomoe.exporting.publish.push", lambda *_: pytest.fail("it was uploaded"))
-    refused(tomoe("push", model, "ada/sea"), "no plan, converted model or export")
-
-
 def test_wrong_usage_exits_2_too(tomoe: CommandLine) -> None:
     outcome = tomoe("convert")
     assert outcome.code == 2

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM
 
 from pico_files import CommandLine, contents, refused
 from tomoe.errors import UserError
-from tomoe.exporting.publish import push_folder
 from tomoe.model import hub
 from tomoe.model.hub import find_plan
 from tomoe.plan import Plan
@@ -34,24 +27,6 @@ def made(converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in hub.PLAN_FILES:
         shutil.copy(folder / "moe" / name, folder / "plan")
     return folder
-
-
-@pytest.fixture
-def uploads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The calls of the hub's client, which do not reach the hub."""
-    calls: list[dict[str, Any]] = []
-
-    def create_repo(_: HfApi, repo: str, **options: Any) -> str:
-        calls.append({"create": repo} | options)
-        return f"https://hub/{repo}"
-
-    def upload_folder(_: HfApi, **options: Any) -> None:
-        calls.append(options)
-
-    monkeypatch.setattr(HfApi, "create_repo", create_repo)
-    monkeypatch.setattr(HfApi, "repo_info", lambda *_: SimpleNamespace(private=calls[0]["private"]))
-    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
-    return calls
 
 
 @pytest.mark.slow
@@ -108,141 +83,22 @@ def test_a_folder_goes_before_a_repository_of_the_same_name(made: Path, monkeypa
     assert find_plan(f"{made.name}/plan") == Path(made.name) / "plan"
 
 
-@pytest.mark.parametrize("what", ["plan", "moe"])
-def test_push_sends_the_folder_with_a_card_and_without_the_run(
-    tomoe: CommandLine, made: Path, tmp_path: Path, uploads: list[dict[str, Any]], what: str
-) -> None:
-    from huggingface_hub.utils import filter_repo_objects
-
-    folder = tmp_path / "sent"
-    shutil.copytree(made / what, folder)
-    for rubbish in ("run/masks/step-000001/state.json", ".plan.json.77.tmp", "sub/.hidden", ".part/model.safetensors"):
-        (folder / rubbish).parent.mkdir(parents=True, exist_ok=True)
-        (folder / rubbish).write_text("x")
-    strangers = ("data/model.safetensors", "figures/mine.png", "notes.txt")
-    for stranger in strangers:
-        (folder / stranger).parent.mkdir(exist_ok=True)
-        (folder / stranger).write_text("mine")
-    ours = {path.relative_to(made / what).as_posix() for path in (made / what).rglob("*") if path.is_file()}
-    done = tomoe("push", folder, "ada/sea", "--private")
-    assert done.code == 0, done.err
-    create, upload = uploads
-    assert create == {"create": "ada/sea", "private": True, "exist_ok": True}
-    assert upload["repo_id"] == "ada/sea"
-    assert upload["folder_path"] == folder
-    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    sent = set(filter_repo_objects(files, allow_patterns=upload["allow_patterns"]))
-    assert sent == {name for name in ours if not name.startswith(("run/", "."))} | {"README.md"}
-    assert ("model.safetensors" in sent) == (what == "moe")
-    assert f"Left out, because tomoe did not write them: {', '.join(strangers)}." in done.err
-    assert "https://hub/ada/sea" in done.err + done.out
-    assert Plan.load(folder).recipe["model"] in done.err + done.out, (
-        "it does not say that a path of this machine travels along"
-    )
-
-
-def test_the_card_of_a_plan_says_how_to_use_it(made: Path, tmp_path: Path, uploads: list[dict[str, Any]]) -> None:
-    folder = tmp_path / "sent"
-    shutil.copytree(made / "plan", folder)
-    head = json.loads((folder / "plan.json").read_text())
-    head["recipe"]["model"] = "ada/ocean-1b"
-    (folder / "plan.json").write_text(json.dumps(head))
-    push_folder(folder, "ada/sea")
-    card = (folder / "README.md").read_text()
-    for words in (
-        "base_model: ada/ocean-1b",
-        "tomoe apply ada/sea ada/ocean-1b -o OUT",
-        "60%",
-        " kB",
-        head["source"][:16],
-    ):
-        assert words in card
-    (folder / "README.md").write_text("my own words")
-    push_folder(folder, "ada/sea")
-    assert (folder / "README.md").read_text() == "my own words"
-
-
-def test_nothing_is_uploaded_to_a_public_repository_that_was_asked_for_in_private(
-    tomoe: CommandLine, made: Path, uploads: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HfApi, "repo_info", lambda *_: SimpleNamespace(private=False))
-    refused(tomoe("push", made / "moe", "ada/sea", "--private"), "public", "nothing was uploaded")
-    assert len(uploads) == 1
-
-
-def test_what_is_no_plan_and_no_model_is_not_uploaded(
-    tomoe: CommandLine, made: Path, tmp_path: Path, uploads: list[dict[str, Any]]
-) -> None:
-    refused(tomoe("push", tmp_path, "ada/sea"), "holds no plan")
-    refused(tomoe("push", made / "moe", "sea"), "owner/name")
-    refused(tomoe("push", made / "moe", "../../etc"), "owner/name")
-    assert not uploads
-    for name in ("config.json", "model.gguf"):
-        (tmp_path / name).write_text("{}")
-        refused(tomoe("push", tmp_path, "ada/sea"), "nothing was uploaded")
-        assert not uploads
-        # an export has no plan, but says what it is
-        (tmp_path / "export.json").write_text("{}")
-        assert tomoe("push", tmp_path, "ada/sea").code == 0
-        assert uploads
-        uploads.clear()
-        (tmp_path / name).unlink()
-        (tmp_path / "export.json").unlink()
-
-
-class Refusing(BaseHTTPRequestHandler):
-    """A hub that answers every request with one status."""
-
-    status = 401
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.send_response(self.status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_GET = do_HEAD = do_POST
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[str]:
-    web = HTTPServer(("127.0.0.1", 0), Refusing)
-    thread = Thread(target=web.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{web.server_port}"
-    web.shutdown()
-    web.server_close()
-    thread.join()
-
-
-def at(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """The real client, at another address, online as far as it knows."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "HfApi", lambda: HfApi(endpoint=endpoint, token="hf_none"))
-
-
 @pytest.mark.parametrize("status", [401, 403])
-def test_who_is_not_logged_in_is_told_how(
-    tomoe: CommandLine, made: Path, server: str, monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
-    at(monkeypatch, server)
-    monkeypatch.setattr(Refusing, "status", status)
-    refused(tomoe("push", made / "moe", "ada/sea"), "cannot push to ada/sea", "hf auth login")
+def test_who_is_not_logged_in_is_told_how(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    refusal = HfHubHTTPError("no\nlong story", response=SimpleNamespace(status_code=status, headers={}, request=None))
 
+    def refuse(*_: object, **__: object) -> None:
+        raise refusal
 
-def test_no_hub_within_reach(tomoe: CommandLine, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at(monkeypatch, "http://127.0.0.1:9")
-    refused(tomoe("push", made / "moe", "ada/sea"), "cannot push to ada/sea", "out of reach")
+    monkeypatch.setattr(hub, "snapshot_download", refuse)
+    with pytest.raises(
+        UserError, match=rf"^cannot get the plan ada/sea: the hub refused \({status}\); run `hf auth login`"
+    ):
+        find_plan("ada/sea")
 
 
 def test_offline(tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """HF_HUB_OFFLINE is set in these tests, so the client itself refuses."""
-    refused(tomoe("push", made / "moe", "ada/sea"), "HF_HUB_OFFLINE")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     refused(tomoe("apply", "ada/nowhere", "x", "-o", tmp_path / "out"), "cannot get the plan ada/nowhere")
     with pytest.raises(UserError, match="HF_HUB_OFFLINE"), hub._one_sentence("do it"):

@@ -31,7 +31,6 @@ LOADED_LATER = (
     "evaluation.speed.timings",
     "evaluation.tables",
     "evaluation.tasks",
-    "exporting.publish",
     "exporting.run",
     "exporting.target",
     "exporting.targets",
@@ -95,7 +94,6 @@ from tomoe.cli.finetune import finetune
 from tomoe.cli.generate import generate
 from tomoe.cli.inspect import inspect
 from tomoe.cli.plan import plan
-from tomoe.cli.push import push
 from tomoe.cli.repair import repair
 from tomoe.cli.report import report
 from tomoe.cli.route import route
@@ -125,7 +123,7 @@ VERBS = {
     "Convert": (doctor, convert, carve, repair, finetune),
     "Convert stage by stage": (train, plan, apply),
     "Look and measure": (evaluate, generate, report, inspect, route, benchmark),
-    "Use elsewhere": (export, push),
+    "Use elsewhere": (export,),
 }
 for panel, verbs in VERBS.items():
     for verb in verbs:

@@ -1,1 +1,1 @@
-"""Exports the converted model to stock architectures and GGUF, verifies each export, and uploads."""
+"""Exports the converted model to stock architectures and GGUF, and verifies each export."""

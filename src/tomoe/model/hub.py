@@ -1,4 +1,4 @@
-"""Download models and plans from the Hugging Face hub, upload plans and models to it."""
+"""Download models and plans from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is of httpx or, later, of httpx2
     BadRequestError,
     EntryNotFoundError,
     HfHubHTTPError,
     HTTPError,
-    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
 
 from tomoe.errors import UserError
 from tomoe.files import weight_files
-from tomoe.folders import PUBLISHED
 from tomoe.model.names import ADAPTER, HUB_ID, check_no_adapter
 
 # the adapter first: a repository of one has no config of a model
@@ -74,28 +72,6 @@ def find_plan(name: str) -> Path:
     return folder
 
 
-def push(folder: Path, repo: str, private: bool = False) -> str:
-    """Upload what tomoe wrote to a folder, but for its run; returns the address of the repository.
-
-    The repository is created if it does not exist. Raises UserError: not logged in, no right to write, hub out of reach,
-    invalid name, or `private` for a repository that is public (nothing is uploaded then).
-    """
-    if not HUB_ID.fullmatch(repo):
-        raise UserError(f"{repo!r} is not a name on the hub; it reads owner/name")
-    api = HfApi()
-    with _one_sentence(f"push to {repo}"):
-        address = api.create_repo(repo, private=private, exist_ok=True)
-        if private and not api.repo_info(repo).private:
-            raise UserError(f"{repo} exists and is public, so nothing was uploaded; choose another name")
-        api.upload_folder(
-            repo_id=repo,
-            folder_path=folder,
-            allow_patterns=list(PUBLISHED),
-            commit_message=f"Upload {folder.resolve().name}",
-        )
-    return str(address)
-
-
 @contextmanager
 def _one_sentence(aim: str) -> Iterator[None]:
     """Raise UserError, in one sentence, for what the hub refused or because it was out of reach."""
@@ -113,8 +89,6 @@ def hub_reason(error: BaseException) -> str | None:
     """What the hub means by an error, or why it was not reached; None if the error is not of the hub."""
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it if there is a network"
-    if isinstance(error, LocalTokenNotFoundError):
-        return "you are not logged in; run `hf auth login`"
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         if status in (401, 403):

@@ -15,8 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from tomoe.data.sources import SOURCES
 from tomoe.evaluation.results import Row
 from tomoe.evaluation.tables import escape_markdown, to_markdown
-from tomoe.files import atomic_write, basename, format_bytes
-from tomoe.model import catalog
+from tomoe.files import atomic_write, basename
 from tomoe.model.hub import PLAN_FILES
 from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.recipe.conversion import Recipe
@@ -84,31 +83,6 @@ def write_card(
 def plan_files(folder: Path) -> list[Path]:
     """The files of the plan in a folder."""
     return [file for name in PLAN_FILES if (file := folder / name).is_file()]
-
-
-def write_plan_card(folder: Path, plan: AnyPlan, plan_name: str = "PLAN") -> Path:
-    """Write FOLDER/README.md for a plan that travels alone. Raises UserError if the folder cannot be written."""
-    recipe = recipe_of(plan)
-    base = recipe.model if recipe else ""
-    data = ModelCardData(base_model=base_model_info(base).hub_id, library_name="tomoe", tags=["moe", "tomoe", "plan"])
-    size = sum(file.stat().st_size for file in plan_files(folder))
-    card = ModelCard.from_template(
-        data,
-        template_str=_template("plan_card.md.j2"),
-        title=escape_markdown(plan_name.rpartition("/")[2] if plan_name != "PLAN" else basename(folder)),
-        base=escape_markdown(shown_name(base) or "a dense model"),
-        product=WORDS[plan.form].product,
-        holds="how many inputs of each projection a token uses, at every budget"
-        if isinstance(plan, InputsPlan)
-        else "which neurons belong to which expert, the routers that choose among them and the kept attention dims",
-        source=shlex.quote(base) if hub_id(base) or base in catalog.names() else "MODEL",
-        active=f"{plan.active_fraction():.0%}",
-        size=format_bytes(size),
-        fingerprint=escape_markdown(plan.source),
-        plan_name=_fenced(shlex.quote(plan_name)),
-        summary=_escaped(conversion_summary(plan)),
-    )
-    return atomic_write(folder / "README.md", str(card))
 
 
 def _template(name: str) -> str:
