@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.evaluation.results import TaskScore
-from tomoe.evaluation.shared_prompts import Score, shared_scores
 from tomoe.evaluation.writing import run as writing
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, stage_callback
 
@@ -186,7 +185,7 @@ def _load(manager: Any, spec: TaskSpec) -> dict[str, Any]:
 def _wrapped(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, progress: StageCallback
 ) -> Any:
-    """lm-eval's own wrapper around a loaded model, with two counters; choices that share a prompt read it once."""
+    """lm-eval's own wrapper around a loaded model, with two counters."""
     wrapper: Any = import_module("lm_eval.models.huggingface").HFLM
 
     class Counting(wrapper):
@@ -203,16 +202,7 @@ def _wrapped(
             if longest > self.max_length:
                 raise UserError(f"an answer has {longest} tokens, but the model takes no more than {self.max_length}")
             self.truncated += sum(len(prompt) + len(answer) > self.max_length + 1 for _, prompt, answer in requests)
-            found: dict[int, Score] = {}
-            for n, score in shared_scores(self.model, requests, self.max_length, self.batch_size, self.softmax_dtype):
-                found[n] = score
-                if requests[n][0] is not None:  # a window of a text: lm-eval counts the text
-                    self.add_partial()
-            rest = [n for n in range(len(requests)) if n not in found]
-            if rest:
-                alone = super()._loglikelihood_tokens([requests[n] for n in rest], *args, **options)
-                found |= dict(zip(rest, alone, strict=True))
-            return [found[n] for n in range(len(requests))]
+            return super()._loglikelihood_tokens(requests, *args, **options)
 
         def generate_until(self, requests: Any, *args: Any, **options: Any) -> Any:
             self.total += len(requests)
