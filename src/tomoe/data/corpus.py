@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.data.sampling import sample_documents
 from tomoe.data.sources import SELF, documents, evaluation_documents, find
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.files import atomic_file, basename, parse_json
 from tomoe.model.shape import ceil_div
 from tomoe.model.tokens import check_text
@@ -146,7 +146,9 @@ class Corpus:
                 metadata = parse_json((file.metadata() or {}).get("tomoe_corpus", "{}"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except (OSError, ValueError, SafetensorError) as error:
-            raise UserError(f"{path} is not a whole file of prepared tokens ({error}); prepare them again") from None
+            raise UserError(
+                f"{path} is not a whole file of prepared tokens ({shortened(error)}); prepare them again"
+            ) from None
         if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
             raise UserError(f"{path} holds no tokens prepared by this version (format {_FORMAT}); prepare them again")
         try:
@@ -161,7 +163,7 @@ class Corpus:
             )
             unaltered = corpus.digest() == metadata["sha256"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path} holds no token sequences ({error}); prepare them again") from None
+            raise UserError(f"{path} holds no token sequences ({shortened(error)}); prepare them again") from None
         if not unaltered:
             raise UserError(f"the tokens in {path} were altered after they were written; prepare them again")
         return corpus

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.files import is_plain_filename, read_json, weight_files
 from tomoe.model.shape import text_config
 
@@ -125,7 +125,7 @@ def nonfinite_tensors(folder: Path) -> list[str]:
                 names = sorted(file.keys())
                 found += [f"{path.name}: {name}" for name in names if not _is_finite(file.get_slice(name))]
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} is damaged ({error}); get it again") from None
+            raise UserError(f"{path} is damaged ({shortened(error)}); get it again") from None
     return found
 
 
