@@ -33,14 +33,7 @@ def test_damage_ends_in_a_sentence_or_changes_nothing(
 ) -> None:
     draw = random.Random(seed)
     folder = copy_folder(converted / "moe", tmp_path / "moe")
-    names = [
-        "plan.json",
-        "plan.safetensors",
-        "run/metrics.jsonl",
-        "run/recipe.json",
-        "run/masks/step-000004/state.json",
-        "SHA256SUMS",
-    ]
+    names = "plan.json plan.safetensors run/metrics.jsonl run/recipe.json run/masks/step-000004/state.json SHA256SUMS".split()
     damage(folder, folder / draw.choice([name for name in names if (folder / name).is_file()]), draw)
     for words in ([folder], [folder / "run"], [folder, "--verify"], [folder, "--json"]):
         done = tomoe("inspect", *words)

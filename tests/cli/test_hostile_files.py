@@ -149,10 +149,7 @@ def test_runs(run: tuple[RunFolder, Any, Any, Path], first: int) -> None:
         found = outcome(read, folder.path)
         if found is not None:
             assert found.step == 3
-            moments = [
-                (p, slots[key]) for p, slots in optimizer.state.items() for key in ("exp_avg", "step") if key in slots
-            ]
-            assert all(t.shape in (p.shape, ()) for p, t in moments)
+            assert all(t.shape in (p.shape, ()) for p, slots in optimizer.state.items() for t in slots.values())
 
 
 def test_metrics_survive_a_cut_line(tmp_path: Path) -> None:
@@ -164,9 +161,8 @@ def test_metrics_survive_a_cut_line(tmp_path: Path) -> None:
 
 def test_a_checkpoint_cannot_ask_for_other_files(run: tuple[RunFolder, Any, Any, Path]) -> None:
     folder, _, _, good = run
-    place = folder.checkpoints / "step-000003"
-    shutil.rmtree(place)
-    shutil.copytree(good, place)
+    place = copy_folder(good, folder.checkpoints / "step-000003")
+    (place / "state.json").unlink()
     state = json.loads((good / "state.json").read_text())
     digest = hashlib.sha256(b"secret").hexdigest()
     state["sha256"]["../../../secret"] = digest
@@ -234,58 +230,38 @@ def test_folders(folders: Path, first: int) -> None:
             assert sum(p.numel() for p in model.parameters()) < 2**20
 
 
-INDEXES = [
-    {"weight_map": {"lm_head.weight": "../secret.safetensors"}},
-    {"weight_map": {"lm_head.weight": "SECRET"}},
-    {"weight_map": {"lm_head.weight": ".."}},
-    {"weight_map": {"lm_head.weight": "..\\secret.safetensors"}},
-    {"weight_map": {"lm_head.weight": 7}},
-    {"weight_map": ["model.safetensors"]},
-    {"weight_map": None},
-    {},
+def shards(weight: object) -> dict[str, Any]:
+    return {"weight_map": {"lm_head.weight": weight}}
+
+
+OUTSIDE = [shards(name) for name in ("../secret.safetensors", "/secret.safetensors", "..", "..\\secret.safetensors", 7)]
+CLAIMS: list[tuple[str, str, dict[str, Any], str]] = [
+    *(("good", "model.safetensors.index.json", index, "outside of its folder") for index in OUTSIDE),
+    ("good", "model.safetensors.index.json", {"weight_map": ["model.safetensors"]}, "outside of its folder"),
+    ("good", "model.safetensors.index.json", {"weight_map": None}, "outside of its folder"),
+    ("good", "model.safetensors.index.json", {}, "outside of its folder"),
+    *(
+        ("good", "config.json", {"transformers_weights": name}, "no file of that folder")
+        for name in ("../secret.safetensors", "/etc/passwd", 3, "")
+    ),
+    ("dense", "config.json", {"num_hidden_layers": 10**9}, "layers by its config"),
+    ("dense", "config.json", {"intermediate_size": 2**24}, "parameters by its config"),
+    ("dense", "config.json", {"vocab_size": 2**40}, "parameters by its config"),
+    ("dense", "config.json", {"hidden_size": 2**60}, "cannot be used"),
+    ("dense", "config.json", {"num_attention_heads": 0}, "cannot be used"),
 ]
 
 
-@pytest.mark.parametrize("index", INDEXES, ids=str)
-def test_shards_lie_in_the_folder(folders: Path, index: dict[str, Any]) -> None:
-    hostile = folders / "hostile"
-    shutil.rmtree(hostile, ignore_errors=True)
-    shutil.copytree(folders / "good", hostile)
-    (hostile / "model.safetensors").unlink()
-    text = json.dumps(index).replace("SECRET", str(folders / "secret.safetensors"))
-    (hostile / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(UserError, match="outside of its folder"):
-        load_dense(str(hostile), torch.float32)
-
-
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", 3, ""])
-def test_weights_are_named_by_no_config(folders: Path, name: object) -> None:
-    hostile = folders / "hostile"
-    shutil.rmtree(hostile, ignore_errors=True)
-    shutil.copytree(folders / "good", hostile)
-    config = json.loads((hostile / "config.json").read_text()) | {"transformers_weights": name}
-    (hostile / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="no file of that folder"):
-        load_dense(str(hostile), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("claim", "words"),
-    [
-        ({"num_hidden_layers": 10**9}, "layers by its config"),
-        ({"intermediate_size": 2**24}, "parameters by its config"),
-        ({"vocab_size": 2**40}, "parameters by its config"),
-        ({"hidden_size": 2**60}, "cannot be used"),
-        ({"num_attention_heads": 0}, "cannot be used"),
-    ],
-    ids=str,
-)
-def test_a_dense_folder_cannot_claim_more_than_it_holds(folders: Path, claim: dict[str, int], words: str) -> None:
-    hostile = folders / "hostile"
-    shutil.rmtree(hostile, ignore_errors=True)
-    shutil.copytree(folders / "dense", hostile)
-    config = json.loads((hostile / "config.json").read_text()) | claim
-    (hostile / "config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize(("source", "name", "claim", "words"), CLAIMS, ids=str)
+def test_a_folder_claims_no_more_than_it_holds_and_names_no_file_outside(
+    folders: Path, source: str, name: str, claim: dict[str, Any], words: str
+) -> None:
+    hostile = copy_folder(folders / source, folders / "hostile")
+    file = hostile / name
+    values = json.loads(file.read_text()) if file.exists() else {}
+    # an index is read where no file holds all weights
+    (file if file.exists() else hostile / "model.safetensors").unlink()
+    file.write_text(json.dumps(values | claim).replace('"/secret', f'"{folders}/secret'))
     with pytest.raises(UserError, match=words):
         load_dense(str(hostile), torch.float32)
 
@@ -293,9 +269,7 @@ def test_a_dense_folder_cannot_claim_more_than_it_holds(folders: Path, claim: di
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
 def test_pickled_weights_are_not_opened(folders: Path, name: str) -> None:
     """They run code when they are read. The canary would be a folder that unpickling makes."""
-    hostile, canary = folders / "hostile", folders / "canary"
-    shutil.rmtree(hostile, ignore_errors=True)
-    shutil.copytree(folders / "dense", hostile)
+    hostile, canary = copy_folder(folders / "dense", folders / "hostile"), folders / "canary"
     (hostile / "model.safetensors").unlink()
     (hostile / name).write_bytes(b"cos\nmkdir\n(V" + str(canary).encode() + b"\ntR.")
     with pytest.raises(UserError, match=f"{name} may run code"):
