@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from conftest import LLAMA3_ROPE, make_network, make_pico, tokens
 from pico_files import CommandLine, pico_recipe, small, write_pico, write_text
 from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params, mlp_params
-from tomoe.conversion import convert
+from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
 from tomoe.exporting.targets import TARGETS
 from tomoe.model.structure import shape_of

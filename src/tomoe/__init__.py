@@ -14,7 +14,7 @@ from tomoe.moe.registration import register_when_imported
 from tomoe.version import __version__
 
 if TYPE_CHECKING:
-    from tomoe.conversion import convert
+    from tomoe.conversion.convert import convert
     from tomoe.evaluation.run import evaluate
     from tomoe.exporting.run import export
     from tomoe.finetuning.run import finetune
@@ -44,7 +44,7 @@ _MODULES = {
     "Recipe": "tomoe.recipe.conversion",
     "ToMoEConfig": "tomoe.moe.modeling_tomoe",
     "ToMoEForCausalLM": "tomoe.moe.modeling_tomoe",
-    "convert": "tomoe.conversion",
+    "convert": "tomoe.conversion.convert",
     "evaluate": "tomoe.evaluation.run",
     "export": "tomoe.exporting.run",
     "finetune": "tomoe.finetuning.run",

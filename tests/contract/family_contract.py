@@ -18,7 +18,7 @@ from conftest import SEED, randomise
 from pico_files import FINE, SMALL
 from pico_tokenizer import make_tokenizer
 from tomoe.budget import decoder_params, mlp_params
-from tomoe.conversion import convert
+from tomoe.conversion.convert import convert
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold

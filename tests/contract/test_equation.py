@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
 from tomoe.budget import decoder_params, mlp_params
-from tomoe.conversion import empty_network
+from tomoe.conversion.steps import new_network
 from tomoe.model.hooks import hooked
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import save_moe
@@ -175,7 +175,7 @@ def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
     calibration = ids, torch.ones_like(ids, dtype=torch.bool)
     layout = settle_layout(recipe, shape)
     assert layout == FineLayout(16, 128, 640, 8, leaves_whole=False)
-    net = empty_network(recipe, dense, layout)
+    net = new_network(recipe, shape_of(dense), layout, dense.device)
     carve_(net, dense, *calibration, recipe.active, seed=0)
     plan = extract_plan(net, dense, recipe.active, calibration)
     assert sorted(layer.top_k for layer in plan.layers) == [7, 8]

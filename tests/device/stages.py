@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 import pico_files
 from conftest import tokens
-from tomoe.conversion import convert
+from tomoe.conversion.convert import convert
 from tomoe.evaluation.run import evaluate
 from tomoe.evaluation.speed.benchmark import benchmark
 from tomoe.exporting.run import export

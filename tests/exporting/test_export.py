@@ -22,7 +22,7 @@ import tomoe.exporting.stock.mixtral as mixtral
 import tomoe.exporting.writing as writing
 from conftest import LLAMA3_ROPE, make_pico, tokens
 from pico_files import CommandLine, contents, pico_recipe, write_pico, write_text
-from tomoe.conversion import convert
+from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import measure
 from tomoe.exporting.agreement import BOUNDS, agree, judge, record, summarize

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from conftest import tokens
 from pico_files import FINE, CommandLine, contents, pico_recipe, refused, rows_from, steps_of, write_pico, write_text
 from tomoe.cli import main
-from tomoe.conversion import convert
+from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
 from tomoe.evaluation.run import training_overlap

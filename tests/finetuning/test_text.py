@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pico_files import CommandLine, pico_recipe, write_pico, write_text
-from tomoe.conversion import convert
+from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus, Sequences
 from tomoe.evaluation.overlap import shared_tokens
 from tomoe.finetuning.text import fitted_text, unfitted_first

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import FAMILIES, make_pico, make_plan, mask_step, tokens
 from pico_files import CommandLine, small, write_pico
-from tomoe.conversion import empty_network
+from tomoe.conversion.steps import new_network
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.memory import estimate
@@ -136,7 +136,7 @@ def test_what_a_carve_holds_of_all_calibration_tokens(
     sizes = [f"experts.form={form}", f"experts.num_experts={experts}", "active=0.625", "data.calibration_tokens=2048"]
     recipe, model = Recipe.load(None, sizes), make_pico("llama", intermediate_size=256).to(dtype)
     layout = settle_layout(recipe, shape_of(model))
-    net, ids = empty_network(recipe, model, layout), tokens(64, 32)
+    net, ids = new_network(recipe, shape_of(model), layout, model.device), tokens(64, 32)
     least = estimate.calibration_bytes(shape_of(model), dtype, layout, recipe.data)
     with Peak() as peak:
         carve_(net, model, ids, torch.ones_like(ids, dtype=torch.bool), recipe.active, 0)

@@ -10,7 +10,8 @@ import torch
 from conftest import make_pico
 from pico_files import pico_recipe, write_text
 from pico_tokenizer import make_tokenizer
-from tomoe.conversion import convert, plan, train
+from tomoe.conversion.convert import convert
+from tomoe.conversion.verbs import plan, train
 from tomoe.finetuning.repair import repair
 from tomoe.memory.estimate import least_memory, sizes_of
 from tomoe.model.base_weights import BaseWeights

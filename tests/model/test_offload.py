@@ -14,7 +14,8 @@ from torch import nn
 from conftest import FAMILIES, make_pico, make_plan, tokens
 from pico_files import CommandLine, contents, pico_recipe, small, write_pico, write_text
 from stored_models import write_gguf
-from tomoe import conversion
+from tomoe.conversion import verbs
+from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
 from tomoe.evaluation.run import evaluate
 from tomoe.memory import estimate
@@ -57,7 +58,7 @@ def test_carving_and_folding_from_files_give_the_bytes_of_the_whole_model(family
     write_text(tmp_path / "text.txt")
     kind = {"llama3": STORED, "qwen3": ("attention.pruning=per_token",)}.get(family, ())
     made = [
-        conversion.convert(recipe(tmp_path, *kind, f"offload={offload}"), tmp_path / f"offload-{offload}")
+        convert(recipe(tmp_path, *kind, f"offload={offload}"), tmp_path / f"offload-{offload}")
         for offload in ("false", "true")
     ]
     assert made[0].source == made[1].source
@@ -66,8 +67,8 @@ def test_carving_and_folding_from_files_give_the_bytes_of_the_whole_model(family
     assert {"plan.safetensors", "model.safetensors", "config.json"} <= set(whole)
     assert offloaded == whole
     # the stages by themselves read layer by layer too
-    conversion.plan(tmp_path / "offload-false" / "run", tmp_path / "plan")
-    conversion.apply_plan(str(tmp_path / "plan"), None, tmp_path / "applied")
+    verbs.plan(tmp_path / "offload-false" / "run", tmp_path / "plan")
+    verbs.apply_plan(str(tmp_path / "plan"), None, tmp_path / "applied")
     assert weights(tmp_path / "applied") == whole
     moe = load_dense(str(tmp_path / "applied"), torch.float32)
     dense = load_dense(str(tmp_path / "dense"), torch.bfloat16 if family == "llama3" else torch.float32)
@@ -129,7 +130,7 @@ def test_a_model_is_folded_while_it_is_written(dense: Path, tmp_path: Path, monk
 def test_offloaded_models_are_measured_as_whole_ones_are(tmp_path: Path) -> None:
     write_pico(tmp_path / "dense", "qwen2")
     write_text(tmp_path / "text.txt")
-    conversion.convert(recipe(tmp_path, *STORED), tmp_path / "moe")
+    convert(recipe(tmp_path, *STORED), tmp_path / "moe")
     names = [str(tmp_path / "dense"), str(tmp_path / "moe")]
     whole, offloaded = (evaluate(names, tokens=64, dtype="bfloat16", offload=offload) for offload in (False, True))
     assert offloaded == whole

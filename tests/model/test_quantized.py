@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from conftest import make_network, make_pico, mask_step, tokens
 from pico_files import CommandLine, pico_recipe, small, write_pico, write_text
 from stored_models import write_gguf
-from tomoe import conversion
+from tomoe.conversion import verbs
+from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus, Sequences
 from tomoe.errors import UserError
 from tomoe.evaluation.run import evaluate
@@ -138,8 +139,8 @@ def test_a_conversion_is_carved_planned_and_folded_from_the_original_weights(
     """So is the basis of the values, which a random start needs, too."""
     original = load_dense(str(folder / "dense"), torch.float32)
     both = ["train.save_every=4", f"start={start}", "attention.pruning=static"]
-    made = conversion.convert(pico_recipe(folder, f"train.quantization={quantization}", *both), folder / "moe")
-    plain = conversion.convert(pico_recipe(folder, *both), folder / "plain")
+    made = convert(pico_recipe(folder, f"train.quantization={quantization}", *both), folder / "moe")
+    plain = convert(pico_recipe(folder, *both), folder / "plain")
     assert made.source == plain.source == fingerprint(original)
     assert made.dense_config == plain.dense_config
     assert made.rotated
@@ -153,14 +154,14 @@ def test_a_conversion_is_carved_planned_and_folded_from_the_original_weights(
     found = load_dense(str(folder / "moe"), torch.float32)
     assert "quantization_config" not in found.config.to_dict()
     assert all(torch.equal(t, found.state_dict()[name]) for name, t in meant.state_dict().items())
-    conversion.plan(folder / "moe" / "run", folder / "plan")
+    verbs.plan(folder / "moe" / "run", folder / "plan")
     assert (folder / "plan" / "plan.safetensors").read_bytes() == (folder / "moe" / "plan.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("quantization", KINDS)
 def test_projections_are_refitted_from_the_original_weights(quantization: str, folder: Path) -> None:
     recipe = pico_recipe(folder, f"train.quantization={quantization}", "repair.mode=full", "repair.tokens=256")
-    made = conversion.convert(recipe, folder / "moe")
+    made = convert(recipe, folder / "moe")
     original = load_dense(str(folder / "dense"), torch.float32)
     text = Corpus.load(folder / "moe" / "run" / "corpus.safetensors").train.truncate(256)
     meant = repair_plan(made, original, text.input_ids, text.mask, recipe.repair)
@@ -168,14 +169,14 @@ def test_projections_are_refitted_from_the_original_weights(quantization: str, f
         assert torch.equal(ours.refit["down.weight"], theirs.refit["down.weight"])
     assert made.notes[REPAIRED] == meant.notes[REPAIRED]
     assert made.notes[REPAIRED]["error_after"] < made.notes[REPAIRED]["error_before"]
-    conversion.plan(folder / "moe" / "run", folder / "plan")
+    verbs.plan(folder / "moe" / "run", folder / "plan")
     assert (folder / "plan" / "plan.safetensors").read_bytes() == (folder / "moe" / "plan.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("quantization", KINDS)
 def test_a_run_that_was_cut_off_resumes(quantization: str, folder: Path) -> None:
     for steps, out, resume in (("4", "whole", False), ("4", "halves", False), ("4", "halves", True)):
-        conversion.train(
+        verbs.train(
             pico_recipe(folder, f"train.quantization={quantization}", f"train.steps={steps}"),
             folder / out,
             resume=resume,
@@ -203,7 +204,7 @@ def test_packed_layers_take_the_memory_that_is_counted(quantization: str, dtype:
 def test_a_library_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"tomoe-llm\[quantized\]"):
-        conversion.train(pico_recipe(folder, "train.quantization=nf4"), folder / "run")
+        verbs.train(pico_recipe(folder, "train.quantization=nf4"), folder / "run")
     assert not (folder / "run").exists()
 
 

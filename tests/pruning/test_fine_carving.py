@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from conftest import ATTENTION_MODES, make_pico, tokens
 from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params
-from tomoe.conversion import empty_network
+from tomoe.conversion.steps import new_network
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
@@ -387,7 +387,8 @@ def test_what_cannot_be_divided_is_refused(experts: ExpertsSection, width: float
 
 def carved(model: PreTrainedModel, recipe: Recipe, text: tuple[Tensor, Tensor]) -> MaskNetwork:
     """A mask network with the carved start of a recipe. Raises UserError, before the carve, if no layout meets the budget."""
-    net = empty_network(recipe, model, settle_layout(recipe, shape_of(model)))
+    shape = shape_of(model)
+    net = new_network(recipe, shape, settle_layout(recipe, shape), model.device)
     carve_(net, model, *text, recipe.active, recipe.seed)
     return net
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conftest import FORMS, make_pico, make_plan
 from pico_files import CommandLine, pico_recipe, write_pico, write_text
-from tomoe.conversion import convert
+from tomoe.conversion.convert import convert
 from tomoe.plan import Plan
 from tomoe.pruning.repair import layers as repairing
 from tomoe.pruning.repair.plan import KEPT, forget_repair, repair_plan
@@ -142,7 +142,7 @@ def test_a_finished_command_keeps_no_layers(
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr("tomoe.conversion.save_conversion", die)
+        patched.setattr("tomoe.conversion.steps.fold_and_check", die)
         with pytest.raises(Killed):
             convert(recipe, tmp_path / "out")
     assert (tmp_path / "out" / "run" / KEPT).is_dir()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from launcher import Launcher, assert_same_run, masks, train
 from pico_files import leave_head_room, rows_from, small, write_pico, write_text
-from tomoe.conversion import convert
+from tomoe.conversion.convert import convert
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
 

@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 
 from conftest import ATTENTION_MODES, make_pico, mask_step, tokens
 from tomoe import distributed
-from tomoe.conversion import begin
+from tomoe.conversion.steps import open_dense
 from tomoe.errors import UserError
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.structure import shape_of
-from tomoe.progress import no_progress
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import OverlappingLayout
 from tomoe.pruning.learned.mask_network import MaskNetwork
@@ -143,10 +142,10 @@ def test_accumulation_that_does_not_divide_is_refused_before_the_model_is_opened
     monkeypatch.setattr(distributed, "world_size", lambda: 3)
     recipe = small_recipe("train.steps=1", "train.gradient_accumulation_steps=4", "model=nowhere")
     with pytest.raises(UserError, match=r"a step has 4 forward passes .* which 3 processes cannot share evenly"):
-        begin(recipe, BaseWeights.of(recipe), RunFolder(tmp_path / "run"), False, no_progress)
+        open_dense(recipe, BaseWeights.of(recipe))
     recipe = recipe.changed(["train.gradient_accumulation_steps=6"])
     with pytest.raises(UserError, match="nowhere"):
-        begin(recipe, BaseWeights.of(recipe), RunFolder(tmp_path / "run"), False, no_progress)
+        open_dense(recipe, BaseWeights.of(recipe))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from pico_files import pico_recipe, write_pico, write_text
-from tomoe.conversion import convert
+from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus
 from tomoe.report.warnings import find_warnings
 

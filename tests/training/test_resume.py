@@ -20,8 +20,9 @@ from torch import Tensor
 
 from launcher import EVERYTHING
 from pico_files import CommandLine, contents, pico_recipe, small, steps_of
-from tomoe import conversion
-from tomoe.conversion import convert, plan, train
+from tomoe.conversion import steps
+from tomoe.conversion.convert import convert
+from tomoe.conversion.verbs import plan, train
 from tomoe.data.corpus import Corpus
 from tomoe.locks import LOCK_FILE
 from tomoe.model.loading import load_dense
@@ -179,7 +180,7 @@ def test_a_resumed_run_keeps_the_basis_of_its_values(
     shutil.copytree(whole, run)
     shutil.rmtree(run / "masks" / "step-000004")
     for name in ("carve_", "value_rotations"):
-        monkeypatch.delattr(conversion, name)
+        monkeypatch.delattr(steps, name)
     train(recipe, run, resume=True)
     assert contents(run / "masks") == contents(whole / "masks")
     made = plan(run, tmp_path / "plan")

@@ -22,7 +22,8 @@ from tomoe.version import __version__
 # have to wait for. A verb writes `from tomoe.report import build`, not the names in it, and the module is loaded when the
 # first of its names is used.
 LOADED_LATER = (
-    "conversion",
+    "conversion.convert",
+    "conversion.verbs",
     "distributed",
     "evaluation.results",
     "evaluation.routing_trace",

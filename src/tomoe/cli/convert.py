@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from tomoe import conversion, distributed
+from tomoe import distributed
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output, show_warnings
 from tomoe.cli.export import Format, export
 from tomoe.cli.options import quoted
 from tomoe.cli.signals import resumable
+from tomoe.conversion import convert as conversion
 from tomoe.errors import UserError
 from tomoe.evaluation import tables
 from tomoe.exporting import targets

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tomoe import conversion
 from tomoe.cli import options
 from tomoe.cli.console import Screen
 from tomoe.cli.signals import resumable
+from tomoe.conversion import verbs
 from tomoe.memory import estimate
 
 
@@ -25,7 +25,7 @@ def train(
     if not skip_memory_check:
         estimate.check_memory(recipe, folds=False)
     with Screen() as screen, resumable(out):
-        conversion.train(recipe, out, resume, force, screen.on_progress)
+        verbs.train(recipe, out, resume, force, screen.on_progress)
     if not recipe.train.steps:
         screen.say(
             "Nothing was learned, because train.steps is 0: the run holds the start. --steps N learns from there."

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tomoe import distributed
-from tomoe.conversion import save_conversion
+from tomoe.conversion.steps import fold_and_check
 from tomoe.data.corpus import Corpus, prepare
 from tomoe.errors import UserError
 from tomoe.files import atomic_write, basename
@@ -72,7 +72,7 @@ def repair(
     plan = replace(plan, recipe=recipe.model_dump(mode="json"), notes=plan.notes | {"tomoe": __version__})
 
     def write() -> None:
-        save_conversion(plan, base.stored_(model), tokenizer, out, force)
+        fold_and_check(plan, base.stored_(model), tokenizer, out, force)
         if kept.is_file():
             atomic_write(run / kept.name, kept.read_bytes())
         forget_repair(run)

@@ -180,7 +180,7 @@ def _train(
     training = Training(
         moe, learned, train, recipe.seed, corpus, run, step_fn, fused=True, scales=learned.scales(), best=best
     )
-    run_training(training, recipe, "finetune", on_progress)
+    run_training(training, "finetune", on_progress)
     return student, best
 
 

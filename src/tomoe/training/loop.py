@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from tomoe import distributed
 from tomoe.errors import UserError
+from tomoe.progress import ProgressCallback
 from tomoe.recipe.run import LoopSection
 from tomoe.training.best import BestWeights
 from tomoe.training.run_folder import RunFolder
@@ -218,6 +219,13 @@ class Training:
             "tokens_per_second": all_tokens / seconds,
             "skipped": skipped,
         }
+
+
+def run_training(training: Training, stage: str, on_progress: ProgressCallback) -> None:
+    """Train from the newest checkpoint to the last step; all processes start with the same weights."""
+    training.resume()
+    distributed.broadcast_(training.net.state_dict().values())
+    training.train(lambda row: on_progress(stage, row["step"], training.loop.steps, row))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine, pico_recipe, refused, write_pico, write_text
 from pico_tokenizer import TOKENIZER, make_tokenizer
-from tomoe.conversion import convert
+from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
 from tomoe.exporting.gguf import llama_cpp
 from tomoe.exporting.gguf.experts import merge_experts

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from pico_files import SMALL, CommandLine, refused, small, write_text
 from pico_tokenizer import TOKENIZER
 from tomoe.budget import decoder_params, mlp_params
-from tomoe.conversion import convert
+from tomoe.conversion.convert import convert
 from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe

@@ -16,7 +16,7 @@ import tomoe.exporting.stock.fine_grained as fine_grained
 import tomoe.exporting.verify as verify
 from pico_files import CommandLine, Outcome, pico_recipe, refused, write_pico, write_text
 from pico_tokenizer import TOKENIZER
-from tomoe.conversion import convert
+from tomoe.conversion.convert import convert
 from tomoe.exporting.verify import RouterAgreement, StoredRun
 from tomoe.files import format_bytes
 from tomoe.moe.modeling_tomoe import ToMoEMLP

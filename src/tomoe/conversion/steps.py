@@ -1,0 +1,232 @@
+"""The steps of a conversion: each takes what it needs and returns what it made. `convert` puts them in order."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tomoe import distributed
+from tomoe.data.corpus import Corpus, Sequences, prepare
+from tomoe.data.sources import SELF
+from tomoe.errors import UserError
+from tomoe.exporting.targets import check_target
+from tomoe.model.base_weights import BaseWeights
+from tomoe.model.loading import fingerprint, load_tokenizer
+from tomoe.model.shape import ModelShape
+from tomoe.model.structure import check_output, shape_of
+from tomoe.model.tokens import check_length
+from tomoe.moe.checkpoint import check_writing, save_moe
+from tomoe.moe.fold import fold
+from tomoe.plan import AnyPlan, InputsPlan, Plan
+from tomoe.progress import ProgressCallback, no_progress, stage_callback
+from tomoe.pruning.carving import carve_
+from tomoe.pruning.extract import extract_plan, planned_loss
+from tomoe.pruning.forms import mask_network
+from tomoe.pruning.inputs import plan_inputs
+from tomoe.pruning.layouts import Layout, settle_layout, tolerance_of
+from tomoe.pruning.learned.mask_network import MaskNetwork
+from tomoe.pruning.learned.objective import MaskStep
+from tomoe.pruning.repair.plan import repair_plan
+from tomoe.pruning.rotation import value_rotations
+from tomoe.recipe.conversion import Recipe, RepairSection
+from tomoe.recipe.target_rules import TARGET_RULES
+from tomoe.training.best import BestWeights
+from tomoe.training.loop import Training, check_accumulation, run_training
+from tomoe.training.run_folder import RunFolder
+from tomoe.version import __version__
+
+CHECKED_TOKENS = 4096
+"""Held-out tokens that show, before and after training, what the masks lose."""
+AnyP = TypeVar("AnyP", Plan, InputsPlan)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The dense model of a conversion."""
+
+    model: PreTrainedModel
+    """As it learns: possibly quantized or sharded."""
+    tokenizer: PreTrainedTokenizerBase
+    shape: ModelShape
+    layout: Layout | None
+    """How experts divide its layers; None if tokens choose inputs."""
+
+
+def open_dense(recipe: Recipe, base: BaseWeights) -> Dense:
+    """Load the dense model to learn from and its tokenizer, and settle how its experts divide a layer.
+
+    Whatever can be known to fail later is looked for here. Raises UserError if the model does not fit the recipe.
+    """
+    check_accumulation(recipe.train)
+    if not recipe.model:
+        raise UserError("the recipe names no model; give a hub id, a folder, a .gguf file or a known name")
+    model = base.for_training()
+    check_output(model, recipe.attention.pruning != "off")
+    check_length(recipe.data.seq_len, model)
+    shape = shape_of(model)
+    layout = None if recipe.experts.form == "inputs" else settle_layout(recipe, shape)
+    check_target(recipe, model)
+    tokenizer = load_tokenizer(recipe.model)
+    # others write nothing, and their disks may be full
+    distributed.on_rank_zero(lambda: check_writing(model, tokenizer))
+    return Dense(model, tokenizer, shape, layout)
+
+
+def begin_run(
+    recipe: Recipe, base: BaseWeights, dense: Dense, run: RunFolder, resumes: bool, on_progress: ProgressCallback
+) -> Corpus:
+    """Prepare the text, then start the run with it; or resume the run, and read its text.
+
+    Nothing is written, and nothing of an older run is deleted, before the text has been prepared. Raises UserError if it
+    cannot be, or if the run was started with other weights.
+    """
+
+    def text() -> Corpus | None:
+        if resumes and run.corpus.exists():
+            return None
+        return prepare(recipe.data, dense.tokenizer, recipe.seed, dense.model, stage_callback(on_progress, "text"))
+
+    # all processes sample together; a sharded model runs in all of them or in none
+    sampled = text() if distributed.world_size() > 1 and SELF in recipe.data.sources else None
+
+    def begin() -> None:
+        weights = fingerprint(dense.model if base.is_original else base.original())
+        if resumes:
+            run.check_origin(weights, recipe.model)
+        corpus = sampled or text()
+        if corpus is not None:
+            run.begin(recipe, resumes, weights)
+            corpus.save(run.corpus)
+
+    distributed.on_rank_zero(begin)
+    return Corpus.load(run.corpus)
+
+
+def new_network(recipe: Recipe, shape: ModelShape, layout: Layout, device: torch.device) -> MaskNetwork:
+    """Make the network that holds experts and routers; the start, or a checkpoint, fills it."""
+    size = recipe.experts.embedding_size
+    return mask_network(shape, layout, size, recipe.attention, recipe.sampling, recipe.seed).to(device)
+
+
+def start_(
+    net: MaskNetwork,
+    recipe: Recipe,
+    base: BaseWeights,
+    model: PreTrainedModel,
+    text: Sequences,
+    on_progress: ProgressCallback = no_progress,
+) -> None:
+    """Set what calibration text decides before learning: all of a carved start, of a random one the basis of the values."""
+    reads_weights = recipe.start == "carved" or net.rotates_values
+    # packed weights cannot be read
+    if reads_weights and base.quantization != "none":
+        model = base.original()
+    ids, mask = text.input_ids.to(model.device), text.mask.to(model.device)
+    if recipe.start == "carved":
+        # here neurons become experts, and each expert gets the row of the router that predicts it
+        carve_(net, model, ids, mask, recipe.active, recipe.seed, stage_callback(on_progress, "carve"))
+    elif net.rotates_values:
+        rotations = value_rotations(model, ids, mask, stage_callback(on_progress, "rotate"))
+        net.value_rotations.copy_(torch.stack(rotations))
+
+
+def learn_(
+    net: MaskNetwork,
+    recipe: Recipe,
+    model: PreTrainedModel,
+    corpus: Corpus,
+    run: RunFolder,
+    on_progress: ProgressCallback,
+) -> dict[str, Any]:
+    """Train from the last checkpoint, or else from the start, to the last step; none if `train.steps` is 0.
+
+    Returns what the plan's notes say of it.
+    """
+    step = MaskStep(model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
+    checks = _start_and_end(net, recipe, model, corpus, run) if recipe.train.steps else None
+    training = Training(model, net, recipe.train, recipe.seed, corpus, run, step, best=checks)
+    run_training(training, "train", on_progress)
+    return learning_notes(recipe.train.steps, checks.state() if checks else {})
+
+
+def _start_and_end(
+    net: MaskNetwork, recipe: Recipe, model: PreTrainedModel, corpus: Corpus, run: RunFolder
+) -> BestWeights:
+    """Checks, before the first step and after the last, what the plan of these masks loses on held-out text."""
+    text = corpus.evaluation.truncate(CHECKED_TOKENS)
+
+    def loss() -> float:
+        masks = choose_experts(net, model, recipe.active, corpus.calibration, recipe.target)
+        return planned_loss(model, masks, text, recipe.loss.objective)
+
+    return BestWeights(net, run, recipe.train.steps, loss, checks=1, keeps=False)
+
+
+def learning_notes(steps: int, checked: dict[str, Any]) -> dict[str, Any]:
+    """What a plan's notes say of a training of `steps` steps; `checked` is the state of the checks on held-out text."""
+    # not if the training was stopped before its last check, or if a loss was not finite
+    if not steps or checked.get("checked") != steps or not math.isfinite(checked["start"]):
+        return {"steps": steps}
+    return {"steps": steps, "held_out_before": checked["start"], "held_out": checked["loss"]}
+
+
+def choose_experts(net: MaskNetwork, model: PreTrainedModel, active: float, text: Sequences, target: str) -> Plan:
+    """The plan of what the network holds: experts, routers and widths, as near to the share `active` as the target allows."""
+    calibration = text.input_ids.to(model.device), text.mask.to(model.device)
+    return extract_plan(net, model, active, calibration, tolerance_of(TARGET_RULES[target]))
+
+
+def choose_inputs(dense: Dense, text: Sequences, active: float, seed: int, on_progress: ProgressCallback) -> InputsPlan:
+    """The plan of how many inputs of each projection a token uses; which ones, its own numbers tell."""
+    ids, mask = text.input_ids.to(dense.model.device), text.mask.to(dense.model.device)
+    progress = stage_callback(on_progress, "choosing inputs")
+    return plan_inputs(dense.model, dense.shape, ids, mask, active, seed, progress)
+
+
+def recorded(plan: AnyP, recipe: Recipe, model: PreTrainedModel, source: str, notes: dict[str, Any]) -> AnyP:
+    """The plan with its origin: the fingerprint of the dense weights and their config, the recipe, and notes with versions."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "tomoe": __version__}
+    # as transformers writes it: JSON has no infinity
+    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return replace(
+        plan,
+        source=source,
+        dense_config={key: value for key, value in config.items() if not key.startswith("_")},
+        recipe=recipe.model_dump(mode="json"),
+        notes=plan.notes | notes | {"seq_len": recipe.data.seq_len} | versions,
+    )
+
+
+def repaired(
+    plan: Plan,
+    model: PreTrainedModel,
+    corpus: Corpus,
+    section: RepairSection,
+    stored: torch.dtype | None = None,
+    folder: Path | None = None,
+    on_progress: ProgressCallback = no_progress,
+) -> Plan:
+    """The plan with projections that are refitted to its masks, unless the recipe leaves that out. Needs every process.
+
+    `stored` is the dtype of whole matrices in the plan (default: the model's). What does not fit in memory goes to a file in
+    `folder`, and so does what a repair that is killed resumes with.
+    """
+    if section.mode == "none":
+        return plan
+    text = corpus.fitting_text(section.tokens)
+    return repair_plan(plan, model, text.input_ids, text.mask, section, on_progress, folder, stored)
+
+
+def fold_and_check(
+    plan: AnyPlan, dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, force: bool
+) -> None:
+    """Make the MoE of a plan and write its folder, which gets its name only if the loaded model computes the same."""
+    save_moe(fold(dense, plan, __version__, lazily=True), plan, tokenizer, out, force, check=True)
+    Recipe(**plan.recipe).save(out / "recipe.json")

@@ -1,0 +1,134 @@
+"""The verbs that run some of the steps of `convert`: train -> plan -> apply."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tomoe import distributed
+from tomoe.conversion import steps
+from tomoe.data.corpus import Corpus
+from tomoe.errors import UserError
+from tomoe.files import atomic_folder, basename
+from tomoe.folders import PLAN, refuse_overwriting, refuse_strangers
+from tomoe.model import catalog
+from tomoe.model.base_weights import BaseWeights
+from tomoe.model.compute_dtype import dtype_of
+from tomoe.model.hub import find_plan
+from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
+from tomoe.model.names import HUB_ID
+from tomoe.model.structure import shape_of
+from tomoe.plan import FINETUNED, AnyPlan, Plan, read_plan
+from tomoe.progress import ProgressCallback, no_progress
+from tomoe.pruning.layouts import FORMS, settle_layout
+from tomoe.pruning.repair.plan import forget_repair
+from tomoe.recipe.conversion import Recipe
+from tomoe.report.card import write_card
+from tomoe.report.summary import shown_name
+from tomoe.training.loop import CHECKED
+from tomoe.training.run_folder import RunFolder
+
+
+@distributed.locks_out("train")
+def train(
+    recipe: Recipe, out: Path, resume: bool = False, force: bool = False, on_progress: ProgressCallback = no_progress
+) -> Path:
+    """Learn masks and routers in the run folder `out` and return it. Raises UserError for whatever the user can mend."""
+    if recipe.experts.form == "inputs":
+        raise UserError(
+            "experts.form = inputs learns nothing, so there is nothing to train; run `tomoe convert`, or set experts.form to fine"
+        )
+    run, base = RunFolder(out), BaseWeights.of(recipe)
+    resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
+    dense = steps.open_dense(recipe, base)
+    corpus = steps.begin_run(recipe, base, dense, run, resumes, on_progress)
+    net = steps.new_network(recipe, dense.shape, dense.layout, dense.model.device)
+    if not run.steps():
+        steps.start_(net, recipe, base, dense.model, corpus.calibration, on_progress)
+    steps.learn_(net, recipe, dense.model, corpus, run, on_progress)
+    return out
+
+
+@distributed.locks_out("plan")
+def plan(
+    run_path: Path,
+    out: Path,
+    active: float | None = None,
+    force: bool = False,
+    on_progress: ProgressCallback = no_progress,
+) -> Plan:
+    """Extract the plan of a run's newest checkpoint; `active` other than the trained one is allowed.
+
+    Raises UserError if there is no such run, its dense model changed, or `out` holds a model (or, without `force`, a plan).
+    """
+    if not (run_path / "recipe.json").is_file():
+        raise UserError(f"{run_path} holds no run (no recipe.json); make one with `tomoe train`")
+    _refuse_place(out, force)
+    run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
+    wanted = recipe if active is None else recipe.changed([f"active={active}"])
+    if FORMS[recipe.experts.form].for_one_budget and wanted.active != recipe.active:
+        raise UserError(
+            f"{run_path} divided its neurons into fine-grained experts for active = {recipe.active}, so a plan for "
+            f"{wanted.active} needs a run of its own; or use other numbers of them when the model runs (--active)"
+        )
+    checkpoint = run.last()
+    if checkpoint is None:
+        raise UserError(
+            f"{run_path} holds no checkpoint yet; run `tomoe train` first, with --resume if it was interrupted"
+        )
+    base = BaseWeights.of(recipe)
+    model = base.original()
+    source = fingerprint(model)
+    run.check_origin(source, recipe.model)
+    corpus = Corpus.load(run.corpus)
+    shape = shape_of(model)
+    net = steps.new_network(recipe, shape, settle_layout(recipe, shape), model.device)
+    run.restore(checkpoint, net, None)
+    learned = steps.learning_notes(checkpoint.step, checkpoint.state.get(CHECKED, {}))
+    experts = steps.choose_experts(net, model, wanted.active, corpus.calibration, wanted.target)
+    recorded = steps.recorded(experts, wanted, model, source, learned)
+    extracted = steps.repaired(recorded, model, corpus, wanted.repair, base.dtype, run_path, on_progress)
+    with atomic_folder(out, "plan.json", ()) as part:
+        extracted.save(part)
+    forget_repair(run_path)
+    return extracted
+
+
+def _refuse_place(out: Path, force: bool) -> None:
+    """Raises UserError if a plan must not be written there."""
+    refuse_strangers(out, force, (*PLAN, "config.json"))
+    if (out / "config.json").exists():
+        raise UserError(f"{out} holds a model, which must keep the plan it was made from; choose another folder")
+    if (out / "plan.json").exists() and not force:
+        raise UserError(f"{out} already holds a plan; choose another folder or give --force")
+
+
+@distributed.locks_out("apply")
+def apply_plan(plan: str, model: str | None, out: Path, dtype: str | None = None, force: bool = False) -> AnyPlan:
+    """Make the MoE from a plan (folder or hub id) and the dense weights it was made for; write the folder and its card.
+
+    `model` may be left out if the plan names it; a plan from the hub must not name a folder of this machine. Raises
+    UserError for other weights than the plan's, and for whatever else the user can mend.
+    """
+    folder = find_plan(plan)
+    loaded = read_plan(folder)
+    named = str(loaded.recipe.get("model", ""))
+    if model is None and not Path(plan).is_dir() and not (HUB_ID.fullmatch(named) or named in catalog.names()):
+        raise UserError(f"the plan {plan} does not say where its dense model is; name it: tomoe apply {plan} MODEL")
+    if FINETUNED in loaded.notes:
+        raise UserError(
+            f"the plan in {plan} belongs to weights that were fine-tuned after folding, which only their model folder "
+            "holds; apply the plan of the conversion, then fine-tune again"
+        )
+    recipe = Recipe(**loaded.recipe) if loaded.recipe else Recipe()
+    name = model or recipe.model
+    refuse_overwriting(out, force, name)
+    dense = load_dense(name, dtype_of(dtype or recipe.train.dtype), offload=None)
+    if loaded.source and loaded.source != (weights := fingerprint(dense)):
+        raise UserError(
+            f"the plan was made for other weights (hash {loaded.source[:12]}) than these (hash {weights[:12]}); "
+            "apply it to the model it was made for"
+        )
+    steps.fold_and_check(loaded, dense, load_tokenizer(name), out, force)
+    command = f"tomoe apply {shown_name(plan)} {shown_name(model or named)} -o {basename(out)}"
+    write_card(out, loaded, base_model=model or named, command=command)
+    return loaded
