@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tomoe.errors import UserError
+from tomoe.finetuning.run import take_best_
 from tomoe.training.best import BestWeights
 from tomoe.training.run_folder import RunFolder
 
@@ -16,7 +17,7 @@ from tomoe.training.run_folder import RunFolder
 def checked(folder: Path, losses: list[float]) -> tuple[nn.Linear, BestWeights]:
     """A run of 30 steps whose weights are the number of the step, with these losses at its checks."""
     net, found = nn.Linear(1, 1), iter(losses)
-    best = BestWeights(net, RunFolder(folder), 30, lambda: next(found))
+    best = BestWeights(net, RunFolder(folder), 30, lambda: next(found), checks=10)
     for step in range(31):
         nn.init.constant_(net.weight, step)
         assert best.check(step).keys() == ({"held_out"} if step % 3 == 0 else set())
@@ -26,6 +27,7 @@ def checked(folder: Path, losses: list[float]) -> tuple[nn.Linear, BestWeights]:
 @pytest.mark.parametrize(("better", "kept"), [({6: 1.0, 9: 2.0}, 6), ({6: 2.0, 9: 1.0}, 9), ({30: 2.0}, 30)])
 def test_the_best_weights_are_kept_not_the_last(tmp_path: Path, better: dict[int, float], kept: int) -> None:
     net, best = checked(tmp_path, [3.0] + [better.get(step, 4.0) for step in range(3, 31, 3)])
+    assert best.improved
     best.take_()
     assert (best.start, best.step, best.loss) == (3.0, kept, better[kept])
     assert net.weight.item() == kept
@@ -34,13 +36,14 @@ def test_the_best_weights_are_kept_not_the_last(tmp_path: Path, better: dict[int
 @pytest.mark.parametrize("later", [3.0, 4.0, float("nan")])
 def test_what_is_never_better_than_the_start_is_refused(tmp_path: Path, later: float) -> None:
     _, best = checked(tmp_path, [3.0] + [later] * 10)
+    assert not best.improved
     with pytest.raises(UserError, match=r"did not make the model better .*3\.000 before.*smaller train\.learning_rate"):
-        best.take_()
+        take_best_(best)
 
 
 def test_what_a_checkpoint_keeps_is_taken_up(tmp_path: Path) -> None:
     _, best = checked(tmp_path, [3.0, 1.0] + [4.0] * 9)
-    again = BestWeights(nn.Linear(1, 1), RunFolder(tmp_path), 30, lambda: pytest.fail("it was checked twice"))
+    again = BestWeights(nn.Linear(1, 1), RunFolder(tmp_path), 30, lambda: pytest.fail("it was checked twice"), checks=10)
     again.restore(best.state())
     assert again.check(30) == {}
     again.take_()

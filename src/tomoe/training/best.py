@@ -9,13 +9,8 @@ from typing import Any
 from torch import nn
 
 from tomoe import distributed
-from tomoe.errors import UserError
-from tomoe.files import atomic_write
 from tomoe.model.shape import ceil_div
 from tomoe.training.run_folder import RunFolder
-
-CHECKS = 10
-"""How often a run of fine-tuning is checked, besides its start."""
 
 
 @dataclass
@@ -30,16 +25,16 @@ class BestWeights:
     steps: int
     held_out_loss: Callable[[], float]
     """Of `net` as it is, in nats."""
+    checks: int
+    """How often the run is checked, besides its start."""
+    keeps: bool = True
+    """Whether the best weights go into a file; without it `take_` cannot be asked."""
     start: float = float("nan")
     """The loss before the first step."""
     loss: float = float("nan")
     """The smallest loss, and the step that it was found after: 0 if no step was better than the start."""
     step: int = 0
     checked: int = -1
-    checks: int = CHECKS
-    """How often the run is checked, besides its start."""
-    keeps: bool = True
-    """Whether the best weights go into a file; without it `take_` cannot be asked."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -66,15 +61,12 @@ class BestWeights:
                 distributed.on_rank_zero(lambda: self.run.save_best(self.net))
         return {"held_out": loss}
 
+    @property
+    def improved(self) -> bool:
+        """Whether some step was better than the start; a run without steps has nothing to improve."""
+        return not self.steps or self.step > 0
+
     def take_(self) -> None:
-        """Put the best weights in the place of the last. Raises UserError if no step was better than the start."""
-        if self.steps and not self.step:
-            reason = "fine-tuning did not make the model better"
-            advice = "start over (--force) with a smaller train.learning_rate, more steps or other text"
-            atomic_write(self.run.no_model, f"{reason}; {advice}")
-            raise UserError(
-                f"{reason} (loss on held-out text {self.start:.3f} before the first step, more at each of {self.checks} "
-                f"checks), so nothing is written, and {self.run.path} keeps the run; {advice}"
-            )
+        """Put the best weights in the place of the last, if some step `improved` them."""
         if self.step != self.steps:
             self.run.restore_best(self.net)
