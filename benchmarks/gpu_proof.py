@@ -31,7 +31,7 @@ try:
 
     import tomoe
     from tomoe.evaluation.speed.benchmark import benchmark
-    from tomoe.finetuning.run import finetune
+    from tomoe.finetuning.finetune import finetune
     from tomoe.memory.estimate import least_memory, sizes_of
     from tomoe.model.loading import free_on_device, load_config, load_dense, load_tokenizer, pick_device
     from tomoe.moe.modeling_tomoe import CACHE, WAYS, Router, ToMoEMLP, choose_backend, compute

@@ -19,7 +19,7 @@ from pico_files import small
 # What the command line loads when it is first used, and what transformers does: a forked process has it then.
 EVERYTHING = """
 import gguf, torch, torch.distributed, torch.profiler
-import tomoe.conversion.convert, tomoe.conversion.verbs, tomoe.data.corpus, tomoe.evaluation.run, tomoe.finetuning.run
+import tomoe.conversion.convert, tomoe.conversion.verbs, tomoe.data.corpus, tomoe.evaluation.evaluate, tomoe.finetuning.finetune
 import tomoe.report.build, tomoe.training.loop
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
 from tomoe.cli import main

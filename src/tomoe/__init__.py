@@ -15,11 +15,11 @@ from tomoe.version import __version__
 
 if TYPE_CHECKING:
     from tomoe.conversion.convert import convert
-    from tomoe.evaluation.run import evaluate
+    from tomoe.evaluation.evaluate import evaluate
     from tomoe.exporting.run import export
-    from tomoe.finetuning.run import finetune
+    from tomoe.finetuning.finetune import finetune
     from tomoe.model.generation import generate
-    from tomoe.moe.active_experts import load
+    from tomoe.moe.load import load
     from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
     from tomoe.plan import Plan
     from tomoe.recipe.conversion import Recipe
@@ -45,11 +45,11 @@ _MODULES = {
     "ToMoEConfig": "tomoe.moe.modeling_tomoe",
     "ToMoEForCausalLM": "tomoe.moe.modeling_tomoe",
     "convert": "tomoe.conversion.convert",
-    "evaluate": "tomoe.evaluation.run",
+    "evaluate": "tomoe.evaluation.evaluate",
     "export": "tomoe.exporting.run",
-    "finetune": "tomoe.finetuning.run",
+    "finetune": "tomoe.finetuning.finetune",
     "generate": "tomoe.model.generation",
-    "load": "tomoe.moe.active_experts",
+    "load": "tomoe.moe.load",
 }
 
 

@@ -24,11 +24,11 @@ from transformers import DynamicCache
 import pico_files
 from conftest import tokens
 from tomoe.conversion.convert import convert
-from tomoe.evaluation.run import evaluate
+from tomoe.evaluation.evaluate import evaluate
 from tomoe.evaluation.speed.benchmark import benchmark
 from tomoe.exporting.run import export
+from tomoe.finetuning.finetune import finetune
 from tomoe.finetuning.repair import repair
-from tomoe.finetuning.run import finetune
 from tomoe.model.generation import generate
 from tomoe.model.loading import load_dense, load_model, load_tokenizer
 from tomoe.model.stored import StoredModel

@@ -10,8 +10,8 @@ import pytest
 
 from pico_files import CommandLine, refused, rows_from
 from tomoe.errors import UserError
+from tomoe.evaluation.evaluate import dial_settings, evaluate, save_dials
 from tomoe.evaluation.results import DIAL, read_rows
-from tomoe.evaluation.run import dial_settings, evaluate, save_dials
 from tomoe.moe.active_experts import dial_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.figures]

@@ -17,7 +17,7 @@ from pico_files import CommandLine, rows_from, small, write_pico, write_text
 from tomoe.data import sources
 from tomoe.data.evaluation_text import read_text
 from tomoe.errors import UserError
-from tomoe.evaluation import perplexity, run
+from tomoe.evaluation import evaluate, perplexity
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.perplexity import Predictions, measure, sequences_sha256, sliding
@@ -161,15 +161,15 @@ def test_the_usual_context_is_that_of_the_loaded_model(
     """Its config is read with it, not once more, and no model is loaded where there is no text."""
     model, loaded = write_pico(tmp_path / "dense"), []
     text = write_text(tmp_path / "text.txt")
-    load = run.load_model
-    monkeypatch.setattr(run, "load_model", lambda *args: loaded.append(args[0]) or load(*args))
+    load = evaluate.load_model
+    monkeypatch.setattr(evaluate, "load_model", lambda *args: loaded.append(args[0]) or load(*args))
     if not found:
         text.unlink()
         with pytest.raises(UserError, match="no file or folder"):
-            run.evaluate(model, text)
+            evaluate.evaluate(model, text)
         assert not loaded
         return
-    (row,) = run.evaluate(model, text, tokens=512, dtype="float32")
+    (row,) = evaluate.evaluate(model, text, tokens=512, dtype="float32")
     assert (row.measurement.context_length, loaded) == (256, [str(model)])
 
 

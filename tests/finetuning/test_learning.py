@@ -8,7 +8,7 @@ import pytest
 
 from pico_files import FINE, leave_head_room, pico_recipe, write_pico, write_text
 from tomoe.conversion.convert import convert
-from tomoe.finetuning.run import finetune
+from tomoe.finetuning.finetune import finetune
 from tomoe.plan import FINETUNED
 from tomoe.recipe.finetuning import FinetuneRecipe
 

@@ -27,7 +27,7 @@ from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import OverlappingLayout, settle_layout
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe, RepairSection
-from tomoe.recipe.run import DataSection
+from tomoe.recipe.shared import DataSection
 from tomoe.training.loop import activation_checkpointing, make_optimizer
 
 LAYOUT = OverlappingLayout(num_experts=4, width_multiple=32)

@@ -15,7 +15,7 @@ from tomoe.errors import UserError
 from tomoe.evaluation.writing.continuations import continuations
 from tomoe.model import trouble
 from tomoe.model.hooks import hooked
-from tomoe.moe.active_experts import load
+from tomoe.moe.load import load
 
 SETTINGS = {
     "stop_strings": ["<|end|>"], "num_beams": 3, "return_dict_in_generate": True, "output_scores": True, "min_length": 40,

@@ -17,7 +17,7 @@ from stored_models import write_gguf
 from tomoe.conversion import verbs
 from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
-from tomoe.evaluation.run import evaluate
+from tomoe.evaluation.evaluate import evaluate
 from tomoe.memory import estimate
 from tomoe.model import hub
 from tomoe.model.loading import fingerprint, load_config, load_dense

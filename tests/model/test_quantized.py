@@ -20,7 +20,7 @@ from tomoe.conversion import verbs
 from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus, Sequences
 from tomoe.errors import UserError
-from tomoe.evaluation.run import evaluate
+from tomoe.evaluation.evaluate import evaluate
 from tomoe.memory import estimate
 from tomoe.model import quantized
 from tomoe.model.loading import fingerprint, load_config, load_dense

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tomoe.errors import UserError
-from tomoe.finetuning.run import take_best_
+from tomoe.finetuning.finetune import take_best_
 from tomoe.training.best import BestWeights
 from tomoe.training.run_folder import RunFolder
 
@@ -43,7 +43,9 @@ def test_what_is_never_better_than_the_start_is_refused(tmp_path: Path, later: f
 
 def test_what_a_checkpoint_keeps_is_taken_up(tmp_path: Path) -> None:
     _, best = checked(tmp_path, [3.0, 1.0] + [4.0] * 9)
-    again = BestWeights(nn.Linear(1, 1), RunFolder(tmp_path), 30, lambda: pytest.fail("it was checked twice"), checks=10)
+    again = BestWeights(
+        nn.Linear(1, 1), RunFolder(tmp_path), 30, lambda: pytest.fail("it was checked twice"), checks=10
+    )
     again.restore(best.state())
     assert again.check(30) == {}
     again.take_()

@@ -12,7 +12,8 @@ from tomoe import distributed, folders, plan
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output, quiet_libraries, show_warnings
 from tomoe.errors import UserError
-from tomoe.evaluation import results, run, tables
+from tomoe.evaluation import evaluate as evaluation
+from tomoe.evaluation import results, tables
 from tomoe.evaluation import tasks as task_sets
 from tomoe.files import atomic_write, basename
 from tomoe.report import warnings
@@ -67,12 +68,12 @@ def evaluate(
     folders.refuse_stranger(markdown_file, tables.MARK)
 
     quiet_libraries()
-    settings = run.dial_settings(models, active or ())
+    settings = evaluation.dial_settings(models, active or ())
     with Screen() as screen:
         for name, point in settings:
             if point is not None:
                 screen.say(f"{basename(name)}: {point}")
-        measured = run.evaluate(
+        measured = evaluation.evaluate(
             models, text, context=context, stride=stride, tokens=tokens, tasks=task_set, active=active or (), dtype=dtype,
             device=device, offload=offload, on_progress=screen.on_progress,
         )  # fmt: skip
@@ -84,7 +85,7 @@ def evaluate(
         atomic_write(markdown_file, tables.to_markdown(measured))
     _show([name for name, _ in settings], measured)
     if active:
-        _keep(lambda: run.save_dials(settings, measured))
+        _keep(lambda: evaluation.save_dials(settings, measured))
 
 
 def _keep(save: Callable[[], list[Path]]) -> None:

@@ -11,7 +11,7 @@ from tomoe.cli import options
 from tomoe.cli.console import Screen, output, show_warnings
 from tomoe.cli.signals import resumable
 from tomoe.evaluation import tables
-from tomoe.finetuning import run
+from tomoe.finetuning import finetune as finetuning
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report import warnings
 
@@ -44,8 +44,8 @@ def finetune(
     options.check_out(out, out / "run", tuning, resume, force)
 
     with Screen() as screen, resumable(out / "run"):
-        run.finetune(tuning, out, resume, force, screen.on_progress)
-        rows = run.measure(tuning, out, screen.on_progress)
+        finetuning.finetune(tuning, out, resume, force, screen.on_progress)
+        rows = finetuning.measure(tuning, out, screen.on_progress)
     if distributed.rank():
         return
     console = output()

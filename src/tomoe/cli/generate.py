@@ -12,6 +12,7 @@ from tomoe.cli.console import quiet_libraries
 from tomoe.cli.sanitize import printable
 from tomoe.model import generation
 from tomoe.moe import active_experts
+from tomoe.moe import load as loading
 
 
 def generate(
@@ -33,7 +34,7 @@ def generate(
     quiet_libraries()
     if active is not None:
         typer.echo(str(active_experts.dial_of(model).nearest(active)), err=True)
-    loaded, tokenizer = active_experts.load(model, active=active)
+    loaded, tokenizer = loading.load(model, active=active)
 
     def show(text: str) -> None:
         # without a newline the stream would wait for one

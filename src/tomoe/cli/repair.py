@@ -11,8 +11,8 @@ from tomoe.cli import options
 from tomoe.cli.console import Screen, output, show_warnings
 from tomoe.evaluation import tables
 from tomoe.files import basename
+from tomoe.finetuning import finetune as finetuning
 from tomoe.finetuning import repair as refitting
-from tomoe.finetuning import run
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report import summary, warnings
 
@@ -44,7 +44,9 @@ def repair(
         rows = []
         if (out / "run" / "corpus.safetensors").is_file():
             command = f"tomoe repair {summary.shown_name(str(folder))} -o {basename(out)}"
-            rows = run.measure(FinetuneRecipe(model=str(folder), dense=dense or ""), out, screen.on_progress, command)
+            rows = finetuning.measure(
+                FinetuneRecipe(model=str(folder), dense=dense or ""), out, screen.on_progress, command
+            )
     if rows and not distributed.rank():
         console = output()
         console.print(tables.to_rich(rows))

@@ -16,7 +16,7 @@ from tomoe.cli.sanitize import printable
 from tomoe.errors import UserError
 from tomoe.evaluation import routing_trace
 from tomoe.files import basename
-from tomoe.moe import active_experts
+from tomoe.moe import load as loading
 from tomoe.report import html as pages
 
 # tokens from which on the shares of experts say something
@@ -45,7 +45,7 @@ def route(
     folders.refuse_stranger(html, pages.MARK)
 
     quiet_libraries()
-    loaded, tokenizer = active_experts.load(model)
+    loaded, tokenizer = loading.load(model)
     trace = routing_trace.trace_text(loaded, tokenizer, passage, tokens)
     last = len(trace.experts) - 1
     if layer is not None and layer > last:

@@ -27,7 +27,7 @@ from tomoe.files import atomic_file, basename, parse_json
 from tomoe.model.shape import ceil_div
 from tomoe.model.tokens import check_text
 from tomoe.progress import StageCallback, no_stage_progress
-from tomoe.recipe.run import DataSection
+from tomoe.recipe.shared import DataSection
 
 _FORMAT = 1
 _PARTS = ("train", "calibration", "evaluation")

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.evaluation.results import TaskScore
-from tomoe.evaluation.writing import run as writing
+from tomoe.evaluation.writing import tasks as writing
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, stage_callback
 
 SEED = 1234  # lm-eval's own, of the choice of few-shot examples

@@ -11,7 +11,7 @@ from tomoe.conversion.steps import fold_and_check
 from tomoe.data.corpus import Corpus, prepare
 from tomoe.errors import UserError
 from tomoe.files import atomic_write, basename
-from tomoe.finetuning.run import Origin
+from tomoe.finetuning.finetune import Origin
 from tomoe.folders import refuse_overwriting
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_tokenizer

@@ -34,7 +34,7 @@ from tomoe.pruning.learned.mask_network import MaskNetwork
 from tomoe.pruning.repair.plan import repair_bytes
 from tomoe.pruning.repair.streams import MEMORY
 from tomoe.recipe.conversion import Recipe, RepairSection
-from tomoe.recipe.run import DataSection
+from tomoe.recipe.shared import DataSection
 from tomoe.training.distillation import CHUNK
 
 _CGROUPS = Path("/sys/fs/cgroup")

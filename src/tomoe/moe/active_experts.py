@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tomoe.budget import active_params, decoder_params
 from tomoe.errors import UserError
-from tomoe.model.loading import load_config, load_model, load_tokenizer
+from tomoe.model.loading import load_config
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.moe.modeling_tomoe import ToMoEConfig
@@ -156,18 +155,3 @@ def use_(model: PreTrainedModel, setting: Setting) -> None:
         return
     assert is_fine(config), "only fine-grained experts can be used in other numbers"
     setattr(config, config.top_k_key, setting.experts_per_token)
-
-
-def load(
-    name: str | Path, dtype: str | torch.dtype = "bfloat16", device: str = "auto", active: float | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A dense model (hub id, folder, .gguf file, known name) or a converted folder, with its tokenizer.
-
-    `active`: let tokens use as many fine-grained experts as make this fraction of the decoder parameters active, or the
-    nearest number of them; or so many inputs. Raises UserError if there is no such model, or none that can.
-    """
-    setting = None if active is None else dial_of(str(name)).nearest(active)
-    model = load_model(str(name), dtype, device)
-    if setting is not None:
-        use_(model, setting)
-    return model, load_tokenizer(str(name))

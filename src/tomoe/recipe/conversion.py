@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from tomoe.errors import UserError
 from tomoe.recipe.base import Section
-from tomoe.recipe.run import DataSection, LoopSection, RunRecipe
+from tomoe.recipe.shared import DataSection, LoopSection, RunRecipe
 from tomoe.recipe.target_rules import TARGET_RULES, Form, Format
 
 # Where to compute and how often to write do not change what is learned.

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from tomoe.recipe.base import Section
-from tomoe.recipe.run import MAX_LEARNING_RATE, DataSection, LoopSection, RunRecipe
+from tomoe.recipe.shared import MAX_LEARNING_RATE, DataSection, LoopSection, RunRecipe
 
 
 class TunedLossSection(Section):

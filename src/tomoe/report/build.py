@@ -15,14 +15,14 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from tomoe import distributed
 from tomoe.data.evaluation_text import EvaluationText, held_out_text
 from tomoe.errors import UserError
+from tomoe.evaluation.evaluate import compare_on
 from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, read_rows, to_json, validated
 from tomoe.evaluation.routing_trace import RoutingTrace, trace_ids, trace_text
-from tomoe.evaluation.run import compare_on
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.token_losses import TokenLosses, token_losses, typical_tokens
 from tomoe.evaluation.usage import routers
 from tomoe.evaluation.writing.loops import TOPICS, Variety, opening, question
-from tomoe.evaluation.writing.run import LOOP_LENGTH, LoopTask
+from tomoe.evaluation.writing.tasks import LOOP_LENGTH, LoopTask
 from tomoe.files import atomic_write, basename, read_json, sha256
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_model, load_tokenizer

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tomoe.data.corpus import Corpus
 from tomoe.files import atomic_write
-from tomoe.recipe.run import LoopSection
+from tomoe.recipe.shared import LoopSection
 
 
 class Stopwatch:

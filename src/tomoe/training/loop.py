@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.progress import ProgressCallback
-from tomoe.recipe.run import LoopSection
+from tomoe.recipe.shared import LoopSection
 from tomoe.training.best import BestWeights
 from tomoe.training.run_folder import RunFolder
 

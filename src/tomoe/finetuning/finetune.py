@@ -15,8 +15,8 @@ from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
 from tomoe.data.sources import SELF
 from tomoe.errors import UserError
+from tomoe.evaluation.evaluate import compare_on
 from tomoe.evaluation.results import Row, to_json
-from tomoe.evaluation.run import compare_on
 from tomoe.files import atomic_write, basename, sha256
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss, MoEStudent, Teacher, check_adapters
 from tomoe.finetuning.text import finetuning_text
