@@ -65,8 +65,9 @@ from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.fine_grained import FineNetwork
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import FineLayout, OverlappingLayout
-from tomoe.pruning.learned.mask_network import MaskNetwork
 from tomoe.pruning.learned.objective import MaskStep
+from tomoe.pruning.learned.projection import Projection
+from tomoe.pruning.network import MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, Recipe, SamplingSection
 
 if TYPE_CHECKING:  # they import this file
@@ -150,14 +151,19 @@ def make_network(
     pruned = AttentionSection(pruning=attention, rotate_values=rotate)
     net = mask_network(shape, layout, EMBEDDING_SIZE, pruned, SamplingSection(), seed=0)
     if rotate:
-        drawn = torch.randn(net.value_rotations.shape, generator=torch.Generator().manual_seed(2))
-        net.value_rotations.copy_(torch.linalg.qr(drawn)[0])
+        drawn = torch.randn(net.attention.value_rotations.shape, generator=torch.Generator().manual_seed(2))
+        net.attention.value_rotations.copy_(torch.linalg.qr(drawn)[0])
     generator = torch.Generator().manual_seed(1)
-    for projection in (*getattr(net, "neurons", ()), *net.dims):
+    for projection in projections(net):
         projection.start.normal_(-3, spread, generator=generator)
     if isinstance(net, FineNetwork):
         partition_(net, generator)
     return net
+
+
+def projections(net: MaskNetwork) -> list[Projection]:
+    """What gives mask logits: of neurons, and of dims of attention."""
+    return [*getattr(net, "neurons", ()), *(() if net.attention is None else net.attention.dims)]
 
 
 def mask_step(model: PreTrainedModel, net: MaskNetwork, recipe: Recipe) -> MaskStep:

@@ -259,9 +259,9 @@ def decisions(model: PreTrainedModel, plan: Plan, ids: Tensor) -> tuple[Tensor, 
     for m, layer in zip(masks, model.model.layers, strict=True):
 
         def attend(_: object, args: tuple, kwargs: dict, m: object = m) -> None:
-            if m.value_router is not None:
+            if m.attention is not None and m.attention.value_logits is not None:
                 x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-                chosen.append(m.values(x.flatten(0, -2)))
+                chosen.append(m.attention.values(x.flatten(0, -2)))
 
         def route(_: object, args: tuple, m: object = m) -> None:
             chosen.append(m.experts.choose(args[0].flatten(0, -2))[0].assignment.round())

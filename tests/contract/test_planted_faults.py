@@ -16,7 +16,9 @@ from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM
 from tomoe.plan import Plan
+from tomoe.pruning.learned import attention_masks
 from tomoe.pruning.learned.gumbel import gumbel_noise
+from tomoe.pruning.learned.sampling import sampled_masks
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.routing import ExpertRouter, Routing, route
 
@@ -138,7 +140,7 @@ def test_noise_left_on(dense: PreTrainedModel, attention: str) -> None:
     """What training samples is not what the plan says, even from the same logits."""
     net = make_network(dense, attention)
     moe, ids = fold(dense, make_plan(dense, attention)), tokens(2, 24, seed=5)
-    with masked(dense, net(seed=0)):
+    with masked(dense, sampled_masks(net, 0)):
         sampled = dense(ids).logits
     assert (sampled - moe(ids).logits).abs().max() > RED
 
@@ -158,7 +160,7 @@ def test_noise_left_on_the_values(dense: PreTrainedModel, monkeypatch: pytest.Mo
         return torch.zeros_like(logits).scatter_(-1, noisy_logits.topk(top_k, -1).indices, 1.0)
 
     plan = make_plan(dense, "per_token")
-    monkeypatch.setattr(masking, "top_values", noisy)
+    monkeypatch.setattr(attention_masks, "top_values", noisy)
     assert difference(dense, plan) > RED
 
 

@@ -75,7 +75,9 @@ def test_fine_experts(dense: PreTrainedModel, attention: str) -> None:
 def test_rotated_and_whole_it_is_the_dense_model(dense: PreTrainedModel, form: str) -> None:
     ids, plan = tokens(2, 24, seed=5), make_plan(dense, "off", 1.0, form=form)
     net = make_network(dense, "static", rotate=True)
-    layers = (replace(layer, value_rotation=r) for layer, r in zip(plan.layers, net.value_rotations, strict=True))
+    layers = (
+        replace(layer, value_rotation=r) for layer, r in zip(plan.layers, net.attention.value_rotations, strict=True)
+    )
     rotated = replace(plan, layers=tuple(layers))
     meant = meaning(dense, plan, ids)
     if form == "overlapping":

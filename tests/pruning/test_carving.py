@@ -12,12 +12,11 @@ from conftest import make_network, make_pico, tokens
 from tomoe.budget import active_params, decoder_params, mlp_params
 from tomoe.model.structure import shape_of
 from tomoe.pruning.allocation import allocate, evened
-from tomoe.pruning.calibration import attention_importance
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
+from tomoe.pruning.learned.attention_carving import attention_importance
 from tomoe.pruning.learned.gumbel import keep_probability
 from tomoe.pruning.learned.losses import active_fraction
-from tomoe.pruning.learned.mask_network import start_logits
 from tomoe.pruning.learned.overlapping_carving import (
     ROUTER_CONFIDENCE,
     backward_elimination,
@@ -25,6 +24,8 @@ from tomoe.pruning.learned.overlapping_carving import (
     rank_neurons,
     spherical_kmeans,
 )
+from tomoe.pruning.learned.projection import start_logits
+from tomoe.pruning.learned.sampling import sampled_masks
 
 
 def test_backward_elimination_counts_the_joint_loss() -> None:
@@ -176,7 +177,11 @@ def test_sampling_keeps_the_widths_of_the_plan_on_average(dense: PreTrainedModel
         means, variance = kept.sum(-1), float((kept * (1 - kept)).sum(-1).max())
         torch.testing.assert_close(means, means[0].round().expand_as(means), rtol=2e-3, atol=0)
         assert abs(width - float(means[0])) < 1.01
-        dims = keep_probability(net.dims[i].start, 3.0) if attention != "off" else torch.ones(c + s.num_qk_choices)
+        dims = (
+            keep_probability(net.attention.dims[i].start, 3.0)
+            if attention != "off"
+            else torch.ones(c + s.num_qk_choices)
+        )
         chosen.append((means[0], s.expand_qk(dims[c:]).sum(), dims[:c].sum()))
         assert abs(qk - float(chosen[i][1])) < 2.01  # a rotary pair
         assert abs(values - float(chosen[i][2])) < 1.01
@@ -187,9 +192,10 @@ def test_sampling_keeps_the_widths_of_the_plan_on_average(dense: PreTrainedModel
     assert float(active_params(s, chosen)) / decoder_params(s) == pytest.approx(0.7, abs=unit / 2 + 1e-3)
 
     def sampled(seed: int) -> float:
-        masks = net(seed)
+        masks = sampled_masks(net, seed)
         for m in masks:
-            m.values(ids.new_zeros(1, s.hidden_size).float())  # one token: no maximum over tokens
+            if m.attention is not None:
+                m.attention.values(ids.new_zeros(1, s.hidden_size).float())  # one token: no maximum over tokens
         return float(active_fraction(masks, s))
 
     actual = torch.tensor([sampled(seed) for seed in range(draws)])

@@ -18,10 +18,11 @@ from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.allocation import Site, common_offset, whole_units
 from tomoe.pruning.extract import Extraction, extract_plan
+from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import least_active, settle_layout
-from tomoe.pruning.learned.mask_network import MaskNetwork
 from tomoe.pruning.learned.value_logits import top_values
 from tomoe.pruning.masking import planned_masks
+from tomoe.pruning.network import MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
 
 MULTIPLE = 8
@@ -73,7 +74,7 @@ def test_the_kept_dims_are_the_best(attention: str) -> None:
                 assert row[kept].min() >= row[~kept].max()
             if attention == "off":
                 continue
-            dims = net.dims[i](net.attention_embeddings(embeddings)[i])
+            dims = net.attention.dims[i](net.attention.embeddings(embeddings)[i])
             values, qk = dims[: plan.shape.head_dim], dims[plan.shape.head_dim :]
             if not layer.qk_kept.all():
                 assert qk[layer.qk_kept].min() >= qk[~layer.qk_kept].max()
@@ -88,7 +89,7 @@ def test_every_token_keeps_exactly_k() -> None:
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for layer, masks in zip(plan.layers, planned_masks(plan), strict=True):
-            actual = masks.values(x)
+            actual = masks.attention.values(x)
             assert layer.value_top_k < 16
             assert torch.equal(actual.sum(-1), torch.full((200,), float(layer.value_top_k)))
             assert len(actual.unique(dim=0)) > 1
@@ -101,18 +102,21 @@ def test_the_plan_decides_as_the_network_does() -> None:
     net, plan = network("per_token"), plan_of("per_token")
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        embeddings = net.attention_embeddings(net.hypernetwork())
+        embeddings = net.attention.embeddings(net.hypernetwork())
         for i, masks in enumerate(planned_masks(plan)):
-            torch.testing.assert_close(masks.value_logits(x), net.value_logits(i, x, embeddings[i]))
+            found = masks.attention.value_logits(x)
+            torch.testing.assert_close(found, net.attention.value_logits(i, x, embeddings[i]))
             assert torch.equal(masks.experts.router.weight, net.routers[i].weight.bfloat16().float())
 
 
 def test_calibration_reads_real_tokens_only() -> None:
-    extraction, (ids, valid) = Extraction(network("per_token"), model()), CALIBRATION
+    attention, (ids, valid) = Extraction(network("per_token")).attention, CALIBRATION
     padded, real = (torch.nn.functional.pad(t, (0, 9), value=value) for t, value in ((ids, 7), (valid, False)))
     with torch.no_grad():
         for plan in (None, plan_of("per_token")):
-            bare, among_padding = (extraction.value_logits(*text, plan) for text in ((ids, valid), (padded, real)))
+            bare, among_padding = (
+                attention.value_logits(model(), *text, plan) for text in ((ids, valid), (padded, real))
+            )
             for one, other in zip(bare, among_padding, strict=True):
                 torch.testing.assert_close(one, other)
 
@@ -122,7 +126,8 @@ def test_calibration_reads_real_tokens_only() -> None:
 def test_twice_gives_the_same_bytes(attention: str, tmp_path: Path) -> None:
     net = network(attention)
     plan_of(attention).save(tmp_path / "one")
-    copy = type(net)(net.shape, net.layout, EMBEDDING_SIZE, net.attention, net.sampling, seed=99)
+    section = AttentionSection(pruning="off") if net.attention is None else net.attention.section
+    copy = mask_network(net.shape, net.layout, EMBEDDING_SIZE, section, net.sampling, seed=99)
     copy.load_state_dict(net.state_dict())
     torch.manual_seed(5)
     torch.rand(3)
@@ -152,7 +157,7 @@ def widened(attention: str, change: str) -> tuple[Plan, Plan]:
         net.neurons[2].start += 1.0
     else:
         part = slice(0, 16) if change == "values" else slice(16, None)
-        net.dims[2].start[part] += 2.0
+        net.attention.dims[2].start[part] += 2.0
     return before, extract_plan(net, model(), 0.6, CALIBRATION)
 
 

@@ -32,8 +32,8 @@ from tomoe.pruning.fine_carving import (
     error_curve,
 )
 from tomoe.pruning.layouts import FineLayout, OverlappingLayout, _Search, _search, settle_layout, stored_zeros
-from tomoe.pruning.learned.mask_network import MaskNetwork
 from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.network import MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
 from tomoe.recipe.target_rules import TARGET_RULES
 

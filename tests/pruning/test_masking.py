@@ -14,9 +14,11 @@ from transformers import PreTrainedModel
 from conftest import ATTENTION_MODES, EMBEDDING_SIZE, FAMILIES, make_network, make_pico, make_plan, tokens
 from tomoe.model.structure import shape_of
 from tomoe.pruning.carving import carve_
-from tomoe.pruning.learned.mask_network import MaskNetwork, SampledLayerMasks
+from tomoe.pruning.forms import mask_network
 from tomoe.pruning.learned.objective import objective
+from tomoe.pruning.learned.sampling import SampledLayerMasks, sampled_masks
 from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.network import MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, LossSection
 from tomoe.training.distillation import kl_loss
 
@@ -38,7 +40,7 @@ def local_network(model: PreTrainedModel, attention: str) -> MaskNetwork:
     """The ablation: every layer has its own attention embedding."""
     net = make_network(model, attention)
     section = AttentionSection(pruning=attention, embedding="local")
-    local = type(net)(net.shape, net.layout, EMBEDDING_SIZE, section, net.sampling, seed=0)
+    local = mask_network(net.shape, net.layout, EMBEDDING_SIZE, section, net.sampling, seed=0)
     local.load_state_dict(net.state_dict(), strict=False)
     return local
 
@@ -69,9 +71,23 @@ def test_fine_grained_masks_of_a_step_are_those_of_the_plan(attention: str) -> N
     net = make_network(dense, attention, form="fine")
     x = torch.randn(24, net.shape.hidden_size, generator=torch.Generator().manual_seed(0))
     plan = make_plan(dense, attention, form="fine")
-    for sampled, meant in zip(net(seed=0), planned_masks(plan), strict=True):
-        net.routers[sampled.index].weight.data.copy_(meant.experts.router.weight)
+    for router, sampled, meant in zip(net.routers, sampled_masks(net, 0), planned_masks(plan), strict=True):
+        router.weight.data.copy_(meant.experts.router.weight)
         assert torch.equal(sampled.neurons(x), meant.neurons(x))
+
+
+@pytest.mark.parametrize("form", ["fine", "overlapping"])
+@pytest.mark.parametrize("attention", ATTENTION_MODES)
+def test_the_default_holds_and_hooks_nothing_of_what_is_learned(attention: str, form: str) -> None:
+    """Carved experts beside whole attention: routers and who is in which expert are all, and attention runs as it is."""
+    dense = make_pico("llama")
+    net, plan = make_network(dense, attention, form=form), make_plan(dense, attention, form=form)
+    held = {name.split(".")[0] for name in net.state_dict()}
+    default = form == "fine" and attention == "off"
+    assert (held == {"routers", "expert_of_neuron", "experts_per_token"}) is default
+    with masked(dense, planned_masks(plan)):
+        hooked = sum(hooks(layer.self_attn) for layer in dense.model.layers)
+    assert (hooked == 0) is (attention == "off")
 
 
 def test_hooks_are_gone_where_there_are_too_few_masks() -> None:
@@ -85,18 +101,18 @@ def test_masks_are_hard_and_shared_as_the_method_says() -> None:
     """One mask per expert, one of Q and K for all tokens, one of V and O per token; rope partners share their fate."""
     dense = make_pico("phi")  # rotates 4 of 8 dims
     shape, net, ids = shape_of(dense), make_network(dense, "per_token"), tokens(2, 12)
-    masks = net(seed=0)
+    masks = sampled_masks(net, 0)
     with masked(dense, masks):
         dense(ids)
     for m in masks:
         assert m.experts.neuron_masks.shape == (4, shape.mlp_size)
-        assert m.qk_mask.shape == (shape.head_dim,)
-        assert m.value_masks.shape == (24, shape.head_dim)
+        assert m.attention.qk_mask.shape == (shape.head_dim,)
+        assert m.attention.value_masks.shape == (24, shape.head_dim)
         assert m.routing.assignment.shape == m.routing.probs.shape == (24, 4)
-        for mask in (m.experts.neuron_masks, m.qk_mask, m.value_masks, m.routing.assignment):
+        for mask in (m.experts.neuron_masks, m.attention.qk_mask, m.attention.value_masks, m.routing.assignment):
             assert set(mask.unique().tolist()) <= {0.0, 1.0}
-        assert torch.equal(m.qk_mask[:2], m.qk_mask[2:4])
-        assert len(m.value_masks.unique(dim=0)) > 1
+        assert torch.equal(m.attention.qk_mask[:2], m.attention.qk_mask[2:4])
+        assert len(m.attention.value_masks.unique(dim=0)) > 1
 
 
 class Randoms(TorchDispatchMode):
@@ -118,7 +134,7 @@ def test_no_noise_for_each_token_and_neuron() -> None:
     net, ids = make_network(dense, "per_token"), tokens(4, 16)
     dense.set_attn_implementation("eager")  # the kernels of sdpa count as random, because they could drop out
     with Randoms() as randoms:
-        masks = net(seed=0)
+        masks = sampled_masks(net, 0)
         with masked(dense, masks):
             dense(ids)
     num_tokens, num_experts, mlp_size, head_dim = 64, 4, 48, 8
@@ -130,16 +146,21 @@ def test_seeds_decide_the_draw() -> None:
     net, ids = make_network(dense, "per_token"), tokens()
 
     def draw(*seeds: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        masks = net(*seeds)
+        masks = sampled_masks(net, *seeds)
         with masked(dense, masks):
             dense(ids)
-        return masks[0].experts.neuron_masks, masks[0].qk_mask, masks[0].routing.assignment, masks[0].value_masks
+        return (
+            masks[0].experts.neuron_masks,
+            masks[0].attention.qk_mask,
+            masks[0].routing.assignment,
+            masks[0].attention.value_masks,
+        )
 
     one, again, other, others_tokens = draw(0), draw(0), draw(1), draw(0, 1)
     assert all(map(torch.equal, one, again))
     assert not any(map(torch.equal, one, other))
     assert [torch.equal(a, b) for a, b in zip(one, others_tokens, strict=True)] == [True, True, False, False]
-    assert not torch.equal(*(m.experts.neuron_masks for m in net(0)))  # layers draw for themselves
+    assert not torch.equal(*(m.experts.neuron_masks for m in sampled_masks(net, 0)))  # layers draw for themselves
 
 
 def test_a_network_is_its_seed() -> None:
@@ -148,8 +169,14 @@ def test_a_network_is_its_seed() -> None:
     one, again = (make_network(dense, "per_token").state_dict() for _ in range(2))
     assert all(torch.equal(one[name], again[name]) for name in one)
     net = make_network(dense, "per_token")
-    other = type(net)(net.shape, net.layout, EMBEDDING_SIZE, net.attention, net.sampling, seed=1).state_dict()
-    drawn = {"hypernetwork.inputs", "routers.0.weight", "neurons.0.linear.weight", "token_embeddings.0.weight"}
+    section = net.attention.section
+    other = mask_network(net.shape, net.layout, EMBEDDING_SIZE, section, net.sampling, seed=1).state_dict()
+    drawn = {
+        "hypernetwork.inputs",
+        "routers.0.weight",
+        "neurons.0.linear.weight",
+        "attention.token_embeddings.0.weight",
+    }
     assert not any(torch.equal(one[name], other[name]) for name in drawn)
     assert "hypernetwork.inputs" not in dict(net.named_parameters())
 
@@ -157,7 +184,7 @@ def test_a_network_is_its_seed() -> None:
 def test_a_dropped_neuron_keeps_its_gradient(dense: PreTrainedModel) -> None:
     """One multiplication, behind the product of gate and up: with two, nothing dropped could ever come back."""
     net, ids = make_network(dense, "off"), tokens(4, 16)
-    masks = net(seed=0)
+    masks = sampled_masks(net, 0)
     for m in masks:
         m.experts.neuron_masks.retain_grad()
     loss, _, _ = student_and_teacher(dense, masks, ids, torch.ones_like(ids, dtype=torch.bool))
@@ -175,13 +202,13 @@ def test_everything_trainable_gets_a_gradient_and_nothing_else(family: str, atte
     dense = make_pico(family)
     net, ids = make_network(dense, attention), tokens(2, 12)
     weights = copy.deepcopy(dense.state_dict())
-    masks = net(seed=0)
+    masks = sampled_masks(net, 0)
     loss, _, _ = student_and_teacher(dense, masks, ids, torch.ones_like(ids, dtype=torch.bool))
     objective(loss, masks, net.shape, 0.5, LossSection())[0].backward()
     for name, parameter in net.named_parameters():
         assert (parameter.grad is not None and bool(parameter.grad.any())) == parameter.requires_grad, name
         assert parameter.dtype == torch.float32
-    untrained = {name.split(".")[0] for name, p in net.named_parameters() if not p.requires_grad}
+    untrained = {name.split(".")[-3] for name, p in net.named_parameters() if not p.requires_grad}
     expected = {"off": set(), "static": {"token_embeddings"}, "per_token": set()}
     assert untrained == expected[attention]
     torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1).step()
@@ -196,13 +223,13 @@ def test_local_embeddings_learn_without_the_hypernetwork() -> None:
     trained = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
     for step in range(2):  # the first step moves the projections' biases away from zero, the second all the rest
-        masks = net(seed=step)
+        masks = sampled_masks(net, step)
         loss, _, _ = student_and_teacher(dense, masks, ids, torch.ones_like(ids, dtype=torch.bool))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert all(bool(p.grad.any()) for p in net.dims.parameters())
-    assert not net.attention_embeddings(net.hypernetwork()).any()
+    assert all(bool(p.grad.any()) for p in net.attention.dims.parameters())
+    assert not net.attention.embeddings(net.hypernetwork()).any()
 
 
 def test_a_carved_static_mask_learns_without_the_hypernetwork() -> None:
@@ -211,11 +238,11 @@ def test_a_carved_static_mask_learns_without_the_hypernetwork() -> None:
     mask = torch.ones_like(ids, dtype=torch.bool)
     net = local_network(model, "static")
     carve_(net, model, ids, mask, 0.7, seed=5)
-    loss, _, _ = student_and_teacher(model, net(seed=0), ids, mask)
+    loss, _, _ = student_and_teacher(model, sampled_masks(net, 0), ids, mask)
     loss.backward()
-    assert all(bool(p.linear.weight.grad.any()) for p in net.dims)
-    assert len(net.attention_embeddings(net.hypernetwork()).unique(dim=0)) == 2, "the same in both layers"
-    assert torch.equal(local_network(model, "static").attention_inputs, net.attention_inputs)
+    assert all(bool(p.linear.weight.grad.any()) for p in net.attention.dims)
+    assert len(net.attention.embeddings(net.hypernetwork()).unique(dim=0)) == 2, "the same in both layers"
+    assert torch.equal(local_network(model, "static").attention.inputs, net.attention.inputs)
 
 
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
@@ -224,7 +251,7 @@ def test_activation_checkpointing_changes_no_gradient(dense: PreTrainedModel, at
 
     def gradients() -> list[Tensor]:
         net.zero_grad()
-        masks = net(seed=0)
+        masks = sampled_masks(net, 0)
         with masked(dense, masks):  # around the backward pass too: layers run again there
             student = dense.model(input_ids=ids, use_cache=False).last_hidden_state
             distill = kl_loss(student.flatten(0, 1), teacher, dense.lm_head, torch.ones(24, dtype=torch.bool))
@@ -258,9 +285,7 @@ def test_padding_counts_nowhere(attention: str, side: str) -> None:
 
     def terms(seed: int) -> dict[str, Tensor]:
         ids = torch.where(real, tokens(3, 12), tokens(3, 12, seed))
-        masks = net(seed=0)
-        for m in masks:
-            m.valid = real.flatten()
+        masks = sampled_masks(net, 0, valid=real.flatten())
         loss, _, _ = student_and_teacher(dense, masks, ids, real)
         assert all(len(m.routing.assignment) == len(m.routing.probs) == int(real.sum()) for m in masks)
         return objective(loss, masks, net.shape, 0.5, LossSection())[1]
@@ -276,7 +301,7 @@ def test_bfloat16_base_with_float32_masks(attention: str, tmp_path: Any) -> None
     make_pico("qwen2").save_pretrained(tmp_path)
     dense = type(make_pico("qwen2")).from_pretrained(tmp_path, dtype=torch.bfloat16).requires_grad_(False)
     net, ids = make_network(dense, attention), tokens(2, 12)
-    masks = net(seed=0)
+    masks = sampled_masks(net, 0)
     loss, student, _ = student_and_teacher(dense, masks, ids, torch.ones_like(ids, dtype=torch.bool))
     assert student.dtype == torch.bfloat16
     assert loss.dtype == torch.float32

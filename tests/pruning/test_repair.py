@@ -195,13 +195,7 @@ class Everything:
     def neurons(self, x: Tensor) -> Tensor:
         return torch.ones(len(x), self.size)
 
-    value_rotation = None
-
-    def qk(self) -> None:
-        return None
-
-    def values(self, x: Tensor) -> None:
-        return None
+    attention = None
 
 
 def test_masks_of_ones_change_nothing(dense: PreTrainedModel) -> None:

@@ -18,7 +18,7 @@ from tomoe.model.base_weights import BaseWeights
 from tomoe.model.structure import shape_of
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import OverlappingLayout
-from tomoe.pruning.learned.mask_network import MaskNetwork
+from tomoe.pruning.network import MaskNetwork
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.loop import Row, Training, learning_rate
 from tomoe.training.run_folder import RunFolder

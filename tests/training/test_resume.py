@@ -27,8 +27,8 @@ from tomoe.data.corpus import Corpus
 from tomoe.locks import LOCK_FILE
 from tomoe.model.loading import load_dense
 from tomoe.pruning.learned import objective
+from tomoe.pruning.learned.rotation import value_rotations
 from tomoe.pruning.repair import streams
-from tomoe.pruning.rotation import value_rotations
 from tomoe.training import run_folder
 
 pytestmark = pytest.mark.slow
@@ -173,7 +173,7 @@ def test_a_resumed_run_keeps_the_basis_of_its_values(
     recipe = pico_recipe(tmp_path, "train.steps=4", f"start={start}", *rotated)
     whole, run = tmp_path / "whole", tmp_path / "run"
     train(recipe, whole)
-    rotations = load_file(whole / "masks" / "step-000004" / "masks.safetensors")["value_rotations"]
+    rotations = load_file(whole / "masks" / "step-000004" / "masks.safetensors")["attention.value_rotations"]
     dense, calibration = load_dense(recipe.model, torch.float32), Corpus.load(whole / "corpus.safetensors").calibration
     meant = torch.stack(value_rotations(dense, calibration.input_ids, calibration.mask))
     torch.testing.assert_close(rotations, meant, atol=1e-4, rtol=0)

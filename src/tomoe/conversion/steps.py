@@ -27,14 +27,14 @@ from tomoe.moe.fold import fold
 from tomoe.plan import AnyPlan, InputsPlan, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.pruning.carving import carve_
-from tomoe.pruning.extract import extract_plan, planned_loss
+from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.inputs import plan_inputs
 from tomoe.pruning.layouts import Layout, settle_layout, tolerance_of
-from tomoe.pruning.learned.mask_network import MaskNetwork
-from tomoe.pruning.learned.objective import MaskStep
+from tomoe.pruning.learned.objective import MaskStep, planned_loss
+from tomoe.pruning.learned.rotation import value_rotations
+from tomoe.pruning.network import MaskNetwork
 from tomoe.pruning.repair.plan import repair_plan
-from tomoe.pruning.rotation import value_rotations
 from tomoe.recipe.conversion import Recipe, RepairSection
 from tomoe.recipe.target_rules import TARGET_RULES
 from tomoe.training.best import BestWeights
@@ -124,7 +124,8 @@ def start_(
     on_progress: ProgressCallback = no_progress,
 ) -> None:
     """Set what calibration text decides before learning: all of a carved start, of a random one the basis of the values."""
-    reads_weights = recipe.start == "carved" or net.rotates_values
+    rotates = net.attention is not None and net.attention.section.rotate_values
+    reads_weights = recipe.start == "carved" or rotates
     # packed weights cannot be read
     if reads_weights and base.quantization != "none":
         model = base.original()
@@ -132,9 +133,9 @@ def start_(
     if recipe.start == "carved":
         # here neurons become experts, and each expert gets the row of the router that predicts it
         carve_(net, model, ids, mask, recipe.active, recipe.seed, stage_callback(on_progress, "carve"))
-    elif net.rotates_values:
+    elif net.attention is not None and rotates:
         rotations = value_rotations(model, ids, mask, stage_callback(on_progress, "rotate"))
-        net.value_rotations.copy_(torch.stack(rotations))
+        net.attention.value_rotations.copy_(torch.stack(rotations))
 
 
 def learn_(

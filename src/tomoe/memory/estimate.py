@@ -30,7 +30,7 @@ from tomoe.model.trouble import usable_config
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import FineLayout, Layout, least_active, settle_layout
-from tomoe.pruning.learned.mask_network import MaskNetwork
+from tomoe.pruning.network import MaskNetwork
 from tomoe.pruning.repair.plan import repair_bytes
 from tomoe.pruning.repair.streams import MEMORY
 from tomoe.recipe.conversion import Recipe, RepairSection

@@ -14,14 +14,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tomoe.budget import mlp_params
+from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan
 from tomoe.pruning.allocation import Site, units_by_layer
 from tomoe.pruning.fine_carving import SHARED, FineStart, carve_fine
 from tomoe.pruning.form import Experts, ExtractedExperts, SampledExperts
 from tomoe.pruning.layouts import FineLayout
-from tomoe.pruning.learned.mask_network import MaskNetwork, per_layer
+from tomoe.pruning.network import MaskNetwork, per_layer
 from tomoe.pruning.products import rounded_products
 from tomoe.pruning.routing import ExpertRouter, Routing
+from tomoe.recipe.conversion import SamplingSection
 from tomoe.seeds import derive_seed
 
 
@@ -33,8 +35,9 @@ class FineNetwork(MaskNetwork):
     """The expert that each neuron is in, or SHARED."""
     experts_per_token: Int[Tensor, " L"]
 
-    def add_experts(self, embedding_size: int) -> None:
-        s, n = self.shape, self.layout.num_experts
+    def __init__(self, shape: ModelShape, layout: FineLayout, sampling: SamplingSection):
+        super().__init__(shape, layout, sampling)
+        s, n = shape, layout.num_experts
         self.routers = per_layer(s.num_layers, lambda: ExpertRouter(s.hidden_size, n, bias=True))
         for router in self.routers:
             assert router.bias is not None
@@ -43,9 +46,14 @@ class FineNetwork(MaskNetwork):
         self.register_buffer("experts_per_token", torch.ones(s.num_layers, dtype=torch.long))
 
     def carve(
-        self, i: int, x: Float[Tensor, "T D"], h: Float[Tensor, "T F"], weight: Float[Tensor, " T"],
-        down: Float[Tensor, "D F"], seed: int,
-    ) -> FineStart:  # fmt: skip
+        self,
+        i: int,
+        x: Float[Tensor, "T D"],
+        h: Float[Tensor, "T F"],
+        weight: Float[Tensor, " T"],
+        down: Float[Tensor, "D F"],
+        seed: int,
+    ) -> FineStart:
         with rounded_products(h.dtype):
             return carve_fine(x, h, weight, down, self.layout, derive_seed(seed, "clusters", i))
 
@@ -74,14 +82,16 @@ class FineNetwork(MaskNetwork):
         """Return how many neurons of layer i a token uses."""
         return self.layout.width(int(self.experts_per_token[i]))
 
-    def sample_experts(self, i: int, embeddings: Float[Tensor, "N E"], seed: int, token_seed: int) -> SampledFine:
+    def sample_experts(
+        self, i: int, embeddings: Float[Tensor, "sites N E"] | None, seed: int, token_seed: int
+    ) -> SampledFine:
         masks, shared = (mask.float() for mask in self.expert_masks(i))
         # A device has to be waited for to know it, so once.
         top_k = int(self.experts_per_token[i])
         width = self.layout.width(top_k)
         return SampledFine(self.routers[i], masks, shared, top_k, width, self.sampling.temperature)
 
-    def extract_experts(self, embeddings: Float[Tensor, "sites N E"]) -> ExtractedFine:
+    def extract_experts(self, embeddings: Float[Tensor, "sites N E"] | None) -> ExtractedFine:
         return ExtractedFine(self)
 
 
@@ -89,9 +99,14 @@ class SampledFine(SampledExperts):
     """One layer in one step. There is no noise in the choice."""
 
     def __init__(
-        self, router: ExpertRouter, masks: Float[Tensor, "N F"], shared: Float[Tensor, " F"], top_k: int, width: int,
+        self,
+        router: ExpertRouter,
+        masks: Float[Tensor, "N F"],
+        shared: Float[Tensor, " F"],
+        top_k: int,
+        width: int,
         temperature: float,
-    ):  # fmt: skip
+    ):
         self.router, self.masks, self.shared, self.top_k = router, masks, shared, top_k
         self._width, self.temperature = width, temperature
 
@@ -125,9 +140,11 @@ class ExtractedFine(ExtractedExperts):
         bias = self.net.routers[i].bias
         assert bias is not None
         return {
-            "expert_masks": expert_masks.cpu(), "shared_mask": shared_mask.cpu(),
-            "router_bias": bias.detach().float().cpu(), "top_k": int(self.net.experts_per_token[i]),
-        }  # fmt: skip
+            "expert_masks": expert_masks.cpu(),
+            "shared_mask": shared_mask.cpu(),
+            "router_bias": bias.detach().float().cpu(),
+            "top_k": int(self.net.experts_per_token[i]),
+        }
 
 
 class PlannedFine(Experts):

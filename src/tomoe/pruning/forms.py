@@ -10,13 +10,15 @@ from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan
 from tomoe.pruning.fine_grained import FineNetwork, PlannedFine
 from tomoe.pruning.form import Experts
-from tomoe.pruning.layouts import FineLayout, Layout, OverlappingLayout
-from tomoe.pruning.learned.mask_network import MaskNetwork
+from tomoe.pruning.layouts import Layout, OverlappingLayout
+from tomoe.pruning.learned.attention import PrunedAttention
+from tomoe.pruning.learned.hypernetwork import HyperNetwork
 from tomoe.pruning.learned.overlapping import OverlappingNetwork, PlannedOverlapping
+from tomoe.pruning.network import MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, SamplingSection
 from tomoe.recipe.target_rules import Form
+from tomoe.seeds import derive_seed
 
-NETWORKS: dict[type, type[MaskNetwork]] = {FineLayout: FineNetwork, OverlappingLayout: OverlappingNetwork}
 PLANNED: dict[Form, Callable[[LayerPlan, torch.device], Experts]] = {
     "fine": PlannedFine,
     "overlapping": PlannedOverlapping,
@@ -24,11 +26,29 @@ PLANNED: dict[Form, Callable[[LayerPlan, torch.device], Experts]] = {
 
 
 def mask_network(
-    shape: ModelShape, layout: Layout, embedding_size: int, attention: AttentionSection, sampling: SamplingSection,
+    shape: ModelShape,
+    layout: Layout,
+    embedding_size: int,
+    attention: AttentionSection,
+    sampling: SamplingSection,
     seed: int,
-) -> MaskNetwork:  # fmt: skip
-    """Make the mask network of a layout, at a random start."""
-    return NETWORKS[type(layout)](shape, layout, embedding_size, attention, sampling, seed)
+) -> MaskNetwork:
+    """Make the mask network of a layout, at a random start; without a hypernetwork if no mask is learned."""
+    learns_masks = isinstance(layout, OverlappingLayout) or attention.pruning != "off"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "mask network"))
+        hypernetwork = None
+        if learns_masks:
+            hypernetwork = HyperNetwork(2 * shape.num_layers, layout.num_experts, embedding_size, seed)
+        net: MaskNetwork
+        if isinstance(layout, OverlappingLayout):
+            net = OverlappingNetwork(shape, layout, sampling, embedding_size)
+        else:
+            net = FineNetwork(shape, layout, sampling)
+        net.hypernetwork = hypernetwork
+        if attention.pruning != "off":
+            net.attention = PrunedAttention(shape, attention, sampling, embedding_size, seed)
+    return net
 
 
 def planned_experts(layer: LayerPlan, device: torch.device) -> Experts:

@@ -18,49 +18,37 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tomoe.model.heads import rotate_heads
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.mlp import Linear
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts, layer_parts
 from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.forms import planned_experts
-from tomoe.pruning.learned.value_logits import ValueLogits, top_values
+from tomoe.pruning.learned.attention_masks import AttentionMasks, PlannedAttention, attention_hooks
 from tomoe.pruning.routing import Routing
 
 
 @runtime_checkable
 class LayerMasks(Protocol):
-    """The masks of one decoder layer. T counts tokens over the whole batch; None keeps everything."""
+    """The masks of one decoder layer. T counts tokens over the whole batch."""
 
     @property
-    def value_rotation(self) -> Float[Tensor, "G C C"] | None:
-        """The basis that `values` cuts in; None: the model's own."""
+    def attention(self) -> AttentionMasks | None:
+        """Those of its attention; None keeps it whole."""
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]: ...
-    def qk(self) -> Float[Tensor, " C"] | None: ...
-    def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"] | None: ...
 
 
 class PlannedLayerMasks:
     """The masks of a plan: no noise, the decisions of inference."""
 
     def __init__(self, layer: LayerPlan, shape: ModelShape, device: torch.device):
-        self.experts = planned_experts(layer, device)
-        self.qk_mask = shape.expand_qk(layer.qk_kept.float()).to(device)
-        self.value_mask = layer.value_kept.float().to(device)
-        self.value_rotation = None if layer.value_rotation is None else layer.value_rotation.to(device)
-        self.top_k, self.layer = layer.value_top_k, layer
+        self.layer, self.experts = layer, planned_experts(layer, device)
+        self.attention = PlannedAttention.of(layer, shape, device)
         # refitted matrices that were copied to a device, by projection
         self.copied: dict[str, Tensor] = {}
         # of the last forward pass
         self.routing: Routing | None = None
-        self.value_logits: ValueLogits | None = None
-        if layer.value_router:
-            embedding_size = layer.value_router["project_in.weight"].shape[0]
-            self.value_logits = ValueLogits(shape.hidden_size, embedding_size, shape.head_dim)
-            self.value_logits.load_state_dict(layer.value_router)
-            self.value_logits.to(device)
 
     def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         self.routing, neurons = self.experts.choose(x)
@@ -74,74 +62,29 @@ class PlannedLayerMasks:
             self.copied[part] = self.layer.refitted(part, weight)
         return self.copied[part]
 
-    def qk(self) -> Float[Tensor, " C"]:
-        return self.qk_mask
-
-    def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
-        if self.value_logits is None:
-            return self.value_mask
-        return top_values(self.value_logits(x), self.top_k)
-
 
 def planned_masks(plan: Plan, device: torch.device | str = "cpu") -> list[PlannedLayerMasks]:
     """Return the masks of every layer of a plan, on `device`."""
     return [PlannedLayerMasks(layer, plan.shape, torch.device(device)) for layer in plan.layers]
 
 
-def _tile(mask: Float[Tensor, "*T C"], like: Tensor) -> Tensor:
-    """Repeat [.., C] to [.., heads * C], in the dtype and leading shape of the projection that it multiplies."""
-    tiled = mask.to(like.dtype).repeat(*[1] * (mask.dim() - 1), like.shape[-1] // mask.shape[-1])
-    return tiled if mask.dim() == 1 else tiled.view(*like.shape[:-1], -1)
-
-
-def mask_hooks(parts: LayerParts, layer_masks: LayerMasks) -> Iterator[RemovableHandle]:
-    """Hook one layer: one multiplication for the MLP (two would leave dropped neurons without a gradient).
-
-    Values are rotated behind V and back before O: activations, not weights, which may be packed or refitted.
-    """
-    rotation = layer_masks.value_rotation
-    now: dict[str, Tensor | None] = {}
+def mask_hooks(parts: LayerParts, masks: LayerMasks) -> Iterator[RemovableHandle]:
+    """Hook one layer: one multiplication for the MLP (two would leave dropped neurons without a gradient)."""
+    now: dict[str, Tensor] = {}
 
     def choose_neurons(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now["neurons"] = layer_masks.neurons(input_of(args, kwargs).flatten(0, -2))
+        now["neurons"] = masks.neurons(input_of(args, kwargs).flatten(0, -2))
 
     def mask_neurons(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        h, mask = args[0], now["neurons"]
-        assert mask is not None
-        return (h * mask.view(h.shape).to(h.dtype),)
-
-    def choose_values(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now["values"], now["qk"] = layer_masks.values(input_of(args, kwargs).flatten(0, -2)), layer_masks.qk()
-
-    def mask_qk(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
-        mask = now["qk"]
-        return y if mask is None else y * _tile(mask, y)
-
-    def mask_v(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
-        mask = now["values"]
-        if mask is None:
-            return y
-        turned = y if rotation is None else rotate_heads(y, rotation)
-        return turned * _tile(mask, y)
-
-    def mask_o(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        mask = now["values"]
-        if mask is None:
-            return args
-        kept = args[0] * _tile(mask, args[0])
-        return (kept if rotation is None else rotate_heads(kept, rotation, inverse=True),)
+        h_TF, mask_TF = args[0], now["neurons"]
+        return (h_TF * mask_TF.view(h_TF.shape).to(h_TF.dtype),)
 
     yield parts.mlp.register_forward_pre_hook(choose_neurons, with_kwargs=True)
     yield parts.down.register_forward_pre_hook(mask_neurons)
-    if isinstance(layer_masks, PlannedLayerMasks):
-        yield from _refit_hooks(parts, layer_masks)
-    if parts.of_attention is None:
-        return
-    yield parts.attention.register_forward_pre_hook(choose_values, with_kwargs=True)
-    yield parts.q.register_forward_hook(mask_qk)
-    yield parts.k.register_forward_hook(mask_qk)
-    yield parts.v.register_forward_hook(mask_v)
-    yield parts.o.register_forward_pre_hook(mask_o)
+    if isinstance(masks, PlannedLayerMasks):
+        yield from _refit_hooks(parts, masks)
+    if masks.attention is not None:
+        yield from attention_hooks(parts, masks.attention)
 
 
 def _refit_hooks(parts: LayerParts, masks: PlannedLayerMasks) -> Iterator[RemovableHandle]:

@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conftest import ATTENTION_MODES, make_network, make_pico, tokens
+from conftest import ATTENTION_MODES, make_network, make_pico, projections, tokens
 from tomoe.model.structure import shape_of
 from tomoe.pruning.learned import losses
+from tomoe.pruning.learned.attention import SampledAttention
 from tomoe.pruning.learned.losses import active_fraction, budget_penalty, coverage_penalty, layer_widths, log_ratio
-from tomoe.pruning.learned.mask_network import SampledLayerMasks
 from tomoe.pruning.learned.objective import objective
 from tomoe.pruning.learned.overlapping import SampledOverlapping
+from tomoe.pruning.learned.sampling import SampledLayerMasks, sampled_masks
 from tomoe.pruning.masking import masked
 from tomoe.pruning.routing import ExpertRouter, Routing, balance_penalty
 from tomoe.recipe.conversion import LossSection
@@ -32,11 +33,14 @@ def test_log_ratio() -> None:
     torch.testing.assert_close(far.grad, torch.tensor([1 / 0.9, 1 / 0.9]))  # as strong far away as near
 
 
-def drawn(neuron_masks: Tensor, **others: Tensor) -> SampledLayerMasks:
+def drawn(neuron_masks: Tensor, **of_attention: Tensor) -> SampledLayerMasks:
     """What the penalties read of sampled masks, without a network behind them."""
-    masks = object.__new__(SampledLayerMasks)
-    experts = SampledOverlapping(ExpertRouter(1, len(neuron_masks)), neuron_masks, 1.0, seed=0)
-    vars(masks).update(dict.fromkeys(("value_masks", "qk_mask", "static_values")) | others, experts=experts)
+    masks = SampledLayerMasks(SampledOverlapping(ExpertRouter(1, len(neuron_masks)), neuron_masks, 1.0, seed=0))
+    if of_attention:
+        masks.attention = object.__new__(SampledAttention)
+        vars(masks.attention).update(
+            {"value_masks": None, "qk_mask": torch.ones(8), "static_values": None} | of_attention
+        )
     return masks
 
 
@@ -97,9 +101,9 @@ def test_active_fraction_of_whole_and_half_masks(attention: str) -> None:
     shape = shape_of(dense)
     net = make_network(dense, attention)
     for start, expected in ((50.0, 1.0), (-50.0, 0.0)):
-        for projection in (*net.neurons, *net.dims):
+        for projection in projections(net):
             projection.start.fill_(start)
-        masks = net(seed=0)
+        masks = sampled_masks(net, 0)
         with masked(dense, masks), torch.no_grad():
             dense(tokens())
         kept_whole = 32 * 6 * 16 / (3 * 32 * 48 + 32 * 6 * 16) if attention == "off" else 0.0
@@ -112,13 +116,13 @@ def test_budget_penalty_narrows_and_widens(attention: str) -> None:
     """Its gradient lowers every kind of mask logit above the budget, and raises it below."""
     dense = make_pico("llama")
     net = make_network(dense, attention)
-    watched = [*net.neurons] if attention == "off" else [*net.neurons, *net.dims]
+    watched = projections(net)
     for projection in watched:
         projection.linear.weight.requires_grad_(False)
         del projection._buffers["start"]
         projection.start = nn.Parameter(torch.full((4, 48) if projection in [*net.neurons] else (8 + 4,), -3.0))
     for target, sign in ((0.05, 1), (1.0, -1)):
-        masks = net(seed=0)
+        masks = sampled_masks(net, 0)
         with masked(dense, masks):
             dense(tokens())
         fraction = active_fraction(masks, shape_of(dense))
@@ -139,7 +143,7 @@ def test_a_weight_of_zero_is_an_ablation(off: str) -> None:
         projection.start -= 2  # few enough neurons that some are in no expert
 
     def gradients(weights: LossSection) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-        masks = net(seed=0)
+        masks = sampled_masks(net, 0)
         with masked(dense, masks):
             dense(tokens())
         loss, terms = objective(torch.zeros(()), masks, shape_of(dense), 0.5, weights)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tomoe.budget import active_params, decoder_params, layer_params
 from tomoe.model.shape import ModelShape
-from tomoe.pruning.learned.mask_network import SampledLayerMasks
+from tomoe.pruning.learned.sampling import SampledLayerMasks
 
 
 def log_ratio(a: Tensor, b: Tensor | float) -> Tensor:
@@ -21,12 +21,15 @@ def log_ratio(a: Tensor, b: Tensor | float) -> Tensor:
 
 def layer_widths(masks: SampledLayerMasks, shape: ModelShape) -> tuple[Tensor | int, Tensor | int, Tensor | int]:
     """Return (MLP width, Q/K dims, V/O dims) of sampled masks: the maximum over experts and over tokens (Eq. 8)."""
-    qk: Tensor | int = shape.head_dim if masks.qk_mask is None else masks.qk_mask.sum()
-    if masks.value_masks is not None:
-        values: Tensor | int = masks.value_masks.sum(-1).max()
+    attention = masks.attention
+    if attention is None:
+        return masks.experts.width, shape.head_dim, shape.head_dim
+    if attention.static_values is not None:
+        values = attention.static_values.sum()
     else:
-        values = shape.head_dim if masks.static_values is None else masks.static_values.sum()
-    return masks.experts.width, qk, values
+        assert attention.value_masks is not None, "the masks have seen no tokens yet"
+        values = attention.value_masks.sum(-1).max()
+    return masks.experts.width, attention.qk_mask.sum(), values
 
 
 def active_fraction(masks: Sequence[SampledLayerMasks], shape: ModelShape) -> Float[Tensor, ""]:
@@ -60,5 +63,6 @@ def coverage_penalty(masks: Sequence[SampledLayerMasks]) -> Float[Tensor, ""]:
     The union of an MLP is over experts, that of V/O dims over tokens. Fine-grained experts cover the layer by themselves.
     """
     terms = [log_ratio(_union(m.experts.neuron_masks), 1.0) for m in masks if m.experts.neuron_masks is not None]
-    terms += [log_ratio(_union(m.value_masks), 1.0) for m in masks if m.value_masks is not None]
+    of_tokens = (m.attention.value_masks for m in masks if m.attention is not None)
+    terms += [log_ratio(_union(chosen), 1.0) for chosen in of_tokens if chosen is not None]
     return torch.stack(terms).mean() if terms else torch.zeros(())

@@ -10,11 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tomoe.data.corpus import Sequences
 from tomoe.model.running import family_head, hidden_states
 from tomoe.model.shape import ModelShape
+from tomoe.plan import Plan
 from tomoe.pruning.learned.losses import active_fraction, budget_penalty, coverage_penalty, layer_fractions
-from tomoe.pruning.learned.mask_network import MaskNetwork, SampledLayerMasks
-from tomoe.pruning.masking import masked
+from tomoe.pruning.learned.sampling import SampledLayerMasks, sampled_masks
+from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.network import MaskNetwork
 from tomoe.pruning.routing import balance_penalty
 from tomoe.recipe.conversion import LossSection, TrainSection
 from tomoe.seeds import derive_seed
@@ -67,10 +70,9 @@ class MaskStep:
         """
         model, net = self.model, self.net
         ids, mask = batch.input_ids.to(model.device), batch.mask.to(model.device)
-        masks = net(derive_seed(self.seed, "step", step), derive_seed(self.seed, "tokens", step, micro))
         valid = None if bool(mask.all()) else mask.flatten()
-        for layer_masks in masks:
-            layer_masks.valid = valid
+        seeds = derive_seed(self.seed, "step", step), derive_seed(self.seed, "tokens", step, micro)
+        masks = sampled_masks(net, *seeds, valid)
         teacher = None
         if self.loss.objective == "kl":
             with torch.no_grad():
@@ -82,3 +84,20 @@ class MaskStep:
             loss, terms = objective(distill, masks, net.shape, self.target(step), self.loss, net.layout.uniform)
             (loss / self.train.gradient_accumulation_steps).backward()
         return {"loss": loss.item(), **{name: t.item() for name, t in terms.items()}}
+
+
+@torch.no_grad()
+def planned_loss(model: Any, plan: Plan, text: Sequences, objective: str) -> float:
+    """Return what the dense model loses under a plan's masks, in nats a token of `text`: the KL to itself, or the
+    language-modeling loss if that is the objective.
+
+    Every process reads all of the text: a sharded model runs in all of them or in none.
+    """
+    masks, total = planned_masks(plan, model.device), 0.0
+    for ids, mask in zip(text.input_ids.split(1), text.mask.split(1), strict=True):
+        ids, mask = ids.to(model.device), mask.to(model.device)
+        teacher = hidden_states(model, ids, mask) if objective == "kl" else None
+        with masked(model, masks):
+            student = hidden_states(model, ids, mask)
+        total += distill_loss(student, teacher, ids, mask, family_head(model)).item() * int(mask.sum())
+    return total / text.tokens

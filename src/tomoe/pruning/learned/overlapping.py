@@ -11,14 +11,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tomoe.budget import mlp_params
+from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan
 from tomoe.pruning.allocation import Site, common_offset, units_by_layer
 from tomoe.pruning.form import Experts, ExtractedExperts, SampledExperts
 from tomoe.pruning.layouts import OverlappingLayout
 from tomoe.pruning.learned.gumbel import gumbel_sigmoid, gumbel_softmax, keep_probability
-from tomoe.pruning.learned.mask_network import MaskNetwork, Projection, per_layer, start_logits
 from tomoe.pruning.learned.overlapping_carving import OverlappingStart, carve_overlapping
+from tomoe.pruning.learned.projection import Projection, start_logits
+from tomoe.pruning.network import MaskNetwork, per_layer
 from tomoe.pruning.routing import ExpertRouter, Routing
+from tomoe.recipe.conversion import SamplingSection
 from tomoe.seeds import derive_seed
 
 
@@ -28,15 +31,21 @@ class OverlappingNetwork(MaskNetwork):
     layout: OverlappingLayout
     neurons: Sequence[Projection]
 
-    def add_experts(self, embedding_size: int) -> None:
-        s, n = self.shape, self.layout.num_experts
+    def __init__(self, shape: ModelShape, layout: OverlappingLayout, sampling: SamplingSection, embedding_size: int):
+        super().__init__(shape, layout, sampling)
+        s, n = shape, layout.num_experts
         self.routers = per_layer(s.num_layers, lambda: ExpertRouter(s.hidden_size, n))
         self.neurons = per_layer(s.num_layers, lambda: Projection(embedding_size, torch.zeros(n, s.mlp_size)))
 
     def carve(
-        self, i: int, x: Float[Tensor, "T D"], h: Float[Tensor, "T F"], weight: Float[Tensor, " T"],
-        down: Float[Tensor, "D F"], seed: int,
-    ) -> OverlappingStart:  # fmt: skip
+        self,
+        i: int,
+        x: Float[Tensor, "T D"],
+        h: Float[Tensor, "T F"],
+        weight: Float[Tensor, " T"],
+        down: Float[Tensor, "D F"],
+        seed: int,
+    ) -> OverlappingStart:
         widths = self.layout.widths(self.shape.mlp_size)
         return carve_overlapping(x, h, weight, down, self.layout.num_experts, widths, derive_seed(seed, "k-means", i))
 
@@ -56,14 +65,16 @@ class OverlappingNetwork(MaskNetwork):
             self.neurons[i].start_at_(start_logits(start.ranks, width, self.sampling.keep_bias))
 
     def sample_experts(
-        self, i: int, embeddings: Float[Tensor, "N E"], seed: int, token_seed: int
+        self, i: int, embeddings: Float[Tensor, "sites N E"] | None, seed: int, token_seed: int
     ) -> SampledOverlapping:
+        assert embeddings is not None
         s = self.sampling
-        logits = self.neurons[i](embeddings)
+        logits = self.neurons[i](embeddings[2 * i + 1])
         masks = gumbel_sigmoid(logits, s.temperature, s.keep_bias, derive_seed(seed, "neurons"))
         return SampledOverlapping(self.routers[i], masks, s.temperature, derive_seed(token_seed, "router"))
 
-    def extract_experts(self, embeddings: Float[Tensor, "sites N E"]) -> ExtractedOverlapping:
+    def extract_experts(self, embeddings: Float[Tensor, "sites N E"] | None) -> ExtractedOverlapping:
+        assert embeddings is not None
         logits = [neurons(embeddings[2 * i + 1]) for i, neurons in enumerate(self.neurons)]
         return ExtractedOverlapping(self, logits)
 

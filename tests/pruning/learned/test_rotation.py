@@ -17,11 +17,12 @@ from tomoe.model.loading import load_dense
 from tomoe.model.running import run_model
 from tomoe.model.structure import layer_parts, shape_of
 from tomoe.plan import Plan
-from tomoe.pruning.calibration import attention_importance
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
+from tomoe.pruning.learned.attention_carving import attention_importance
+from tomoe.pruning.learned.rotation import head_rotations, value_rotations
+from tomoe.pruning.learned.sampling import sampled_masks
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.rotation import head_rotations, value_rotations
 from tomoe.report.summary import conversion_summary
 
 EXACT = dict(atol=1e-5, rtol=1e-5)
@@ -136,10 +137,10 @@ def test_masks_that_rotate_are_masks_of_rotated_weights(family: str, attention: 
         make_network(dense, attention, rotate=True),
         make_network(dense, attention),
     )
-    net.value_rotations.copy_(torch.stack(rotations))
+    net.attention.value_rotations.copy_(torch.stack(rotations))
     x = dense.get_input_embeddings()(ids).requires_grad_()
     planned = (lambda: planned_masks(with_rotations(plan, rotations))), (lambda: planned_masks(plan))
-    for ours, theirs in (planned, ((lambda: net(3)), (lambda: plain(3)))):
+    for ours, theirs in (planned, ((lambda: sampled_masks(net, 3)), (lambda: sampled_masks(plain, 3)))):
         results = []
         for model, masks in ((dense, ours), (turned, theirs), (dense, theirs)):
             x.grad = None
@@ -168,7 +169,7 @@ def test_a_carved_start_ranks_dims_in_the_basis_that_it_finds(dense: PreTrainedM
     rotations = value_rotations(dense, ids, mask)
     for i, (layer, r) in enumerate(zip(plan.layers, rotations, strict=True)):
         torch.testing.assert_close(layer.value_rotation, r, atol=1e-4, rtol=0)
-        start = net.dims[i].start[: net.shape.head_dim]
+        start = net.attention.dims[i].start[: net.shape.head_dim]
         assert start.argsort(descending=True).tolist() == list(range(net.shape.head_dim))
     whole = extract_plan(net, dense, 1.0, (ids, mask), tolerance=0.02)
     assert not whole.rotated

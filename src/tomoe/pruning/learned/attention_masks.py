@@ -1,0 +1,96 @@
+"""The meaning of a mask of attention: the dense model runs with some dims of Q, K, V and O multiplied by zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tomoe.model.heads import rotate_heads
+from tomoe.model.hooks import input_of
+from tomoe.model.shape import ModelShape
+from tomoe.model.structure import LayerParts
+from tomoe.plan import LayerPlan
+from tomoe.pruning.learned.value_logits import ValueLogits, top_values
+
+
+@runtime_checkable
+class AttentionMasks(Protocol):
+    """The masks of the attention of one decoder layer. T counts tokens over the whole batch."""
+
+    @property
+    def value_rotation(self) -> Float[Tensor, "G C C"] | None:
+        """The basis that `values` cuts in; None: the model's own."""
+
+    def qk(self) -> Float[Tensor, " C"]: ...
+    def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]: ...
+
+
+class PlannedAttention:
+    """The masks of a plan: no noise, the decisions of inference."""
+
+    def __init__(self, layer: LayerPlan, shape: ModelShape, device: torch.device):
+        self.qk_mask = shape.expand_qk(layer.qk_kept.float()).to(device)
+        self.value_mask = layer.value_kept.float().to(device)
+        self.value_rotation = None if layer.value_rotation is None else layer.value_rotation.to(device)
+        self.top_k = layer.value_top_k
+        self.value_logits: ValueLogits | None = None
+        if layer.value_router:
+            embedding_size = layer.value_router["project_in.weight"].shape[0]
+            self.value_logits = ValueLogits(shape.hidden_size, embedding_size, shape.head_dim)
+            self.value_logits.load_state_dict(layer.value_router)
+            self.value_logits.to(device)
+
+    @classmethod
+    def of(cls, layer: LayerPlan, shape: ModelShape, device: torch.device) -> PlannedAttention | None:
+        """The masks of a layer; None if its attention stays whole."""
+        whole = bool(layer.qk_kept.all()) and layer.value_top_k == shape.head_dim and layer.value_rotation is None
+        return None if whole else cls(layer, shape, device)
+
+    def qk(self) -> Float[Tensor, " C"]:
+        return self.qk_mask
+
+    def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
+        if self.value_logits is None:
+            return self.value_mask
+        return top_values(self.value_logits(x), self.top_k)
+
+
+def _tile(mask: Float[Tensor, "*T C"], like: Tensor) -> Tensor:
+    """Repeat [.., C] to [.., heads * C], in the dtype and leading shape of the projection that it multiplies."""
+    tiled = mask.to(like.dtype).repeat(*[1] * (mask.dim() - 1), like.shape[-1] // mask.shape[-1])
+    return tiled if mask.dim() == 1 else tiled.view(*like.shape[:-1], -1)
+
+
+def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[RemovableHandle]:
+    """Hook the attention of one layer.
+
+    Values are rotated behind V and back before O: activations, not weights, which may be packed or refitted.
+    """
+    rotation = masks.value_rotation
+    now: dict[str, Tensor] = {}
+
+    def choose(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        now["values"] = masks.values(input_of(args, kwargs).flatten(0, -2))
+        now["qk"] = masks.qk()
+
+    def mask_qk(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
+        return y * _tile(now["qk"], y)
+
+    def mask_v(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
+        turned = y if rotation is None else rotate_heads(y, rotation)
+        return turned * _tile(now["values"], y)
+
+    def mask_o(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        kept = args[0] * _tile(now["values"], args[0])
+        return (kept if rotation is None else rotate_heads(kept, rotation, inverse=True),)
+
+    yield parts.attention.register_forward_pre_hook(choose, with_kwargs=True)
+    yield parts.q.register_forward_hook(mask_qk)
+    yield parts.k.register_forward_hook(mask_qk)
+    yield parts.v.register_forward_hook(mask_v)
+    yield parts.o.register_forward_pre_hook(mask_o)

@@ -1,0 +1,53 @@
+"""Mask logits from embeddings, and the logits that a carved start begins with."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tomoe.pruning.learned.gumbel import keep_logit, keep_probability
+
+LOGIT_SCALE = 4.0
+"""Mask logits per standard deviation of the rank: decided at both ends, open in the middle."""
+
+
+class Projection(nn.Module):
+    """Proj_D: LayerNorm -> GELU -> Linear (no bias), plus the logits of the start (Table 8, App. A.1).
+
+    `start` is a buffer [.., size], not a parameter: zero for the paper's random start, logits from the importance ranks
+    for a carved one. Training learns the difference to it.
+    """
+
+    start: Tensor
+
+    def __init__(self, embedding_size: int, start: Float[Tensor, "*n size"]):
+        super().__init__()
+        self.norm = nn.LayerNorm(embedding_size)
+        self.linear = nn.Linear(embedding_size, start.shape[-1], bias=False)
+        self.register_buffer("start", start)
+
+    def forward(self, embedding: Float[Tensor, "*m E"]) -> Float[Tensor, "*m size"]:
+        return self.linear(F.gelu(self.norm(embedding))) + self.start
+
+    def start_at_(self, start: Float[Tensor, "*n size"]) -> None:
+        """Set the start; the learned difference to it is zero, so that step 0 is the carved plan itself."""
+        self.start.copy_(start)
+        self.linear.weight.zero_()
+
+
+def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float) -> Float[Tensor, "*n size"]:
+    """Return mask logits: LOGIT_SCALE x normal score of the rank, shifted so that sampling keeps `width` dims on average."""
+    size = ranks.shape[-1]
+    quantile = 1 - (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    scores = LOGIT_SCALE * torch.special.ndtri(quantile)
+    whole = keep_logit(torch.tensor(1 - 1e-6, dtype=torch.float64), keep_bias)
+    low, high = -200.0, 200.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        kept = float(keep_probability(scores + middle, keep_bias).sum())
+        low, high = (middle, high) if kept < width else (low, middle)
+    if width >= size:
+        return torch.full(ranks.shape, float(whole))
+    return (scores + high).float()[ranks.cpu()]

@@ -1,0 +1,55 @@
+"""The masks of one step of learning: drawn with noise, so that what is dropped can come back."""
+
+from __future__ import annotations
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tomoe.pruning.form import SampledExperts
+from tomoe.pruning.learned.attention import SampledAttention
+from tomoe.pruning.network import MaskNetwork
+from tomoe.pruning.routing import Routing
+from tomoe.seeds import derive_seed
+
+
+def sampled_masks(
+    net: MaskNetwork, seed: int, token_seed: int | None = None, valid: Bool[Tensor, " T"] | None = None
+) -> list[SampledLayerMasks]:
+    """Sample the masks of one step.
+
+    `seed` decides what all tokens share, `token_seed` (default: the same) what each token chooses. `valid`: which tokens are
+    no padding, which the losses read; None: all.
+    """
+    token_seed = seed if token_seed is None else token_seed
+    embeddings = net.embeddings()
+    of_attention = None
+    if net.attention is not None:
+        assert embeddings is not None
+        of_attention = net.attention.embeddings(embeddings)
+    sampled = []
+    for i in range(net.shape.num_layers):
+        own, own_tokens = derive_seed(seed, i), derive_seed(token_seed, i)
+        attention = None
+        if net.attention is not None and of_attention is not None:
+            attention = SampledAttention(net.attention, i, of_attention[i], own, own_tokens, valid)
+        sampled.append(SampledLayerMasks(net.sample_experts(i, embeddings, own, own_tokens), attention, valid))
+    return sampled
+
+
+class SampledLayerMasks:
+    """The masks of one layer in one step."""
+
+    def __init__(
+        self,
+        experts: SampledExperts,
+        attention: SampledAttention | None = None,
+        valid: Bool[Tensor, " T"] | None = None,
+    ):
+        self.experts, self.attention, self.valid = experts, attention, valid
+        # of the real tokens, filled in by the forward pass
+        self.routing: Routing | None = None
+
+    def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+        routing, neurons = self.experts.choose(x)
+        self.routing = routing.select(self.valid)
+        return neurons

@@ -1,0 +1,80 @@
+"""What decides which weights a token uses: the base of both forms of experts. `forms.mask_network` makes the right one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tomoe.model.shape import ModelShape
+from tomoe.pruning.form import ExtractedExperts, SampledExperts
+from tomoe.pruning.layouts import Layout
+from tomoe.pruning.routing import ExpertRouter
+from tomoe.recipe.conversion import SamplingSection
+
+if TYPE_CHECKING:
+    from tomoe.pruning.learned.attention import PrunedAttention
+    from tomoe.pruning.learned.hypernetwork import HyperNetwork
+
+
+def per_layer(num_layers: int, make: Callable[[], nn.Module]) -> Any:
+    return nn.ModuleList(make() for _ in range(num_layers))
+
+
+class MaskNetwork(nn.Module, ABC):
+    """Routers and experts of all layers, in float32: what learning changes as parameters, what the start settles as buffers."""
+
+    # an nn.ModuleList, typed as what it holds
+    routers: Sequence[ExpertRouter]
+    hypernetwork: HyperNetwork | None
+    """Gives embeddings to the masks that are learned; None if none are, as by default."""
+    attention: PrunedAttention | None
+    """The dims of attention that a token uses, if it is pruned, too."""
+
+    def __init__(self, shape: ModelShape, layout: Layout, sampling: SamplingSection):
+        super().__init__()
+        self.shape, self.layout, self.sampling = shape, layout, sampling
+        # its place among the parameters is the first
+        self.register_module("hypernetwork", None)
+        self.attention = None
+
+    def embeddings(self) -> Float[Tensor, "sites N E"] | None:
+        """The embedding of every expert at the attention (even rows) and the MLP (odd rows) of every layer."""
+        return None if self.hypernetwork is None else self.hypernetwork()
+
+    @abstractmethod
+    def carve(
+        self,
+        i: int,
+        x: Float[Tensor, "T D"],
+        h: Float[Tensor, "T F"],
+        weight: Float[Tensor, " T"],
+        down: Float[Tensor, "D F"],
+        seed: int,
+    ) -> Any:
+        """Carve the experts of layer i: a dataclass of tensors, among them `loss` with 0, 1, .. units of the layout.
+
+        x, h: the inputs of the MLP and of its down projection; `weight` is 1 / |residual|^2 of a token.
+        """
+
+    @abstractmethod
+    def blank_start(self, device: torch.device) -> Any:
+        """Return what `carve` returns, with tensors that have no values yet."""
+
+    @abstractmethod
+    def start_experts_(self, starts: Sequence[Any], units: Sequence[int] | None, left: float) -> None:
+        """Start from carved experts with so many units in each layer; None: all layers share `left` parameters alike."""
+
+    @abstractmethod
+    def sample_experts(
+        self, i: int, embeddings: Float[Tensor, "sites N E"] | None, seed: int, token_seed: int
+    ) -> SampledExperts:
+        """Sample the experts of layer i for one step; both seeds are the layer's own."""
+
+    @abstractmethod
+    def extract_experts(self, embeddings: Float[Tensor, "sites N E"] | None) -> ExtractedExperts:
+        """Return the experts without noise."""
