@@ -272,7 +272,7 @@ def test_all_sites_move_by_one_offset() -> None:
 def test_the_plan_remembers_how_wide_training_left_each_expert() -> None:
     net = make_network(model(), "off", spread=2.0, width_multiple=MULTIPLE)
     plan = extract_plan(net, model(), 0.6, CALIBRATION)
-    logits = Extraction(net, model()).experts.neuron_logits
+    logits = Extraction(net).experts.neuron_logits
     for row, layer, layer_logits in zip(
         plan.notes["expert_widths"], plan.counts, map(torch.detach, logits), strict=True
     ):

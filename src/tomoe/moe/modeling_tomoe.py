@@ -531,17 +531,17 @@ class ToMoEMLP(nn.Module):
         """[N, W], int32: the rows of each expert in the shared matrices, ascending."""
         return cast(Tensor, self.expert_neurons)
 
-    def activations(self, x: Tensor, neurons: slice | Tensor) -> Tensor:
+    def activations(self, x_TD: Tensor, neurons: slice | Tensor) -> Tensor:
         """Activations [T, n] of some neurons: act(gate x) * up x, or act(up x) without a gate."""
 
-        def project(weight: Tensor, bias: Tensor | None) -> Tensor:
-            rows = take_rows(weight, neurons).to(x.dtype)
-            return F.linear(x, rows, None if bias is None else take_rows(bias, neurons).to(x.dtype))
+        def project(weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+            rows_nD = take_rows(weight_FD, neurons).to(x_TD.dtype)
+            return F.linear(x_TD, rows_nD, None if bias_F is None else take_rows(bias_F, neurons).to(x_TD.dtype))
 
-        up = project(self.up_proj, self.up_bias)
+        up_Tn = project(self.up_proj, self.up_bias)
         if self.gate_proj is None:
-            return self.activation(up)
-        return self.activation(project(self.gate_proj, self.gate_bias)) * up
+            return self.activation(up_Tn)
+        return self.activation(project(self.gate_proj, self.gate_bias)) * up_Tn
 
     def cached(self, name: str, make: Callable[[], Any], source: Tensor | int = 0) -> Any:
         """What `make` returns, kept outside the state until the tensor, or the number, that it is made from changes."""
@@ -1013,26 +1013,27 @@ def _new_model(entry: type[Any], dense_type: str, dense_class: str) -> Any:
     return object.__new__(_family_class(entry, dense_type, dense_class))
 
 
-# Ways to run the experts: x [T, D] and expert_ids [T, k] -> y [T, D], without the bias of `down`.
+# Ways to run the experts: x [T, D] and expert_ids [T, k] -> y [T, D], without the bias of `down`. Letters at the ends of names
+# are shapes: T tokens, t some of them, k experts of a token, N experts, F neurons, n some of them, D hidden size.
 # Activations that `masked` holds at once, on a CPU and elsewhere; neurons whose slice beats gathering, and gathered at once.
 MASKED_ELEMENTS, MASKED_ELEMENTS_ON_DEVICE, LONG_RUN, GATHER_SIZE = 2**22, 2**28, 128, 512
 
 
-def sum_rows(h: Tensor, rows: Tensor) -> Tensor:
+def sum_rows(h_Tn: Tensor, rows_nD: Tensor) -> Tensor:
     """h [T, n] @ rows [n, D], sums in float32."""
     # On processors without products of 16 bits PyTorch takes 4 to 20 times as long for this as for h @ rows.t(): so a few
     # tokens add up rows, and many take products of float32, a part of the rows at a time.
-    learns = torch.is_grad_enabled() and (h.requires_grad or rows.requires_grad)
-    if learns or h.device.type != "cpu" or torch.compiler.is_compiling() or multiplies(h.dtype):
-        return h @ rows
-    if len(h) <= FEW_TOKENS:
-        neurons = torch.arange(len(rows)).expand(len(h), -1)
-        return F.embedding_bag(neurons, rows.to(h.dtype), per_sample_weights=h, mode="sum")
-    y = torch.zeros(len(h), rows.shape[1])
-    for first in range(0, len(rows), GATHER_SIZE):
+    learns = torch.is_grad_enabled() and (h_Tn.requires_grad or rows_nD.requires_grad)
+    if learns or h_Tn.device.type != "cpu" or torch.compiler.is_compiling() or multiplies(h_Tn.dtype):
+        return h_Tn @ rows_nD
+    if len(h_Tn) <= FEW_TOKENS:
+        neurons = torch.arange(len(rows_nD)).expand(len(h_Tn), -1)
+        return F.embedding_bag(neurons, rows_nD.to(h_Tn.dtype), per_sample_weights=h_Tn, mode="sum")
+    y_TD = torch.zeros(len(h_Tn), rows_nD.shape[1])
+    for first in range(0, len(rows_nD), GATHER_SIZE):
         some = slice(first, first + GATHER_SIZE)
-        y.addmm_(h[:, some].float(), rows[some].float())
-    return y.to(h.dtype)
+        y_TD.addmm_(h_Tn[:, some].float(), rows_nD[some].float())
+    return y_TD.to(h_Tn.dtype)
 
 
 @functools.cache
@@ -1043,52 +1044,62 @@ def multiplies(dtype: torch.dtype) -> bool:
     return name is None or (ask is not None and bool(ask()))
 
 
-def run_masked(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Every neuron for every token times 0 or 1, or `weights` [T, k] of routers that train: costs what the dense MLP costs,
-    in its dtype."""
-    on_cpu, learns = x.device.type == "cpu", torch.is_grad_enabled()
+def run_masked(mlp: ToMoEMLP, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor | None = None) -> Tensor:
+    """Every neuron for every token times 0 or 1, or the weights of routers that train: costs what the dense MLP costs, in its
+    dtype."""
+    on_cpu, learns = x_TD.device.type == "cpu", torch.is_grad_enabled()
     tokens = max(1, (MASKED_ELEMENTS if on_cpu else MASKED_ELEMENTS_ON_DEVICE) // len(mlp.up_proj))
-    masks = None if mlp.fine else x.new_zeros(mlp.num_experts, len(mlp.up_proj)).scatter_(1, mlp.expert_rows.long(), 1)
+    masks_NF = (
+        None if mlp.fine else x_TD.new_zeros(mlp.num_experts, len(mlp.up_proj)).scatter_(1, mlp.expert_rows.long(), 1)
+    )
     # Rows of a few numbers, which a CPU is slow at, save a mask as large as h.
     narrow = mlp.fine and not (on_cpu or learns)
     pieces = []
-    for first in range(0, max(len(x), 1), tokens):
+    for first in range(0, max(len(x_TD), 1), tokens):
+        # A piece of the tokens, t of them: all activations at once would be the largest tensor of the model.
         some = slice(first, first + tokens)
-        h, ids = mlp.activations(x[some], slice(None)), expert_ids[some]
-        own = h[:, mlp.shared_size :].unflatten(1, (mlp.num_experts, -1)) if narrow else h
-        if masks is None:
-            ones = torch.ones_like(ids, dtype=x.dtype) if weights is None else weights[some].to(x.dtype)
-            mask = x.new_zeros(len(ids), mlp.num_experts).scatter(1, ids, ones)
+        h_tF, ids_tk = mlp.activations(x_TD[some], slice(None)), expert_ids_Tk[some]
+        own = h_tF[:, mlp.shared_size :].unflatten(1, (mlp.num_experts, -1)) if narrow else h_tF
+        if masks_NF is None:
+            ones_tk = (
+                torch.ones_like(ids_tk, dtype=x_TD.dtype) if weights_Tk is None else weights_Tk[some].to(x_TD.dtype)
+            )
+            mask = x_TD.new_zeros(len(ids_tk), mlp.num_experts).scatter(1, ids_tk, ones_tk)
             if not narrow:
+                # From experts to their neurons, and ones for the shared part, which stands first.
                 mask = F.pad(mask.repeat_interleave(mlp.expert_rows.shape[1], 1), (mlp.shared_size, 0), value=1.0)
         else:
-            mask = masks[ids[:, 0]]
+            mask = masks_NF[ids_tk[:, 0]]
+        # In place where no gradient needs the activations as they were; `own` is a view of h then.
         own = own * mask if learns else own.mul_(mask[..., None] if narrow else mask)
-        pieces.append(sum_rows(own if learns else h, mlp.down_proj))
+        pieces.append(sum_rows(own if learns else h_tF, mlp.down_proj))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def run_runs(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
+def run_runs(mlp: ToMoEMLP, x_TD: Tensor, expert_ids_Tk: Tensor) -> Tensor:
     """Expert by expert: its long runs of neurons as slices of the shared rows, the others gathered piece by piece."""
-    k, precise = expert_ids.shape[1], torch.promote_types(x.dtype, torch.float32)
-    out = torch.zeros(x.shape, dtype=precise, device=x.device)
+    k = expert_ids_Tk.shape[1]
+    # Sums of several experts and pieces: rounded once, at the end.
+    precise = torch.promote_types(x_TD.dtype, torch.float32)
+    out_TD = torch.zeros(x_TD.shape, dtype=precise, device=x_TD.device)
     if mlp.shared_size:
         shared = slice(mlp.shared_size)
-        out += sum_rows(mlp.activations(x, shared), mlp.down_proj[shared])
-    order = expert_ids.flatten().argsort()
-    counts = torch.bincount(expert_ids.flatten(), minlength=mlp.num_experts).tolist()
+        out_TD += sum_rows(mlp.activations(x_TD, shared), mlp.down_proj[shared])
+    # Sorted by expert, its tokens stand together.
+    order = expert_ids_Tk.flatten().argsort()
+    counts = torch.bincount(expert_ids_Tk.flatten(), minlength=mlp.num_experts).tolist()
     for expert, places in enumerate(order.split(counts)):
         if not len(places):
             continue
-        token_ids = places // k
-        expert_x = x[token_ids]
-        y = torch.zeros(expert_x.shape, dtype=precise, device=x.device)
+        token_ids_t = places // k
+        x_tD = x_TD[token_ids_t]
+        y_tD = torch.zeros(x_tD.shape, dtype=precise, device=x_TD.device)
         for first, last, start in mlp.runs()[expert]:
             run = slice(start, start + last - first)
             neurons = mlp.expert_rows[expert, first:last] if start < 0 else run
-            y += sum_rows(mlp.activations(expert_x, neurons), take_rows(mlp.down_proj, neurons))
-        out.index_add_(0, token_ids, y)
-    return out.to(x.dtype)
+            y_tD += sum_rows(mlp.activations(x_tD, neurons), take_rows(mlp.down_proj, neurons))
+        out_TD.index_add_(0, token_ids_t, y_tD)
+    return out_TD.to(x_TD.dtype)
 
 
 def runs_suit(mlp: ToMoEMLP, x: Tensor) -> bool:

@@ -18,11 +18,14 @@ def allocate(losses: Sequence[Float[Tensor, " n1"]], params: Sequence[int], budg
 
     `losses` are the errors of each layer with 0, 1, .. units, `params` the parameters of so many units of any layer.
     """
-    units, errors = [1] * len(losses), [loss.tolist() for loss in losses]
-    spent, most = params[1] * len(losses), len(params) - 1
+    units = [1] * len(losses)
+    errors = [loss.tolist() for loss in losses]
+    spent = params[1] * len(losses)
+    most = len(params) - 1
 
     def gain(i: int) -> float:
-        n, loss = units[i], errors[i]
+        n = units[i]
+        loss = errors[i]
         return -max(0.0, loss[n] - loss[n + 1]) / (params[n + 1] - params[n])
 
     heap = [(gain(i), i) for i in range(len(losses)) if most > 1]

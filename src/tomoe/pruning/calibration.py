@@ -81,10 +81,10 @@ class Calibration:
         yield parts.down.register_forward_hook(carve)
 
     def _carve_experts(
-        self, i: int, x: Float[Tensor, "T D"], h: Float[Tensor, "T F"], weight: Float[Tensor, " T"]
+        self, i: int, x_TD: Float[Tensor, "T D"], h_TF: Float[Tensor, "T F"], weight_T: Float[Tensor, " T"]
     ) -> None:
         if self._owner(i) != distributed.rank():
-            self.experts.append(self.net.blank_start(x.device))
+            self.experts.append(self.net.blank_start(x_TD.device))
             return
-        down = self.parts[i].down.weight.float()
-        self.experts.append(self.net.carve(i, x, h, weight, down, self.seed))
+        down_DF = self.parts[i].down.weight.float()
+        self.experts.append(self.net.carve(i, x_TD, h_TF, weight_T, down_DF, self.seed))

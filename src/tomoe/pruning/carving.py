@@ -36,7 +36,8 @@ def carve_(
     the others get equally many units, up to one: a layer's own error is not what the model loses (docs/lab/log.md). In a
     layout for a GPU all layers do.
     """
-    s, found = net.shape, Calibration(net, model, seed, progress)
+    s = net.shape
+    found = Calibration(net, model, seed, progress)
     if net.attention is None:
         found.run(model, ids, mask)
         attention = s.num_layers * int(attention_params(s, s.head_dim, s.head_dim))

@@ -63,7 +63,8 @@ class Extraction:
 
     def plan(self, active: float, tolerance: float) -> Plan:
         """Return the plan whose active fraction is `active`."""
-        s, attention = self.shape, self.attention
+        s = self.shape
+        attention = self.attention
         of_attention = [[] if attention is None else attention.sites(i) for i in range(s.num_layers)]
         layers = [[*self.experts.sites(i), *of_attention[i]] for i in range(s.num_layers)]
         sites = [site for layer in layers for site in layer]

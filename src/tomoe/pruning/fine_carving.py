@@ -4,6 +4,8 @@ Per layer, on dense activations. Shared part: the neurons whose contributions a_
 energy, weighted by 1 / |residual|^2 of the token. Experts: clusters of one size of the other neurons by the cosine of their
 contributions over tokens. Router: ridge regression with a bias from the MLP's input to the root of each expert's share of a
 token's energy. Then in turn neurons move to the expert whose tokens need them most, and the router is fitted again.
+
+Shapes, and the letters at the ends of names: T tokens, t some of them, D hidden size, F neurons, n routed ones, N experts.
 """
 
 from __future__ import annotations
@@ -111,50 +113,59 @@ class FineStart:
 
 
 def carve_fine(
-    x: Float[Tensor, "T D"],
-    h: Float[Tensor, "T F"],
-    weight: Float[Tensor, " T"],
-    down: Float[Tensor, "D F"],
+    x_TD: Float[Tensor, "T D"],
+    h_TF: Float[Tensor, "T F"],
+    weight_T: Float[Tensor, " T"],
+    down_DF: Float[Tensor, "D F"],
     layout: FineLayout,
     seed: int,
 ) -> FineStart:
-    """Carve the experts of one layer. `weight` is 1 / |residual|^2 of a token; `h` may be of any dtype."""
-    norms = down.norm(dim=0)
+    """Carve the experts of one layer. `weight_T` is 1 / |residual|^2 of a token; `h_TF` may be of any dtype."""
+    # what neuron f adds to the output of a token has the length |h_f| |column f of down|
+    norms_F = down_DF.norm(dim=0)
     # a piece at a time: of many tokens the activations in float32 are the largest matrix there is
-    pieces = zip(h.split(PIECE_TOKENS), weight.split(PIECE_TOKENS), strict=True)
-    energy = norms.square() * sum(w @ part.float().square() for part, w in pieces)
-    order = energy.argsort(descending=True, stable=True)
-    routed = order[layout.shared :].sort().values
-    generator = torch.Generator(x.device).manual_seed(seed)
-    some = torch.randperm(len(x), generator=generator, device=x.device)
-    routed_energy = (h[:, routed] * norms[routed]).square_().mul_(weight[:, None])
-    assigned, router_weight, router_bias = _routed_experts(x, routed_energy, some[:CLUSTER_TOKENS], layout, seed)
+    pieces = zip(h_TF.split(PIECE_TOKENS), weight_T.split(PIECE_TOKENS), strict=True)
+    energy_F = norms_F.square() * sum(w_t @ h_tF.float().square() for h_tF, w_t in pieces)
+    # the neurons that matter to all tokens are shared, and a router chooses among the others
+    order_F = energy_F.argsort(descending=True, stable=True)
+    routed_n = order_F[layout.shared :].sort().values
+    generator = torch.Generator(x_TD.device).manual_seed(seed)
+    some_T = torch.randperm(len(x_TD), generator=generator, device=x_TD.device)
+    energy_Tn = (h_TF[:, routed_n] * norms_F[routed_n]).square_().mul_(weight_T[:, None])
+    assigned_n, router_ND, router_bias_N = _routed_experts(x_TD, energy_Tn, some_T[:CLUSTER_TOKENS], layout, seed)
     # the largest matrix of all, which the error does not need
-    del routed_energy
-    logits = x @ router_weight.T + router_bias
-    expert = torch.full((h.shape[1],), SHARED, device=x.device)
-    expert[routed] = assigned
-    tokens = some[:ERROR_TOKENS]
-    loss = error_curve(logits[tokens], h[tokens].float() * weight[tokens, None].sqrt(), down, expert, layout)
-    return FineStart(router_weight, router_bias, expert, loss * len(x) / len(tokens))
+    del energy_Tn
+    logits_TN = x_TD @ router_ND.T + router_bias_N
+    expert_F = torch.full((h_TF.shape[1],), SHARED, device=x_TD.device)
+    expert_F[routed_n] = assigned_n
+    few_t = some_T[:ERROR_TOKENS]
+    h_tF = h_TF[few_t].float() * weight_T[few_t, None].sqrt()
+    loss_N1 = error_curve(logits_TN[few_t], h_tF, down_DF, expert_F, layout)
+    return FineStart(router_ND, router_bias_N, expert_F, loss_N1 * len(x_TD) / len(few_t))
 
 
 def _routed_experts(
-    x: Float[Tensor, "T D"], energy: Float[Tensor, "T n"], some: Int[Tensor, " t"], layout: FineLayout, seed: int
+    x_TD: Float[Tensor, "T D"],
+    energy_Tn: Float[Tensor, "T n"],
+    some_t: Int[Tensor, " t"],
+    layout: FineLayout,
+    seed: int,
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, "N D"], Float[Tensor, " N"]]:
     """Return the expert of each routed neuron, and weight and bias of the router; clusters start on some of the tokens.
 
     Numbers of all tokens have no names here, so that as few of them as can be are held at once.
     """
-    regression = RidgeRegression(x, layout.router_bias)
-    assigned = balanced_clusters(F.normalize(energy[some].sqrt().T, dim=1), layout.num_experts, seed)
+    regression = RidgeRegression(x_TD, layout.router_bias)
+    # neurons that work on the same tokens belong together: then a token needs few experts
+    assigned_n = balanced_clusters(F.normalize(energy_Tn[some_t].sqrt().T, dim=1), layout.num_experts, seed)
     for step in range(REASSIGNMENTS + 1):
-        experts = F.one_hot(assigned, layout.num_experts).to(x.dtype)
-        router_weight, router_bias = regression.fit(F.normalize((energy @ experts).sqrt(), dim=1))
+        experts_nN = F.one_hot(assigned_n, layout.num_experts).to(x_TD.dtype)
+        router_ND, router_bias_N = regression.fit(F.normalize((energy_Tn @ experts_nN).sqrt(), dim=1))
         if step < REASSIGNMENTS:
-            needs = energy.T @ _chosen(x @ router_weight.T + router_bias, layout.top_k)
-            assigned = balanced_assignment(needs, layout.expert_size)
-    return assigned, router_weight, router_bias
+            # a router errs, so neurons move to where it sends the tokens that need them
+            needs_nN = energy_Tn.T @ _chosen(x_TD @ router_ND.T + router_bias_N, layout.top_k)
+            assigned_n = balanced_assignment(needs_nN, layout.expert_size)
+    return assigned_n, router_ND, router_bias_N
 
 
 def _chosen(logits: Float[Tensor, "T N"], top_k: int) -> Float[Tensor, "T N"]:
@@ -163,10 +174,10 @@ def _chosen(logits: Float[Tensor, "T N"], top_k: int) -> Float[Tensor, "T N"]:
 
 
 def error_curve(
-    logits: Float[Tensor, "t N"],
-    h: Float[Tensor, "t F"],
-    down: Float[Tensor, "D F"],
-    expert: Int[Tensor, " F"],
+    logits_tN: Float[Tensor, "t N"],
+    h_tF: Float[Tensor, "t F"],
+    down_DF: Float[Tensor, "D F"],
+    expert_F: Int[Tensor, " F"],
     layout: FineLayout,
 ) -> Float[Tensor, " N1"]:
     """Return the squared error of h down^T, summed over tokens, with 0, 1, .. N experts a token, as a convex function.
@@ -174,11 +185,11 @@ def error_curve(
     It is measured at some numbers of experts; between them it falls by equal factors.
     """
     n = layout.num_experts
-    rank = logits.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    rank_tN = logits_tN.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     # shared neurons (-1) have a rank that is always chosen
-    rank = F.pad(rank, (0, 1), value=-1)[:, expert]
+    rank_tF = F.pad(rank_tN, (0, 1), value=-1)[:, expert_F]
     points = sorted({round(n * i / ERROR_POINTS) for i in range(ERROR_POINTS)})
-    losses = [max(float((((rank >= k) * h) @ down.T).square().sum()), 1e-30) for k in points]
+    losses = [max(float((((rank_tF >= k) * h_tF) @ down_DF.T).square().sum()), 1e-30) for k in points]
     values = [losses[0]]
     for (k0, loss0), (k1, loss1) in itertools.pairwise(zip(points, losses, strict=True)):
         values += [loss0 * (loss1 / loss0) ** ((k - k0) / (k1 - k0)) for k in range(k0 + 1, k1 + 1)]

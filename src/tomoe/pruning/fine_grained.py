@@ -48,14 +48,14 @@ class FineNetwork(MaskNetwork):
     def carve(
         self,
         i: int,
-        x: Float[Tensor, "T D"],
-        h: Float[Tensor, "T F"],
-        weight: Float[Tensor, " T"],
-        down: Float[Tensor, "D F"],
+        x_TD: Float[Tensor, "T D"],
+        h_TF: Float[Tensor, "T F"],
+        weight_T: Float[Tensor, " T"],
+        down_DF: Float[Tensor, "D F"],
         seed: int,
     ) -> FineStart:
-        with rounded_products(h.dtype):
-            return carve_fine(x, h, weight, down, self.layout, derive_seed(seed, "clusters", i))
+        with rounded_products(h_TF.dtype):
+            return carve_fine(x_TD, h_TF, weight_T, down_DF, self.layout, derive_seed(seed, "clusters", i))
 
     def blank_start(self, device: torch.device) -> FineStart:
         s, n = self.shape, self.layout.num_experts
@@ -114,8 +114,8 @@ class SampledFine(SampledExperts):
     def width(self) -> Float[Tensor, ""]:
         return torch.tensor(float(self._width), device=self.shared.device)
 
-    def choose(self, x: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
-        routing = self.router.choose(x, self.temperature, self.top_k)
+    def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
+        routing = self.router.choose(x_TD, self.temperature, self.top_k)
         return routing, routing.assignment @ self.masks + self.shared
 
 
@@ -159,8 +159,8 @@ class PlannedFine(Experts):
         expert = layer.expert_masks.int().argmax(0).masked_fill(layer.shared_mask, len(layer.expert_masks))
         self.expert_of_neuron: Int[Tensor, " F"] = expert.to(device)
 
-    def choose(self, x: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
-        routing = self.router.route(x, self.top_k)
-        # a product with hundreds of masks takes ten times as long
-        mask = F.pad(routing.assignment, (0, 1), value=1.0).index_select(1, self.expert_of_neuron)
-        return routing, mask
+    def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
+        routing = self.router.route(x_TD, self.top_k)
+        # a product with hundreds of masks takes ten times as long; the column of ones is the shared part
+        mask_TF = F.pad(routing.assignment, (0, 1), value=1.0).index_select(1, self.expert_of_neuron)
+        return routing, mask_TF

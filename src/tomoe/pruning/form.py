@@ -19,7 +19,7 @@ class Experts(ABC):
     router: ExpertRouter
 
     @abstractmethod
-    def choose(self, x: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
+    def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
         """Route tokens; returns their experts and the mask of their neurons."""
 
 

@@ -1,6 +1,6 @@
 """The form `inputs`: its masks on the dense model, and how many inputs each projection gets of a budget.
 
-Shapes: T tokens, D inputs of a projection.
+Shapes, and the letters at the ends of names: T tokens, D inputs of a projection.
 """
 
 from __future__ import annotations
@@ -32,10 +32,16 @@ def column_norms(group: Group) -> Float[Tensor, " D"]:
     return torch.cat([Linear(module).weight.double() for module in group.modules]).norm(dim=0).float()
 
 
-def mask_of(x: Float[Tensor, "*T D"], norms: Float[Tensor, " D"], count: int) -> Bool[Tensor, "*T D"]:
+def kinds_of(layers: Sequence[Layer]) -> list[Kind]:
+    """The kinds of projections that any of these layers has."""
+    return [kind for kind in KINDS if any(kind in layer for layer in layers)]
+
+
+def mask_of(x_TD: Float[Tensor, "*T D"], norms_D: Float[Tensor, " D"], count: int) -> Bool[Tensor, "*T D"]:
     """The `count` inputs of each token with the largest |x_i| norms_i, equal ones by position."""
-    order = (x.float().abs() * norms).argsort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(x, dtype=torch.bool).scatter(-1, order[..., :count], True)
+    # x_i alone would not do: what an input adds to the output is x_i times a column of the matrix
+    order_TD = (x_TD.float().abs() * norms_D).argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(x_TD, dtype=torch.bool).scatter(-1, order_TD[..., :count], True)
 
 
 @contextmanager
@@ -123,19 +129,22 @@ def _with_gradients(
     with hooked(list(hooks())), torch.enable_grad():
         logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
         predicted = logits.log_softmax(-1)
+        # on the CPU, so that a seed draws alike whatever the device
         drawn = torch.multinomial(predicted.detach().exp().cpu(), 1, generator=generator).to(predicted.device)
         predicted.gather(1, drawn).sum().backward()
     return inputs
 
 
-def _dropped(x: Float[Tensor, "T D"], gradient: Float[Tensor, "T D"], norms: Float[Tensor, " D"]) -> Tensor:
+def _dropped(
+    x_TD: Float[Tensor, "T D"], gradient_TD: Float[Tensor, "T D"], norms_D: Float[Tensor, " D"]
+) -> Float[Tensor, " levels"]:
     """The sum over tokens, and over the inputs that they drop, of (g_i x_i)^2 at every level, float64."""
-    order = (x.float().abs() * norms).argsort(dim=-1, stable=True)
-    changes = (x.float() * gradient.float()).square().gather(-1, order)
-    # the smallest are dropped first
-    before = F.pad(changes.sum(0, dtype=torch.float64).cumsum(0), (1, 0))
-    width = x.shape[-1]
-    return before[[width - inputs_at_level(width, level) for level in range(len(LEVELS))]].cpu()
+    order_TD = (x_TD.float().abs() * norms_D).argsort(dim=-1, stable=True)
+    changes_TD = (x_TD.float() * gradient_TD.float()).square().gather(-1, order_TD)
+    # the smallest are dropped first, so one cumulative sum has the loss at every level; over so many tokens float32 would drift
+    dropped_D = F.pad(changes_TD.sum(0, dtype=torch.float64).cumsum(0), (1, 0))
+    width = x_TD.shape[-1]
+    return dropped_D[[width - inputs_at_level(width, level) for level in range(len(LEVELS))]].cpu()
 
 
 def inputs_at_level(width: int, level: int) -> int:
@@ -148,6 +157,7 @@ class _Search:
 
     def __init__(self, layers: Sequence[Layer], costs: Costs, total: int):
         self.layers, self.costs, self.total = layers, costs, total
+        self.kinds = kinds_of(layers)
         self.levels = dict.fromkeys(costs, 0)
         self.saved = 0
         self.steps = [step for key in costs if (step := self._best(key)) is not None]
@@ -164,7 +174,8 @@ class _Search:
 
     def _best(self, key: tuple[int, Kind]) -> tuple[float, int, Kind, int] | None:
         """The cheapest next step of a projection; None from the last level on, or where levels are the same number."""
-        cost, now = self.costs[key], self.levels[key]
+        cost = self.costs[key]
+        now = self.levels[key]
         steps = [
             (max(0.0, float(cost[level] - cost[now])) / saving, *key, level)
             for level in range(now + 1, min(now + REACH, len(LEVELS) - 1) + 1)
@@ -192,8 +203,7 @@ class _Search:
                 inputs_at_level(layer[kind].width, self.levels[i, kind]) if kind in layer else 0
                 for i, layer in enumerate(self.layers)
             ]
-            for kind in KINDS
-            if any(kind in layer for layer in self.layers)
+            for kind in self.kinds
         }
         saved = self.saved
         if active is not None:
@@ -254,7 +264,7 @@ def plan_inputs(
     check_reach(layers, decoder_params(shape), active)
     costs = input_costs(model, layers, ids, mask, seed, progress)
     path = cheapest_path(layers, costs, decoder_params(shape), active)
-    kinds = [kind for kind in KINDS if any(kind in layer for layer in layers)]
+    kinds = kinds_of(layers)
     return InputsPlan(
         shape=shape,
         names={kind: next(layer[kind].names for layer in layers if kind in layer) for kind in kinds},

@@ -123,7 +123,8 @@ def settle_layout(recipe: Recipe, shape: ModelShape) -> Layout:
 def _overlapping_layout(
     shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, target: str
 ) -> OverlappingLayout:
-    uniform, multiple = TARGET_RULES[target].uniform, experts.width_multiple
+    uniform = TARGET_RULES[target].uniform
+    multiple = experts.width_multiple
     least = least_active(shape, experts, attention, target)
     _check_least(least, attention, active)
     layout = OverlappingLayout(experts.num_experts, multiple, max(STOCK_MULTIPLE, multiple) if uniform else 0)
@@ -158,9 +159,12 @@ def _fine_layout(
             f"{MAX_EXPERTS_PER_TOKEN}; leave experts.expert_size out, or make it larger"
         )
     return replace(
-        layout, uniform=rules.uniform, dense_layers=dense_layers, router_bias=rules.router_bias,
+        layout,
+        uniform=rules.uniform,
+        dense_layers=dense_layers,
+        router_bias=rules.router_bias,
         leaves_whole=not rules.wide,
-    )  # fmt: skip
+    )
 
 
 def _near(active: float) -> Iterator[float]:
@@ -183,9 +187,13 @@ def _numbers_to_try(shape: ModelShape, experts: ExpertsSection, rules: TargetRul
 
 
 def _search(
-    shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, rules: TargetRules,
+    shape: ModelShape,
+    experts: ExpertsSection,
+    attention: AttentionSection,
+    active: float,
+    rules: TargetRules,
     dense_layers: int,
-) -> _Search:  # fmt: skip
+) -> _Search:
     """What a layout must meet. Where attention is pruned and layers may differ, it takes up what whole experts leave."""
     choices, dims = attention_units(shape, attention, active)
     qk_dims = round(shape.head_dim * choices / max(1, shape.num_qk_choices))
@@ -232,8 +240,10 @@ class _Search:
         With fewer if only that meets the width, or if the format has to hold more than STORED_ZEROS of zeros otherwise, and
         with half as many if only these have the rows that its blocks divide.
         """
-        fewest, most_zeros = math.ceil(number * (1 - FEWER_EXPERTS)), STORED_ZEROS * self.mlp_size
-        numbers, block = range(number, fewest - 1, -1), self.rules.block
+        fewest = math.ceil(number * (1 - FEWER_EXPERTS))
+        most_zeros = STORED_ZEROS * self.mlp_size
+        numbers = range(number, fewest - 1, -1)
+        block = self.rules.block
         in_blocks = ([number], numbers, range(fewest - 1, number // 2 - 1, -1)) if block > 1 else ()
         found = (self._roundest(some, most_zeros, MAX_EXPERTS_PER_TOKEN, block) for some in in_blocks)
         return (

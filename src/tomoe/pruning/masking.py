@@ -36,7 +36,7 @@ class LayerMasks(Protocol):
     def attention(self) -> AttentionMasks | None:
         """Those of its attention; None keeps it whole."""
 
-    def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]: ...
+    def neurons(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]: ...
 
 
 class PlannedLayerMasks:
@@ -50,8 +50,8 @@ class PlannedLayerMasks:
         # of the last forward pass
         self.routing: Routing | None = None
 
-    def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        self.routing, neurons = self.experts.choose(x)
+    def neurons(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+        self.routing, neurons = self.experts.choose(x_TD)
         return neurons
 
     def refitted(self, part: Literal["down", "output"], weight: Float[Tensor, "D n"]) -> Float[Tensor, "D n"]:

@@ -50,15 +50,15 @@ class MaskNetwork(nn.Module, ABC):
     def carve(
         self,
         i: int,
-        x: Float[Tensor, "T D"],
-        h: Float[Tensor, "T F"],
-        weight: Float[Tensor, " T"],
-        down: Float[Tensor, "D F"],
+        x_TD: Float[Tensor, "T D"],
+        h_TF: Float[Tensor, "T F"],
+        weight_T: Float[Tensor, " T"],
+        down_DF: Float[Tensor, "D F"],
         seed: int,
     ) -> Any:
         """Carve the experts of layer i: a dataclass of tensors, among them `loss` with 0, 1, .. units of the layout.
 
-        x, h: the inputs of the MLP and of its down projection; `weight` is 1 / |residual|^2 of a token.
+        x_TD, h_TF: the inputs of the MLP and of its down projection; `weight_T` is 1 / |residual|^2 of a token.
         """
 
     @abstractmethod

@@ -35,7 +35,8 @@ class PrunedAttention(nn.Module):
     ):
         super().__init__()
         self.shape, self.section, self.sampling = shape, section, sampling
-        num_layers, dims = shape.num_layers, shape.head_dim + shape.num_qk_choices
+        num_layers = shape.num_layers
+        dims = shape.head_dim + shape.num_qk_choices
         self.per_token = section.pruning == "per_token"
         self.token_embeddings = per_layer(num_layers, lambda: nn.Linear(shape.hidden_size, embedding_size, bias=False))
         self.dims = per_layer(num_layers, lambda: Projection(embedding_size, torch.zeros(dims)))
@@ -63,13 +64,15 @@ class PrunedAttention(nn.Module):
 
     def value_logits(self, i: int, x: Float[Tensor, "T D"], embedding: Float[Tensor, " E"]) -> Float[Tensor, "T C"]:
         """Return the logits of the V/O dims of each token (Eq. 5, Sec. 3.3)."""
-        projection, c = self.dims[i], self.shape.head_dim
+        projection = self.dims[i]
+        c = self.shape.head_dim
         hidden = F.gelu(projection.norm(F.linear(x.float(), self.token_embeddings[i].weight, embedding)))
         return F.linear(hidden, projection.linear.weight[:c], projection.start[:c])
 
     def value_router(self, i: int, embedding: Float[Tensor, " E"]) -> ValueLogits:
         """Return the module that gives the same logits, as the plan keeps it: embedding and start become biases."""
-        projection, c = self.dims[i], self.shape.head_dim
+        projection = self.dims[i]
+        c = self.shape.head_dim
         router = ValueLogits(self.shape.hidden_size, len(embedding), c)
         router.load_state_dict(
             {

@@ -66,7 +66,8 @@ class AttentionRanking:
 
     def start_(self, active: float) -> int:
         """Start from the most important Q/K choices and V/O dims of every layer; returns their parameters."""
-        s, keep_bias = self.shape, self.net.sampling.keep_bias
+        s = self.shape
+        keep_bias = self.net.sampling.keep_bias
         if self.rotations:
             self.net.value_rotations.copy_(torch.stack(self.rotations))
         spent = 0

@@ -78,8 +78,10 @@ class ExtractedAttention:
 
     def fields(self, i: int, qk_units: int, value_dims: int) -> dict[str, Any]:
         """The fields of a LayerPlan that hold the attention of layer i."""
-        c, dims = self.shape.head_dim, self.dim_logits[i].cpu()
-        values, router = torch.ones(c, dtype=torch.bool), {}
+        c = self.shape.head_dim
+        dims = self.dim_logits[i].cpu()
+        values = torch.ones(c, dtype=torch.bool)
+        router: dict[str, Tensor] = {}
         if not self.net.per_token:
             values = _first(dims[:c].argsort(descending=True, stable=True), value_dims)
         elif value_dims < c:

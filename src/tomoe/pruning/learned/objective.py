@@ -93,7 +93,8 @@ def planned_loss(model: Any, plan: Plan, text: Sequences, objective: str) -> flo
 
     Every process reads all of the text: a sharded model runs in all of them or in none.
     """
-    masks, total = planned_masks(plan, model.device), 0.0
+    masks = planned_masks(plan, model.device)
+    total = 0.0
     for ids, mask in zip(text.input_ids.split(1), text.mask.split(1), strict=True):
         ids, mask = ids.to(model.device), mask.to(model.device)
         teacher = hidden_states(model, ids, mask) if objective == "kl" else None

@@ -40,14 +40,16 @@ class OverlappingNetwork(MaskNetwork):
     def carve(
         self,
         i: int,
-        x: Float[Tensor, "T D"],
-        h: Float[Tensor, "T F"],
-        weight: Float[Tensor, " T"],
-        down: Float[Tensor, "D F"],
+        x_TD: Float[Tensor, "T D"],
+        h_TF: Float[Tensor, "T F"],
+        weight_T: Float[Tensor, " T"],
+        down_DF: Float[Tensor, "D F"],
         seed: int,
     ) -> OverlappingStart:
         widths = self.layout.widths(self.shape.mlp_size)
-        return carve_overlapping(x, h, weight, down, self.layout.num_experts, widths, derive_seed(seed, "k-means", i))
+        return carve_overlapping(
+            x_TD, h_TF, weight_T, down_DF, self.layout.num_experts, widths, derive_seed(seed, "k-means", i)
+        )
 
     def blank_start(self, device: torch.device) -> OverlappingStart:
         s, n = self.shape, self.layout.num_experts
@@ -92,9 +94,9 @@ class SampledOverlapping(SampledExperts):
         """Neurons of the widest expert."""
         return self.neuron_masks.sum(-1).max()
 
-    def choose(self, x: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
+    def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
         # one-hot samples (Eq. 3, Sec. 3.2)
-        routing = Routing(*gumbel_softmax(self.router(x), self.temperature, self.seed))
+        routing = Routing(*gumbel_softmax(self.router(x_TD), self.temperature, self.seed))
         return routing, routing.assignment @ self.neuron_masks
 
 
@@ -135,7 +137,8 @@ class ExtractedOverlapping(ExtractedExperts):
         Returns the width and the units of the attention sites of each layer. The width is a multiple of `common_multiple`,
         or of its half, its quarter and so on: of the largest that meets `target` within `slack` parameters.
         """
-        s, multiple = self.shape, self.layout.common_multiple
+        s = self.shape
+        multiple = self.layout.common_multiple
         attention = [layer[1:] for layer in layers]
         sites = [site for layer in attention for site in layer]
         mean = sum(layer[0].clipped_units(offset) for layer in layers) / len(layers) * self.layout.width_multiple
@@ -175,6 +178,6 @@ class PlannedOverlapping(Experts):
         self.router = ExpertRouter.of(layer.router_weight.to(device))
         self.expert_masks: Float[Tensor, "N F"] = layer.expert_masks.float().to(device)
 
-    def choose(self, x: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
-        routing = self.router.route(x)
+    def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
+        routing = self.router.route(x_TD)
         return routing, routing.assignment @ self.expert_masks

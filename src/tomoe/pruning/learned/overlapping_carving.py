@@ -57,7 +57,8 @@ def rank_neurons(
 ) -> tuple[Int[Tensor, "N F"], Float[Tensor, " u"]]:
     """Rank the neurons of every expert on its own tokens; returns ranks, and the sum of the losses at each width."""
     down_gram = down.T @ down
-    ranks, total = [], torch.zeros(len(widths), dtype=torch.float64)
+    ranks = []
+    total = torch.zeros(len(widths), dtype=torch.float64)
     for n in range(num_experts):
         expert_h = h[expert_ids == n] * weight[expert_ids == n].sqrt()[:, None]
         # in place and freed before the next expert: with 11,008 neurons such a matrix takes half a GB
@@ -102,7 +103,8 @@ def backward_elimination(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"]
     """
     size = len(error)
     marginal = error.diagonal().clone()
-    ranks, loss = torch.zeros(size, dtype=torch.long, device=error.device), error.new_zeros(size + 1)
+    ranks = torch.zeros(size, dtype=torch.long, device=error.device)
+    loss = error.new_zeros(size + 1)
     for kept in range(size - 1, -1, -1):
         # An index of one number; a GPU would have to be waited for to know the number itself.
         dropped = marginal.argmin().view(1)

@@ -75,14 +75,16 @@ def value_rotations(
 
     Needs the original weights, not packed ones.
     """
-    s, layers = shape_of(model), layer_parts(model)
+    s = shape_of(model)
+    layers = layer_parts(model)
     rotations: list[Tensor] = []
 
     def hooks() -> Iterator[RemovableHandle]:
         for parts in layers:
 
             def rotate(o: nn.Module, args: tuple[Any, ...]) -> None:
-                attended, weight = args[0].flatten(0, -2)[mask.flatten()], o.get_parameter("weight")
+                attended = args[0].flatten(0, -2)[mask.flatten()]
+                weight = o.get_parameter("weight")
                 rotations.append(head_rotations(attended, weight, s.num_kv_heads, s.head_dim))
                 on_progress(len(rotations), s.num_layers)
 

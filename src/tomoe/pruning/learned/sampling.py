@@ -49,7 +49,7 @@ class SampledLayerMasks:
         # of the real tokens, filled in by the forward pass
         self.routing: Routing | None = None
 
-    def neurons(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
-        routing, neurons = self.experts.choose(x)
+    def neurons(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
+        routing, neurons = self.experts.choose(x_TD)
         self.routing = routing.select(self.valid)
         return neurons

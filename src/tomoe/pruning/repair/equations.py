@@ -32,33 +32,36 @@ class Refit:
 
 
 class NormalEquations:
-    """Sums over tokens of which the refitted matrix is the solution; n inputs, D outputs.
+    """Sums over tokens of which the refitted matrix is the solution; t tokens, n inputs, D outputs.
 
     G = sum w h h^T, C = sum w g h^T, and the weighted squared gap itself.
     """
 
     def __init__(self, inputs: int, outputs: int, device: torch.device):
-        self.upper: Float[Tensor, "n n"] = torch.zeros(
-            inputs, inputs, device=device
-        )  # G, the blocks from the diagonal on
+        # G, the blocks from the diagonal on: half of the products would only repeat the others
+        self.upper: Float[Tensor, "n n"] = torch.zeros(inputs, inputs, device=device)
         self.cross: Matrix = torch.zeros(outputs, inputs, device=device)
         self.sums: Float[Tensor, 2] = torch.zeros(2, dtype=torch.float64, device=device)  # weighted |gap|^2, tokens
 
-    def add(self, h: Float[Tensor, "t n"], gap: Float[Tensor, "t D"], residual: Float[Tensor, "t D"]) -> None:
-        """Take in tokens; `residual` is the stream that the output is added to. Sums are float32, whatever `h` is."""
-        root = residual.float().square().sum(-1, keepdim=True).clamp_min(1e-6).rsqrt()
-        own, wanted = h * root, gap * root
-        with rounded_products(h.dtype):
+    def add(self, h_tn: Float[Tensor, "t n"], gap_tD: Float[Tensor, "t D"], residual_tD: Float[Tensor, "t D"]) -> None:
+        """Take in tokens; `residual_tD` is the stream that the output is added to. Sums are float32, whatever `h_tn` is."""
+        dtype = h_tn.dtype
+        # an error counts relative to the stream: a norm divides by its length before anything reads it
+        root_t1 = residual_tD.float().square().sum(-1, keepdim=True).clamp_min(1e-6).rsqrt()
+        h_tn = h_tn * root_t1
+        gap_tD = gap_tD * root_t1
+        with rounded_products(dtype):
             for a in range(0, len(self.upper), BLOCK):
-                self.upper[a : a + BLOCK, a:].addmm_(own[:, a : a + BLOCK].T, own[:, a:])
-            self.cross.addmm_(wanted.T, own)
-        self.sums += torch.stack([wanted.square().sum(dtype=torch.float64), root.new_tensor(len(h)).double()])
+                self.upper[a : a + BLOCK, a:].addmm_(h_tn[:, a : a + BLOCK].T, h_tn[:, a:])
+            self.cross.addmm_(gap_tD.T, h_tn)
+        self.sums += torch.stack([gap_tD.square().sum(dtype=torch.float64), root_t1.new_tensor(len(h_tn)).double()])
 
     @property
     def gram(self) -> Float[Tensor, "n n"]:
         """G, whole: what lies below the diagonal is copied from above it."""
         for a in range(0, len(self.upper), BLOCK):
-            block, right = self.upper[a : a + BLOCK, a : a + BLOCK], self.upper[a : a + BLOCK, a + BLOCK :]
+            block = self.upper[a : a + BLOCK, a : a + BLOCK]
+            right = self.upper[a : a + BLOCK, a + BLOCK :]
             # some processors sum the two halves of a product h^T h in different orders
             block.copy_(block.triu() + block.triu(1).T)
             self.upper[a + BLOCK :, a : a + BLOCK] = right.T

@@ -94,34 +94,40 @@ class _Repairing:
 
     def _take_attention(self, i: int, chunk: slice, sums: NormalEquations) -> None:
         """Gap of the attention: to its dense self on the same input, or of the stream behind it."""
-        streams, real = self.streams, partial(self.streams.real_tokens, chunk)
-        x = real(streams.converted[chunk].to(streams.device)).float()
+        streams = self.streams
+        real = partial(streams.real_tokens, chunk)
+        x_tD = real(streams.converted[chunk].to(streams.device)).float()
         ours = streams.run(i, chunk, streams.converted, True)
-        given = real(ours["attention"]).float()
-        same_input = real(streams.run(i, chunk, streams.converted, False)["attention"]).float()
-        gap = (1 - self.share) * (same_input - given)
+        given_tD = real(ours["attention"]).float()
+        same_input_tD = real(streams.run(i, chunk, streams.converted, False)["attention"]).float()
+        gap_tD = (1 - self.share) * (same_input_tD - given_tD)
         if self.share:
-            theirs = real(streams.run(i, chunk, streams.dense, False)["attention"]).float()
-            gap += self.share * (real(streams.dense[chunk].to(streams.device)).float() + theirs - x - given)
-        sums.add(real(ours["o"]), gap, x)
+            theirs_tD = real(streams.run(i, chunk, streams.dense, False)["attention"]).float()
+            dense_tD = real(streams.dense[chunk].to(streams.device)).float()
+            gap_tD += self.share * (dense_tD + theirs_tD - x_tD - given_tD)
+        sums.add(real(ours["o"]), gap_tD, x_tD)
 
     def _take_mlp(self, i: int, output: Refit | None, chunk: slice, sums: NormalEquations | None) -> None:
         """Gap of the MLP: what the masks took away, or of the stream behind the layer. Both streams go on.
 
         Without `sums` nothing is fitted: the streams go through a layer that is finished.
         """
-        streams, real, gain = self.streams, partial(self.streams.real_tokens, chunk), self.streams.gain(i)
+        streams = self.streams
+        real = partial(streams.real_tokens, chunk)
+        gain = streams.gain(i)
         ours = streams.run(i, chunk, streams.converted, True, None if output is None else output.weight)
         theirs = streams.run(i, chunk, streams.dense, False)["out"] if self.share else None
         # A gap of the stream says nothing of the MLP where a norm comes between.
         share = self.share if gain else 0.0
         if sums is not None:
-            out = real(ours["out"]).float()
-            lost = F.linear(ours["whole h"] - ours["h"], streams.parts[i].down.weight)
-            gap = (1 - share) * real(lost).float()
+            out_tD = real(ours["out"]).float()
+            lost_bSD = F.linear(ours["whole h"] - ours["h"], streams.parts[i].down.weight)
+            gap_tD = (1 - share) * real(lost_bSD).float()
             if share and theirs is not None:
-                gap += share / cast(float, gain) * (real(theirs).float() - out)
-            sums.add(real(ours["h"]), gap, out - (gain or 0.0) * real(ours["mlp"]).float())
+                gap_tD += share / cast(float, gain) * (real(theirs).float() - out_tD)
+            # the stream before the MLP added to it
+            residual_tD = out_tD - (gain or 0.0) * real(ours["mlp"]).float()
+            sums.add(real(ours["h"]), gap_tD, residual_tD)
         if theirs is not None:
             streams.dense[chunk] = theirs
         if gain:
@@ -148,7 +154,9 @@ class _Repairing:
             return made
 
     def _refit(self, i: int, say: Callable[[str], None]) -> LayerRepair:
-        s, parts, output = self.streams.shape, self.streams.parts[i], None
+        s = self.streams.shape
+        parts = self.streams.parts[i]
+        output = None
         if self.settings.output:
             size = s.num_heads * s.head_dim
             take = partial(self._take_attention, i)
@@ -184,7 +192,9 @@ def repair_layers(
     # what is mapped stays readable without its name, and a kill leaves nothing behind
     with TemporaryDirectory(prefix="tomoe-repair-", dir=folder, ignore_cleanup_errors=True) as spill:
         streams = Streams(model, masks, ids, real, STREAM_SHARE[settings.target] > 0, settings.output, Path(spill))
-    repairing, total, done = _Repairing(streams, settings), len(masks), 0
+    repairing = _Repairing(streams, settings)
+    total = len(masks)
+    done = 0
     for i in range(len(streams.layers)):
         if i not in streams.parts:
             streams.skip(i)

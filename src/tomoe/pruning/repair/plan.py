@@ -76,9 +76,16 @@ def repair_plan(
         errors += torch.tensor([fit.down.error_before, fit.down.error_after], dtype=torch.float64)
     before, after = (errors / len(bare.layers)).tolist()
     note = {
-        "mode": section.mode, "ridge": ridge, "target": target, "tokens": real_tokens,
-        "error_before": before, "error_after": after, "output": prunes_values,
-    } | ({"rank": section.rank} if section.mode == "low_rank" else {})  # fmt: skip
+        "mode": section.mode,
+        "ridge": ridge,
+        "target": target,
+        "tokens": real_tokens,
+        "error_before": before,
+        "error_after": after,
+        "output": prunes_values,
+    }
+    if section.mode == "low_rank":
+        note["rank"] = section.rank
     return replace(bare, layers=tuple(repaired), notes=bare.notes | {REPAIRED: note})
 
 

@@ -62,7 +62,9 @@ def layer_inputs(
 
     The model's own code runs, with layers that do nothing: whatever a family computes for its layers is right.
     """
-    layers, first, handed = decoder_layers(model), list[Tensor](), list[Handed]()
+    layers = decoder_layers(model)
+    first = list[Tensor]()
+    handed = list[Handed]()
     extra = _returned_beside(model, ids[:1, :2])
 
     def idle(i: int, *args: Any, **kwargs: Any) -> Any:
@@ -100,9 +102,15 @@ class Streams:
     """
 
     def __init__(
-        self, model: PreTrainedModel, masks: Sequence[LayerMasks], ids: Int[Tensor, "B S"], real: Bool[Tensor, "B S"],
-        both: bool, attention: bool, folder: Path | None,
-    ):  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        masks: Sequence[LayerMasks],
+        ids: Int[Tensor, "B S"],
+        real: Bool[Tensor, "B S"],
+        both: bool,
+        attention: bool,
+        folder: Path | None,
+    ):
         self.model, self.both, self.attention = model, both, attention
         self.layers, self.shape = decoder_layers(model), shape_of(model)
         self.parts = {parts.of_mlp.number: parts for parts in layer_parts(model)}
@@ -139,14 +147,20 @@ class Streams:
                 stream[chunk], self.handed[chunk.start, stream is self.converted] = first, handed
 
     def run(
-        self, i: int, chunk: slice, stream: Tensor, masked_too: bool, output: Tensor | None = None,
+        self,
+        i: int,
+        chunk: slice,
+        stream: Tensor,
+        masked_too: bool,
+        output: Tensor | None = None,
         down: Tensor | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+    ) -> dict[str, Tensor]:
         """Decoder layer i on one chunk of a stream: its output, and what its parts took and gave, each [b, S, size].
 
         `output`, `down`: matrices instead of the model's own.
         """
-        parts, seen = self.parts.get(i), dict[str, Tensor]()
+        parts = self.parts.get(i)
+        seen = dict[str, Tensor]()
 
         def took(name: str) -> Callable[..., None]:
             return lambda _, args: seen.update({name: args[0]})
