@@ -12,9 +12,9 @@ from tomoe.errors import UserError
 from tomoe.files import read_json
 from tomoe.plan.inputs import InputsPlan, Knot
 from tomoe.plan.layer import LayerCounts, LayerPlan
-from tomoe.plan.layout import ALWAYS, always_used
 from tomoe.plan.manifest import FINETUNED, OF_INPUTS, REPAIRED
 from tomoe.plan.plan import Plan
+from tomoe.plan.tensors import ALWAYS, always_used
 
 __all__ = [
     "ALWAYS",

@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tomoe.model.shape import ModelShape
-from tomoe.plan.form import FINE, FORMS, OVERLAPPING, ExpertForm
-from tomoe.plan.layout import FIELDS, always_used, layer_shapes, refit_shapes, router_shapes
+from tomoe.plan.stored_form import FINE, FORMS, OVERLAPPING, ExpertForm
+from tomoe.plan.tensors import FIELDS, always_used, layer_shapes, refit_shapes, router_shapes
 from tomoe.recipe.target_rules import Form
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from tomoe.errors import UserError, shortened
 from tomoe.files import read_json
 from tomoe.model.shape import ModelShape
-from tomoe.plan.form import FINE, OVERLAPPING
+from tomoe.plan.stored_form import FINE, OVERLAPPING
 
 FORMAT = OVERLAPPING.formats[0]
 """The first format, in which a token uses one expert."""

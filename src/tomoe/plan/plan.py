@@ -19,10 +19,10 @@ from tomoe.budget import active_params, decoder_params, layer_params
 from tomoe.errors import UserError
 from tomoe.files import atomic_write, sha256
 from tomoe.model.shape import ModelShape
-from tomoe.plan.form import FINE, FORMS
 from tomoe.plan.layer import LayerCounts, LayerPlan
-from tomoe.plan.layout import MASKS, REFIT, ROTATION, ROUTER, TENSORS, checked_layers
 from tomoe.plan.manifest import FORMAT, REPAIRED, Manifest, damage_in_a_sentence
+from tomoe.plan.stored_form import FINE, FORMS
+from tomoe.plan.tensors import MASKS, REFIT, ROTATION, ROUTER, TENSORS, checked_layers
 from tomoe.recipe.target_rules import Form
 
 

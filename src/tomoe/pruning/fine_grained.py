@@ -17,8 +17,8 @@ from tomoe.budget import mlp_params
 from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan
 from tomoe.pruning.allocation import Site, units_by_layer
+from tomoe.pruning.experts import Experts, ExtractedExperts, SampledExperts
 from tomoe.pruning.fine_carving import SHARED, FineStart, carve_fine
-from tomoe.pruning.form import Experts, ExtractedExperts, SampledExperts
 from tomoe.pruning.layouts import FineLayout
 from tomoe.pruning.network import MaskNetwork, per_layer
 from tomoe.pruning.products import rounded_products

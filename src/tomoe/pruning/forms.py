@@ -8,8 +8,8 @@ import torch
 
 from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan
+from tomoe.pruning.experts import Experts
 from tomoe.pruning.fine_grained import FineNetwork, PlannedFine
-from tomoe.pruning.form import Experts
 from tomoe.pruning.layouts import Layout, OverlappingLayout
 from tomoe.pruning.learned.attention import PrunedAttention
 from tomoe.pruning.learned.hypernetwork import HyperNetwork

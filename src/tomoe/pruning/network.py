@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tomoe.model.shape import ModelShape
-from tomoe.pruning.form import ExtractedExperts, SampledExperts
+from tomoe.pruning.experts import ExtractedExperts, SampledExperts
 from tomoe.pruning.layouts import Layout
 from tomoe.pruning.routing import ExpertRouter
 from tomoe.recipe.conversion import SamplingSection

@@ -14,7 +14,7 @@ from tomoe.budget import mlp_params
 from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan
 from tomoe.pruning.allocation import Site, common_offset, units_by_layer
-from tomoe.pruning.form import Experts, ExtractedExperts, SampledExperts
+from tomoe.pruning.experts import Experts, ExtractedExperts, SampledExperts
 from tomoe.pruning.layouts import OverlappingLayout
 from tomoe.pruning.learned.gumbel import gumbel_sigmoid, gumbel_softmax, keep_probability
 from tomoe.pruning.learned.overlapping_carving import OverlappingStart, carve_overlapping

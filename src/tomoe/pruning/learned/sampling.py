@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tomoe.pruning.form import SampledExperts
+from tomoe.pruning.experts import SampledExperts
 from tomoe.pruning.learned.attention import SampledAttention
 from tomoe.pruning.network import MaskNetwork
 from tomoe.pruning.routing import Routing

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tomoe.model.shape import ModelShape, ceil_div
-from tomoe.plan.form import FINE, OVERLAPPING, ExpertForm, Shape
+from tomoe.plan.stored_form import FINE, OVERLAPPING, ExpertForm, Shape
 
 StoredTensor = tuple[Shape, str]
 """Shape and dtype, as a safetensors file names it."""

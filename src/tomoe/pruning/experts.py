@@ -1,4 +1,4 @@
-"""What every form of experts can do; `overlapping` and `fine_grained` are the two, and `forms` chooses between them."""
+"""What every form of experts can do; `learned.overlapping` and `fine_grained` are the two, and `forms` chooses between them."""
 
 from __future__ import annotations
 
