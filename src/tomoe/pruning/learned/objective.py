@@ -10,13 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tomoe.data.corpus import Sequences
 from tomoe.model.running import family_head, hidden_states
 from tomoe.model.shape import ModelShape
-from tomoe.plan import Plan
 from tomoe.pruning.learned.losses import active_fraction, budget_penalty, coverage_penalty, layer_fractions
 from tomoe.pruning.learned.sampling import SampledLayerMasks, sampled_masks
-from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.masking import masked
 from tomoe.pruning.network import MaskNetwork
 from tomoe.pruning.routing import balance_penalty
 from tomoe.recipe.conversion import LossSection, TrainSection
@@ -84,21 +82,3 @@ class MaskStep:
             loss, terms = objective(distill, masks, net.shape, self.target(step), self.loss, net.layout.uniform)
             (loss / self.train.gradient_accumulation_steps).backward()
         return {"loss": loss.item(), **{name: t.item() for name, t in terms.items()}}
-
-
-@torch.no_grad()
-def planned_loss(model: Any, plan: Plan, text: Sequences, objective: str) -> float:
-    """Return what the dense model loses under a plan's masks, in nats a token of `text`: the KL to itself, or the
-    language-modeling loss if that is the objective.
-
-    Every process reads all of the text: a sharded model runs in all of them or in none.
-    """
-    masks = planned_masks(plan, model.device)
-    total = 0.0
-    for ids, mask in zip(text.input_ids.split(1), text.mask.split(1), strict=True):
-        ids, mask = ids.to(model.device), mask.to(model.device)
-        teacher = hidden_states(model, ids, mask) if objective == "kl" else None
-        with masked(model, masks):
-            student = hidden_states(model, ids, mask)
-        total += distill_loss(student, teacher, ids, mask, family_head(model)).item() * int(mask.sum())
-    return total / text.tokens
