@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tomoe.cli import VERBS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-TEMPLATES = ROOT / "src" / "tomoe" / "report" / "templates"
+SOURCE = ROOT / "src" / "tomoe"
+TEMPLATES = SOURCE / "report" / "templates"
 PAGES = sorted([*DOCS.rglob("*.md"), *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING"))])
 
 
@@ -72,6 +74,20 @@ def test_the_page_of_commands_has_every_verb() -> None:
     assert sorted(re.findall(r"^\| `(\w+) ", table, re.MULTILINE)) == sorted(
         verb.__name__ for verbs in VERBS.values() for verb in verbs
     )
+
+
+def test_no_line_installs_a_package_that_is_not_released() -> None:
+    """Errors, cards and pages install from the checkout, and name extras that there are."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    folders = (path for name in ("src", "docs", "examples", "benchmarks") for path in (ROOT / name).rglob("*.*"))
+    written = [path for path in folders if path.suffix in {".py", ".md", ".j2", ".html", ".toml"}]
+    for path in (*written, *PAGES, ROOT / "run.sh"):
+        text = path.read_text("utf-8")
+        assert not re.search(rf"install[^`\n]*\b{project['name']}\b", text), path
+        own = path.is_relative_to(SOURCE) and path.name != "version.py"
+        assert not own or not re.search(r"pip install '?\.", text), f"{path.name}: tomoe.version.INSTALL is that line"
+        extras = re.findall(r"pip install '\.\[([a-z]+)\]'|install_extra\(['\"](\w+)['\"]\)", text)
+        assert {name for pair in extras for name in pair if name} <= {*project["optional-dependencies"]}, path
 
 
 def test_the_drawings_of_the_method_are_current() -> None:

@@ -360,5 +360,5 @@ def test_merged_adapters_compute_what_they_computed_beside_the_weights(family: s
 def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(students, "find_spec", lambda name: None)
     check_adapters(recipe())
-    with pytest.raises(UserError, match=r"needs the package peft.*pip install 'tomoe-llm\[finetune\]'"):
+    with pytest.raises(UserError, match=r"needs the package peft.*pip install '\.\[finetune\]'"):
         check_adapters(recipe("weights=lora"))

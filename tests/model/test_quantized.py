@@ -203,7 +203,7 @@ def test_packed_layers_take_the_memory_that_is_counted(quantization: str, dtype:
 
 def test_a_library_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"tomoe-llm\[quantized\]"):
+    with pytest.raises(UserError, match=r"checkout of tomoe with: pip install '\.\[quantized\]'"):
         verbs.train(pico_recipe(folder, "train.quantization=nf4"), folder / "run")
     assert not (folder / "run").exists()
 

@@ -20,6 +20,7 @@ from tomoe.errors import UserError
 from tomoe.evaluation.results import TaskScore
 from tomoe.evaluation.writing import tasks as writing
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, stage_callback
+from tomoe.version import install_extra
 
 SEED = 1234  # lm-eval's own, of the choice of few-shot examples
 BATCH = 8
@@ -105,9 +106,7 @@ class TaskSet:
             import_module("lm_eval.tasks")
             self.lm_eval: Any = import_module("lm_eval")
         except ImportError as error:
-            raise UserError(
-                f"the task {min(others)} needs lm-eval ({error}); install it with: pip install 'tomoe-llm[eval]'"
-            ) from error
+            raise UserError(f"the task {min(others)} needs lm-eval ({error}); {install_extra('eval')}") from error
         with _silent():
             manager = self._manager(others, folder)
             self.tasks = [(spec, loaded or _load(manager, spec)) for spec, loaded in self.tasks]

@@ -31,6 +31,7 @@ from tomoe.pruning.routing import ExpertRouter, Routing, balance_penalty, bfloat
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.seeds import derive_seed
 from tomoe.training.distillation import distill_loss
+from tomoe.version import install_extra
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Matrices of the shared neurons.
@@ -209,8 +210,8 @@ def check_adapters(recipe: FinetuneRecipe) -> None:
     """Raises UserError if the recipe trains adapters and peft is not installed."""
     if recipe.weights == "lora" and find_spec("peft") is None:
         raise UserError(
-            "weights = lora needs the package peft, which is not installed; install it with: "
-            "pip install 'tomoe-llm[finetune]', or set weights = full"
+            "weights = lora needs the package peft, which is not installed; set weights = full, or "
+            + install_extra("finetune")
         )
 
 

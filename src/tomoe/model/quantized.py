@@ -15,6 +15,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from tomoe.errors import UserError
+from tomoe.version import install_extra
 
 UNQUANTIZED = ["lm_head"]
 BITS = {"int8": 8, "nf4": 4}
@@ -31,9 +32,7 @@ def quantization_config(quantization: str, dtype: torch.dtype) -> Any:
     int8: LLM.int8 (arXiv 2208.07339), which rounds activations too; nf4: NF4 with double quantization (arXiv 2305.14314).
     """
     if not available():
-        raise UserError(
-            f"train.quantization = {quantization} needs bitsandbytes; install it with: pip install 'tomoe-llm[quantized]'"
-        )
+        raise UserError(f"train.quantization = {quantization} needs bitsandbytes; {install_extra('quantized')}")
     # it warns at every product that activations are rounded, which int8 is meant to do
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if quantization == "int8":

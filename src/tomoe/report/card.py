@@ -23,6 +23,7 @@ from tomoe.report.forms import WORDS, num_experts
 from tomoe.report.license import base_model_info
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
+from tomoe.version import INSTALL
 
 
 def write_card(
@@ -61,6 +62,7 @@ def write_card(
     card = ModelCard.from_template(
         data,
         template_str=_template("card.md.j2"),
+        install=INSTALL,
         title=escape_markdown(name),
         quoted=_fenced(json.dumps(name, ensure_ascii=False)),
         base=escape_markdown(shown_name(base) or "a dense model"),
