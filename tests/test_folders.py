@@ -72,6 +72,7 @@ def test_what_is_put_into_a_folder_of_ours_stays(
 ) -> None:
     out = shutil.copytree(converted / "moe", tmp_path / "moe")
     names = (
+        "README.md",  # a card that was edited
         "lora.safetensors",
         "model-best.safetensors",
         "figures/mine.png",
@@ -80,13 +81,16 @@ def test_what_is_put_into_a_folder_of_ours_stays(
     )
     fill(out, *names)
     before = {name: contents(out)[name] for name in names}
-    assert tomoe("convert", model, "-o", out, "--data", text, "--force", *small(seed="1")).code == 0
+    done = tomoe("convert", model, "-o", out, "--data", text, "--force", *small(seed="1"))
+    assert done.code == 0
     assert kept(out, before)
+    assert "README.md was edited" in done.err
+    assert "turned into" in (out / "README.tomoe.md").read_text()
     exported = tmp_path / "exported"
     command = ("export", out, "-o", exported, "--tokens", "16", "--force")
     assert tomoe(*command, "--format", "mixtral").code == 0
-    before = fill(exported, "thesis.txt", "model-mine.gguf")
-    before = {name: before[name] for name in ("thesis.txt", "model-mine.gguf")}
+    before = fill(exported, "README.md", "thesis.txt", "model-mine.gguf")
+    before = {name: before[name] for name in ("README.md", "thesis.txt", "model-mine.gguf")}
     assert tomoe(*command, "--format", "hf").code == 0
     assert kept(exported, before)
 

@@ -25,6 +25,8 @@ from tomoe.errors import UserError, shortened
 SUMS = "SHA256SUMS"
 # bytes of a file of text; parsed it takes several times that
 _MAX_TEXT = 2**26
+# the card of a folder, the one file of ours that people edit; ours has its place where theirs stays
+CARD, CARD_BESIDE = "README.md", "README.tomoe.md"
 # levels of lists and objects; ours have six
 _MAX_DEPTH = 32
 # of a number: what 64 bits and doubles hold, and no more, so that whoever reads it may compute with it
@@ -79,10 +81,10 @@ def remove_leftovers(out: Path) -> None:
 def atomic_folder(out: Path, marker: str, replaced: Iterable[str]) -> Iterator[Path]:
     """A folder to write to, whose files move into `out` when all of them are there; otherwise `out` stays as it was.
 
-    Files of `out` that match the patterns `replaced` are deleted before. `marker` is the file that makes a folder a model:
-    its old version goes first and the new one comes last, so that a kill in between leaves no model of two halves; what
-    tells that the folder is ours comes first. The files wait in `out` itself: the folder around it may be on another disk or
-    read-only. Raises OSError.
+    Files of `out` that match the patterns `replaced` are deleted before, but for a card that was edited. `marker` is the file
+    that makes a folder a model: its old version goes first and the new one comes last, so that a kill in between leaves no
+    model of two halves; what tells that the folder is ours comes first. The files wait in `out` itself: the folder around it
+    may be on another disk or read-only. Raises OSError.
     """
     new, part = not out.exists(), out / ".tomoe.part"
     try:
@@ -91,6 +93,8 @@ def atomic_folder(out: Path, marker: str, replaced: Iterable[str]) -> Iterator[P
         yield part
         (out / marker).unlink(missing_ok=True)
         for old in {old for pattern in replaced for old in out.glob(pattern)}:
+            if old == out / CARD and is_edited(old):
+                continue
             shutil.rmtree(old) if old.is_dir() else old.unlink()
             if old.parent != out:
                 with contextlib.suppress(OSError):
@@ -107,6 +111,27 @@ def atomic_folder(out: Path, marker: str, replaced: Iterable[str]) -> Iterator[P
             with contextlib.suppress(OSError):
                 out.rmdir()
         raise
+
+
+def write_card_file(folder: Path, text: str) -> Path:
+    """Write a card, as README.md, or beside it if that was edited; returns which. Raises UserError if it cannot be written."""
+    card = folder / CARD
+    if is_edited(card):
+        return atomic_write(folder / CARD_BESIDE, text)
+    atomic_write(_record(card), f"{hashlib.sha256(text.encode()).hexdigest()}\n")
+    return atomic_write(card, text)
+
+
+def is_edited(card: Path) -> bool:
+    """Whether a file is there that is not what `write_card_file` wrote there last."""
+    with contextlib.suppress(OSError, UserError):
+        return card.exists() and read_text(_record(card)).strip() != sha256(card)
+    return True
+
+
+def _record(card: Path) -> Path:
+    """The hash of a card, in a hidden file: it does not travel, and stays when all else of the folder is replaced."""
+    return card.with_name(f".{card.name}.sha256")
 
 
 def read_text(path: Path) -> str:

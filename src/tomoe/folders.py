@@ -19,7 +19,7 @@ FIGURES = (
     "cost", "dial", "expert-widths", "parts", "similarity", "throughput", "training", "union", "usage", "value-dims", "width",
 )  # fmt: skip
 MEASURED = (
-    "README.md", "evaluation.json", "dial.json", "benchmark.json", "report.json", "report.html",
+    "README.md", "README.tomoe.md", "evaluation.json", "dial.json", "benchmark.json", "report.json", "report.html",
     *(f"figures/{name}.{kind}" for name in FIGURES for kind in ("svg", "png")),
 )  # fmt: skip
 """What is said of the weights, and goes with them."""

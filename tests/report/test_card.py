@@ -17,6 +17,7 @@ from test_warnings import row, sound_plan
 from transformers import AutoTokenizer
 
 from conftest import make_pico
+from tomoe.errors import Note
 from tomoe.evaluation.results import ExpertUsage, Row, TaskScore
 from tomoe.model import catalog
 from tomoe.plan import Plan
@@ -41,6 +42,29 @@ def measured(data: str = "a text", tasks: tuple[TaskScore, ...] = (), **parts: o
 
 def written(folder: Path, plan: Plan, rows: list[Row]) -> ModelCard:
     return ModelCard.load(write_card(folder / "moe", plan, rows))
+
+
+def test_a_card_that_was_edited_stays_and_ours_stands_beside_it(tmp_path: Path) -> None:
+    plan, card, beside = plan_of("self"), tmp_path / "README.md", tmp_path / "README.tomoe.md"
+    write_card(tmp_path, plan)
+    first = card.read_text()
+    assert write_card(tmp_path, plan, measured()) == card
+    ours = card.read_text()
+    assert ours != first, "what nobody edited is replaced"
+    assert not beside.exists()
+    for edit in (
+        lambda: card.write_text(ours + "More."),
+        lambda: (tmp_path / ".README.md.sha256").write_bytes(b"\xff"),
+    ):
+        write_card(tmp_path, plan)
+        edit()
+        mine = card.read_text()
+        for _ in range(2):
+            with pytest.warns(Note, match=r"README\.md was edited.* README\.tomoe\.md"):
+                assert write_card(tmp_path, plan, measured()) == beside
+        assert (card.read_text(), beside.read_text()) == (mine, ours)
+        card.unlink()
+    assert write_card(tmp_path, plan, measured()) == card
 
 
 def test_every_number_is_a_result_of_the_model_index(tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ def test_card_reads_back(rows: list[Row], llama: PreTrainedModel, tmp_path: Path
         assert part in loaded.content
     assert tables.to_markdown(rows).splitlines()[3] in loaded.content
     assert f"```\n{command}\n```" in loaded.content
-    assert list(written.parent.iterdir()) == [written]
+    assert [path for path in written.parent.iterdir() if path.name[0] != "."] == [written]
 
 
 def test_card_of_an_unmeasured_local_model_names_no_path(llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import warnings
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from tomoe.data.sources import SOURCES
+from tomoe.errors import Note
 from tomoe.evaluation.results import Row
 from tomoe.evaluation.tables import escape_markdown, to_markdown
-from tomoe.files import atomic_write, basename
+from tomoe.files import CARD, CARD_BESIDE, basename, write_card_file
 from tomoe.model.hub import PLAN_FILES
 from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.recipe.conversion import Recipe
@@ -36,8 +38,9 @@ def write_card(
     export: tuple[str, str, str] | None = None,
     dialed: bool = True,
 ) -> Path:
-    """Write OUT/README.md. `rows` are the dense model and the converted ones, dense first, or empty if not measured.
+    """Write OUT/README.md, or README.tomoe.md beside one that was edited, with a `Note`; returns which.
 
+    `rows` are the dense model and the converted ones, dense first, or empty if not measured.
     `base_model` (default: the recipe's) is named in the metadata if its hub id is known. The license is the dense model's
     if a file on this disk tells it, otherwise the card asks the reader to look it up. `export` is for a folder of another
     architecture: its name, a phrase on its sizes, and how it was verified; with `dialed`, fine-grained experts can be used in
@@ -79,12 +82,20 @@ def write_card(
         export=export,
         command=_fenced(command or repeat),
     )
-    return atomic_write(out / "README.md", str(card))
+    return _write(out, str(card))
 
 
 def plan_files(folder: Path) -> list[Path]:
     """The files of the plan in a folder."""
     return [file for name in PLAN_FILES if (file := folder / name).is_file()]
+
+
+def _write(folder: Path, card: str) -> Path:
+    written = write_card_file(folder, card)
+    if written.name == CARD_BESIDE:
+        words = f"{folder / CARD} was edited (or tomoe did not write it), so it stays as it is; the new card is {written.name}"
+        warnings.warn(words, Note, stacklevel=3)
+    return written
 
 
 def _template(name: str) -> str:

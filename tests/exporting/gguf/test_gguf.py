@@ -317,7 +317,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_proves_a_file_by_running_it(tomoe: CommandLine, made: Path, tmp_path: Path) -> None:
     done = tomoe("export", made, "--format", "gguf", "-o", tmp_path / "out", "--weights", "f32", "--tokens", "64")
     assert done.code == 0, done.err
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "export.json", "model-f32.gguf"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        ".README.md.sha256",
+        "README.md",
+        "export.json",
+        "model-f32.gguf",
+    ]
     metadata = json.loads((tmp_path / "out" / "export.json").read_text())
     proof = metadata["proof"]
     assert proof["same"] is True

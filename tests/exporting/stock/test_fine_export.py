@@ -211,7 +211,7 @@ def test_a_gguf_file_is_proved_by_parts_too(tomoe: CommandLine, made: Path, tmp_
     out = tmp_path / "out"
     done = tomoe("export", made, "--format", "gguf", "-o", out, "--weights", "f32", "--tokens", "64")
     assert done.code == 0, done.err
-    assert sorted(p.name for p in out.iterdir()) == ["README.md", "export.json", "model-f32.gguf"]
+    assert sorted(p.name for p in out.iterdir()) == [".README.md.sha256", "README.md", "export.json", "model-f32.gguf"]
     proof = proof_of(out)
     assert proof["same"] is True
     assert proof["all_experts"]["largest_difference"] < 5e-3
