@@ -163,7 +163,7 @@ def test_carve_learns_nothing(converted: Path) -> None:
     recipe = json.loads((converted / "moe" / "recipe.json").read_text())
     assert recipe["train"]["steps"] == 0
     assert recipe["start"] == "carved"
-    assert "Nothing was learned" in (converted / "moe" / "README.md").read_text()
+    assert "Nothing was trained" in (converted / "moe" / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pico_files import rows_from
 from tomoe.errors import UserError
 from tomoe.evaluation.results import ExpertUsage, Measurement, Row, TaskScore, read_rows, to_json
 from tomoe.evaluation.tables import escape_markdown, footnote, table, task_footnote, task_table, to_markdown
-from tomoe.report.page import tiles
+from tomoe.report.verdict import gained, lost
 from tomoe.report.warnings import find_warnings
 
 FACTS = {
@@ -38,7 +38,7 @@ def some_rows() -> list[Row]:
 
 def show(rows: list[Row]) -> None:
     """Everything that a page, a card and the terminal make of rows."""
-    table(rows), footnote(rows), task_table(rows), task_footnote(rows), to_markdown(rows), tiles(rows)
+    table(rows), footnote(rows), task_table(rows), task_footnote(rows), to_markdown(rows), lost(rows), gained(rows, ())
     find_warnings(rows=rows)
 
 

@@ -1,47 +1,57 @@
-"""A report page in which every name, text and token is hostile, and nothing is left out."""
+"""A report page in which every name and text is hostile, and nothing is left out."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from conftest import make_pico, make_plan
 from tomoe.evaluation.compare import compare
-from tomoe.evaluation.routing_trace import RoutingTrace
+from tomoe.evaluation.speed.timings import Cell
+from tomoe.evaluation.token_losses import TokenLosses
 from tomoe.evaluation.writing.loops import Variety
 from tomoe.moe.fold import fold
 from tomoe.recipe.conversion import Recipe
-from tomoe.report.all_figures import all_figures
-from tomoe.report.page import Generation, PageFacts, commands
+from tomoe.report.figures import all_figures
+from tomoe.report.page import Generation, PageFacts
 
 EVIL = "</script><img src=x onerror=alert(1)><svg onload=alert(2)> & \"more\" 'x' {{ 7 * 7 }} $x$"
-COST = {"seconds": {"text": 3.0, "learning": 60.0}, "tokens": {"text": 4096}, "peak_memory_bytes": 2_000_000_000,
-        "device": "cpu", "threads": 2}  # fmt: skip
-TIMED = [{"phase": "decode", "batch": 1, "prompt": 8, "dtype": EVIL, "dense_s": 1.0, "moe_s": 0.8, "ratio": 1.25,
-          "ratio_low": 1.2, "ratio_high": 1.3}]  # fmt: skip
+COST = {
+    "seconds": {"text": 3.0, "learning": 60.0},
+    "tokens": {"text": 4096},
+    "peak_memory_bytes": 2_000_000_000,
+    "device": "cpu",
+    "threads": 2,
+}
+_CELL = Cell("decode", 1, 8, "float32", "cpu", 1, "runs", 3, 1.0, 0.8, 1.25, 1.2, 1.3, 10, 5, 8, 4, 2.0)
+
+
+def cell(**changes: Any) -> Cell:
+    """Writing a token, 1.25 times as fast as the dense model."""
+    return replace(_CELL, **changes)
 
 
 def hostile_facts() -> PageFacts:
-    """The report of a pico model, measured; its texts are traced by a formula, so that layers and tokens are known."""
+    """The report of a pico model, measured."""
     dense = make_pico("llama3")
     plan = make_plan(dense, "per_token")
     recipe = Recipe(model=f"someone/{EVIL}").model_dump(mode="json")
-    widths = [[layer.width - 1, layer.width, layer.width, layer.width + 1] for layer in plan.counts]
-    plan = replace(plan, recipe=recipe, source="0" * 64, notes={"steps": 8, "torch": EVIL, "expert_widths": widths})
+    plan = replace(plan, recipe=recipe, source="0" * 64, notes={"steps": 8, "torch": EVIL})
     ids = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(1))
-    rows = compare([(f"dense {EVIL}", dense), (f"moe {EVIL}", fold(dense, plan))], ids, torch.ones_like(ids, dtype=torch.bool),
-                   data=EVIL, sources=["a", EVIL, "a", EVIL])  # fmt: skip
-    metrics = [
-        {"step": i, "distill": 1 / i, "budget": 0.1, "coverage": 0.1, "balance": 0.3, "active_fraction": 0.9}
-        for i in range(1, 9)
-    ]
-    words = [EVIL, "two\n", "", *"abcdefgh"]
-    trace = RoutingTrace(words, [[(i + layer) % 4 for i in range(len(words))] for layer in range(3)], 4)
+    models = [(f"dense {EVIL}", dense), (f"moe {EVIL}", fold(dense, plan))]
+    rows = compare(models, ids, torch.ones_like(ids, dtype=torch.bool), data=EVIL)
+    metrics = [{"step": i, "distill": 1 / i} for i in range(1, 9)]
+    cells = [cell(dtype=EVIL)]
     return PageFacts(
-        title=f"t {EVIL}", plan=plan, rows=rows, texts=[(f"source {EVIL}", trace), ("other", trace)],
+        title=f"t {EVIL}",
+        plan=plan,
+        rows=rows,
         generations=[Generation(f"p {EVIL}", [(f"model {EVIL}", f"a {EVIL}"), ("moe", "b\n  c")])],
-        figures=all_figures(plan, rows, metrics, COST, TIMED),
-        commands=[(f"tomoe x {EVIL}", f"does {EVIL}"), *commands(Recipe(model=f"x/{EVIL}"), f"out {EVIL}")],
-        cost=COST, timed=True, varieties=[Variety(f"model {EVIL}", 8, 64, 3, 0.5)],
-    )  # fmt: skip
+        figures=all_figures(plan, metrics, cells),
+        cost=COST,
+        cells=cells,
+        losses=TokenLosses(["a", EVIL], [1.0], [2.0]),
+        varieties=[Variety(f"model {EVIL}", 8, 64, looped, 0.5) for looped in (1, 3)],
+    )

@@ -9,41 +9,49 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_samples import COST, EVIL
+from page_samples import COST, EVIL, cell
 from test_card import measured, plan_of
 
 from damage import odd_copies
 from tomoe.errors import UserError
 from tomoe.evaluation.results import to_json
-from tomoe.evaluation.routing_trace import RoutingTrace
 from tomoe.evaluation.speed.timings import Cell
+from tomoe.evaluation.token_losses import TokenLosses
+from tomoe.evaluation.writing.loops import Variety
 from tomoe.files import sha256
 from tomoe.recipe.conversion import Recipe
-from tomoe.report import all_figures, build, page
+from tomoe.report import build, page
 from tomoe.report.card import write_card
-from tomoe.report.figures import cost_figure, throughput_figure
+from tomoe.report.figures import throughput_figure
 from tomoe.report.page import Generation, PageFacts
 
 pytestmark = pytest.mark.slow
 
-CELL = asdict(Cell("decode", 1, 8, "float32", "cpu", 1, "runs", 3, 1.0, 0.8, 1.25, 1.2, 1.3, 10, 5, 8, 4, 2.0))
-TRACE = RoutingTrace(["a", "b"], [[0, 1], [1, 1]], 2, [])
-TRACES = (TRACE, replace(TRACE, chosen=[[[0], [1, 0]], []]))
-OBSERVED = [build.Observed(build.FORMAT, "0", [Generation("p", [("m", "t")])], [("x", t), ("y", t)]) for t in TRACES]
+LOSSES, LOOPS = TokenLosses(["a", "b"], [1.0], [2.0]), [Variety("m", 8, 64, 1, 0.5)] * 2
+OBSERVED = build.Observed(build.FORMAT, "0", [Generation("p", [("m", "t")])], LOSSES, LOOPS)
+
+
+def show_page(folder: Path, **facts: Any) -> None:
+    page.write_page(folder, PageFacts("t", plan_of("self"), **facts))
 
 
 def show_observed(observed: build.Observed, folder: Path) -> None:
-    page.write_page(folder, PageFacts("t", plan_of("self"), generations=observed.generations, texts=observed.texts))
+    show_page(folder, generations=observed.generations, losses=observed.losses, varieties=observed.varieties)
+
+
+def show_cells(cells: list[Cell], folder: Path) -> None:
+    throughput_figure(cells)
+    show_page(folder, cells=cells)
 
 
 @pytest.mark.parametrize(
     ("kind", "values", "show", "least_shown"),
     [
-        (build.Cost, COST, lambda cost, _: cost_figure(cost), 20),
-        (list[Cell], [CELL], lambda cells, _: throughput_figure([asdict(cell) for cell in cells]), 20),
-        *((build.Observed, asdict(observed), show_observed, 10) for observed in OBSERVED),
+        (build.Cost, COST, lambda cost, folder: show_page(folder, cost=cost), 20),
+        (list[Cell], [asdict(cell())], show_cells, 20),
+        (build.Observed, asdict(OBSERVED), show_observed, 10),
     ],
-    ids=["costs", "cells", "one expert a token", "several experts a token"],
+    ids=["costs", "cells", "texts and losses"],
 )
 def test_odd_values_are_shown_or_refused(
     kind: Any, values: Any, show: Callable[[Any, Path], object], least_shown: int, tmp_path: Path
@@ -64,15 +72,15 @@ def test_odd_values_are_shown_or_refused(
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A converted folder without weights, as far as a report of what was measured before needs it."""
-    monkeypatch.setattr(all_figures, "all_figures", lambda *_: [])
+    monkeypatch.setattr(build, "all_figures", lambda *_: [])
     out, plan = tmp_path / "moe", plan_of("self")
     plan.save(out)
     (out / "run").mkdir()
     Recipe(**plan.recipe).save(out / "recipe.json")
-    trace = RoutingTrace(["a"], [[0], [1]], 2)
-    observed = build.Observed(build.FORMAT, sha256(out / "plan.safetensors"), [Generation("p", [])], [("x", trace)])
+    observed = replace(OBSERVED, plan=sha256(out / "plan.safetensors"))
     (out / "evaluation.json").write_text(to_json(measured()))
-    (out / "report.json").write_text(json.dumps(asdict(observed)))
+    # with what earlier versions kept there
+    (out / "report.json").write_text(json.dumps(asdict(observed) | {"texts": [], "typical": [[["a"]]]}))
     return out
 
 
@@ -117,25 +125,5 @@ def test_commands_are_quoted(tmp_path: Path) -> None:
     plan = replace(plan_of("self"), recipe=Recipe(model="$(touch x).gguf").model_dump())
     text = page.write_page(tmp_path / "my; out", PageFacts("t", plan)).read_text("utf-8")
     assert "tomoe benchmark &#39;$(touch x).gguf&#39; &#39;my; out&#39;" in text
-    assert "tomoe generate &#39;my; out&#39;" in _commands("my; out", tmp_path)
     card = write_card(tmp_path / "my; out", plan).read_text("utf-8")
     assert "tomoe convert '$(touch x).gguf' --recipe recipe.json -o 'my; out'" in card
-
-
-def _commands(name: str, folder: Path) -> str:
-    facts = PageFacts("t", plan_of("self"), commands=page.commands(Recipe(model="a/b"), name))
-    return page.write_page(folder, facts).read_text("utf-8")
-
-
-def test_a_perplexity_on_sampled_text_says_so() -> None:
-    for data, sampled in (("self, held out", True), ("self-help.txt, held out", False)):
-        (note,) = [note for what, _, note in page.tiles(measured(data)) if what == "Perplexity"]
-        assert ("the dense model sampled" in note) == sampled
-
-
-def test_the_drawing_of_the_method_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "method_drawing", lambda form: None)
-    assert 'class="method"' not in page.write_page(tmp_path, PageFacts("t", plan_of("self"))).read_text("utf-8")
-    monkeypatch.setattr(page, "method_drawing", lambda form: "data:image/svg+xml;base64,AAAA")
-    text = page.write_page(tmp_path, PageFacts("t", plan_of("self"))).read_text("utf-8")
-    assert '<p class="method"><img src="data:image/svg+xml;base64,AAAA" alt="The method: ' in text

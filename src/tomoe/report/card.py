@@ -132,7 +132,7 @@ def limits(plan: AnyPlan, rows: Sequence[Row]) -> list[str]:
         sentences.append("It saves nothing in prompts and in batches, and no serving engine runs it; experts do both.")
     elif recipe is not None:
         if not plan.notes.get("steps", recipe.train.steps):
-            sentences.append("Nothing was learned after the start; a trained conversion is usually much better.")
+            sentences.append("Nothing was trained: experts and routers come from statistics of a little text.")
         if "self" in recipe.data.sources:
             sentences.append(
                 "Experts and routers were fitted on text that the dense model wrote, narrower than real text."

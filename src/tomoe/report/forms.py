@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -11,19 +12,13 @@ from tomoe.plan import AnyPlan, InputsPlan, Plan
 
 
 class FormWords(ABC):
-    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; heading: of what
-    stands by layer; tokens, typical, usage: notes of the page on colored tokens, on typical tokens and on the table of shares."""
+    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; measured: of what
+    the figure of the layers shows shares."""
 
     drawing: ClassVar[str]
-    drawn: ClassVar[str] = (
-        "The method: masks and a router on a frozen dense MLP; the plan keeps, for each expert, the neurons that it uses; the "
-        "rows of the dense weights are stored once."
-    )
+    drawn: ClassVar[str]
     product: ClassVar[str] = "a Mixture-of-Experts"
-    heading: ClassVar[str] = "Experts and layers"
-    tokens: ClassVar[str] = ""
-    typical: ClassVar[str] = ""
-    usage: ClassVar[str] = ""
+    measured: ClassVar[str] = "of the neurons or dims"
 
     @abstractmethod
     def routing(self, plan: Any) -> str:
@@ -41,20 +36,24 @@ class FormWords(ABC):
     def columns(self, plan: Any) -> tuple[list[str], list[list[str]]]:
         """Titles and cells of a table of layers, without the number of the layer."""
 
-    def commands(self, folder: str) -> list[tuple[str, str]]:
-        """(command, what it does), of what only this form can do."""
-        return []
+    def bars(self, plan: Any) -> dict[str, list[float]]:
+        """For each layer, parts of the MLP that lie within each other, as shares of its neurons; the whole first."""
+        return {}
+
+    def lines(self, plan: Any) -> dict[str, list[float]]:
+        """For each layer, shares of a token of all else: of the dims of a head, where attention is cut."""
+        whole = plan.shape.head_dim
+        qk, values = ([widths[column] for widths in plan.widths()] for column in (1, 2))
+        cut = {"Q/K dims": qk, "V/O dims": values}
+        return {name: [n / whole for n in dims] for name, dims in cut.items() if min(dims) < whole}
 
 
 class FineWords(FormWords):
     drawing = "method.svg"
-    tokens = (
-        "Every token in the color of the strongest of the experts that it chooses in a layer; point at a token for the "
-        "strongest eight. Colors repeat, so tokens of one color may have different experts. The numbers of experts mean nothing "
-        "from one layer to the next."
+    drawn = (
+        "The neurons of a dense MLP, all of which every token uses, are sorted into a shared part and small experts. Each token "
+        "uses the shared part and the few experts that a router chooses for it."
     )
-    typical = " Of the experts of a token the strongest counts."
-    usage = "chose each expert"
 
     def routing(self, plan: Plan) -> str:
         return f"a shared part and {plan.num_experts} experts, {span(_top_ks(plan))} of them for each token"
@@ -77,6 +76,14 @@ class FineWords(FormWords):
             f"of the dense model's MLP is in one of\nthese. How many experts a token uses is {number}"
         )
 
+    def bars(self, plan: Plan) -> dict[str, list[float]]:
+        layers, size = plan.describe(), plan.shape.mlp_size
+        return {
+            "other experts": [1.0] * len(layers),
+            "experts that a token chooses": [row["width_share"] for row in layers],
+            "shared by all tokens": [row["shared"] / size for row in layers],
+        }
+
     def columns(self, plan: Plan) -> tuple[list[str], list[list[str]]]:
         titles = ["shared part", "experts", "of a token", "neurons of a token", "of neurons", *DIMS]
         return titles, [
@@ -91,24 +98,13 @@ class FineWords(FormWords):
             for row in plan.describe()
         ]
 
-    def commands(self, folder: str) -> list[tuple[str, str]]:
-        return [
-            (f'tomoe generate {folder} "Once upon a time" --active 0.8', "Use more or fewer experts for each token"),
-            (
-                f"tomoe evaluate {folder} --active 0.3,0.5,0.7,1\ntomoe report {folder}",
-                "Measure it with several numbers of experts, and add the curve to this page",
-            ),
-        ]
-
 
 class OverlappingWords(FormWords):
     drawing = "method-overlapping.svg"
-    tokens = (
-        "Every token in the color of the expert that a layer sends it to. The numbers of experts mean nothing from one layer to "
-        "the next."
+    drawn = (
+        "The neurons of a dense MLP, all of which every token uses, are gathered into experts that share neurons. Each token "
+        "uses the one expert that a router chooses for it; neurons of no expert are dropped."
     )
-    typical = ""
-    usage = "each expert got"
 
     def routing(self, plan: Plan) -> str:
         return f"{plan.num_experts} experts, one for each token"
@@ -126,6 +122,14 @@ class OverlappingWords(FormWords):
             f"a small router\nsends each token to one of {num_experts} experts, and each expert is a subset of the dense model's "
             "MLP neurons"
         )
+
+    def bars(self, plan: Plan) -> dict[str, list[float]]:
+        layers = plan.describe()
+        return {
+            "in no expert": [1.0] * len(layers),
+            f"in any of the {plan.num_experts} experts": [row["union_share"] for row in layers],
+            "in the expert of a token": [row["width_share"] for row in layers],
+        }
 
     def columns(self, plan: Plan) -> tuple[list[str], list[list[str]]]:
         titles = ["expert width", "of neurons", "in any expert", *DIMS]
@@ -146,11 +150,11 @@ KIND_NAMES: dict[Kind, str] = {
 class InputsWords(FormWords):
     drawing = "method-inputs.svg"
     drawn = (
-        "The method: of the input x of a projection the numbers that weigh most are chosen for each token, and only the rows "
-        "of the dense weights that belong to them are read."
+        "The inputs of a projection, all of which a dense model uses for every token. Each token uses those that weigh most "
+        "for it, and only their columns of the weights are read."
     )
     product = "a model that uses the largest inputs of its projections"
-    heading = "Inputs by layer"
+    measured = "of its inputs"
 
     def routing(self, plan: InputsPlan) -> str:
         return "dense projections, of whose inputs a token uses the largest"
@@ -173,18 +177,13 @@ class InputsWords(FormWords):
             "How many a token\nuses is a number at load time (`tomoe_active`)"
         )
 
+    def lines(self, plan: InputsPlan) -> dict[str, list[float]]:
+        rows = plan.describe()
+        return {KIND_NAMES[kind]: [math.nan if row[kind] is None else row[kind] for row in rows] for kind in plan.names}
+
     def columns(self, plan: InputsPlan) -> tuple[list[str], list[list[str]]]:
         return [KIND_NAMES[kind] for kind in plan.names], [
             ["-" if row[kind] is None else f"{row[kind]:.1%}" for kind in plan.names] for row in plan.describe()
-        ]
-
-    def commands(self, folder: str) -> list[tuple[str, str]]:
-        return [
-            (f'tomoe generate {folder} "Once upon a time" --active 0.8', "Use more or fewer inputs for each token"),
-            (
-                f"tomoe evaluate {folder} --active 0.5,0.7,1\ntomoe report {folder}",
-                "Measure it with more and fewer inputs",
-            ),
         ]
 
 

@@ -24,8 +24,8 @@ MARK = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src
 LISTED = 8
 
 
-def render(template: str, **values: Any) -> str:
-    """Render a page from one of our templates; every value that is not markup is escaped."""
+def render(template: str, script: str = "", **values: Any) -> str:
+    """Render a page from one of our templates; every value that is not markup is escaped. Without `script` none runs."""
     environment = Environment(
         loader=PackageLoader("tomoe", "report/templates"),
         autoescape=True,
@@ -33,24 +33,18 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "data_uri": figure_uri,
-        "shown": shown,
-        "share": share,
-        "numbers": numbers,
-        "choices": choices,
-        "strongest": strongest,
-    }
-    script = resources.files("tomoe.report").joinpath("templates/tokens.js").read_text(encoding="utf-8")
+    shows = (figure_uri, shown, share, numbers, choices, strongest)
+    environment.filters |= {show.__name__: show for show in shows}
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(template).render(
-        **values, script=Markup(script), script_sha256=Markup(digest), colors=COLORS
-    )
+    source = Markup(f"'sha256-{digest}'" if script else "'none'")
+    return environment.get_template(template).render(**values, script=Markup(script), script_source=source)
 
 
 def write_route_page(path: Path, title: str, texts: Texts, layer: int = 0) -> Path:
     """Write a page of texts in the colors of their experts. Raises UserError if it cannot be written."""
-    return atomic_write(path, render("route.html.j2", title=title, texts=texts, layer=layer))
+    script = resources.files("tomoe.report").joinpath("templates/tokens.js").read_text(encoding="utf-8")
+    page = render("route.html.j2", script, title=title, texts=texts, layer=layer, colors=COLORS)
+    return atomic_write(path, page)
 
 
 def figure_uri(drawn: CaptionedFigure) -> str:

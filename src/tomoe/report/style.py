@@ -26,24 +26,35 @@ WIDTH = 5.0  # inches: letters stay readable on a phone
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D")
-LIGHT = "#8fb8cf"  # the paler one of two shades of the first color
-HEAT = "cividis"  # rises in lightness all the way, and looks the same to the color-blind
+LIGHT = "#8fb8cf"  # a paler shade of the first color
+SHADES = ("#dde3e8", LIGHT, COLORS[0])  # of parts within each other, the whole first
 PNG_DPI = 160
 SVG_DPI = 100  # of images within
 STYLE: dict[str, Any] = {
     "text.parse_math": False,  # names may hold a dollar sign
-    "svg.fonttype": "none", "svg.hashsalt": "tomoe", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9, "axes.titlesize": 9, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8,
-    "legend.fontsize": 8, "legend.frameon": False, "lines.linewidth": 1.4, "lines.markersize": 3.5,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-    "grid.color": "#808080", "grid.alpha": 0.25, "grid.linewidth": 0.6,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tomoe",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize"), 9),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8),
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#808080",
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class CaptionedFigure:
-    """A figure with its texts: `alt` describes it to those who cannot see it, `caption` says what to look for."""
+    """A figure with its texts: `alt` describes it to those who cannot see it."""
 
     name: str  # of its files, without suffix
     title: str

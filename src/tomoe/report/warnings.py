@@ -13,9 +13,17 @@ from tomoe.recipe.target_rules import TARGET_RULES
 from tomoe.report.summary import recipe_of
 
 Kind = Literal[
-    "dead experts", "overloaded expert", "narrow attention", "unused neurons", "budget missed", "training text", "context",
-    "few sequences", "collapsed routing", "worse than before",
-]  # fmt: skip
+    "dead experts",
+    "overloaded expert",
+    "collapsed routing",
+    "narrow attention",
+    "unused neurons",
+    "budget missed",
+    "context",
+    "training text",
+    "few sequences",
+    "worse than before",
+]
 
 # tokens for each expert: in a page or two of one article, one that got none is not dead
 ENOUGH = 500
