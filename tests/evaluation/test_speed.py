@@ -187,6 +187,16 @@ def test_inputs_that_a_token_does_not_choose_are_neither_read_nor_multiplied(pai
     assert throughput.count_flops(inputs, ids[:, :2])[0] == few - 4 * left_out(inputs)
 
 
+def test_counting_does_not_say_that_there_is_no_kernel(
+    pair: Pair, inputs: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_tomoe, "NOTED", set())
+    monkeypatch.setattr(throughput, "NOTED", modeling_tomoe.NOTED)
+    throughput.count_flops(inputs, pair.rows(1, FEW_TOKENS + 1))
+    assert caplog.messages == []
+    assert not modeling_tomoe.NOTED
+
+
 def test_bytes_of_a_few_tokens_are_those_of_the_inputs_that_some_token_chooses(pair: Pair, inputs: Any) -> None:
     """Counted by sorting what the projections get."""
     ids, unread = pair.rows(2, 1), 0

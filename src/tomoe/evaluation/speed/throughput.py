@@ -29,7 +29,7 @@ from tomoe.evaluation.usage import ExpertCounter
 from tomoe.model.hooks import hooked, own_rows
 from tomoe.model.shape import ceil_div
 from tomoe.model.structure import CACHE
-from tomoe.moe.modeling_tomoe import FEW_TOKENS, WAYS, Choice, choices_of, matrix_of, which_inputs
+from tomoe.moe.modeling_tomoe import FEW_TOKENS, NO_KERNELS, NOTED, WAYS, Choice, choices_of, matrix_of, which_inputs
 from tomoe.progress import StageCallback, no_stage_progress
 
 STEPS = 4  # tokens that one timed run decodes
@@ -118,9 +118,13 @@ def plain_ways(model: Any) -> Iterator[None]:
     for step, known in ways.items():
         *_, name = known
         WAYS[step] = {name: known[name]}
+    # kernels are there, and left out on purpose
+    said = {NO_KERNELS} - NOTED
+    NOTED.update(said)
     try:
         yield
     finally:
+        NOTED.difference_update(said)
         config.tomoe_expert_backend = before
         WAYS.update(ways)
 
