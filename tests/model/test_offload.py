@@ -216,7 +216,8 @@ def test_what_is_read_layer_by_layer_needs_the_memory_of_a_layer(
     sizes = estimate.sizes_of(load_config(str(tmp_path / "dense")), whole)
     layer, all_layers = (weights.total for weights in (largest(sizes, offloaded), largest(sizes, whole)))
     assert all_layers - layer == 4 * sizes.decoder_params * 5 // 6
-    monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(all_layers - 1, 0))
+    too_little = int((1 - estimate.MARGIN) * all_layers) - 1
+    monkeypatch.setattr(estimate, "available_memory", lambda device: estimate.AvailableMemory(too_little, 0))
     command = ["carve", tmp_path / "dense", "--data", text, "-o", tmp_path / "moe", *small()]
     refused = tomoe(*command)
     assert refused.code == 2

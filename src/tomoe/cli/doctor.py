@@ -53,8 +53,11 @@ def _show(diagnosis: examination.Diagnosis, active: float) -> None:
         decoding.sentence(diagnosis.one_expert, active) if decoding.routers else decoding.sentence_of_inputs(active)
     )
     console.say(f"{sentence}.", f"The file takes {sizes_on_disk}.")
-    for need in diagnosis.least:
+    for need in (*diagnosis.least, diagnosis.beside):
+        if need is None:
+            continue
+        kind = " of main memory" if need is diagnosis.beside else ""
         parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in need.parts.items())
-        console.say(f"At least {format_bytes(need.total)} for {need.stage}: {parts}.")
+        console.say(f"About {format_bytes(need.total)}{kind} for {need.stage}: {parts}.")
     on_gpu = f", {format_bytes(available.device_memory)} on the GPU" if available.device_memory else ""
     console.say(f"Free now: {format_bytes(available.memory)}{on_gpu}.")

@@ -12,6 +12,7 @@ from tomoe.memory.estimate import (
     available_memory,
     layout_of,
     least_memory,
+    main_memory,
     sizes_of,
 )
 from tomoe.model import quantized
@@ -26,7 +27,9 @@ class Diagnosis:
 
     sizes: Sizes
     least: tuple[MemoryEstimate, ...]
-    """Bounds from below for each stage."""
+    """What each stage takes of the GPU's memory, or without one of main memory."""
+    beside: MemoryEstimate | None
+    """What a conversion on a GPU takes of main memory; None without one."""
     available: AvailableMemory
     lacking: list[str]
     """Stages that need more than is available."""
@@ -51,12 +54,13 @@ def examine(recipe: Recipe) -> Diagnosis:
     available = available_memory(pick_device(recipe.device))
     free = available.device_memory or available.memory
     least = least_memory(sizes, recipe, layout)
-    lacking = [need.stage for need in least if need.total > free]
+    lacking = [need.stage for need in least if not need.fits(free)]
+    beside = main_memory(sizes, recipe) if available.device_memory else None
     remedies = _remedies(sizes, recipe, layout, free) if "training" in lacking else []
     decoding = Decoding.of(sizes.shape, sizes.output, 0 if layout is None else layout.num_experts)
     one = _one_expert(sizes, layout, recipe.active)
     return Diagnosis(
-        sizes, least, available, lacking, remedies, decoding, one, file_bytes(sizes.total + decoding.routers)
+        sizes, least, beside, available, lacking, remedies, decoding, one, file_bytes(sizes.total + decoding.routers)
     )
 
 
@@ -76,4 +80,4 @@ def _remedies(sizes: Sizes, recipe: Recipe, layout: Layout | None, free: int) ->
         settings.append("train.batch_size=1")
     if recipe.train.quantization == "none" and not recipe.train.shard and quantized.available():
         settings += [f"train.quantization={bits}" for bits in quantized.BITS]
-    return [setting for setting in settings if least_memory(sizes, recipe.changed([setting]), layout)[0].total <= free]
+    return [setting for setting in settings if least_memory(sizes, recipe.changed([setting]), layout)[0].fits(free)]

@@ -1,6 +1,7 @@
-"""Lower bounds of the memory that a conversion needs, by arithmetic on the config, and the memory that is free here.
+"""The memory that a conversion takes, by arithmetic on the config, and the memory that is free here.
 
-Nothing that could be freed, paged out or made smaller is counted, so a run is refused only if it cannot work.
+A table of the largest tensors that a stage holds at once, right to MARGIN; Python and PyTorch take some 0.6 GB more. A run is
+refused only if less than the sum by MARGIN is free.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_without_weights, shape_of
 from tomoe.model.trouble import usable_config
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
+from tomoe.pruning.fine_carving import CLUSTER_TOKENS
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import FineLayout, Layout, least_active, settle_layout
 from tomoe.pruning.network import MaskNetwork
 from tomoe.pruning.repair.plan import repair_bytes
-from tomoe.pruning.repair.streams import MEMORY
+from tomoe.pruning.repair.streams import CHUNK_TOKENS, MEMORY
 from tomoe.recipe.conversion import Recipe, RepairSection
 from tomoe.recipe.shared import DataSection
 from tomoe.training.distillation import CHUNK
@@ -40,6 +42,7 @@ from tomoe.training.distillation import CHUNK
 _CGROUPS = Path("/sys/fs/cgroup")
 # bytes
 _FLOAT32, _FLOAT64 = 4, 8
+MARGIN = 0.2
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The least that one process holds at once in one stage: bytes, by what they are for."""
+    """What one process holds at once in one stage: bytes, by what they are for."""
 
     stage: str
     parts: dict[str, int]
@@ -67,6 +70,10 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         return sum(self.parts.values())
+
+    def fits(self, free: int, processes: int = 1) -> bool:
+        """Return whether so many of it may work in `free` bytes."""
+        return (1 - MARGIN) * self.total * processes <= free
 
 
 @dataclass(frozen=True)
@@ -102,49 +109,80 @@ def layout_of(recipe: Recipe, shape: ModelShape) -> Layout | None:
 
 
 def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None, shards: int = 1) -> tuple[MemoryEstimate, ...]:
-    """Return what each stage needs in one process: training (or carving), with `shards` of them, repair if any, folding."""
+    """Return what each stage takes in one process: training (or carving), with `shards` of them, repair if any, folding.
+
+    Of a GPU, its own memory; what a stage keeps in main memory beside it, see `main_memory`.
+    """
     t, shape, computing = recipe.train, sizes.shape, BaseWeights.of(recipe).compute
     stored: torch.dtype = getattr(torch, t.dtype)
     name, quantized = str(computing).removeprefix("torch."), t.quantization != "none"
+    one_layer = layer_bytes(sizes, stored)
+    by_layer = recipe.offload or t.shard or quantized
+    original = {f"weights in {name}": one_layer if by_layer else weight_bytes(sizes, computing)}
+    on_gpu = pick_device(recipe.device).startswith("cuda")
+    refits = {} if on_gpu else _refitted(sizes, recipe)
+    folding = MemoryEstimate("folding", original | {"files of the model": _files(sizes, recipe, on_gpu)} | refits)
     if layout is None:
-        tokens = min(recipe.data.seq_len, recipe.data.calibration_tokens)
-        choosing = {
-            f"weights in {name}": weight_bytes(sizes, computing),
-            "activations of one sequence": activation_bytes(shape, computing, tokens),
-            # and their gradient, and the log-probabilities with theirs
-            "logits of one sequence": 4 * tokens * sizes.output // shape.hidden_size * _FLOAT32,
-        }
-        shard = min(sizes.total * stored.itemsize, CHECKPOINT_SHARD_BYTES)
-        folding = {f"weights in {name}": weight_bytes(sizes, computing), "one file of the model": shard}
-        return MemoryEstimate("choosing inputs", choosing), MemoryEstimate("folding", folding)
-    one_layer, packed = layer_bytes(sizes, stored), weight_bytes(sizes, computing, t.quantization, shards)
-    training = {
+        return _choosing_inputs(sizes, recipe, computing), folding
+    packed = weight_bytes(sizes, computing, t.quantization, shards)
+    start = {
         f"weights in {t.quantization if quantized and t.steps else name}": one_layer if recipe.offload else packed,
         "masks, routers and their optimizer": trainable_bytes(_network(shape, recipe, layout), t.steps > 0),
     }
     if t.steps:
-        tokens = t.batch_size * recipe.data.seq_len
-        training["activations for the backward pass"] = activation_bytes(
-            shape, computing, tokens, t.gradient_checkpointing
+        tokens, pruning = t.batch_size * recipe.data.seq_len, recipe.attention.pruning
+        start["activations for the backward pass"] = activation_bytes(
+            shape, computing, tokens, t.gradient_checkpointing, pruning, layout.num_experts
         )
-        training["logits"] = 4 * CHUNK * sizes.output // shape.hidden_size * _FLOAT32
+        start["logits"] = 4 * CHUNK * sizes.output // shape.hidden_size * _FLOAT32
     elif recipe.start == "carved":
-        training["activations of one layer"] = calibration_bytes(shape, computing, layout, recipe.data)
-    stages = [MemoryEstimate("training" if t.steps else "carving", training)]
-    by_layer = recipe.offload or t.shard or quantized
-    original = {f"weights in {name}": one_layer if by_layer else weight_bytes(sizes, computing)}
-    refits = {}
+        start["activations of one layer"] = calibration_bytes(shape, computing, layout, recipe.data)
+    stages = [MemoryEstimate("training" if t.steps else "carving", start)]
     if recipe.repair.mode != "none":
-        on_gpu = pick_device(recipe.device).startswith("cuda")
-        # what is compared with the memory of a GPU should not count main memory
-        if not on_gpu:
-            refits = {"refitted projections": repair_bytes(shape, recipe.repair, stored.itemsize)}
-        states = 0 if on_gpu else hidden_state_bytes(shape, computing, recipe.repair, t.steps, recipe.data)
-        held = {"normal equations": equation_bytes(shape), "hidden states": states}
+        states = hidden_state_bytes(shape, computing, recipe.repair, t.steps, recipe.data)
+        # in both dtypes: activations, masks and differences of the MLP; inputs, outputs and differences of the layer
+        chunk = shape.mlp_size * (4 * computing.itemsize + 8) + shape.hidden_size * (4 * computing.itemsize + 20)
+        held = {
+            "normal equations": equation_bytes(shape),
+            "hidden states": states,
+            "activations of one layer": min(recipe.repair.tokens, CHUNK_TOKENS) * chunk,
+        }
         stages.append(MemoryEstimate("repair", original | held | refits))
-    folded = int(recipe.active * sizes.decoder_params * stored.itemsize)
-    folding = original | {"one file of the MoE": min(folded, CHECKPOINT_SHARD_BYTES)} | refits
-    return (*stages, MemoryEstimate("folding", folding))
+    return (*stages, folding)
+
+
+def main_memory(sizes: Sizes, recipe: Recipe) -> MemoryEstimate:
+    """Return what a conversion on a GPU takes of main memory. The system takes back what is read from files if need be."""
+    read = weight_bytes(sizes, getattr(torch, recipe.train.dtype))
+    parts = {"the files that the weights are read from": read, "files of the model": _files(sizes, recipe, False)}
+    return MemoryEstimate("a conversion", parts | _refitted(sizes, recipe))
+
+
+def _choosing_inputs(sizes: Sizes, recipe: Recipe, dtype: torch.dtype) -> MemoryEstimate:
+    shape, tokens = sizes.shape, min(recipe.data.seq_len, recipe.data.calibration_tokens)
+    parts = {
+        f"weights in {str(dtype).removeprefix('torch.')}": weight_bytes(sizes, dtype),
+        "activations of one sequence": activation_bytes(shape, dtype, tokens),
+        # and their gradient, and the log-probabilities with theirs
+        "logits of one sequence": 4 * tokens * sizes.output // shape.hidden_size * _FLOAT32,
+    }
+    return MemoryEstimate("choosing inputs", parts)
+
+
+def _refitted(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
+    """The refitted projections of a plan, in main memory."""
+    if recipe.repair.mode == "none" or recipe.experts.form == "inputs":
+        return {}
+    itemsize = getattr(torch, recipe.train.dtype).itemsize
+    return {"refitted projections": repair_bytes(sizes.shape, recipe.repair, itemsize)}
+
+
+def _files(sizes: Sizes, recipe: Recipe, on_gpu: bool) -> int:
+    """Bytes of the file that is written and of its copy; on a GPU, of the layer that is folded and of one loaded beside it."""
+    itemsize = getattr(torch, recipe.train.dtype).itemsize
+    if on_gpu:
+        return 2 * sizes.decoder_params // sizes.shape.num_layers * itemsize
+    return 2 * min(sizes.total * itemsize, CHECKPOINT_SHARD_BYTES)
 
 
 def weight_bytes(sizes: Sizes, dtype: torch.dtype, quantization: str = "none", shards: int = 1) -> int:
@@ -178,43 +216,62 @@ def trainable_bytes(net: MaskNetwork, learns: bool) -> int:
     return _FLOAT32 * (stored + 3 * trained)
 
 
-def activation_bytes(s: ModelShape, dtype: torch.dtype, tokens: int, checkpointing: bool = False) -> int:
+def activation_bytes(
+    s: ModelShape, dtype: torch.dtype, tokens: int, checkpointing: bool = False, pruning: str = "off", experts: int = 0
+) -> int:
     """Bytes of the activations of one forward pass that are kept for the backward pass.
 
-    For each layer and token these are, in the MLP of F neurons, 5 F numbers (gate, activated gate, up, product and mask;
-    3 F without a gate), in attention q, k, v and their result, and the inputs of a norm and of the router (this one in
-    float32). Nothing is kept below the first mask, so one layer less counts. With activation checkpointing it is the input
-    of every layer, and all of these for one layer.
+    With activation checkpointing they are the input and the masks of every layer, and all activations of one.
     """
-    heads = 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
-    layer = dtype.itemsize * ((5 if s.gated else 3) * s.mlp_size + heads + s.hidden_size) + _FLOAT32 * s.hidden_size
+    # of one token in one layer; where they are float32, a mask in the model's own dtype is the mask itself
+    own, masks = dtype.itemsize, _FLOAT32 if dtype != torch.float32 else 0
+    heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    values = {"off": 0, "static": heads + 2 * kv, "per_token": 2 * heads + 3 * kv}[pruning]
+    layer = (
+        # gate, activated gate, up, their product, its mask
+        s.mlp_size * ((5 if s.gated else 3) * own + masks)
+        # q, k, v and the result; q, k and v before their masks, the masks of values
+        + (2 * (heads + kv) + values) * own
+        # the input of both norms, of the router, of the router of values
+        + s.hidden_size * (4 if pruning == "per_token" else 3) * _FLOAT32
+        # the choice, its noise, its probabilities
+        + 3 * experts * _FLOAT32
+    )
     if checkpointing:
-        return tokens * (s.num_layers * dtype.itemsize * s.hidden_size + (layer if s.num_layers > 1 else 0))
-    return tokens * (s.num_layers - 1) * layer
+        return tokens * (s.num_layers * (own * s.hidden_size + _FLOAT32 * s.mlp_size) + layer)
+    # the first layer has nothing below it that learns
+    return tokens * (2 * s.num_layers - 1) * layer // 2
 
 
 def calibration_bytes(s: ModelShape, dtype: torch.dtype, layout: Layout, data: DataSection) -> int:
-    """Bytes of what the carve of one layer holds of all calibration tokens.
-
-    These are the MLP's activations, input and output and the layer's input; and in float32, if they are not, the MLP's input
-    and for overlapping experts its activations. Fine-grained experts need that input around its mean, the energy of each
-    routed neuron, and two numbers for each expert.
-    """
-    held = (s.mlp_size + 3 * s.hidden_size) * dtype.itemsize
-    if dtype != torch.float32:
-        held += (s.hidden_size + (0 if isinstance(layout, FineLayout) else s.mlp_size)) * _FLOAT32
+    """Bytes of what the carve of one layer holds of all calibration tokens."""
+    own, size, hidden, tokens = dtype.itemsize, s.mlp_size, s.hidden_size, data.calibration_tokens
+    # the layer's input, the input and output of the MLP; before it is carved, three matrices of activations
+    rest, running = 3 * hidden * own, 3 * size * own
+    # its activations; its input in float32
+    held = size * own + (_FLOAT32 * hidden if own < _FLOAT32 else 0)
     if isinstance(layout, FineLayout):
-        held += (s.hidden_size + s.mlp_size - layout.shared + 2 * layout.num_experts) * _FLOAT32
-    return data.calibration_tokens * held
+        routed = size - layout.shared
+        # the energy of routed neurons, the router's regression; and the tokens that neurons are compared on, three times
+        held += _FLOAT32 * (routed + hidden + 3 * layout.num_experts)
+        beside = 3 * _FLOAT32 * routed * min(tokens, CLUSTER_TOKENS)
+    else:
+        # inputs of unit length, activations in float32, and those of one expert's tokens twice; two Gram matrices
+        held += _FLOAT32 * (hidden + (size if own < _FLOAT32 else 0) + 2 * size // layout.num_experts)
+        beside = 2 * _FLOAT32 * size**2
+    return tokens * rest + max(tokens * running, tokens * held + beside)
 
 
 def equation_bytes(shape: ModelShape) -> int:
-    """Bytes of one layer's normal equations while they are solved: a Gram matrix in float32, in float64, and its factor."""
-    return shape.mlp_size**2 * (_FLOAT32 + 2 * _FLOAT64)
+    """Bytes of one layer's normal equations while they are solved.
+
+    The Gram matrix in float32, in float64, and its factor; the other side in both, the solution in both.
+    """
+    return shape.mlp_size * (shape.mlp_size + shape.hidden_size) * (_FLOAT32 + 2 * _FLOAT64)
 
 
 def hidden_state_bytes(s: ModelShape, dtype: torch.dtype, repair: RepairSection, steps: int, data: DataSection) -> int:
-    """Bytes of main memory for the hidden states that repair keeps between layers; 0 if they go to a file."""
+    """Bytes of the hidden states that repair keeps between layers; 0 if they go to a file."""
     streams = 1 if repair.target_after(steps) == "local" else 2
     # as many as the recipe asks for, or all that are not held out
     tokens = min(repair.tokens, max(data.tokens - data.held_out_tokens, data.seq_len))
@@ -291,14 +348,14 @@ def _check(recipe: Recipe, folds: bool) -> None:
     if folds:
         needs += [*((need, local) for need in repair), (folding, 1 if recipe.train.shard else local)]
     for need, processes in needs:
-        if need.total * processes > free:
+        if not need.fits(free, processes):
             parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in need.parts.items())
             hint = "" if recipe.offload or recipe.train.steps else "--offload holds one layer at a time, "
             hint += "--repair none leaves it out, " if need.stage == "repair" else ""
             kind = ("GPU" if on_gpu else "main") + " memory"
             each = f" in each of {processes} processes" if processes > 1 else ""
             raise UserError(
-                f"{need.stage} needs at least {format_bytes(need.total)} of {kind}{each} ({parts}), but only "
+                f"{need.stage} needs about {format_bytes(need.total)} of {kind}{each} ({parts}), but only "
                 f"{format_bytes(free)} are free; {hint}`tomoe doctor {shlex.quote(recipe.model)}` shows what would help, "
                 "--skip-memory-check starts anyway"
             )
