@@ -22,7 +22,9 @@ def rotate_heads(
     """
     matrix = rotation.to(x.device, torch.float32)
     heads = x.float().unflatten(-1, (len(matrix), -1, matrix.shape[-1]))
-    return (heads @ (matrix.mT if inverse else matrix)).flatten(-3).to(x.dtype)
+    # a product with a broadcast would copy the rotations for every token, and learning would keep the copies
+    turned = torch.einsum("...gqc,gdc->...gqd" if inverse else "...gqc,gcd->...gqd", heads, matrix)
+    return turned.flatten(-3).to(x.dtype)
 
 
 def rotate_weights(

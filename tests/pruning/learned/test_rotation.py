@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from conftest import FAMILIES, make_network, make_pico, make_plan, tokens
@@ -54,6 +56,26 @@ def inputs_of_o(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     for handle in handles:
         handle.remove()
     return seen
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of a tensor that is made inside the block."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, made.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_rotations_are_not_copied_for_every_token(inverse: bool) -> None:
+    x, rotation = torch.ones(64, 2 * 3 * 16), torch.eye(16).repeat(2, 1, 1)
+    with Largest() as largest:
+        turned = rotate_heads(x, rotation, inverse)
+    assert torch.equal(turned, x)
+    assert largest.bytes == x.nbytes
 
 
 def hooks(model: PreTrainedModel) -> int:
