@@ -89,7 +89,9 @@ def _bitsandbytes(bits: int) -> Callable[[PreTrainedModel, Path], PreTrainedMode
 
 # as llm-compressor writes it
 _COMPRESSED = {
-    "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
     "ignore": ["lm_head"],
     "config_groups": {
         "group_0": {
@@ -97,7 +99,7 @@ _COMPRESSED = {
             "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
         },
     },
-}  # fmt: skip
+}
 KINDS = {
     "float32": _cast(torch.float32),
     "bfloat16": _cast(torch.bfloat16),
@@ -114,9 +116,12 @@ KINDS = {
 
 
 def write_gguf(
-    model: PreTrainedModel, path: Path, tokenizer: PreTrainedTokenizerBase | None = None,
-    more: Callable[[gguf.GGUFWriter], object] = lambda writer: None, **split: int,
-) -> None:  # fmt: skip
+    model: PreTrainedModel,
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    more: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+    **split: int,
+) -> None:
     """A LLaMA as llama.cpp stores it: its own names, and query and key rows in pairs. `more` adds keys and tensors."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama", **split)

@@ -10,27 +10,52 @@ from tomoe.errors import UserError
 WEIGHTS = ("model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", "model.safetensors.index.json")
 CONFIGS = ("config.json", "generation_config.json", "modeling_tomoe.py", "SHA256SUMS")
 TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "additional_chat_templates", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-    "vocab.json", "vocab.txt", "merges.txt",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
 PLAN = ("plan.json", "plan.safetensors")
 FIGURES = ("dial", "layers", "throughput", "training")
 EARLIER_FIGURES = "cost expert-widths inputs parts similarity union usage value-dims width".split()
 """Drawn by earlier versions."""
 MEASURED = (
-    "README.md", "README.tomoe.md", "evaluation.json", "dial.json", "benchmark.json", "report.json", "report.html",
+    "README.md",
+    "README.tomoe.md",
+    "evaluation.json",
+    "dial.json",
+    "benchmark.json",
+    "report.json",
+    "report.html",
     *(f"figures/{name}.{kind}" for name in (*FIGURES, *EARLIER_FIGURES) for kind in ("svg", "png")),
-)  # fmt: skip
+)
 """What is said of the weights, and goes with them."""
 GGUF = tuple(f"model-{precision}.gguf" for precision in ("f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"))
 REPLACED = (*WEIGHTS, *GGUF, *CONFIGS, *TOKENIZER, *MEASURED)
 """What goes when a model is written where another one was. A kill in between leaves the plan, or export.json."""
 MODEL = (*REPLACED, *PLAN, "export.json", "recipe.json", "run")
 RUN = (
-    "recipe.json", "origin.sha256", "corpus.safetensors", "earlier-*corpus.safetensors", "metrics.jsonl", "best.safetensors",
-    "cost.json", "no-model.txt", "masks", "weights", "repair",
-)  # fmt: skip
+    "recipe.json",
+    "origin.sha256",
+    "corpus.safetensors",
+    "earlier-*corpus.safetensors",
+    "metrics.jsonl",
+    "best.safetensors",
+    "cost.json",
+    "no-model.txt",
+    "masks",
+    "weights",
+    "repair",
+)
 
 # Files that only tomoe writes, and what is in them: what a kill leaves of a folder has at least one. Damaged files count.
 _MARKS = {

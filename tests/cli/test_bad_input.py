@@ -19,14 +19,21 @@ def test_a_model_that_is_nowhere(tomoe: CommandLine, tmp_path: Path, text: Path)
 
 def test_a_family_that_does_not_fit(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     config = MixtralConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+    )
     MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
     refused(
         tomoe("convert", tmp_path / "mixtral", "-o", tmp_path / "out", "--data", text, *small()),
-        "mixtral", "cannot convert", "Mixtures of Experts already",
-    )  # fmt: skip
+        "mixtral",
+        "cannot convert",
+        "Mixtures of Experts already",
+    )
     assert not (tmp_path / "out").exists()
 
 

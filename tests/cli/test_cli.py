@@ -62,8 +62,18 @@ def test_convert_writes_all_and_says_what_came_out_and_so_does_inspect(
     out = tmp_path / "moe"
     done = tomoe("convert", model, "--active", "0.6", "-o", out, "--data", text, "--seed", "3", *small())
     assert done.code == 0, done.err
-    for name in ("config.json", "model.safetensors", "plan.json", "plan.safetensors", "recipe.json", "tokenizer.json",
-                 "modeling_tomoe.py", "README.md", "evaluation.json", "report.html"):  # fmt: skip
+    for name in (
+        "config.json",
+        "model.safetensors",
+        "plan.json",
+        "plan.safetensors",
+        "recipe.json",
+        "tokenizer.json",
+        "modeling_tomoe.py",
+        "README.md",
+        "evaluation.json",
+        "report.html",
+    ):
         assert (out / name).is_file(), name
     assert not list(out.rglob("*.bin"))
     assert not list(out.rglob("*.pt"))

@@ -63,7 +63,7 @@ def _text(content: str) -> Callable[[Path], object]:
         ("run/metrics.jsonl", _text("[" * 100_000 + '\n{"step": 3}\n'), "nested too deeply"),
         ("run/metrics.jsonl", _pipe, "no ordinary file"),
     ],
-)  # fmt: skip
+)
 def test_a_run_that_is_damaged(
     tomoe: CommandLine, moe: Path, name: str, harm: Callable[[Path], object], words: str
 ) -> None:

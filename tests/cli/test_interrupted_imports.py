@@ -56,6 +56,10 @@ def test_one_line_and_130(module: str, way: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(SOURCE.parent)}
     done = subprocess.run(
         [sys.executable, "-c", CHILD, module, way, "doctor", "smollm2-135m"],
-        env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "tomoe: stopped\n")

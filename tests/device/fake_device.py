@@ -48,15 +48,24 @@ aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}
 # Of an indexed tensor's own device, or of the CPU: CUDA copies such an index first.
 INDEXING = {
-    aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default,
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
     aten._unsafe_index.Tensor,
-}  # fmt: skip
+}
 # The shape of what these return, or the number, depends on values.
 WAITING = {
-    aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default,
-    aten.masked_select.default, aten._unique2.default, aten.unique_consecutive.default, aten.bincount.default,
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
     aten.repeat_interleave.Tensor,
-}  # fmt: skip
+}
 
 
 class Generator(torch.Generator):
@@ -76,9 +85,15 @@ class OnDevice(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor, requires_grad: bool = False) -> OnDevice:
         made = Tensor._make_wrapper_subclass(
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
-            layout=held.layout, device=DEVICE, requires_grad=requires_grad,
-        )  # fmt: skip
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            layout=held.layout,
+            device=DEVICE,
+            requires_grad=requires_grad,
+        )
         made.held = held
         return made
 

@@ -126,9 +126,14 @@ def test_the_server_answers_with_the_text_that_transformers_writes(
     (expected,) = ask_transformers(folder, [tokenizer(prompt).input_ids], NEW_TOKENS)
     with serving(folder, tmp_path / "log", "--dtype", "float32", "--max-model-len", "64", "--enforce-eager") as address:
         answer = post(
-            f"{address}/completions", model=str(folder), prompt=prompt, max_tokens=NEW_TOKENS, temperature=0,
-            ignore_eos=True, return_token_ids=True,
-        )  # fmt: skip
+            f"{address}/completions",
+            model=str(folder),
+            prompt=prompt,
+            max_tokens=NEW_TOKENS,
+            temperature=0,
+            ignore_eos=True,
+            return_token_ids=True,
+        )
     (choice,) = answer["choices"]
     assert choice["token_ids"] == expected.written
     text = tokenizer.decode(expected.written, skip_special_tokens=True)
@@ -144,10 +149,15 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 64},
     # latent attention has sizes of its own
     "youtu": {
-        "num_key_value_heads": 2, "qk_head_dim": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
-        "kv_lora_rank": 32, "q_lora_rank": 32,
+        "num_key_value_heads": 2,
+        "qk_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
     },
-}  # fmt: skip
+}
 # What vLLM 0.32 says of others on a CPU, in float32.
 REFUSED = {"qwen3_5_text": "failed to be inspected", "youtu": "expect weight to be bfloat16"}
 # Its dense model differs alike, from the second token on.

@@ -20,9 +20,14 @@ cached = pytest.mark.skipif(
 pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_vllm, cached, pytest.mark.usefixtures("as_shipped")]
 
 QUICK = {
-    "train.steps": "0", "data.seq_len": "128", "data.tokens": "3072", "data.calibration_tokens": "1024",
-    "data.evaluation_tokens": "512", "experts.form": "overlapping", "experts.num_experts": "2",
-}  # fmt: skip
+    "train.steps": "0",
+    "data.seq_len": "128",
+    "data.tokens": "3072",
+    "data.calibration_tokens": "1024",
+    "data.evaluation_tokens": "512",
+    "experts.form": "overlapping",
+    "experts.num_experts": "2",
+}
 PROMPTS = ("The three most important things about the sea are", "In 1815, Napoleon was defeated at Waterloo by")
 NEW_TOKENS = 24
 

@@ -19,9 +19,13 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 def predict(
-    folder: str, prompts: list[list[int]], new_tokens: int, dtype: str = "float32", may_fail: bool = False,
+    folder: str,
+    prompts: list[list[int]],
+    new_tokens: int,
+    dtype: str = "float32",
+    may_fail: bool = False,
     **overrides: Any,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Load a folder, with `overrides` of its config, and continue prompts of token ids greedily.
 
     For each prompt: the log-probs of its tokens but the first, those of the most likely tokens there, and the ids written.
@@ -29,9 +33,13 @@ def predict(
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        folder, dtype=dtype, hf_overrides=overrides, max_model_len=max(map(len, prompts)) + new_tokens,
-        enforce_eager=True, skip_tokenizer_init=True,
-    )  # fmt: skip
+        folder,
+        dtype=dtype,
+        hf_overrides=overrides,
+        max_model_len=max(map(len, prompts)) + new_tokens,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+    )
     greedy = SamplingParams(temperature=0, max_tokens=new_tokens, prompt_logprobs=1, detokenize=False, ignore_eos=True)
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], greedy, use_tqdm=False)
     answers = []

@@ -25,8 +25,11 @@ from transformers import AutoModelForCausalLM
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (./run.sh engines)")
 # little memory for keys and values, and no thread bound to a core that others may be using
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-}  # fmt: skip
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 # seconds; the engine takes most of a minute to start, and many times that on a machine that is busy
 PATIENCE = 3000
 
@@ -49,8 +52,12 @@ def ask_vllm(requests: list[dict[str, Any]], place: Path) -> list[Any]:
     script = Path(__file__).with_name("vllm_process.py")
     ran = subprocess.run(
         [sys.executable, script, place / "requests.json", place / "answers.json"],
-        env=os.environ | ENVIRONMENT, cwd=place, capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
+        env=os.environ | ENVIRONMENT,
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert ran.returncode == 0, ran.stderr[-4000:] + ran.stdout[-2000:]
     answers = json.loads((place / "answers.json").read_text("utf-8"))
     return [answer if isinstance(answer, str) else [predicted(a) for a in answer] for answer in answers]
@@ -70,9 +77,14 @@ def ask_transformers(folder: Path, prompts: list[list[int]], new_tokens: int, **
         ids = torch.tensor([prompt])
         log_probs = model(ids).logits[0, :-1].log_softmax(-1)
         written = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
-            do_sample=False, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         own = log_probs.gather(1, ids[0, 1:, None]).squeeze(1)
         answers.append(Predicted(own, log_probs.amax(-1), written[0, len(prompt) :].tolist()))
     return answers

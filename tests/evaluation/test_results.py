@@ -17,9 +17,14 @@ from tomoe.report.verdict import gained, lost
 from tomoe.report.warnings import find_warnings
 
 FACTS = {
-    "total_params": 1000, "active_params": 900, "block_params": 800, "active_block_params": 700, "active_share": 0.7,
-    "bytes_on_disk": 2_000_000, "max_positions": 64,
-}  # fmt: skip
+    "total_params": 1000,
+    "active_params": 900,
+    "block_params": 800,
+    "active_block_params": 700,
+    "active_share": 0.7,
+    "bytes_on_disk": 2_000_000,
+    "max_positions": 64,
+}
 
 
 def some_rows() -> list[Row]:
@@ -27,9 +32,11 @@ def some_rows() -> list[Row]:
     fine = ExpertUsage([[0.25, 0.75], [0.5, 0.5]], 4096, [1, 2])
     score = TaskScore("piqa", 5, "acc", 0.6, 0.01, 100, 0, {"acc": 0.6}, "1.0", "lm-eval 0.4")
     measured = [
-        Measurement(2.0, 0.1, 0.7, 100, 10, 16, None, kl, same, name, "a text", "0" * 64, "float32", "cpu", 0, {"torch": "2"})
+        Measurement(
+            2.0, 0.1, 0.7, 100, 10, 16, None, kl, same, name, "a text", "0" * 64, "float32", "cpu", 0, {"torch": "2"}
+        )
         for name, kl, same in (("dense", None, None), ("moe", 0.1, 0.9))
-    ]  # fmt: skip
+    ]
     return [
         Row(measured[0], FACTS, None, None, (score,)),
         Row(measured[1], FACTS, fine, 0.5, (score,), {"a": usage, "b": fine}),

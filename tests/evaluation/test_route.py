@@ -184,8 +184,9 @@ def test_the_command_names_the_strongest_of_fine_grained_experts(tomoe: CommandL
     assert shown.code == 0, shown.err
     assert re.fullmatch(
         r"layer 1: \d+ of 64 experts a token, the strongest:(  +\d+  +\d+%){1,6}(  others \d+%)?\n"
-        r"[ab12 ₀-₉]+\n\n", shown.out
-    ), shown.out  # fmt: skip
+        r"[ab12 ₀-₉]+\n\n",
+        shown.out,
+    ), shown.out
 
 
 def test_layers_of_a_short_text_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> None:

@@ -334,11 +334,17 @@ def test_all_cells_and_what_would_take_too_long(pair: Pair, monkeypatch: pytest.
     monkeypatch.setattr(Pair, "measure", lambda self, phase, batch, prompt: some_cell(phase, batch, prompt))
     cells, left_out = throughput.run_cells(pair, [1, 8], [2, 6], lambda *at: progress.append(at))
     assert [(c.phase, c.batch, c.prompt) for c in cells] == [
-        ("prefill", 1, 2), ("decode", 1, 2), ("prefill", 1, 6), ("decode", 1, 6), ("decode", 8, 2),
-    ]  # fmt: skip
+        ("prefill", 1, 2),
+        ("decode", 1, 2),
+        ("prefill", 1, 6),
+        ("decode", 1, 6),
+        ("decode", 8, 2),
+    ]
     assert [line.split(":")[0] for line in left_out] == [
-        "prefill of 8 x 2 tokens", "prefill of 8 x 6 tokens", "decode of 8 x 6 tokens",
-    ]  # fmt: skip
+        "prefill of 8 x 2 tokens",
+        "prefill of 8 x 6 tokens",
+        "decode of 8 x 6 tokens",
+    ]
     assert progress == [(i, 8) for i in range(9)]
 
 
@@ -429,17 +435,33 @@ def test_the_command(tomoe: CommandLine, tmp_path: Path, converted: Path) -> Non
     model, moe = converted / "dense", converted / "moe"
     written = tmp_path / "speed.json"
     done = tomoe(
-        "benchmark", model, moe, "--batch", "1,3", "--prompt", "8", "--pairs", "3", "--dtype", "float32",
-        "--threads", "1", "--json", written,
-    )  # fmt: skip
+        "benchmark",
+        model,
+        moe,
+        "--batch",
+        "1,3",
+        "--prompt",
+        "8",
+        "--pairs",
+        "3",
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+        "--json",
+        written,
+    )
     assert done.code == 0, done.err
     found = json.loads(written.read_text())
     assert found["format"] == timings.FORMAT
     assert (found["dense"], found["moe"]) == ("dense", "moe")
     assert found["active_share"] == pytest.approx(0.6, abs=0.002)
     assert [(c["phase"], c["batch"], c["prompt"]) for c in found["cells"]] == [
-        ("prefill", 1, 8), ("decode", 1, 8), ("prefill", 3, 8), ("decode", 3, 8),
-    ]  # fmt: skip
+        ("prefill", 1, 8),
+        ("decode", 1, 8),
+        ("prefill", 3, 8),
+        ("decode", 3, 8),
+    ]
     for cell in found["cells"]:
         assert {"dtype", "dense_s", "moe_s", "ratio", "ratio_low", "ratio_high", "verdict", "backend"} <= set(cell)
         assert min(cell["same_kernel_s"], cell["choice_ratio"]) > 0

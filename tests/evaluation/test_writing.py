@@ -281,9 +281,23 @@ def test_the_command_line_shows_both_models(tomoe: CommandLine, tmp_path: Path, 
     dense, other = write_pico(tmp_path / "dense"), write_pico(tmp_path / "other")
     (tmp_path / "t.txt").write_text("the sea is wide. " * 40)
     shown = tomoe(
-        "evaluate", dense, other, "--text", tmp_path / "t.txt", "--context", 64, "--tasks", "gsm8k,humaneval,loops",
-        "--task-dir", problems, "--limit", 2, "--run-code", "--json", tmp_path / "rows.json",
-    )  # fmt: skip
+        "evaluate",
+        dense,
+        other,
+        "--text",
+        tmp_path / "t.txt",
+        "--context",
+        64,
+        "--tasks",
+        "gsm8k,humaneval,loops",
+        "--task-dir",
+        problems,
+        "--limit",
+        2,
+        "--run-code",
+        "--json",
+        tmp_path / "rows.json",
+    )
     assert shown.code == 0, shown
     for words in ("exact match", "pass@1", "ends in a loop", "Tokens/s while writing gsm8k", "greedy"):
         assert words in " ".join(shown.out.split()), words

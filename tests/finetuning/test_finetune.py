@@ -35,9 +35,14 @@ from tomoe.training import run_folder
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("always_better")]
 
 SETTINGS = (
-    "train.steps=4", "train.save_every=2", "train.learning_rate=1e-3", "data.seq_len=16", "data.tokens=1200",
-    "data.calibration_tokens=128", "data.evaluation_tokens=64",
-)  # fmt: skip
+    "train.steps=4",
+    "train.save_every=2",
+    "train.learning_rate=1e-3",
+    "data.seq_len=16",
+    "data.tokens=1200",
+    "data.calibration_tokens=128",
+    "data.evaluation_tokens=64",
+)
 
 
 @pytest.fixture(scope="module")

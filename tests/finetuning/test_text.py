@@ -93,8 +93,11 @@ def test_the_same_file_gives_text_that_was_not_fitted(
     out, data = tmp_path / "tuned", ["--data", place / "text.txt"] if named else []
     kept = Corpus.load(place / "carved" / "run" / "corpus.safetensors")
     recipe = pico_recipe(place).data
-    sizes = [word for key in ("seq_len", "tokens", "calibration_tokens", "evaluation_tokens") for word in (
-        "--set", f"data.{key}={getattr(recipe, key)}")]  # fmt: skip
+    sizes = [
+        word
+        for key in ("seq_len", "tokens", "calibration_tokens", "evaluation_tokens")
+        for word in ("--set", f"data.{key}={getattr(recipe, key)}")
+    ]
     outcome = tomoe("finetune", place / "carved", *data, "-o", out, "--steps", 2, "--seed", 0, *sizes)
     assert outcome.code == 0, outcome.err
     fitted = fitted_text(place / "carved", Plan.load(place / "carved"))

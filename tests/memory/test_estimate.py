@@ -332,9 +332,14 @@ def test_the_measured_peaks_of_a_large_model(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_measured_peak_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """SmolLM2-135M learned from 512 tokens a step on a CPU in 1.63 GB, 0.6 GB of them Python and PyTorch."""
     config = LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-        vocab_size=49152, tie_word_embeddings=True,
-    )  # fmt: skip
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    )
     changes = ["experts.form=overlapping", "train.steps=500", "train.compute_dtype=stored", "repair.mode=none"]
     recipe = Recipe.load(None, [*changes, "device=cpu", "data.seq_len=512"])
     sizes = estimate.sizes_of(config, recipe)

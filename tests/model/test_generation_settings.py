@@ -18,9 +18,16 @@ from tomoe.model.hooks import hooked
 from tomoe.moe.load import load
 
 SETTINGS = {
-    "stop_strings": ["<|end|>"], "num_beams": 3, "return_dict_in_generate": True, "output_scores": True, "min_length": 40,
-    "penalty_alpha": 0.6, "prompt_lookup_num_tokens": 3, "cache_implementation": "static", "max_time": 1e-9,
-}  # fmt: skip
+    "stop_strings": ["<|end|>"],
+    "num_beams": 3,
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "min_length": 40,
+    "penalty_alpha": 0.6,
+    "prompt_lookup_num_tokens": 3,
+    "cache_implementation": "static",
+    "max_time": 1e-9,
+}
 
 
 def settle(model: Path, **settings: object) -> Path:

@@ -20,9 +20,12 @@ from tomoe.model.loading import check_loading, load_dense
 Writer = gguf.GGUFWriter
 ROPE = {"rope_theta": 10000.0}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 def pico(rope: dict[str, object], **changes: object) -> PreTrainedModel:

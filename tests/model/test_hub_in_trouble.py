@@ -123,13 +123,21 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 @pytest.fixture(scope="module")
 def loader(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
     own = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
-        "HF_HOME": str(tmp_path_factory.mktemp("home")), "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-    }  # fmt: skip
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(tmp_path_factory.mktemp("home")),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
     with subprocess.Popen(
-        [sys.executable, "-c", LOADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, env=os.environ | own,
-    ) as process:  # fmt: skip
+        [sys.executable, "-c", LOADER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | own,
+    ) as process:
         yield process
         process.communicate()
 

@@ -21,9 +21,13 @@ pytestmark = pytest.mark.slow
 NAME = "smollm2-135m"
 LAYERS = 6
 QUICK = {
-    "train.steps": 2, "train.batch_size": 1, "data.seq_len": 128, "data.tokens": 1536,
-    "data.calibration_tokens": 512, "data.evaluation_tokens": 256,
-}  # fmt: skip
+    "train.steps": 2,
+    "train.batch_size": 1,
+    "data.seq_len": 128,
+    "data.tokens": 1536,
+    "data.calibration_tokens": 512,
+    "data.evaluation_tokens": 256,
+}
 
 
 @pytest.fixture

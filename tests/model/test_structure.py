@@ -115,9 +115,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "norm of all heads at once": ("olmo2", {}, "not an RMS norm over one head's dims"),
     "norm with another eps": ("gemma3_text", {"head_dim": 8}, "not an RMS norm over one head's dims"),
     "LayerNorm of Q and K": ("phi", {"qk_layernorm": True}, "LayerNorm"),
-    "some layers without RoPE": ("smollm3", {"num_hidden_layers": 4}, "the attention of layer 3 is not the usual formula"),
+    "some layers without RoPE": (
+        "smollm3",
+        {"num_hidden_layers": 4},
+        "the attention of layer 3 is not the usual formula",
+    ),
     "RoPE in sliding layers only": (
-        "exaone4", {"num_hidden_layers": 4, "sliding_window": 4}, "the attention of layer 3 is not the usual formula",
+        "exaone4",
+        {"num_hidden_layers": 4, "sliding_window": 4},
+        "the attention of layer 3 is not the usual formula",
     ),
     "norms after RoPE": ("hunyuan_v1_dense", {"head_dim": 8}, "the attention of layer 0 is not the usual formula"),
     "differential attention": ("diffllama", {}, "the attention of layer 0 is not the usual formula"),
@@ -125,7 +131,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "attention bias by value": ("doge", {}, "the attention of layer 0 is not the usual formula"),
     "clipped projections": ("olmo", {"clip_qkv": 100.0}, "sets clip_qkv"),
     "capped logits": ("gemma2", {"head_dim": 8}, "sets attn_logit_softcapping"),
-}  # fmt: skip
+}
 
 
 def refusal(model: nn.Module, attention: bool) -> str:

@@ -73,10 +73,21 @@ def test_counts_follow_the_dial(fine: Path, k: int) -> None:
 
 def test_a_stock_model_with_a_shared_expert_counts_what_a_token_meets() -> None:
     config = Glm4MoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=40, moe_intermediate_size=8, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, n_routed_experts=16, num_experts_per_tok=3,
-        n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=40,
+        moe_intermediate_size=8,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=16,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+    )
     facts = model_facts(Glm4MoeForCausalLM(config))
     attention, dense, expert = 32 * 8 * (4 + 2 + 2 + 4), 3 * 32 * 40, 3 * 32 * 8
     assert facts["active_block_params"] == 3 * attention + dense + 2 * (3 + 1) * expert

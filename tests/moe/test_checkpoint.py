@@ -41,9 +41,14 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "moe"
     save_moe(moe, plan, None, out)
     assert {path.name for path in out.iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "modeling_tomoe.py",
-        "plan.json", "plan.safetensors", "SHA256SUMS",
-    }  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_tomoe.py",
+        "plan.json",
+        "plan.safetensors",
+        "SHA256SUMS",
+    }
     assert list(out.parent.iterdir()) == [out]
     assert (out / "modeling_tomoe.py").read_bytes() == Path(modeling_tomoe.__file__).read_bytes()
     config = json.loads((out / "config.json").read_text())

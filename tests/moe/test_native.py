@@ -307,8 +307,16 @@ def test_the_operator_is_one_that_pytorch_can_trust() -> None:
 
 @pytest.mark.parametrize(
     ("activation", "kind"),
-    [("silu", 0), ("relu", 1), ("gelu", 2), ("gelu_new", 3), ("gelu_pytorch_tanh", 3), ("quick_gelu", None), ("relu2", None)],
-)  # fmt: skip
+    [
+        ("silu", 0),
+        ("relu", 1),
+        ("gelu", 2),
+        ("gelu_new", 3),
+        ("gelu_pytorch_tanh", 3),
+        ("quick_gelu", None),
+        ("relu2", None),
+    ],
+)
 def test_activations_are_known_by_what_they_compute(activation: str, kind: int | None) -> None:
     assert native.activation_kind(make_mlp(Case(activation=activation))) == kind
 

@@ -146,11 +146,26 @@ def test_two_processes_share_the_heads_out(tmp_path: Path) -> None:
     (tmp_path / "sharded.py").write_text(SHARDED)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-         "--rdzv-endpoint", "localhost:0", tmp_path / "sharded.py", tmp_path / "ids.safetensors", *folders],
-        env=environment | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "localhost:0",
+            tmp_path / "sharded.py",
+            tmp_path / "ids.safetensors",
+            *folders,
+        ],
+        env=environment
+        | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
@@ -179,7 +194,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "no family": {"tomoe_dense_type": ["llama"]},
     "null sizes": {"tomoe_value_dims": None},
     "nested sizes": {"tomoe_value_dims": [[8], [8]]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

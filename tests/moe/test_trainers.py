@@ -19,9 +19,19 @@ from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, balance_loss
 pytestmark = pytest.mark.slow
 
 ARGUMENTS = dict(
-    max_steps=8, per_device_train_batch_size=4, learning_rate=3e-3, lr_scheduler_type="constant", logging_steps=1, report_to=[],
-    use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, seed=0, dataloader_pin_memory=False,
-)  # fmt: skip
+    max_steps=8,
+    per_device_train_batch_size=4,
+    learning_rate=3e-3,
+    lr_scheduler_type="constant",
+    logging_steps=1,
+    report_to=[],
+    use_cpu=True,
+    bf16=False,
+    save_strategy="no",
+    disable_tqdm=True,
+    seed=0,
+    dataloader_pin_memory=False,
+)
 
 
 @pytest.fixture

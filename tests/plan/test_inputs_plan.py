@@ -60,10 +60,13 @@ def test_between_knots_numbers_move_evenly_and_the_config_says_the_same() -> Non
     assert make(middle).inputs() == {"up": [4, 6], "down": [6, 9]}
     assert make(1.0).inputs() == WIDTHS
     config = ToMoEConfig(
-        tomoe_dense_type="llama", tomoe_dense_class="LlamaForCausalLM", tomoe_expert_form="inputs",
-        tomoe_mlps=["model.layers.0.mlp", "model.layers.1.mlp"], tomoe_projections=make().names,
+        tomoe_dense_type="llama",
+        tomoe_dense_class="LlamaForCausalLM",
+        tomoe_expert_form="inputs",
+        tomoe_mlps=["model.layers.0.mlp", "model.layers.1.mlp"],
+        tomoe_projections=make().names,
         tomoe_input_path=[{"active": k.active, **k.inputs} for k in PATH],
-    )  # fmt: skip
+    )
     for i in range(21):
         active = PATH[2].active + (1 - PATH[2].active) * i / 20
         config.tomoe_active = active
@@ -94,7 +97,7 @@ def test_it_comes_back_from_disk(tmp_path: Path) -> None:
         "kinds": ({"columns": {"up": [24, 24]}}, "other kinds"),
         "out of reach": ({"active": 0.1}, "does not reach"),
     }.values(),
-)  # fmt: skip
+)
 def test_parts_that_contradict_each_other_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         make(**changes)

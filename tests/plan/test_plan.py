@@ -111,7 +111,7 @@ ROTATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "infinite": (lambda t: t.masked_fill(t > 0, torch.inf), "not orthogonal"),
     "too large to square": (lambda t: t * 3e38, "not orthogonal"),
     "of bools": (lambda t: t.bool(), "of BOOL"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("error")
@@ -180,8 +180,11 @@ def test_a_plan_holds_no_base_weight(tmp_path: Path) -> None:
     saved(tmp_path)
     names = {name.split(".", 2)[2] for name in load_file(tmp_path / "plan.safetensors")}
     assert {name for name in names if not name.startswith("value_router.")} == {
-        "expert_neurons", "router_weight", "qk_kept", "value_kept",
-    }  # fmt: skip
+        "expert_neurons",
+        "router_weight",
+        "qk_kept",
+        "value_kept",
+    }
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -252,14 +255,21 @@ def _set(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Tensor]],
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
     "no router": (lambda head, tensors: tensors.pop("layers.1.router_weight"), "router_weight"),
-    "part of a value router": (lambda head, tensors: tensors.pop("layers.1.value_router.norm.bias"), "lacks .*norm.bias"),
+    "part of a value router": (
+        lambda head, tensors: tensors.pop("layers.1.value_router.norm.bias"),
+        "lacks .*norm.bias",
+    ),
     "router of other width": (_set("router_weight", torch.zeros(4, 31)), "router_weight has shape"),
     "router of other dims": (_set("router_weight", torch.zeros(4)), "router_weight has shape"),
     "neurons of another model": (_set("expert_neurons", torch.ones(4, 47).bool()), "expert_neurons has shape"),
     "another number of experts": (
-        lambda head, tensors: tensors.update({
-            "layers.1.router_weight": torch.zeros(3, 32), "layers.1.expert_neurons": torch.ones(3, 48, dtype=torch.bool)
-        }), "3, 4. experts",
+        lambda head, tensors: tensors.update(
+            {
+                "layers.1.router_weight": torch.zeros(3, 32),
+                "layers.1.expert_neurons": torch.ones(3, 48, dtype=torch.bool),
+            }
+        ),
+        "3, 4. experts",
     ),
     "unequal widths": (_set("expert_neurons", torch.ones(4, 48).tril().bool()), "unequal widths"),
     "an empty expert": (_set("expert_neurons", torch.zeros(4, 48, dtype=torch.bool)), "no neuron"),
@@ -269,7 +279,10 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str
     "dropped V/O dims with a value router": (_set("value_kept", torch.arange(8) < 7), "among all V/O dims"),
     "router NaN": (_set("router_weight", torch.full((4, 32), torch.nan)), "not finite"),
     "value router infinity": (_set("value_router.norm.bias", torch.full((16,), torch.inf)), "not finite"),
-    "value router of another width": (_set("value_router.project_in.weight", torch.zeros(16, 31)), "project_in.weight has shape"),
+    "value router of another width": (
+        _set("value_router.project_in.weight", torch.zeros(16, 31)),
+        "project_in.weight has shape",
+    ),
     "K of no tokens": (lambda head, _: head.update(value_top_k=[1, 0]), "K = 0"),
     "K beyond the head": (lambda head, _: head.update(value_top_k=[1, 9]), "K = 9"),
     "K of one layer": (lambda head, _: head.update(value_top_k=[1]), "holds 1 layers"),
@@ -279,7 +292,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str
     "shape without a size": (lambda head, _: head["shape"].pop("head_dim"), "damaged"),
     "shape with words": (lambda head, _: head["shape"].update(mlp_size="many"), "'many' as mlp_size"),
     "shape with more layers": (lambda head, _: head["shape"].update(num_layers=3), "model has 3"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("as_shipped")
@@ -305,12 +318,15 @@ PACKED_DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], An
     "a shared neuron in an expert, too": (_flipped("shared_neurons", 0x0F), "in no expert, or in several"),
     "a byte short": (_set("expert_neurons", torch.zeros(8, 5).byte()), r"expert_neurons has shape \(8, 5\) of U8"),
     "a byte for each neuron": (_set("expert_neurons", torch.zeros(8, ODD).byte()), r"\(8, 44\) of U8"),
-    "a bool for each neuron": (_set("expert_neurons", torch.zeros(8, ODD).bool()), r"\(8, 44\) of BOOL, .* \(8, 6\) of U8"),
+    "a bool for each neuron": (
+        _set("expert_neurons", torch.zeros(8, ODD).bool()),
+        r"\(8, 44\) of BOOL, .* \(8, 6\) of U8",
+    ),
     "bits of a whole number": (_set("shared_neurons", torch.zeros(6, dtype=torch.int32)), "of I32"),
     "bits that are bools": (_set("shared_neurons", torch.zeros(6).bool()), r"shared_neurons has shape \(6,\) of BOOL"),
     "other masks as bytes": (_set("qk_kept", torch.ones(4).byte()), "qk_kept has shape"),
     "a shared part alone": (lambda head, tensors: tensors.pop("layers.1.expert_neurons"), "lacks .*expert_neurons"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("as_shipped")

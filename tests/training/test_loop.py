@@ -149,9 +149,17 @@ def test_accumulation_that_does_not_divide_is_refused_before_the_model_is_opened
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["loss.objective=lm", "attention.embedding=local",
-                                    "experts.num_experts=1", "train.gradient_checkpointing=true", "loss.coverage_weight=0.0",
-                                    "train.dtype=bfloat16"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        "loss.objective=lm",
+        "attention.embedding=local",
+        "experts.num_experts=1",
+        "train.gradient_checkpointing=true",
+        "loss.coverage_weight=0.0",
+        "train.dtype=bfloat16",
+    ],
+)
 def test_every_ablation_trains(change: str, tmp_path: Path) -> None:
     model = make_pico("qwen2").to(torch.float32)
     _, rows = train(model, tmp_path / "run", "train.steps=3", "attention.pruning=per_token", change)

@@ -98,8 +98,10 @@ def test_killed_at_any_moment_it_ends_in_the_same_bytes(
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = subprocess.run(
         [sys.executable, "-c", KILLER, *map(str, (whole, killed, *options))],
-        capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     assert min(map(int, done.stdout.split())) >= 1, "it was not killed in every way"
     last = Path("masks") / "step-000012" / "masks.safetensors"

@@ -38,9 +38,19 @@ def benchmark(
 
     with Screen() as screen:
         measured = pairs_of_runs.benchmark(
-            dense, moe, sizes["batch"], sizes["prompt"], text=text, pairs=pairs, seconds=seconds, threads=threads,
-            dtype=dtype, device=device, active=active, on_progress=screen.on_progress,
-        )  # fmt: skip
+            dense,
+            moe,
+            sizes["batch"],
+            sizes["prompt"],
+            text=text,
+            pairs=pairs,
+            seconds=seconds,
+            threads=threads,
+            dtype=dtype,
+            device=device,
+            active=active,
+            on_progress=screen.on_progress,
+        )
     output().print(timings.to_rich(measured))
     if json_file is not None:
         files.atomic_write(json_file, timings.to_json(measured))

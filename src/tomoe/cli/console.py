@@ -208,6 +208,10 @@ class Screen:
 
 def _progress_bars(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description:<14}"), BarColumn(24), MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True), console=console, speed_estimate_period=120,
-    )  # fmt: skip
+        TextColumn("{task.description:<14}"),
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        speed_estimate_period=120,
+    )

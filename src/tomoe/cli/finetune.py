@@ -37,9 +37,14 @@ def finetune(
 ) -> None:
     """Fine-tune weights and routers to recover quality."""
     named: dict[str, object] = {
-        "model": str(folder), "dense": dense, "weights": weights, "loss.objective": objective,
-        "data.sources": data or None, "train.steps": steps, "seed": seed,
-    }  # fmt: skip
+        "model": str(folder),
+        "dense": dense,
+        "weights": weights,
+        "loss.objective": objective,
+        "data.sources": data or None,
+        "train.steps": steps,
+        "seed": seed,
+    }
     tuning = FinetuneRecipe.load(recipe, options.overrides(named) + (changes or []))
     options.check_out(out, out / "run", tuning, resume, force)
 

@@ -180,10 +180,17 @@ class RecipeOptions:
         Raises UserError for a wrong key or value.
         """
         named = {
-            "model": self.model, "active": self.active, "seed": self.seed, "data.sources": self.data or None,
-            "train.steps": self.steps, "experts.form": self.form, "start": self.start, "attention.pruning": self.attention,
-            "repair.mode": self.repair, **more,
-        }  # fmt: skip
+            "model": self.model,
+            "active": self.active,
+            "seed": self.seed,
+            "data.sources": self.data or None,
+            "train.steps": self.steps,
+            "experts.form": self.form,
+            "start": self.start,
+            "attention.pruning": self.attention,
+            "repair.mode": self.repair,
+            **more,
+        }
         return Recipe.load(self.recipe, [*overrides(named), *map(with_fractions, self.changes or [])])
 
 

@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 
 # what ShareGPT calls the roles of chat templates
 _ROLES = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "function_response": "tool",
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "function_response": "tool",
     "observation": "tool",
-}  # fmt: skip
+}
 # parts of a content that are text
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 # stands for a text, to see how a template writes it

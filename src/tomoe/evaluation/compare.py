@@ -55,9 +55,17 @@ def compare(
         # also in prompts and batches, which decoding on its own would run whole
         with choosing_all(model), counter:
             measured = measure(
-                predictions, input_ids, mask, reference, on_sequences, ran=count, stride=stride, name=name, data=data,
+                predictions,
+                input_ids,
+                mask,
+                reference,
+                on_sequences,
+                ran=count,
+                stride=stride,
+                name=name,
+                data=data,
                 seed=seed,
-            )  # fmt: skip
+            )
         counter.collect(sources or [""])
         with choosing_all(model):
             scores = tuple(tasks(model_name, model)) if tasks else ()

@@ -217,9 +217,15 @@ def compare_on(
     elif sequences.source_ids is not None:
         sources = [evaluation.sources[i] for i in sequences.source_ids.tolist()]
     rows = compare(
-        with_names(), *inputs, stride=evaluation.stride, data=evaluation.name, seed=evaluation.seed, sources=sources,
-        tasks=scores if tasks and not distributed.rank() else None, on_progress=on_progress,
-    )  # fmt: skip
+        with_names(),
+        *inputs,
+        stride=evaluation.stride,
+        data=evaluation.name,
+        seed=evaluation.seed,
+        sources=sources,
+        tasks=scores if tasks and not distributed.rank() else None,
+        on_progress=on_progress,
+    )
     overlaps = [training_overlap(name, sequences) for name in names]
     return [replace(row, training_overlap=overlap) for row, overlap in zip(rows, overlaps, strict=True)]
 

@@ -212,9 +212,15 @@ def _sum_sequences(
 
 
 def _sum_spans(
-    sums: Float[Tensor, "P 4"], ends: list[int], predictions: Predictions, ref: Predictions | None, b: int,
-    ids: Int[Tensor, " S"], real: Bool[Tensor, " S"], new: Bool[Tensor, " S"],
-) -> None:  # fmt: skip
+    sums: Float[Tensor, "P 4"],
+    ends: list[int],
+    predictions: Predictions,
+    ref: Predictions | None,
+    b: int,
+    ids: Int[Tensor, " S"],
+    real: Bool[Tensor, " S"],
+    new: Bool[Tensor, " S"],
+) -> None:
     """Write the sums of each span of sequence b, which has just run, into `sums`."""
     scored = (real[:-1] & new[1:]).nonzero().squeeze(1)
     states, head = predictions.sequence(b, scored)

@@ -140,8 +140,13 @@ class TaskSet:
         )
 
     def _run(
-        self, spec: TaskSpec, loaded: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, progress: StageCallback
-    ) -> TaskScore:  # fmt: skip
+        self,
+        spec: TaskSpec,
+        loaded: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        progress: StageCallback,
+    ) -> TaskScore:
         if _is_written(spec):
             score: TaskScore = loaded.run(model, tokenizer, self.batch_size, progress)
             return score

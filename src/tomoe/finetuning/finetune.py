@@ -167,9 +167,13 @@ def _begin(recipe: FinetuneRecipe, run: RunFolder, resumed: bool, origin: Origin
 
 
 def _train(
-    recipe: FinetuneRecipe, origin: Origin, dense: PreTrainedModel | None, corpus: Corpus, run: RunFolder,
+    recipe: FinetuneRecipe,
+    origin: Origin,
+    dense: PreTrainedModel | None,
+    corpus: Corpus,
+    run: RunFolder,
     on_progress: ProgressCallback,
-) -> tuple[MoEStudent, BestWeights]:  # fmt: skip
+) -> tuple[MoEStudent, BestWeights]:
     moe = load_moe(origin.folder, str(origin.dtype(recipe)).removeprefix("torch."), recipe.device)
     student = MoEStudent(moe, origin.plan, recipe)
     step_fn = FinetuneStep(student, recipe, make_teacher(recipe, dense))
@@ -207,9 +211,15 @@ def make_teacher(recipe: FinetuneRecipe, dense: PreTrainedModel | None) -> Teach
 
 
 def save(
-    student: MoEStudent, recipe: FinetuneRecipe, origin: Origin, corpus: Corpus, best: BestWeights,
-    tokenizer: PreTrainedTokenizerBase, out: Path, force: bool,
-) -> None:  # fmt: skip
+    student: MoEStudent,
+    recipe: FinetuneRecipe,
+    origin: Origin,
+    corpus: Corpus,
+    best: BestWeights,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    force: bool,
+) -> None:
     """Write the result as a converted folder.
 
     Its plan keeps the neurons and has the routers as they are now. It belongs to the weights in this folder and no others,
@@ -222,14 +232,22 @@ def save(
     moe.config.tomoe_plan_source = fingerprint(moe)
     t, plan = recipe.train, origin.plan
     note = {
-        "weights": recipe.weights, "routers": recipe.routers, "objective": recipe.loss.objective,
-        "steps": t.steps, "tokens": t.steps * t.batch_size * t.gradient_accumulation_steps * corpus.train.input_ids.shape[1],
-        "learning_rate": t.learning_rate, "seed": recipe.seed,
-        "kept_step": best.step, "held_out_before": best.start, "held_out": best.loss,
+        "weights": recipe.weights,
+        "routers": recipe.routers,
+        "objective": recipe.loss.objective,
+        "steps": t.steps,
+        "tokens": t.steps * t.batch_size * t.gradient_accumulation_steps * corpus.train.input_ids.shape[1],
+        "learning_rate": t.learning_rate,
+        "seed": recipe.seed,
+        "kept_step": best.step,
+        "held_out_before": best.start,
+        "held_out": best.loss,
         "sources": [shown_name(source) for source in corpus.sources],
         "dense": plan.notes.get(FINETUNED, {}).get("dense", plan.source),
-        "torch": torch.__version__, "transformers": transformers.__version__, "tomoe": __version__,
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tomoe": __version__,
+    }
     tuned_plan = replace(
         plan, layers=tuple(layers), source=moe.config.tomoe_plan_source, notes=plan.notes | {FINETUNED: note}
     )

@@ -54,9 +54,12 @@ def finetuning_text(
 
 
 def _prepared(
-    recipe: FinetuneRecipe, tokenizer: PreTrainedTokenizerBase, dense: PreTrainedModel | None, extra: int,
+    recipe: FinetuneRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    dense: PreTrainedModel | None,
+    extra: int,
     read: StageCallback,
-) -> Corpus:  # fmt: skip
+) -> Corpus:
     """The text of the sources with `extra` tokens more to learn from, or without if the sources are too short for that."""
     longer = recipe.data.model_copy(update={"tokens": recipe.data.tokens + extra})
     corpus = prepare(longer, tokenizer, recipe.seed, dense, read)

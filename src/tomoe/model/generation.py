@@ -16,12 +16,28 @@ from tomoe.model.tokens import UNKNOWN, check_ids, check_length, continuation_te
 
 # What a call relies on, whatever the model's generation_config.json says: one text, token by token, as ids alone.
 PLAIN = {
-    "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "output_scores": False,
-    "output_logits": False, "output_attentions": False, "output_hidden_states": False, "use_cache": True,
-    "cache_implementation": None, "penalty_alpha": None, "dola_layers": None, "prompt_lookup_num_tokens": None,
-    "use_mtp": None, "guidance_scale": None, "constraints": None, "force_words_ids": None, "min_length": 0,
-    "min_new_tokens": None, "max_time": None, "token_healing": False, "watermarking_config": None,
-}  # fmt: skip
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "use_cache": True,
+    "cache_implementation": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "prompt_lookup_num_tokens": None,
+    "use_mtp": None,
+    "guidance_scale": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "max_time": None,
+    "token_healing": False,
+    "watermarking_config": None,
+}
 # continued to verify an export
 PROMPT = "The three most important things about the sea are"
 

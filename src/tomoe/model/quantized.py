@@ -38,9 +38,12 @@ def quantization_config(quantization: str, dtype: torch.dtype) -> Any:
     if quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=UNQUANTIZED)
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype,
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
         llm_int8_skip_modules=UNQUANTIZED,
-    )  # fmt: skip
+    )
 
 
 def keep_differentiable_(model: nn.Module) -> None:

@@ -26,9 +26,15 @@ FINETUNED = "finetuned"
 """The note of a plan whose weights were fine-tuned after folding: which weights, how, from which model."""
 # no model is larger: a plan with such sizes is an attack
 MAX_SIZES = {
-    "num_layers": 2**16, "hidden_size": 2**24, "mlp_size": 2**24, "num_heads": 2**16, "num_kv_heads": 2**16,
-    "head_dim": 2**16, "rotary_size": 2**16, "other_params": 2**48,
-}  # fmt: skip
+    "num_layers": 2**16,
+    "hidden_size": 2**24,
+    "mlp_size": 2**24,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": 2**16,
+    "rotary_size": 2**16,
+    "other_params": 2**48,
+}
 
 
 @dataclass(frozen=True)

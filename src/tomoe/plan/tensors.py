@@ -17,8 +17,11 @@ StoredTensor = tuple[Shape, str]
 
 # field of LayerPlan -> name of its tensor in plan.safetensors
 TENSORS = {
-    "expert_masks": "expert_neurons", "router_weight": "router_weight", "qk_kept": "qk_kept", "value_kept": "value_kept",
-}  # fmt: skip
+    "expert_masks": "expert_neurons",
+    "router_weight": "router_weight",
+    "qk_kept": "qk_kept",
+    "value_kept": "value_kept",
+}
 # the same, for tensors that only layers with rotated values have
 ROTATION = {"value_rotation": "value_rotation"}
 FIELDS = {name: field for field, name in (TENSORS | FINE.fields).items()}
@@ -44,15 +47,25 @@ def packed_shape(mask: Shape) -> Shape:
 
 def layer_shapes(s: ModelShape, n: int, form: ExpertForm) -> dict[str, Shape]:
     """Shapes of what every layer with n experts of a form has."""
-    shapes: dict[str, Shape] = {"expert_neurons": (n, s.mlp_size), "router_weight": (n, s.hidden_size),
-                                "qk_kept": (s.num_qk_choices,), "value_kept": (s.head_dim,)}  # fmt: skip
+    shapes: dict[str, Shape] = {
+        "expert_neurons": (n, s.mlp_size),
+        "router_weight": (n, s.hidden_size),
+        "qk_kept": (s.num_qk_choices,),
+        "value_kept": (s.head_dim,),
+    }
     return shapes | form.shapes(s, n)
 
 
 def router_shapes(s: ModelShape, e: int) -> dict[str, Shape]:
     """Shapes of a value router whose embedding has e numbers."""
-    return {"project_in.weight": (e, s.hidden_size), "project_in.bias": (e,), "norm.weight": (e,), "norm.bias": (e,),
-            "project_out.weight": (s.head_dim, e), "project_out.bias": (s.head_dim,)}  # fmt: skip
+    return {
+        "project_in.weight": (e, s.hidden_size),
+        "project_in.bias": (e,),
+        "norm.weight": (e,),
+        "norm.bias": (e,),
+        "project_out.weight": (s.head_dim, e),
+        "project_out.bias": (s.head_dim,),
+    }
 
 
 def refit_shapes(s: ModelShape, stored: dict[str, Shape]) -> dict[str, Shape]:

@@ -69,10 +69,16 @@ def benchmark(
     pair = throughput.Pair(models[dense], models[moe], ids, ways, seconds, pairs, compiled if on_gpu else None)
     cells, left_out = throughput.run_cells(pair, batches, prompts, stage_callback(on_progress, "benchmark"))
     return Benchmark(
-        basename(dense), basename(moe), evaluation.name, model_facts(models[moe])["active_share"], memory[dense],
-        memory[moe], tuple(cells), tuple(left_out),
+        basename(dense),
+        basename(moe),
+        evaluation.name,
+        model_facts(models[moe])["active_share"],
+        memory[dense],
+        memory[moe],
+        tuple(cells),
+        tuple(left_out),
         {m.__name__: str(m.__version__) for m in (torch, transformers)} | {"tomoe": __version__},
-    )  # fmt: skip
+    )
 
 
 def in_own_memory(model: Any) -> Any:

@@ -82,13 +82,19 @@ def to_rich(benchmark: Benchmark) -> Table:
     for c in benchmark.cells:
         slower = f" {c.verdict}" if c.verdict == "SLOWER" else ""
         table.add_row(
-            c.phase, str(c.batch), f"{c.prompt:,}", f"{1e3 * c.dense_s:.1f}",
-            "-" if c.same_kernel_s is None else f"{1e3 * c.same_kernel_s:.1f}", f"{1e3 * c.moe_s:.1f}",
+            c.phase,
+            str(c.batch),
+            f"{c.prompt:,}",
+            f"{1e3 * c.dense_s:.1f}",
+            "-" if c.same_kernel_s is None else f"{1e3 * c.same_kernel_s:.1f}",
+            f"{1e3 * c.moe_s:.1f}",
             f"{c.ratio:.2f} ({c.ratio_low:.2f}-{c.ratio_high:.2f}){slower}",
-            "-" if c.choice_ratio is None else f"{c.choice_ratio:.2f}", f"{c.bound:.2f}",
-            f"{c.dense_flops / 1e9:.3g}/{c.moe_flops / 1e9:.3g}", f"{c.dense_bytes / 1e6:.3g}/{c.moe_bytes / 1e6:.3g}",
+            "-" if c.choice_ratio is None else f"{c.choice_ratio:.2f}",
+            f"{c.bound:.2f}",
+            f"{c.dense_flops / 1e9:.3g}/{c.moe_flops / 1e9:.3g}",
+            f"{c.dense_bytes / 1e6:.3g}/{c.moe_bytes / 1e6:.3g}",
             c.backend,
-        )  # fmt: skip
+        )
     return table
 
 

@@ -84,10 +84,17 @@ def _alone(model: Any, prompt: Sequence[int], most: int, ended: Ended) -> list[i
         return torch.tensor([over], device=given.device)
 
     out = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False, temperature=None,
-        top_p=None, top_k=None, stopping_criteria=StoppingCriteriaList([stop]), pad_token_id=0,
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=most,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        stopping_criteria=StoppingCriteriaList([stop]),
+        pad_token_id=0,
         **plain() | {"stop_strings": None},
-    )  # fmt: skip
+    )
     ends = end_tokens(model)
     return [token for token in out[0, len(prompt) :].tolist() if token not in ends]
 

@@ -12,11 +12,23 @@ LOOP_TOKENS, LONGEST = 48, 64
 TIMES = 3
 NGRAM = 4
 TOPICS = (
-    "the sea", "how bread is baked", "the history of the bicycle", "why leaves change color", "how a computer stores numbers",
-    "the life of bees", "how to plan a garden", "what makes a good story", "volcanoes", "how money works",
-    "the rules of chess", "how vaccines protect people", "the planets", "how to learn a language", "old bridges",
+    "the sea",
+    "how bread is baked",
+    "the history of the bicycle",
+    "why leaves change color",
+    "how a computer stores numbers",
+    "the life of bees",
+    "how to plan a garden",
+    "what makes a good story",
+    "volcanoes",
+    "how money works",
+    "the rules of chess",
+    "how vaccines protect people",
+    "the planets",
+    "how to learn a language",
+    "old bridges",
     "what a database is",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -103,12 +103,25 @@ WRITTEN = {
     task.name: task
     for task in (
         WrittenTask(
-            "humaneval", "pass@1", ("openai/openai_humaneval", None), ("prompt", "test", "entry_point"), 320, _function,
-            function_ended, _passes, runs_code=True,
+            "humaneval",
+            "pass@1",
+            ("openai/openai_humaneval", None),
+            ("prompt", "test", "entry_point"),
+            320,
+            _function,
+            function_ended,
+            _passes,
+            runs_code=True,
         ),
         WrittenTask(
-            "gsm8k", "exact match", ("openai/gsm8k", "main"), ("question", "answer"), 320, _word_problem,
-            _word_problem_ended, lambda row, text: answer_of(text) == answer_of(row["answer"]),
+            "gsm8k",
+            "exact match",
+            ("openai/gsm8k", "main"),
+            ("question", "answer"),
+            320,
+            _word_problem,
+            _word_problem_ended,
+            lambda row, text: answer_of(text) == answer_of(row["answer"]),
         ),
     )
-}  # fmt: skip
+}

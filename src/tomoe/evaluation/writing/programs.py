@@ -35,9 +35,17 @@ def runs(program: str, seconds: float = SECONDS) -> bool:
     command = [sys.executable, "-I", "-S", "-B", "-c", _LIMITED]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder, env={},
-            text=True, encoding="utf-8", errors="replace", start_new_session=True,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={},
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
         try:
             out, _ = process.communicate(f"{program}\nprint({word!r})\n", timeout=seconds)
         except subprocess.TimeoutExpired:

@@ -42,12 +42,17 @@ class Written:
         share = sum(hits) / count
         how = "asked through the chat template" if self.chat else "the text continued, for want of a chat template"
         return TaskScore(
-            task=task, shots=0, metric=metric, value=share,
+            task=task,
+            shots=0,
+            metric=metric,
+            value=share,
             standard_error=math.sqrt(share * (1 - share) / (count - 1)) if count > 1 else None,
-            examples=count, truncated=0,
+            examples=count,
+            truncated=0,
             metrics={metric: share, TOKENS_PER_S: tokens / self.seconds, "tokens": tokens / count, **more},
-            version="1", harness=f"tomoe {__version__}, greedy, {how}",
-        )  # fmt: skip
+            version="1",
+            harness=f"tomoe {__version__}, greedy, {how}",
+        )
 
 
 def write(

@@ -82,9 +82,17 @@ def compiled(tokens: int, top_k: int) -> Callable[..., Tensor]:
 
 
 def few(
-    x: Tensor, expert_ids: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None,
-    up_bias: Tensor | None, shared: int, num_experts: int, activation: Activation,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    expert_ids: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    shared: int,
+    num_experts: int,
+    activation: Activation,
+) -> Tensor:
     """The experts of x [T, D] by gathered rows [T, k, W, D]: products that a compiler fuses with their gathering."""
 
     def split(t: Tensor) -> tuple[Tensor, Tensor]:

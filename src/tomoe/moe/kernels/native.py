@@ -213,9 +213,18 @@ SCHEMA = (
 
 @torch.library.custom_op("tomoe::experts", mutates_args=(), schema=SCHEMA)
 def experts(
-    x: Tensor, expert_ids: Tensor, expert_rows: Tensor, gate: Tensor | None, up: Tensor, down: Tensor,
-    gate_bias: Tensor | None, up_bias: Tensor | None, kind: int, fine: bool, way: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_rows: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    kind: int,
+    fine: bool,
+    way: int,
+) -> Tensor:
     """The kernel as a PyTorch operator, for graphs."""
     members = _members_of(expert_rows, len(up), fine)
     return call(x, expert_ids, members, (gate, up, down, gate_bias, up_bias), kind, fine, way)
@@ -278,9 +287,25 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     compiled = library.tomoe_experts
     compiled.restype = int32
     compiled.argtypes = [
-        int32, int32, int32, pointer, pointer, int64, int64, int64, int64, pointer,
-        pointer, pointer, pointer, pointer, pointer, int32, pointer, int32,
-    ]  # fmt: skip
+        int32,
+        int32,
+        int32,
+        pointer,
+        pointer,
+        int64,
+        int64,
+        int64,
+        int64,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        int32,
+        pointer,
+        int32,
+    ]
 
     def run(
         x: Tensor,
@@ -293,10 +318,20 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     ) -> Tensor:
         y = torch.empty_like(x)
         failed = compiled(
-            x.dtype == torch.bfloat16, fine, way, x.data_ptr(), expert_ids.data_ptr(), expert_ids.shape[1], *x.shape,
-            len(members), members.data_ptr(),
-            *(None if w is None else w.data_ptr() for w in weights), kind, y.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+            x.dtype == torch.bfloat16,
+            fine,
+            way,
+            x.data_ptr(),
+            expert_ids.data_ptr(),
+            expert_ids.shape[1],
+            *x.shape,
+            len(members),
+            members.data_ptr(),
+            *(None if w is None else w.data_ptr() for w in weights),
+            kind,
+            y.data_ptr(),
+            torch.get_num_threads(),
+        )
         if failed:
             raise torch.OutOfMemoryError("no memory for the activations of the experts")
         return y

@@ -146,9 +146,16 @@ def _typed(library: ctypes.CDLL) -> Multiplier:
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
         out = torch.empty(len(x), len(weight), dtype=torch.float32)
         failed = compiled(
-            x.dtype == torch.bfloat16, way, x.data_ptr(), *x.shape, weight.data_ptr(),
-            None if bias is None else bias.data_ptr(), len(weight), out.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+            x.dtype == torch.bfloat16,
+            way,
+            x.data_ptr(),
+            *x.shape,
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            len(weight),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
         if failed:
             raise torch.OutOfMemoryError("no memory for the weights of a router")
         return out
