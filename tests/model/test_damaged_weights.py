@@ -97,7 +97,7 @@ def test_a_model_cut_short_is_found_when_it_is_loaded(tomoe: CommandLine, conver
     weights.write_bytes(weights.read_bytes()[:-100])
     done = tomoe("generate", tmp_path / "moe", "the sea")
     assert done.code == 2
-    assert "if its files are damaged" in done.err
+    assert "its files are damaged or cut off; get them again" in done.err
     weights.unlink()
     assert "(model.safetensors)" in tomoe("inspect", tmp_path / "moe", "--verify").err
 

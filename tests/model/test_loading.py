@@ -14,7 +14,7 @@ from conftest import make_pico
 from pico_tokenizer import make_tokenizer
 from stored_models import write_gguf
 from tomoe.errors import UserError
-from tomoe.model import catalog, hub, loading
+from tomoe.model import catalog, hub, loading, stored
 from tomoe.model.catalog import KnownModel
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer, strip_remote_code_
 
@@ -45,8 +45,11 @@ REMOTE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoMod
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda f: (f / "model.safetensors").write_bytes(b"cut off"), "if its files are damaged"),
-        (lambda f: os.truncate(f / "model.safetensors", 20_000), "if its files are damaged"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes(b"cut off"),
+            "its files are damaged or cut off; get them again",
+        ),
+        (lambda f: os.truncate(f / "model.safetensors", 20_000), "its files are damaged or cut off; get them again"),
         (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"model\.safetensors"),
         (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
@@ -75,6 +78,27 @@ def test_models_that_cannot_be_loaded(
     assert len(str(refused.value)) < 600, "a value from the file is repeated in full"
     assert str(folder) in str(refused.value)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TypeError("unsupported operand"), "TypeError: unsupported operand"),
+        (AttributeError("no attribute 'x'"), "AttributeError: no attribute 'x'"),
+        (ValueError("A setting cannot be 3"), "A setting cannot be 3"),
+        (RuntimeError("CUDA error"), "CUDA error"),
+    ],
+)
+def test_what_no_file_is_to_blame_for_is_named_and_no_more(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def failing(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(stored.AutoModelForCausalLM, "from_pretrained", failing)
+    with pytest.raises(UserError) as refused:
+        load_dense(str(folder), torch.float32)
+    assert str(refused.value) == f"cannot load the model {folder}: {words}"
 
 
 def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,5 +235,5 @@ def test_a_gguf_file_that_is_none_or_cut_off(tmp_path: Path) -> None:
         load_dense(str(tmp_path / "none.gguf"), torch.float32)
     write_gguf(make_pico("llama"), tmp_path / "cut.gguf")
     os.truncate(tmp_path / "cut.gguf", 40_000)
-    with pytest.raises(UserError, match="if its files are damaged, get them again"):
+    with pytest.raises(UserError, match=r"it is damaged or cut off .*; get it again"):
         load_dense(str(tmp_path / "cut.gguf"), torch.float32)

@@ -24,7 +24,7 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 
 # By architecture, the keys that transformers reads, and what it calls them; None: nothing is made of it.
 _READ: Mapping[str, Mapping[str, str | None]] = cast(Any, GGUF_TO_TRANSFORMERS_MAPPING["config"])
@@ -70,7 +70,7 @@ class GgufFile:
     def read(cls, path: Path) -> GgufFile:
         """Raises UserError if the file is a part of a model, an adapter or anything else that is no language model.
 
-        Raises whatever gguf raises for damaged files.
+        Raises UserError, too, if it cannot be parsed.
         """
         status = path.stat()
         return _read(path, status.st_mtime_ns, status.st_size)
@@ -193,7 +193,16 @@ class GgufFile:
 
 @lru_cache(maxsize=1)
 def _read(path: Path, _changed: int, _size: int) -> GgufFile:
-    reader = gguf.GGUFReader(path)
+    try:
+        reader = gguf.GGUFReader(path)
+    except (OSError, MemoryError):
+        raise
+    # from a wrong magic number to an array that ends beyond the file
+    except Exception as error:
+        raise UserError(
+            f"{path} is no GGUF file, or it is damaged or cut off ({shortened(str(error) or type(error).__name__)}); "
+            "get it again"
+        ) from None
     plain = (field for field in reader.fields.values() if field.types and field.types[0] != gguf.GGUFValueType.ARRAY)
     keys = {field.name: _value(field) for field in plain}
     tensors = {tensor.name: tensor for tensor in reader.tensors}

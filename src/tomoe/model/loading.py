@@ -23,7 +23,7 @@ from tomoe.model.offload import cast_, iter_weights, load_offloaded
 from tomoe.model.quantized import keep_differentiable_, quantization_config
 from tomoe.model.stored import StoredModel, is_gguf, read_config, untie_, writable_generation_
 from tomoe.model.tokens import fit_tokenizer_
-from tomoe.model.trouble import ADVICE, one_sentence, writing
+from tomoe.model.trouble import TOKENIZER_ADVICE, one_sentence, writing
 
 # elements of a tensor that are converted at once
 _CHUNK = 2**24
@@ -181,7 +181,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         rows = None if is_gguf(place) else getattr(read_config(place).get_text_config(), "vocab_size", None)
     # transformers makes some tokenizers out of no file at all
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(f"cannot load the tokenizer {model}: it has no files of one; {ADVICE['tokenizer']}")
+        raise UserError(f"cannot load the tokenizer {model}: it has no files of one; {TOKENIZER_ADVICE}")
     if not isinstance(longest := tokenizer.model_max_length, int | float):
         raise UserError(
             f"cannot load the tokenizer {model}: its tokenizer_config.json is damaged (model_max_length is "

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
@@ -36,18 +37,20 @@ _UNKNOWN = (
     "is not supported yet",
 )
 
-ADVICE = {
-    "model": "if its files are damaged, get them again",
-    "tokenizer": "copy tokenizer.json and tokenizer_config.json from where the model came from",
-}
+# What is raised where the bytes of a file are not what its format says.
+_UNREADABLE = (SafetensorError, UnicodeDecodeError, EOFError)
+
+TOKENIZER_ADVICE = "copy tokenizer.json and tokenizer_config.json from where the model came from"
 
 
 @contextmanager
 def one_sentence(model: str, place: Path | str, part: str = "model") -> Iterator[None]:
     """Raise UserError, in one sentence, for whatever the libraries raise within; nothing of theirs is printed."""
     where = " from the hub" if isinstance(place, str) else ""
+    # a .gguf file is its own tokenizer
+    advice = TOKENIZER_ADVICE if part == "tokenizer" and Path(place).suffix != ".gguf" else ""
     with (
-        _raising(f"cannot load the {part} {model}{where}", bool(where), ADVICE.get(part, "")),
+        _raising(f"cannot load the {part} {model}{where}", bool(where), advice),
         _listening(place, model),
     ):
         yield
@@ -97,6 +100,8 @@ def _raising(aim: str, on_hub: bool, advice: str) -> Iterator[None]:
             advice = ""
         elif isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
             advice = "there is too little memory; free some, or use --offload"
+        elif isinstance(error, _UNREADABLE):
+            advice = "its files are damaged or cut off; get them again"
         elif any(words in str(error) for words in _UNKNOWN):
             advice = ""
         raise UserError("; ".join(filter(None, (f"{aim}: {cause or reason(error)}", advice)))) from None
@@ -107,8 +112,8 @@ def reason(error: BaseException) -> str:
     message = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
     if "trust_remote_code" in message:
         return "it comes with its own code (trust_remote_code), which is not run here"
-    # the message of these is a key or a number
-    bare = not message or isinstance(error, LookupError | ArithmeticError | AssertionError)
+    # the messages of others are no sentences for users: a key, a number, half of what went wrong
+    bare = not message or not isinstance(error, OSError | ValueError | RuntimeError | ImportError | SafetensorError)
     return shortened(": ".join(filter(None, (type(error).__name__ if bare else "", message.rstrip(".:")))))
 
 
