@@ -24,11 +24,12 @@ import transformers
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "contract")]
 
-from family_contract import hold, write_tiny  # noqa: E402
+from family_contract import hold, public_class, write_public, write_tiny  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from pico_files import write_text  # noqa: E402
 from tomoe.errors import UserError  # noqa: E402
+from tomoe.model.loading import load_dense  # noqa: E402
 from tomoe.model.mlp import converted_mlps  # noqa: E402
 
 CONVERTED, REFUSED, NOT_TRIED, FAILED = "converted", "refused", "not tried", "failed"
@@ -46,7 +47,7 @@ def try_type(model_type: str) -> dict[str, Any]:
             mlp = converted_mlps(dense)[0].name
             found = hold(dense, folder, write_text(folder / "text.txt"))
         except UserError as error:
-            return {"outcome": REFUSED, "why": str(error).partition(" model: ")[2] or str(error)}
+            return {"outcome": REFUSED, "why": _reason(error)}
         except Exception as error:
             return {"outcome": FAILED, "why": _short(error)}
         repair = found["repair"]
@@ -54,6 +55,31 @@ def try_type(model_type: str) -> dict[str, Any]:
             "outcome": CONVERTED, "class": type(dense).__name__, "mlp": mlp, "layers": found["layers"],
             "error_before": repair["error_before"], "error_after": repair["error_after"],
         }  # fmt: skip
+
+
+def try_public(model_type: str) -> dict[str, Any]:
+    """What became of the class that public checkpoints of a type name, loaded from a folder of it, if it is another."""
+    name = public_class(model_type)
+    if name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]:
+        return {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        try:
+            write_public(name, folder / "dense")
+        except Exception as error:
+            return {"public": name, "public_outcome": NOT_TRIED, "public_why": _short(error)}
+        try:
+            dense = load_dense(str(folder / "dense"), torch.float32)
+            hold(dense, folder, write_text(folder / "text.txt"))
+        except UserError as error:
+            return {"public": name, "public_outcome": REFUSED, "public_why": _reason(error)}
+        except Exception as error:
+            return {"public": name, "public_outcome": FAILED, "public_why": _short(error)}
+    return {"public": name, "public_outcome": CONVERTED, "public_why": f"as `{type(dense).__name__}`"}
+
+
+def _reason(error: UserError) -> str:
+    return str(error).partition(" model: ")[2] or str(error)
 
 
 def _short(error: Exception) -> str:
@@ -68,7 +94,7 @@ def rows(out: Path, only: list[str]) -> Iterator[dict[str, Any]]:
     for model_type in only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         if model_type not in done:
             began = time.monotonic()
-            done[model_type] = {"type": model_type, **try_type(model_type)}
+            done[model_type] = {"type": model_type, **try_type(model_type), **try_public(model_type)}
             with file.open("a") as rows_file:
                 rows_file.write(json.dumps(done[model_type]) + "\n")
             seconds = time.monotonic() - began
@@ -82,6 +108,15 @@ def _grouped(found: list[dict[str, Any]], key: Callable[[dict[str, Any]], str]) 
     for row in found:
         groups.setdefault(key(row), []).append(row["type"])
     return [f"| {name} | {', '.join(types)} |" for name, types in groups.items()]
+
+
+def _public(found: list[dict[str, Any]]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for row in found:
+        if name := row.get("public"):
+            why = "" if row["public_outcome"] == NOT_TRIED else f": {row['public_why'].partition(' (relative')[0]}"
+            groups.setdefault(f"{row['public_outcome']}{why}", []).append(name)
+    return [f"| {outcome} | {', '.join(names)} |" for outcome, names in sorted(groups.items())]
 
 
 def page(found: list[dict[str, Any]]) -> str:
@@ -118,6 +153,15 @@ def page(found: list[dict[str, Any]]) -> str:
         "| reason | types |",
         "|---|---|",
         *_grouped(dense, lambda row: row["why"].partition(" (relative")[0].partition(", but ")[0]),
+        "",
+        "## Other classes of public checkpoints",
+        "",
+        "The public checkpoints of these types name another class than the one above. A tiny model of it was written to a folder "
+        "and converted from there:",
+        "",
+        "| outcome | classes |",
+        "|---|---|",
+        *_public(found),
         "",
         "## Not tried",
         "",

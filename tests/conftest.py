@@ -119,6 +119,9 @@ def randomise(model: PreTrainedModel, factor: float = 8.0) -> PreTrainedModel:
         if parameter.dim() == 1:
             parameter.data.normal_(1.0 if "norm" in name and "bias" not in name else 0.0, 0.3)
         else:
+            # some gates start at zero
+            if not bool(parameter.any()):
+                parameter.data.normal_(0, 0.02)
             parameter.data.mul_(factor)
     return model.eval().requires_grad_(False)
 

@@ -5,14 +5,24 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from margins import CLEAR, clear_prompts, clear_tokens, least_margin
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 
 from conftest import SEED, randomise
 from pico_files import FINE, SMALL
@@ -54,7 +64,15 @@ VISION = dict(
 # What single types need beside them: three lines at most each, or they are not tried.
 OWN: dict[str, dict[str, Any]] = {
     "gemma3": dict(text_config=TEXT, vision_config=VISION),
-    "gemma4": dict(text_config=TEXT, vision_config=VISION, audio_config=None),
+    "gemma4": dict(
+        text_config=TEXT | dict(vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=16),
+        vision_config=VISION, audio_config=None,
+    ),
+    "got_ocr2": dict(
+        text_config=TEXT, image_token_index=258,
+        vision_config=VISION | dict(output_channels=16, mlp_dim=64, window_size=2, global_attn_indexes=[0]),
+    ),
+    "git": dict(vision_config=VISION),
     "qwen3_5": dict(text_config=TEXT | dict(linear_num_key_heads=2, linear_num_value_heads=4), vision_config=VISION),
     # as the published ones, which have two or three dense layers of all
     "beam": dict(mlp_layer_types=["dense", "sparse", "sparse", "sparse"]),
@@ -63,21 +81,21 @@ OWN: dict[str, dict[str, Any]] = {
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, num_experts=1, mamba_dt_rank=4),
     "minicpm3": dict(num_key_value_heads=4),
     "youtu": dict(num_key_value_heads=4),
-    "falcon_h1": dict(mamba_d_ssm=128, mamba_expand=2),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]], window_size=16, num_layers=4),
     "granitemoehybrid": dict(num_local_experts=0, shared_intermediate_size=512, layer_types=["mamba", "attention"] * 2),
     "recurrent_gemma": dict(block_types=["recurrent", "attention"], attention_window_size=16, lru_width=64),
     "bloom": dict(n_layer=4, n_head=4),
     "mpt": dict(d_model=64, n_heads=4, n_layers=4, max_seq_len=512),
+    "xlstm": dict(ffn_proj_factor=8.0, qk_dim_factor=1.0, num_heads=4),
     "opt": dict(word_embed_proj_dim=64),
     "xglm": dict(d_model=64, num_layers=4, attention_heads=4, ffn_dim=512),
     "nemotron_h": dict(layers_block_type=["mamba", "mlp", "attention", "mlp"], mamba_num_heads=4, mamba_head_dim=32, n_groups=1),
     "gemma3n_text": dict(intermediate_size=[512] * 4, laurel_rank=8),
+    # as the published ones, which multiply what the gate and the whole MLP give
+    "falcon_h1": dict(mamba_d_ssm=128, mamba_expand=2, mlp_multipliers=[0.75, 0.5]),
 }  # fmt: skip
 # How much larger than at the start the weights are: 8, or less where recurrences make rounding errors large.
 WEIGHTS = {"recurrent_gemma": 1.5, "qwen3_5_text": 4.0}
-# The seed of the tokens: 7, or another where two experts of a token are so near that the order of sums decides.
-SEEDS = {"mbart": 8, "nemotron_h": 8}
 SMALLER_THAN = 20_000_000
 
 
@@ -90,13 +108,16 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
     """A random model with large weights, the same at every call. Raises ValueError if its config leaves it large."""
-    config = tiny_config(model_type, **changes)
+    return _random(AutoModelForCausalLM.from_config, tiny_config(model_type, **changes))
+
+
+def _random(make: Callable[[PreTrainedConfig], PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(p.numel() for p in make(copy.deepcopy(config)).parameters())
     if size > SMALLER_THAN:
         raise ValueError(f"a generic tiny config leaves it {size / 1e6:,.0f} million parameters")
     torch.manual_seed(SEED)
-    return randomise(AutoModelForCausalLM.from_config(config), WEIGHTS.get(model_type, 8.0))
+    return randomise(make(config), WEIGHTS.get(config.model_type, 8.0))
 
 
 def write_tiny(model_type: str, folder: Path, **changes: Any) -> PreTrainedModel:
@@ -105,6 +126,26 @@ def write_tiny(model_type: str, folder: Path, **changes: Any) -> PreTrainedModel
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return model
+
+
+def public_class(model_type: str) -> str:
+    """The class that public checkpoints of a type name: whatever reads more than text, or reads it with an encoder first."""
+    for names in (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    ):
+        if name := names.get(model_type):
+            return str(name)
+    raise KeyError(model_type)
+
+
+def write_public(name: str, folder: Path) -> None:
+    """Save a tiny model of a class with a tokenizer. Raises whatever the class raises, ValueError as `tiny_model`."""
+    kind = getattr(transformers, name)
+    _random(kind, tiny_config(kind.config_class.model_type)).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
 
 
 def recipe_for(dense: PreTrainedModel, folder: Path, text: Path) -> Recipe:
@@ -147,12 +188,22 @@ def greedy(model: Any, ids: Tensor, cached: bool) -> Tensor:
     return made
 
 
-def left_padded(row: Tensor, length: int) -> dict[str, Tensor]:
+def left_padded(row: Tensor, full: Tensor) -> dict[str, Tensor]:
     """A row behind padding, and a full row below it."""
+    length = len(full)
     padded = torch.nn.functional.pad(row, (length - len(row), 0))
-    full = tokens(1, length)[0]
     mask = torch.stack([torch.arange(length) >= length - len(row), torch.ones(length, dtype=torch.bool)]).long()
     return {"input_ids": torch.stack([padded, full]), "attention_mask": mask}
+
+
+def clear_rows(folded: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A row alone and the same behind padding, without a near tie in either."""
+    for seed in range(7, 100):
+        row, batch = tokens(1, 12, seed)[0], left_padded(tokens(1, 12, seed)[0], tokens(1, 30, seed)[0])
+        alone = {"input_ids": row[None], "attention_mask": torch.ones(1, len(row), dtype=torch.long)}
+        if min(least_margin(folded, **alone), least_margin(folded, **batch)) > CLEAR:
+            return alone, batch
+    raise AssertionError("no rows with wide margins")
 
 
 @torch.no_grad()
@@ -190,24 +241,24 @@ def hold(dense: PreTrainedModel, folder: Path, text: Path) -> dict[str, Any]:
     """
     out = folder / "moe"
     plan = convert(recipe_for(dense, folder / "dense", text), out)
-    ids = tokens(2, 200, SEEDS.get(dense.config.model_type, 7))
-    moe = without_tomoe(out)
+    folded, moe = fold(dense, plan), without_tomoe(out)
+    ids = clear_tokens(folded, lambda seed: tokens(2, 200, seed))
     with masked(dense, planned_masks(plan)):
         expected = dense(ids).logits
     assert (expected - dense(ids).logits).abs().max() > 1e-3, "the masks changed nothing"
-    assert_same(fold(dense, plan)(ids).logits, expected, "folded")
+    assert_same(folded(ids).logits, expected, "folded")
     assert_same(moe(ids).logits, expected, "reloaded without tomoe")
     whole = without_tomoe(out, **{moe.config.top_k_key: plan.num_experts})
     assert_same(whole(ids).logits, dense(ids).logits, "all experts")
 
-    prompt = tokens(1, 20)
+    end = dense.generation_config.eos_token_id
+    but = [] if end is None else [end] if isinstance(end, int) else end
+    prompt = clear_prompts(folded, lambda seed: tokens(1, 20, seed), 12, but)[0][None]
     if torch.equal(greedy(dense, prompt, True), greedy(dense, prompt, False)):
         assert torch.equal(greedy(moe, prompt, True), greedy(moe, prompt, False)), "a cache changes the text"
     with masked(dense, planned_masks(plan)):
         assert torch.equal(greedy(moe, prompt, True), greedy(dense, prompt, True)), "another text than under the masks"
-    row = tokens(1, 12)[0]
-    batch = left_padded(row, 30)
-    alone = {"input_ids": row[None], "attention_mask": torch.ones(1, len(row), dtype=torch.long)}
+    alone, batch = clear_rows(folded)
     with masked(dense, planned_masks(plan)):
         beside, single = dense(**batch).logits[0, -1], dense(**alone).logits[0, -1]
         assert_same(moe(**batch).logits[0, -1], beside, "beside padding")

@@ -28,6 +28,7 @@ KINDS = {
     "transposed weights, layers elsewhere": "gpt2",
     "residual handed to the MLP": "bloom",
     "MLP that is no module": "opt",
+    "a cache of its own, gates that start at zero": "xlstm",
 }
 
 
@@ -40,7 +41,7 @@ def test_a_conversion_keeps_what_the_family_computes(kind: str, tmp_path: Path) 
 
 
 # Attention that has no projections which read one input stays whole.
-MLPS_ALONE = {"minicpm3", "nemotron_h", "moshi"}
+MLPS_ALONE = {"minicpm3", "nemotron_h", "moshi", "xlstm"}
 
 
 @pytest.mark.slow
@@ -66,6 +67,17 @@ def test_what_is_no_dense_causal_decoder_is_refused_in_a_sentence(reason: str) -
     with pytest.raises(UserError, match=f"cannot convert this '{model_type}' model: .*{words}") as caught:
         check_output(tiny_model(model_type))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", ["bitnet", "hrm_text", "gemma3n_text"])
+def test_the_doctor_says_what_convert_says(model_type: str, tomoe: CommandLine, tmp_path: Path) -> None:
+    """The norm within an MLP, the second run of a layer and several streams at once show without weights, too."""
+    model = write_tiny(model_type, tmp_path)
+    with pytest.raises(UserError) as refused:
+        check_output(model)
+    done = tomoe("doctor", tmp_path)
+    assert done.code == 2
+    assert str(refused.value).partition(" (relative")[0] in " ".join(done.err.split())
 
 
 def test_layers_that_share_an_mlp_are_refused() -> None:

@@ -45,6 +45,7 @@ class MlpNames:
 MLP_NAMES = (
     MlpNames("gate_proj", "up_proj", "down_proj"),
     MlpNames("w1", "w3", "w2"),
+    MlpNames("proj_up_gate", "proj_up", "proj_down"),
     MlpNames(None, "gate_up_proj", "down_proj", fused=True),
     MlpNames(None, "input_linear", "output_linear", fused=True),
     MlpNames(None, "Wi", "Wo", fused=True),
@@ -232,7 +233,7 @@ def _why_no_mlp(layers: nn.ModuleList) -> str:
         return "its MLPs are Mixtures of Experts already; ToMoE starts from a dense model"
     for layer in layers:
         for name, child in layer.named_children():
-            if any(word in name for word in ("mlp", "feed_forward", "ffn", "mixer")):
+            if "norm" not in name and any(word in name for word in ("mlp", "feed_forward", "ffn", "mixer")):
                 return f"its MLP has no up and down projections that are known, but {children(child)}"
     return f"its decoder layer has no MLP of its own, but {children(layers[0])}"
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -162,11 +163,24 @@ def _not_finite(model: PreTrainedModel) -> UserError:
 
 
 def check_without_weights(model: PreTrainedModel) -> None:
-    """Raises UserError for an MLP of which `check_output` would say that it is not the usual formula.
+    """Raises UserError for layers and an MLP of which `check_output` would say so, with a model on the meta device.
 
-    The first MLP runs with random weights of its own size; what is wrong elsewhere shows only when the model runs.
+    The first MLP runs with random weights of its own size. The model runs without numbers, as far as its code asks for none; what
+    is wrong elsewhere shows only when it runs with them.
     """
-    first = converted_mlps(model)[0]
+    mlps = converted_mlps(model)
+    first = mlps[0]
+    ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device)
+    # in this mode the masks of transformers look at no number
+    shapes_alone = FakeTensorMode(allow_non_fake_inputs=True)
+    with shapes_alone, hooked(hook for mlp in mlps for hook in _layer_checks(model, mlp)), torch.no_grad():
+        try:
+            run_model(model, ids, None)
+        except UserError:
+            raise
+        # what asks for numbers cannot run without them
+        except Exception:
+            pass
     if first.names.flat:
         return
     found = mlp_of(copy.deepcopy(first.layer), first.number, first.name.rpartition(".")[0])

@@ -788,7 +788,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         # Each model within initializes its own modules, and the family's decoder does not know these.
         for inner in self.modules():
             if isinstance(inner, PreTrainedModel) and inner is not self:
-                inner.__dict__["_init_weights"] = self._init_weights
+                inner.__dict__["_init_weights"] = functools.partial(_init_weights, inner)
         self.post_init()
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -858,20 +858,30 @@ class ToMoEPreTrainedModel(PreTrainedModel):
             if ("router." in name or "norm" in name) and not (weight.is_meta or bool(weight.isfinite().all())):
                 raise ValueError(f"{name} holds numbers that are not finite; the weights are damaged, get them again")
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize what the family does not know: rows, norms of heads, ids. Tensors that were loaded stay."""
         super()._init_weights(module)
-        if isinstance(module, ToMoEMLP):
-            std = getattr(self.config, "initializer_range", None) or 0.02
-            for name, p in module.named_parameters(recurse=False):
-                init.zeros_(p) if name.endswith("bias") else init.normal_(p, 0.0, std)
-            width, union = module.expert_rows.shape[1], len(module.up_proj)
-            init.copy_(module.expert_rows, module.default_rows(union, width))
-        elif isinstance(module, ToMoEAttention):
-            for p in module.parameters(recurse=False):
-                init.ones_(p)
-            init.copy_(module.rotary_ids, torch.arange(len(module.rotary_ids)))
+        _init_parts(module, self.config)
+
+
+def _init_weights(model: PreTrainedModel, module: nn.Module) -> None:
+    """Initialize a module as the class of the model does, or as a part of ToMoE."""
+    type(model)._init_weights(model, module)
+    _init_parts(module, model.config)
+
+
+@torch.no_grad()
+def _init_parts(module: nn.Module, config: PreTrainedConfig) -> None:
+    """Initialize what the family does not know: rows, norms of heads, ids. Tensors that were loaded stay."""
+    if isinstance(module, ToMoEMLP):
+        std = getattr(config, "initializer_range", None) or 0.02
+        for name, p in module.named_parameters(recurse=False):
+            init.zeros_(p) if name.endswith("bias") else init.normal_(p, 0.0, std)
+        width, union = module.expert_rows.shape[1], len(module.up_proj)
+        init.copy_(module.expert_rows, module.default_rows(union, width))
+    elif isinstance(module, ToMoEAttention):
+        for p in module.parameters(recurse=False):
+            init.ones_(p)
+        init.copy_(module.rotary_ids, torch.arange(len(module.rotary_ids)))
 
 
 @contextmanager
@@ -1002,8 +1012,8 @@ def _make_family_class(entry: type[Any], dense_type: str, dense_class: str) -> t
         "__module__": __name__, "entry": entry, "config_class": config, "forward": recorded(family.forward),
         "_supports_attention_backend": family._supports_attention_backend,
     }  # fmt: skip
-    # transformers reads in the source of a class what it can do, and the family's source says it.
-    for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
+    # transformers reads in the source or the name of a class what it can do, and the family's says it.
+    for name in ("_can_set_attn_implementation", "_can_set_experts_implementation", "_supports_default_dynamic_cache"):
         if asked := getattr(family, name, None):
             values[name] = staticmethod(asked)
     return type(entry.__name__, (entry, family), values)

@@ -1,0 +1,75 @@
+"""Tokens with which comparisons are decided: wherever a model chooses, what it takes is clearly above what it leaves.
+
+Sums in another order differ by some 1e-6 of the largest logit, and what then chooses otherwise computes something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tomoe.model.hooks import hooked
+from tomoe.moe.modeling_tomoe import ToMoEMLP
+from tomoe.plan import ALWAYS
+
+CLEAR = 3e-5  # of the largest logit, a router's or the model's
+
+
+def margin(logits: Tensor, k: int) -> float:
+    """How far the k-th largest of the last axis is above the next, of the largest of all, wherever that is least."""
+    last, following = logits.topk(k + 1, dim=-1).values[..., -2:].unbind(-1)
+    return float((last - following).min() / logits[logits < ALWAYS / 2].abs().max())
+
+
+def least_margin(model: PreTrainedModel, input_ids: Tensor, **inputs: Tensor) -> float:
+    """How clearly every token chooses its experts and its V/O dims: the least `margin` of all choices; 1 in a dense model."""
+    margins = [1.0]
+
+    def note(k: int, logits: Tensor) -> None:
+        if k < logits.shape[-1]:
+            margins.append(margin(logits, k))
+
+    routers = [(m.router, m.top_k or 1) for m in model.modules() if isinstance(m, ToMoEMLP)]
+    routers += [(m.value_router.project_out, m.top_k) for m in model.modules() if getattr(m, "value_router", None)]
+    with hooked(router.register_forward_hook(lambda _, __, out, k=k: note(k, out)) for router, k in routers):
+        model(input_ids, **inputs)
+    return min(margins)
+
+
+def clear_tokens(model: PreTrainedModel, draw: Callable[[int], Tensor]) -> Tensor:
+    """As many rows as `draw` gives in which no rounding lets a token choose otherwise.
+
+    Computed in another order, logits differ by some 1e-6 of the largest.
+    """
+    rows: list[Tensor] = []
+    for seed in range(5, 100):
+        ids = draw(seed)
+        rows += [row for row in ids if least_margin(model, row[None]) > CLEAR]
+        if len(rows) >= len(ids):
+            return torch.stack(rows[: len(ids)])
+    raise AssertionError("no tokens with wide margins")
+
+
+def clear_prompts(
+    model: PreTrainedModel, draw: Callable[[int], Sequence[Tensor]], new: int, but: Sequence[int] = ()
+) -> Sequence[Tensor]:
+    """Rows [S] that go on for `new` tokens without a choice that rounding turns: of experts, of dims, or of words `but` some."""
+
+    def clear(row: Tensor) -> bool:
+        ids = row[None]
+        for _ in range(new):
+            logits = model(ids, use_cache=False).logits[:, -1]
+            logits[:, but] = logits.min()
+            if margin(logits, 1) < CLEAR:
+                return False
+            ids = torch.cat([ids, logits.argmax(-1)[None]], 1)
+        return least_margin(model, ids) > CLEAR
+
+    for seed in range(7, 100):
+        rows = draw(seed)
+        if all(map(clear, rows)):
+            return rows
+    raise AssertionError("no prompts with wide margins")
