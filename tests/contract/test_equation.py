@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from jaxtyping import Float
+from margins import clear_prompts, clear_tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
 from tomoe.budget import decoder_params, mlp_params
 from tomoe.conversion.steps import new_network
-from tomoe.model.hooks import hooked
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
-from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM, ToMoEMLP, Way
-from tomoe.plan import ALWAYS, Plan
+from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM, Way
+from tomoe.plan import Plan
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.layouts import FineLayout, settle_layout
@@ -31,7 +31,6 @@ from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 TOLERANCE = 1e-5  # of the largest logit, float32
-CLEAR = 3e-5  # of a router's largest logit
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,9 @@ class Case:
     plan: Plan
     folded: ToMoEForCausalLM
     reloaded: ToMoEForCausalLM
+
+    def clear(self, rows: int, length: int) -> Tensor:
+        return clear_tokens(self.folded, lambda seed: tokens(rows, length, seed))
 
 
 @pytest.fixture(
@@ -72,30 +74,9 @@ def assert_same(found: Float[Tensor, "*shape V"], meant: Float[Tensor, "*shape V
     assert difference <= TOLERANCE * max(1.0, scale), f"largest difference {difference:.2g}, largest logit {scale:.2g}"
 
 
-def least_margin(moe: ToMoEForCausalLM, ids: Tensor) -> float:
-    """How far the logit of the last expert that a token chooses is above the next, of the largest, wherever that is least."""
-    margins = [1.0]
-
-    def note(mlp: ToMoEMLP, logits: Tensor) -> None:
-        k = mlp.top_k or 1
-        if k < logits.shape[1]:
-            last, following = logits.topk(k + 1).values[:, -2:].T
-            margins.append(float((last - following).min() / logits[logits < ALWAYS / 2].abs().max()))
-
-    mlps = moe.mlps()
-    with hooked(mlp.router.register_forward_hook(lambda _, __, out, m=mlp: note(m, out)) for mlp in mlps):
-        moe(ids)
-    return min(margins)
-
-
-def clear_tokens(moe: ToMoEForCausalLM, draw: Callable[[int], Tensor]) -> Tensor:
-    """Ids that no rounding lets choose other experts: computed in another order, logits differ by some 1e-6 of the largest."""
-    return next(ids for ids in map(draw, range(5, 100)) if least_margin(moe, ids) > CLEAR)
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_folded_and_reloaded_compute_what_the_masks_mean(case: Case, implementation: str) -> None:
-    ids = tokens(2, 24, seed=5)
+    ids = case.clear(2, 24)
     for model in (case.dense, case.folded, case.reloaded):
         model.set_attn_implementation(implementation)
     with masked(case.dense, planned_masks(case.plan)):
@@ -118,7 +99,7 @@ def test_few_and_many_tokens_take_other_ways_through_the_experts(case: Case, mon
 
     # without kernels of the package
     monkeypatch.setitem(WAYS, "experts", {name: noting(name) for name in ("runs", "masked")})
-    ids = tokens(8, 32, seed=6)  # 256 tokens, 64 for each of 4 experts
+    ids = case.clear(8, 32)  # 256 tokens, 64 for each of 4 experts
     with masked(case.dense, planned_masks(case.plan)):
         meant = case.dense(ids).logits
     with running(case.folded, "auto") as moe:
@@ -155,9 +136,9 @@ def test_fine_experts_can_be_used_in_other_numbers(dense: PreTrainedModel, tmp_p
     """The number of experts is chosen at load time; all of them are the dense model."""
     plan = make_plan(dense, "off", form="fine")
     save_moe(fold(dense, plan), plan, None, tmp_path / "moe")
-    ids = tokens(2, 24, seed=5)
     for k in (1, 2, 3, 5, 8):
         moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=k)
+        ids = clear_tokens(moe, lambda seed: tokens(2, 24, seed))
         with masked(dense, planned_masks(with_top_k(plan, 3, k))):
             meant = dense(ids).logits
         for backend in ("auto", *WAYS["experts"]):
@@ -171,8 +152,8 @@ def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
     dense = make_pico("qwen2", intermediate_size=2688)
     shape, width = shape_of(dense), 640 + 7.5 * 128
     left_out = shape.num_layers * mlp_params(shape, shape.mlp_size - width)
-    recipe, ids = Recipe(active=1 - left_out / decoder_params(shape), target="gpu"), tokens(2, 24, seed=5)
-    calibration = ids, torch.ones_like(ids, dtype=torch.bool)
+    recipe, text = Recipe(active=1 - left_out / decoder_params(shape), target="gpu"), tokens(2, 24, seed=5)
+    calibration = text, torch.ones_like(text, dtype=torch.bool)
     layout = settle_layout(recipe, shape)
     assert layout == FineLayout(16, 128, 640, 8, leaves_whole=False)
     net = new_network(recipe, shape_of(dense), layout, dense.device)
@@ -181,6 +162,7 @@ def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
     assert sorted(layer.top_k for layer in plan.layers) == [7, 8]
     folded = fold(dense, plan)
     save_moe(folded, plan, None, tmp_path / "moe")
+    ids = clear_tokens(folded, lambda seed: tokens(2, 24, seed))
     with masked(dense, planned_masks(plan)):
         meant = dense(ids).logits
     whole = dense(ids).logits
@@ -199,9 +181,9 @@ def test_layers_that_use_all_experts_stay_whole(llama: PreTrainedModel, tmp_path
     plan = replace(plan, layers=(first, *others))
     save_moe(fold(llama, plan), plan, None, tmp_path / "moe")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "moe").config.num_experts_per_tok == 2
-    ids = tokens(2, 24, seed=5)
     for k in (1, 2, 5, 8):
         moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=k)
+        ids = clear_tokens(moe, lambda seed: tokens(2, 24, seed))
         asked = replace(plan, layers=(first, *(replace(layer, top_k=k) for layer in others)))
         with masked(llama, planned_masks(asked)):
             assert_same(moe(ids).logits, llama(ids).logits)
@@ -217,7 +199,9 @@ def test_a_number_of_experts_that_there_is_not_is_refused(llama: PreTrainedModel
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generating_with_a_cache_is_one_pass_without(case: Case, cache: str) -> None:
-    prompt, length = tokens(2, 7, seed=7), 11  # beyond the sliding window of mistral
+    length = 11  # beyond the sliding window of mistral
+    # no end before min_new_tokens
+    prompt = torch.stack([*clear_prompts(case.folded, lambda seed: tokens(2, 7, seed), length - 7, but=[2])])
     made = case.reloaded.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -231,12 +215,12 @@ def test_generating_with_a_cache_is_one_pass_without(case: Case, cache: str) -> 
     assert made.sequences.shape == (2, length)
     one_pass = case.reloaded(made.sequences[:, :-1], use_cache=False).logits[:, 6:]
     assert_same(torch.stack(made.logits, 1), one_pass)
-    one_pass[..., 2] = -torch.inf  # no end before min_new_tokens
+    one_pass[..., 2] = -torch.inf
     assert torch.equal(made.sequences[:, 7:], one_pass.argmax(-1))
 
 
 def test_left_padding_changes_no_row(case: Case) -> None:
-    rows = [tokens(1, n, seed=8)[0] for n in (4, 9, 12)]
+    rows = clear_prompts(case.folded, lambda seed: [tokens(1, n, seed)[0] for n in (4, 9, 12)], 3)
     ids = torch.stack([torch.nn.functional.pad(row, (12 - len(row), 0)) for row in rows])
     mask = torch.stack([torch.arange(12) >= 12 - len(row) for row in rows]).long()
     positions = (mask.cumsum(1) - 1).clamp_min(0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from margins import clear_tokens
 from test_equation import TOLERANCE, assert_same
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -50,12 +51,13 @@ def meaning(dense: PreTrainedModel, plan: Plan, ids: Tensor) -> Tensor:
 def test_folded_and_reloaded_compute_what_the_masks_mean(
     family: str, attention: str, repaired: bool, tmp_path: Path
 ) -> None:
-    dense, ids = make_pico(family), tokens(2, 24, seed=5)
+    dense = make_pico(family)
     plan = rotated_plan(dense, attention, repaired)
+    folded = fold(dense, plan)
+    ids = clear_tokens(folded, lambda seed: tokens(2, 24, seed))
     meant = meaning(dense, plan, ids)
     plain = replace(plan, layers=tuple(replace(layer, value_rotation=None) for layer in plan.layers))
     assert (meant - meaning(dense, plain, ids)).abs().max() > 1e-2, "the rotation changed nothing"
-    folded = fold(dense, plan)
     save_moe(folded, plan, None, tmp_path / "moe")
     for moe in (folded, AutoModelForCausalLM.from_pretrained(tmp_path / "moe")):
         assert_same(moe(ids).logits, meant)
@@ -67,13 +69,16 @@ def test_folded_and_reloaded_compute_what_the_masks_mean(
 
 @pytest.mark.parametrize("attention", PRUNING)
 def test_fine_experts(dense: PreTrainedModel, attention: str) -> None:
-    ids, plan = tokens(2, 24, seed=5), rotated_plan(dense, attention, form="fine")
-    assert_same(fold(dense, plan)(ids).logits, meaning(dense, plan, ids))
+    plan = rotated_plan(dense, attention, form="fine")
+    moe = fold(dense, plan)
+    ids = clear_tokens(moe, lambda seed: tokens(2, 24, seed))
+    assert_same(moe(ids).logits, meaning(dense, plan, ids))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rotated_and_whole_it_is_the_dense_model(dense: PreTrainedModel, form: str) -> None:
-    ids, plan = tokens(2, 24, seed=5), make_plan(dense, "off", 1.0, form=form)
+    plan = make_plan(dense, "off", 1.0, form=form)
+    ids = clear_tokens(fold(dense, plan), lambda seed: tokens(2, 24, seed))
     net = make_network(dense, "static", rotate=True)
     layers = (
         replace(layer, value_rotation=r) for layer, r in zip(plan.layers, net.attention.value_rotations, strict=True)
@@ -88,9 +93,10 @@ def test_rotated_and_whole_it_is_the_dense_model(dense: PreTrainedModel, form: s
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_stock_architectures_hold_rotated_values(family: str, tmp_path: Path) -> None:
-    dense, ids = make_pico(family), tokens(2, 24, seed=5)
+    dense = make_pico(family)
     plan = rotated_plan(dense, "static", repaired=True, active=0.8)
     moe = fold(dense, plan)
+    ids = clear_tokens(moe, lambda seed: tokens(2, 24, seed))
     write_export(choose(moe, "mixtral"), moe, None, tmp_path / "moe", Options(width_multiple=8))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     assert_same(exported(ids).logits, meaning(dense, plan, ids))

@@ -38,7 +38,7 @@ def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path
         assert row.training_overlap is not None
     # with all experts it is the dense model
     distances = [row.measurement.kl for row in rows[1:]]
-    assert min(distances[:3]) > 1e-2
+    assert min(distances[:3]) > 1e-2  # 0.066 to 0.35 over six seeds, and below 5e-9 with all of them
     assert distances[3] < 1e-6
     assert rows[-1].measurement.perplexity == pytest.approx(rows[0].measurement.perplexity, rel=1e-5)
     shares = [[share for layer in row.usage.shares for share in layer] for row in rows[1:]]

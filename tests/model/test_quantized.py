@@ -55,14 +55,45 @@ def unpacked(module: Any) -> Tensor:
     return bnb.functional.dequantize_4bit(weight.data, weight.quant_state).float()
 
 
-def round_inputs(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-    """What LLM.int8 does to activations: 255 levels a token, but for columns with outliers of 6; not seen by gradients."""
-    x = args[0].flatten(0, -2).half().float()
-    outlier = x.abs() >= 6
-    rest = x.masked_fill(outlier, 0)
-    scale = rest.abs().amax(1, keepdim=True) / 127
-    rounded = torch.where(outlier.any(0), x, (rest / scale).round() * scale)
-    return (args[0] + (rounded.view_as(args[0]) - args[0]).detach(),)
+def rounded(x: Tensor) -> Tensor:
+    """What LLM.int8 does to activations: 255 levels a token, but for columns with outliers of 6; in the library's order."""
+    flat = x.flatten(0, -2)
+    half = flat.half().float()
+    outlier = half.abs() >= 6
+    rest = half.masked_fill(outlier, 0)
+    largest = rest.abs().amax(1, keepdim=True)
+    return torch.where(outlier.any(0), flat, (rest * (127 / largest)).round() * largest / 127).view_as(x)
+
+
+def note_inputs(model: nn.Module) -> list[list[Tensor]]:
+    """What each projection computes with from now on, call by call: hooks, those of masks too, have had their turn then."""
+    seen: list[list[Tensor]] = []
+    for module in projections(model):
+        seen.append([])
+
+        def forward(x: Tensor, whole: Any = module.forward, calls: list[Tensor] = seen[-1]) -> Tensor:
+            calls.append(x.detach())
+            return whole(x)
+
+        module.forward = forward
+    return seen
+
+
+def round_like(model: nn.Module, seen: list[list[Tensor]]) -> None:
+    """Round the inputs of each projection as those in `seen`, which they equal but for rounding.
+
+    Rounded by themselves, an input near the middle between two levels may fall to the other side, and later layers add that up.
+    """
+    for module, calls in zip(projections(model), seen, strict=True):
+
+        def forward(x: Tensor, whole: Any = module.forward, calls: list[Tensor] = calls) -> Tensor:
+            theirs = calls.pop(0)
+            # the library's constant for 1 / 127^2 is 2e-5 off, which attention makes 4e-5
+            assert apart(x.detach(), theirs) < 2e-4
+            # gradients do not see it
+            return whole(x + (rounded(theirs) - x).detach())
+
+        module.forward = forward
 
 
 def clear_inputs(tokens: int, size: int, generator: torch.Generator) -> Tensor:
@@ -86,8 +117,6 @@ def test_masks_learn_what_they_would_from_the_unpacked_weights(quantization: str
     assert shape_of(packed) == shape_of(plain)
     for theirs, ours in zip(projections(packed), projections(plain), strict=True):
         ours.weight.data = unpacked(theirs)
-        if quantization == "int8":
-            ours.register_forward_pre_hook(round_inputs)
     for name, t in original.items():
         off = float((plain.state_dict()[name] - t).norm() / t.norm())
         assert (0.001 < off < 0.15) if "_proj" in name else off == 0, (name, off)
@@ -95,14 +124,15 @@ def test_masks_learn_what_they_would_from_the_unpacked_weights(quantization: str
     check_output(packed)
     ids = tokens(2, 16)
     sequences = Sequences(ids, torch.ones_like(ids, dtype=torch.bool))
+    if quantization == "int8":
+        round_like(plain, note_inputs(packed))
     grads = []
     for model in (packed, plain):
         net = make_network(plain, "per_token")
         mask_step(model, net, pico_recipe(folder))(sequences, 0, 0)
         grads.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
     assert float(grads[1].norm()) > 0
-    # a rounded activation near the middle between two levels falls to the other side: over all layers that adds up
-    assert apart(grads[0], grads[1]) < (0.05 if quantization == "int8" else 1e-4)
+    assert apart(grads[0], grads[1]) < 1e-4
 
 
 def learned(run: Path, step: int) -> dict[str, Tensor]:
@@ -124,7 +154,7 @@ def test_gradients_come_through_every_projection(quantization: str, folder: Path
         with torch.no_grad():
             module(x)
         y = module(x.requires_grad_())
-        inputs = round_inputs(module, (x.detach(),))[0] if quantization == "int8" else x.detach()
+        inputs = rounded(x.detach()) if quantization == "int8" else x.detach()
         assert apart(y.detach(), inputs @ weight.T) < 1e-4
         given = torch.randn(y.shape, generator=generator)
         y.backward(given)

@@ -494,7 +494,7 @@ def test_a_planted_structure_is_found(seed: int) -> None:
     assert sorted(itertools.chain(*name.values())) == list(range(BLOCKS))
     chosen = (x @ start.router_weight.T + start.router_bias).argmax(1)
     assert torch.equal(chosen, torch.tensor([name[int(k)][0] for k in kind])), "a token goes where its neurons fire"
-    # with its block a token has nearly all of the output
+    # with its block a token has nearly all of the output: 0.009 to 0.016 over 24 seeds
     assert float(start.loss[1]) < 0.02 * float(start.loss[0])
 
 
@@ -511,11 +511,18 @@ def test_activations_stay_as_they_are_and_may_be_bfloat16() -> None:
 
 
 def test_moving_neurons_to_the_tokens_that_need_them_lowers_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the clusters mix blocks, because there are too many of them to be found at once."""
-    moved = [planted(seed, blocks=12) for seed in range(3)]
-    monkeypatch.setattr(fine_carving, "REASSIGNMENTS", 0)
-    left = [planted(seed, blocks=12) for seed in range(3)]
-    assert sum(float(start.loss[1]) for start, *_ in moved) < 0.95 * sum(float(start.loss[1]) for start, *_ in left)
+    """Where the clusters mix blocks, because there are too many of them to be found at once: for about half of the seeds."""
+
+    def mixes(start: FineStart, block: Tensor) -> bool:
+        return any(len(start.expert_of_neuron[block == b].unique()) > 1 for b in range(12))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fine_carving, "REASSIGNMENTS", 0)
+        left = {seed: planted(seed, blocks=12) for seed in range(8)}
+    mixed = {seed: float(start.loss[1]) for seed, (start, *_, block) in left.items() if mixes(start, block)}
+    assert len(mixed) >= 2
+    # 0.15 to 0.65 over the eleven of 24 seeds that mix
+    assert all(float(planted(seed, blocks=12)[0].loss[1]) < 0.8 * loss for seed, loss in mixed.items())
 
 
 def test_a_carve_writes_down_what_it_found() -> None:

@@ -57,7 +57,7 @@ def test_auto_writes_a_glm4_moe_and_proves_it_by_parts(tomoe: CommandLine, made:
     assert proof["same"] is True
     routers, whole = proof["routers"], proof["all_experts"]
     assert routers["choices"] == 2 * 256
-    assert routers["same"] > 0.95
+    assert routers["same"] > 0.95  # 0.996 to 1 over six seeds
     assert 0 < routers["weight_error"] < 2**-9
     assert whole["largest_difference"] < 1e-5 * whole["largest_logit"]
     assert whole["reference_perplexity"] != proof["reference_perplexity"]
@@ -131,7 +131,7 @@ def test_experts_in_another_order_are_caught(
         return right(mlp, layout, number if number is None else mlp.num_experts - 1 - number)
 
     monkeypatch.setattr(fine_grained, "expert_matrices", wrong)
-    # the experts of so small a model are much alike
+    # the experts of so small a model are much alike: 0.034 to 0.086 over six seeds
     monkeypatch.setattr(verify, "PLANNED_KL", 1e-3)
     caught(tomoe("export", made, "-o", tmp_path / "out"), "with the planned experts its predictions differ by a KL of")
 
