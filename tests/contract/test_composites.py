@@ -21,6 +21,7 @@ from tomoe.model.tokens import check_ids
 CLASSES = {
     "Gemma3ForConditionalGeneration": "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration": "Gemma4ForConditionalGeneration",
+    "GotOcr2ForConditionalGeneration": "GotOcr2ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
 }
 
@@ -53,6 +54,9 @@ def test_a_decoder_behind_an_encoder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gemma3_converts_as_its_checkpoints_are(tmp_path: Path) -> None:
-    dense = load("Gemma3ForConditionalGeneration", tmp_path / "dense")
+@pytest.mark.filterwarnings("ignore:.*reads more than text")
+@pytest.mark.parametrize("name", CLASSES)
+def test_they_convert_as_their_checkpoints_are(name: str, tmp_path: Path) -> None:
+    """In float32, on tokens that no rounding lets choose other experts: with near ties, two were 1e-5 and 4e-5 off."""
+    dense = load(name, tmp_path / "dense")
     assert hold(dense, tmp_path, write_text(tmp_path / "text.txt"))["layers"] == 4
