@@ -97,9 +97,9 @@ class LlamaCpp:
         """Continue a prompt greedily."""
         return str(self._complete(prompt, n_predict=tokens)["choices"][0]["text"])
 
-    def run(self, prompt: Sequence[int], tokens: int) -> None:
-        """Generate exactly so many tokens and reuse nothing of an earlier prompt: for timing."""
-        self._complete(prompt, n_predict=tokens, ignore_eos=True, cache_prompt=False)
+    def run(self, prompt: Sequence[int], tokens: int, fresh: bool = True) -> None:
+        """Generate exactly so many tokens, and if `fresh` reuse nothing of an earlier prompt: for timing."""
+        self._complete(prompt, n_predict=tokens, ignore_eos=True, cache_prompt=not fresh)
 
 
 def agree_on_next_tokens(
