@@ -63,8 +63,8 @@ def test_keys_inherit_the_text_of_their_base_class(generator: dict[str, Any]) ->
 
 def test_keys_of_both_recipes_are_described_once(generator: dict[str, Any]) -> None:
     page = generator["make_page"]()
-    assert page.count("`train.batch_size`") == 2
-    assert page.count("| `train.batch_size` |") == 1
+    assert page.count("`train.gradient_clip`") == 2
+    assert page.count("| `train.gradient_clip` |") == 1
     assert page.count("| `train.learning_rate` | float") == 2
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tomoe.finetuning.students import (
+    Balance,
     Fp32MasterWeights,
     _frozen_embeddings,
     _merged,
@@ -23,7 +24,7 @@ from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.routing import Routing
+from tomoe.pruning.routing import balance_penalty
 from tomoe.recipe.finetuning import FinetuneRecipe
 
 
@@ -48,16 +49,16 @@ class PseudoMoE:
             for router in self.routers:
                 router.forward = torch.no_grad()(router.forward)
         for m in self.masks:
-            if m.value_router is not None:
-                m.value_router.requires_grad_(False)
+            if m.value_logits is not None:
+                m.value_logits.requires_grad_(False)
         self.learned = Fp32MasterWeights(
             _trained_weights(dense, _frozen_embeddings(dense), None) + _trained_routers(self.routers, recipe)
         )
 
     @contextmanager
-    def running(self, valid: Bool[Tensor, " T"]) -> Iterator[Callable[[], Sequence[Routing]]]:
+    def running(self, valid: Bool[Tensor, " T"] | None) -> Iterator[Balance]:
         with masked(self.model, self.masks):
-            yield lambda: [m.routing.select(valid) for m in self.masks if m.routing is not None]
+            yield lambda: balance_penalty([m.routing.select(valid) for m in self.masks if m.routing is not None])
 
     def finish(self, version: str) -> tuple[ToMoEForCausalLM, list[LayerPlan]]:
         dense = _merged(self.model, self.learned, None)

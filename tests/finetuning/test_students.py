@@ -17,7 +17,7 @@ from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tok
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.finetuning import students
-from tomoe.finetuning.students import FinetuneStep, MoEStudent, check_adapters
+from tomoe.finetuning.students import FinetuneStep, MoEStudent, check_packages
 from tomoe.model.running import hidden_states
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM
@@ -195,7 +195,7 @@ def test_gradient_against_finite_differences() -> None:
     def loss(way: float) -> float:
         with torch.no_grad():
             weight.add_(way * direction)
-        value = train_step(batch, 0, 0)["loss"]
+        value = float(train_step(batch, 0, 0)["loss"])
         with torch.no_grad():
             weight.sub_(way * direction)
         return value
@@ -359,6 +359,8 @@ def test_merged_adapters_compute_what_they_computed_beside_the_weights(family: s
 
 def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(students, "find_spec", lambda name: None)
-    check_adapters(recipe())
+    check_packages(recipe())
     with pytest.raises(UserError, match=r"needs the package peft.*pip install '\.\[finetune\]'"):
-        check_adapters(recipe("weights=lora"))
+        check_packages(recipe("weights=lora"))
+    with pytest.raises(UserError, match=r"needs the package bitsandbytes.*pip install '\.\[quantized\]'"):
+        check_packages(recipe("train.optimizer=adamw8bit"))

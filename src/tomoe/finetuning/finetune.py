@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +15,24 @@ from tomoe import distributed
 from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
 from tomoe.data.sources import SELF
-from tomoe.errors import UserError
+from tomoe.errors import Note, UserError
 from tomoe.evaluation.evaluate import compare_on
 from tomoe.evaluation.results import Row, to_json
-from tomoe.files import atomic_write, basename, sha256
-from tomoe.finetuning.students import FinetuneStep, HeldOutLoss, MoEStudent, Teacher, check_adapters
+from tomoe.files import atomic_write, basename, format_bytes, sha256
+from tomoe.finetuning.students import FinetuneStep, HeldOutLoss, MoEStudent, Teacher, check_packages
 from tomoe.finetuning.text import finetuning_text
 from tomoe.folders import refuse_overwriting
+from tomoe.model.compiled import CompiledLayers
 from tomoe.model.compute_dtype import compute_dtype, measuring_dtype
-from tomoe.model.loading import fingerprint, load_dense, load_model, load_tokenizer, pick_device
+from tomoe.model.loading import (
+    fingerprint,
+    free_on_device,
+    load_config,
+    load_dense,
+    load_model,
+    load_tokenizer,
+    pick_device,
+)
 from tomoe.model.names import resolve
 from tomoe.model.running import hidden_states
 from tomoe.moe.checkpoint import load_moe, save_moe, stored_dtype
@@ -36,6 +46,7 @@ from tomoe.training.best import BestWeights
 from tomoe.training.cost import Stopwatch, write_cost
 from tomoe.training.loop import Training, check_accumulation, run_training
 from tomoe.training.run_folder import RunFolder
+from tomoe.training.tuning_memory import Tuning
 from tomoe.version import __version__
 
 # Tokens of held-out text that a check reads: at most so many, and so small a share of what the run reads.
@@ -96,6 +107,46 @@ class Origin:
             )
 
 
+def with_batch(recipe: FinetuneRecipe, run: RunFolder, resume: bool) -> FinetuneRecipe:
+    """The recipe with a number for `train.batch_size` if it is 0: what a resumed run took, or what fits. A note says it."""
+    if recipe.train.batch_size:
+        return recipe
+    if resume and run.recipe.exists():
+        rows = FinetuneRecipe.load(run.recipe).train.batch_size
+        return recipe.changed([f"train.batch_size={rows}"])
+    passes, device = recipe.train.gradient_accumulation_steps, pick_device(recipe.device)
+    free, length = free_on_device(device), recipe.data.seq_len
+    needs = tuning(recipe)
+    fitting = torch.tensor(needs.rows(free, length, passes) if free else 1)
+    # processes with other GPUs take what the first one takes
+    distributed.broadcast_([fitting])
+    rows = int(fitting)
+    if not rows:
+        raise UserError(
+            f"fine-tuning takes about {format_bytes(needs.total(length))} with one sequence of {length} tokens, and "
+            f"{format_bytes(free)} are free on {device}; try train.gradient_checkpointing=true, "
+            "train.optimizer=adamw8bit or weights=lora"
+        )
+    if distributed.rank() == 0:
+        why = f"{format_bytes(free)} are free on {device}" if free else "a CPU gains nothing from more"
+        tokens = rows * passes * length
+        warnings.warn(
+            f"train.batch_size = 0: {rows} a forward pass, {tokens:,} tokens a step; {why}", Note, stacklevel=2
+        )
+    return recipe.changed([f"train.batch_size={rows}"])
+
+
+def tuning(recipe: FinetuneRecipe) -> Tuning:
+    """What decides how much memory the recipe takes."""
+    origin = Origin.of(recipe)
+    shape, config = origin.plan.shape, load_config(recipe.model)
+    output = config.vocab_size * shape.hidden_size
+    outside = output * (1 if config.tie_word_embeddings else 2)
+    rank, eight_bit = recipe.lora.rank if recipe.weights == "lora" else 0, recipe.train.optimizer == "adamw8bit"
+    itemsize, checkpointing = origin.dtype(recipe).itemsize, recipe.train.gradient_checkpointing
+    return Tuning(shape, outside, output, origin.plan.num_experts, itemsize, rank, eight_bit, checkpointing)
+
+
 @distributed.locks_out("finetune")
 def finetune(
     recipe: FinetuneRecipe,
@@ -119,9 +170,10 @@ def finetune(
     out = Path(out)
     run = RunFolder(out / "run", "weights")
     refuse_overwriting(out, force, recipe.model, resume)
+    recipe = with_batch(recipe, run, resume)
     resumed = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
     check_accumulation(recipe.train)
-    check_adapters(recipe)
+    check_packages(recipe)
     origin, watch = Origin.of(recipe), Stopwatch()
     dense = None
     if recipe.loss.objective == "kl" or SELF in recipe.data.sources:
@@ -176,15 +228,17 @@ def _train(
 ) -> tuple[MoEStudent, BestWeights]:
     moe = load_moe(origin.folder, str(origin.dtype(recipe)).removeprefix("torch."), recipe.device)
     student = MoEStudent(moe, origin.plan, recipe)
-    step_fn = FinetuneStep(student, recipe, make_teacher(recipe, dense))
+    as_teacher = CompiledLayers(dense) if student.layers is not None and dense is not None else None
+    step_fn = FinetuneStep(student, recipe, make_teacher(recipe, dense), as_teacher)
     learned, train = student.learned, recipe.train
     tokens = train.steps * train.batch_size * train.gradient_accumulation_steps * corpus.train.input_ids.shape[1]
     checked = corpus.evaluation.truncate(min(MOST_CHECKED, tokens // CHECKED_SHARE))
     best = BestWeights(learned, run, train.steps, HeldOutLoss(step_fn, checked), CHECKS)
     # fused, of 106 million weights: 0.06 instead of 0.40 s a step on one core
     training = Training(
-        moe, learned, train, recipe.seed, corpus, run, step_fn, fused=True, scales=learned.scales(), best=best
-    )
+        moe, learned, train, recipe.seed, corpus, run, step_fn, fused=True, scales=learned.scales(), best=best,
+        eight_bit=train.optimizer == "adamw8bit",
+    )  # fmt: skip
     run_training(training, "finetune", on_progress)
     return student, best
 

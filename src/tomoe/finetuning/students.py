@@ -9,11 +9,11 @@ Letters: B sequences, S tokens of one, T tokens, D hidden size, N experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 from tomoe import distributed
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
+from tomoe.finetuning.compiled import CompiledMLP, compile_student_, compiles, release_student_
+from tomoe.model.compiled import fusing, learning_input
 from tomoe.model.hooks import hooked
 from tomoe.model.running import family_head, hidden_states
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -38,8 +40,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ROWS = ("gate_proj", "up_proj", "down_proj")
 # As in Adafactor (Shazeer and Stern 2018, section 8): what is zero has to leave it.
 LEAST_SCALE = 1e-3
-Teacher = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "T D"]]
-"""From ids and mask of a batch to the dense model's final hidden states."""
+Teacher = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"] | None], Float[Tensor, "T D"]]
+"""From ids and mask (None: no padding) of a batch to the dense model's final hidden states."""
 
 
 class Fp32MasterWeights(nn.Module):
@@ -74,8 +76,12 @@ class Fp32MasterWeights(nn.Module):
     @torch.no_grad()
     def write_(self) -> None:
         """Round the master copies into the weights that run."""
+        plain = [(master, weight) for master, weight in self.copies if id(weight) not in self.rounded]
+        if plain:
+            torch._foreach_copy_([weight for _, weight in plain], [master for master, _ in plain])
         for master, weight in self.copies:
-            weight.copy_(bfloat16_values(master) if id(weight) in self.rounded else master)
+            if id(weight) in self.rounded:
+                weight.copy_(bfloat16_values(master))
 
 
 def _accumulate_into_master(master: nn.Parameter, weight: nn.Parameter) -> None:
@@ -83,6 +89,10 @@ def _accumulate_into_master(master: nn.Parameter, weight: nn.Parameter) -> None:
     gradient = weight.grad.float()
     master.grad = gradient if master.grad is None else master.grad + gradient
     weight.grad = None
+
+
+Balance = Callable[[], Float[Tensor, ""]]
+"""The balance term of the forward pass before."""
 
 
 class MoEStudent:
@@ -102,20 +112,40 @@ class MoEStudent:
         self.learned = Fp32MasterWeights(
             _trained_weights(moe, frozen, self.adapters) + _trained_routers(self.routers, recipe), rounded
         )
+        self.layers = compile_student_(moe) if compiles(recipe, moe) else None
 
     @contextmanager
-    def running(self, valid: Bool[Tensor, " T"]) -> Iterator[Callable[[], Sequence[Routing]]]:
-        """Record the routing of `valid` tokens in every layer; the yielded function returns it after a forward pass."""
+    def running(self, valid: Bool[Tensor, " T"] | None) -> Iterator[Balance]:
+        """Follow the routing of the `valid` tokens (None: of all) in every layer; the yielded function returns the balance
+        term after a forward pass."""
+        if self.layers is not None:
+            with self._running_compiled(valid) as balance, self.layers, fusing(True):
+                yield balance
+            return
         routings: dict[int, Routing] = {}
 
         def note(i: int, _: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> None:
-            routings[i] = route(logits[valid], self.mlps[i].top_k)
+            routings[i] = route(logits if valid is None else logits[valid], self.mlps[i].top_k)
 
         with hooked(router.register_forward_hook(partial(note, i)) for i, router in enumerate(self.routers)):
-            yield lambda: [routings[i] for i in range(len(self.routers))]
+            yield lambda: balance_penalty([routings[i] for i in range(len(self.routers))])
+
+    @contextmanager
+    def _running_compiled(self, valid: Bool[Tensor, " T"] | None) -> Iterator[Balance]:
+        """Compiled layers compute the term themselves, since a hook would break their graph."""
+        mlps = [mlp for mlp in self.mlps if isinstance(mlp, CompiledMLP)]
+        for mlp in mlps:
+            mlp.valid = None if valid is None else valid[:, None].float()
+        with learning_input(self.model):
+            yield lambda: torch.stack([cast(Tensor, mlp.balance) for mlp in mlps]).mean()
+        for mlp in mlps:
+            # the term holds the graph of the whole pass
+            mlp.valid = mlp.balance = None
 
     def finish(self, version: str) -> tuple[ToMoEForCausalLM, list[LayerPlan]]:
         """The trained model with ordinary weights, and the layers of its plan with the routers as they are now."""
+        if self.layers is not None:
+            release_student_(self.model)
         moe = _merged(self.model, self.learned, self.adapters)
         layers = _with_routers(self.plan, self.routers)
         for router, layer in zip(self.routers, layers, strict=True):
@@ -135,33 +165,41 @@ class Student(Protocol):
     @property
     def learned(self) -> Fp32MasterWeights: ...
 
-    def running(self, valid: Bool[Tensor, " T"]) -> AbstractContextManager[Callable[[], Sequence[Routing]]]: ...
+    def running(self, valid: Bool[Tensor, " T"] | None) -> AbstractContextManager[Balance]: ...
 
 
 class FinetuneStep:
     """Forward and backward of one batch; leaves gradients (of the mean over a step's batches) in `student.learned`."""
 
-    def __init__(self, student: Student, recipe: FinetuneRecipe, teacher: Teacher | None):
+    def __init__(
+        self, student: Student, recipe: FinetuneRecipe, teacher: Teacher | None,
+        as_teacher: AbstractContextManager[None] | None = None,
+    ):  # fmt: skip
+        """`as_teacher` is the context in which the teacher runs compiled, if it does."""
         assert (teacher is None) == (recipe.loss.objective == "lm")
         self.student, self.recipe, self.teacher = student, recipe, teacher
+        self.as_teacher = nullcontext() if as_teacher is None else as_teacher
 
-    def __call__(self, batch: Any, step: int, micro: int) -> dict[str, float]:
+    def __call__(self, batch: Any, step: int, micro: int) -> dict[str, Tensor]:
         model, recipe = self.student.model, self.recipe
-        ids, mask = batch.input_ids.to(model.device), batch.mask.to(model.device)
+        ids = batch.input_ids.to(model.device)
+        # asked where the mask is, as a device would have to be waited for
+        mask = None if bool(batch.mask.all()) else batch.mask.to(model.device)
         self.student.learned.write_()
         teacher_hidden = None
         if self.teacher is not None:
-            with torch.no_grad():
+            with torch.inference_mode(), self.as_teacher:
                 teacher_hidden = self.teacher(ids, mask)
-        with self.student.running(mask.flatten()) as routings:
+        valid = None if mask is None else mask.flatten()
+        with self.student.running(valid) as balance_term:
             hidden = hidden_states(model, ids, mask)
             distill = distill_loss(hidden, teacher_hidden, ids, mask, family_head(model))
-            balance = balance_penalty(routings())
+            balance = balance_term()
             loss = distill
             if recipe.loss.balance_weight and recipe.routers == "learned":
                 loss = distill + recipe.loss.balance_weight * balance
             (loss / recipe.train.gradient_accumulation_steps).backward()
-        return {"loss": loss.item(), "distill": distill.item(), "balance": balance.item()}
+        return {"loss": loss.detach(), "distill": distill.detach(), "balance": balance.detach()}
 
 
 class HeldOutLoss:
@@ -206,13 +244,17 @@ def _trained_routers(routers: Sequence[nn.Module], recipe: FinetuneRecipe) -> Na
     return [(f"router.{i}.{name}", p) for i, r in enumerate(routers) for name, p in r.named_parameters() if learned]
 
 
-def check_adapters(recipe: FinetuneRecipe) -> None:
-    """Raises UserError if the recipe trains adapters and peft is not installed."""
-    if recipe.weights == "lora" and find_spec("peft") is None:
-        raise UserError(
-            "weights = lora needs the package peft, which is not installed; set weights = full, or "
-            + install_extra("finetune")
-        )
+def check_packages(recipe: FinetuneRecipe) -> None:
+    """Raises UserError if the recipe trains adapters and peft is not installed, or if bitsandbytes is not for its optimizer."""
+    for key, value, other, package, extra in (
+        ("weights", "lora", "full", "peft", "finetune"),
+        ("train.optimizer", "adamw8bit", "adamw", "bitsandbytes", "quantized"),
+    ):
+        if recipe.flatten()[key] == value and find_spec(package) is None:
+            raise UserError(
+                f"{key} = {value} needs the package {package}, which is not installed; set {key} = {other}, or "
+                + install_extra(extra)
+            )
 
 
 def _adapt(model: PreTrainedModel, recipe: FinetuneRecipe, modules: list[str], parameters: list[str]) -> Any:

@@ -38,8 +38,10 @@ def run_model(
     return hidden[0], out.logits
 
 
-def hidden_states(model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, "T D"]:
-    """Final hidden states, flattened over tokens."""
+def hidden_states(
+    model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"] | None
+) -> Float[Tensor, "T D"]:
+    """Final hidden states, flattened over tokens; without a mask no token is padding."""
     return run_model(model, ids, mask)[0].flatten(0, 1)
 
 

@@ -38,8 +38,15 @@ class TunedTrainSection(LoopSection):
     the smaller it should be."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps over which the learning rate rises linearly from zero."""
+    batch_size: int = Field(default=1, ge=0)
+    """Sequences per forward pass; 0: as many as fit into the free memory of a GPU, up to 32,768 tokens a step (on a CPU: 1)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of AdamW."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """`adamw8bit` keeps AdamW's two moments in 8 bits (bitsandbytes): 2 bytes of memory for each trained weight, not 8."""
+    compile: Literal["auto"] | bool = "auto"
+    """Whether the decoder layers of both models, and the loss, run by torch.compile: the same numbers but for rounding.
+    `auto`: on CUDA, where one graph can serve all layers (fine-grained experts, weights = full)."""
     dtype: Literal["auto", "stored", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward pass. `stored`: as in the converted folder (float16 runs as float32, which keeps small
     gradients); `auto`: the same, but float32 on a processor without bfloat16 instructions. Updates accumulate in float32."""
@@ -60,7 +67,9 @@ class FinetuneRecipe(RunRecipe):
     `FinetuneRecipe(...)` and `FinetuneRecipe.load(...)` raise UserError, in one sentence, for a key or value that is not allowed.
     """
 
-    NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset({"device", "report_to", "train.log_every", "train.save_every"})
+    NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset(
+        {"device", "report_to", "train.compile", "train.log_every", "train.save_every"}
+    )
     model: str = ""
     """A converted folder."""
     dense: str = ""

@@ -151,7 +151,8 @@ class RunRecipe(BaseRecipe):
         # a repair is fitted to the calibration text, too
         training = max(self.fitted_tokens() - data.calibration_tokens, data.seq_len)
         least = data.calibration_tokens + data.held_out_tokens + training
-        read = train.steps * train.gradient_accumulation_steps * train.batch_size * data.seq_len
+        # a batch as large as fits (0) reads as much as it may
+        read = train.steps * train.gradient_accumulation_steps * (train.batch_size or MOST_TOKENS) * data.seq_len
         asked = min(data.calibration_tokens + data.held_out_tokens + read, MOST_TOKENS)
         chosen = data.model_copy(update={"tokens": max(least, asked)})
         chosen.model_fields_set.discard("tokens")

@@ -10,14 +10,16 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tomoe.model.compiled import fused
+
 Head = Callable[[Tensor], Tensor]
 """Hidden states -> logits."""
-CHUNK = 128
-"""Tokens whose logits are in memory at a time."""
+CHUNK, CHUNK_ON_DEVICE = 128, 1024
+"""Tokens whose logits are in memory at a time, on a CPU and elsewhere."""
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The mean over tokens of a loss on logits, CHUNK tokens at a time.
+    """The mean over tokens of a loss on logits, some tokens at a time.
 
     The gradient of the hidden states is computed in the forward pass, so no [T, V] tensor ever exists, in any dtype.
     """
@@ -27,7 +29,8 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Head, token_loss: Callable[..., tuple[Tensor, Tensor]], *per_token: Tensor
     ) -> Tensor:
         total, grads = hidden.new_zeros((), dtype=torch.float32), []
-        for chunk in zip(hidden.split(CHUNK), *(t.split(CHUNK) for t in per_token), strict=True):
+        size = CHUNK if hidden.device.type == "cpu" else CHUNK_ON_DEVICE
+        for chunk in zip(hidden.split(size), *(t.split(size) for t in per_token), strict=True):
             with torch.enable_grad():
                 h = chunk[0].detach().requires_grad_()
                 logits = head(h)
@@ -45,8 +48,20 @@ class _ChunkedLoss(torch.autograd.Function):
         return (grad * grad_outputs[0].to(grad.dtype), *[None] * (len(ctx.needs_input_grad) - 1))
 
 
+# Without shapes, as torch.compile traces it: logits [T, V].
+def _kl_and_gradient(logits: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
+    log_q = logits.float().log_softmax(-1)
+    log_p = teacher_logits.float().log_softmax(-1)
+    p = log_p.exp()
+    loss = torch.sum(p * log_p.sub_(log_q))
+    return loss, log_q.exp_().sub_(p)
+
+
+_fused_kl_and_gradient = fused(_kl_and_gradient)
+
+
 def kl_loss(
-    student: Float[Tensor, "T D"], teacher: Float[Tensor, "T D"], head: Head, valid: Bool[Tensor, " T"]
+    student: Float[Tensor, "T D"], teacher: Float[Tensor, "T D"], head: Head, valid: Bool[Tensor, " T"] | None
 ) -> Float[Tensor, ""]:
     """Return KL(teacher || student) in nats, the mean over valid tokens, in float32, from final hidden states (App. B.1).
 
@@ -54,14 +69,18 @@ def kl_loss(
     """
 
     def token_loss(logits: Tensor, teacher_states: Tensor) -> tuple[Tensor, Tensor]:
-        log_q = logits.float().log_softmax(-1)
         with torch.no_grad():
-            log_p = head(teacher_states).float().log_softmax(-1)
-        p = log_p.exp()
-        loss = torch.sum(p * log_p.sub_(log_q))
-        return loss, log_q.exp_().sub_(p)
+            teacher_logits = head(teacher_states)
+        # what is left of a batch with padding has any length
+        whole = len(logits) in (CHUNK, CHUNK_ON_DEVICE)
+        return (_fused_kl_and_gradient if whole else _kl_and_gradient)(logits, teacher_logits)
 
-    return _ChunkedLoss.apply(student[valid], head, token_loss, teacher[valid])
+    return _ChunkedLoss.apply(_valid(student, valid), head, token_loss, _valid(teacher, valid))
+
+
+def _valid(numbers: Tensor, valid: Bool[Tensor, " T"] | None) -> Tensor:
+    """Those of the valid tokens: all if there is no padding, without asking a device how many they are."""
+    return numbers if valid is None else numbers[valid]
 
 
 def language_model_loss(
@@ -83,13 +102,16 @@ def distill_loss(
     student: Float[Tensor, "T D"],
     teacher: Float[Tensor, "T D"] | None,
     ids: Int[Tensor, "B S"],
-    mask: Bool[Tensor, "B S"],
+    mask: Bool[Tensor, "B S"] | None,
     head: Head,
 ) -> Float[Tensor, ""]:
-    """Return the KL to the teacher's predictions, or without a teacher the cross-entropy to the next token."""
+    """Return the KL to the teacher's predictions, or without a teacher the cross-entropy to the next token.
+
+    Without a mask no token is padding.
+    """
     if teacher is not None:
-        return kl_loss(student, teacher, head, mask.flatten())
-    targets, valid = shift_targets(ids, mask)
+        return kl_loss(student, teacher, head, None if mask is None else mask.flatten())
+    targets, valid = shift_targets(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask)
     return language_model_loss(student, targets, head, valid)
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tomoe import distributed
@@ -38,9 +38,12 @@ class BatchSource(Protocol):
 
 @runtime_checkable
 class StepFn(Protocol):
-    """Runs forward and backward on one batch: adds gradients (of the mean over a step's batches), returns loss terms."""
+    """Runs forward and backward on one batch: adds gradients (of the mean over a step's batches), returns loss terms.
 
-    def __call__(self, batch: Any, step: int, micro: int) -> dict[str, float]: ...
+    Terms are numbers, or tensors without shape that are read once a step, so that a device is waited for once.
+    """
+
+    def __call__(self, batch: Any, step: int, micro: int) -> Mapping[str, Tensor | float]: ...
 
 
 def learning_rate(train: LoopSection, step: int) -> float:
@@ -51,19 +54,27 @@ def learning_rate(train: LoopSection, step: int) -> float:
 
 
 def make_optimizer(
-    net: nn.Module, train: LoopSection, fused: bool = False, scales: Mapping[str, float] | None = None
-) -> torch.optim.AdamW:
+    net: nn.Module, train: LoopSection, fused: bool = False, scales: Mapping[str, float] | None = None,
+    eight_bit: bool = False,
+) -> torch.optim.Optimizer:  # fmt: skip
     """Return AdamW for the trainable parameters.
 
-    `fused` updates them in one pass over memory, rounding slightly differently. `scales` multiply the learning rate of the
-    parameters with these names.
+    `fused` updates them in one pass over memory, rounding slightly differently; on CUDA it always does. `scales` multiply
+    the learning rate of the parameters with these names. `eight_bit`: moments in 8 bits, by bitsandbytes.
     """
     groups: dict[float, list[nn.Parameter]] = {}
     for name, p in net.named_parameters():
         if p.requires_grad:
             groups.setdefault((scales or {}).get(name, 1.0), []).append(p)
     scaled = [{"params": params, "scale": scale} for scale, params in groups.items()]
-    return torch.optim.AdamW(scaled, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused or None)
+    settings: dict[str, Any] = {"lr": train.learning_rate, "weight_decay": train.weight_decay}
+    if eight_bit:
+        from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]
+
+        made: torch.optim.Optimizer = AdamW8bit(scaled, **settings)
+        return made
+    fused = fused or any(p.is_cuda for p in net.parameters())
+    return torch.optim.AdamW(scaled, **settings, fused=fused or None)
 
 
 def check_accumulation(train: LoopSection) -> None:
@@ -79,7 +90,8 @@ def check_accumulation(train: LoopSection) -> None:
 class Training:
     """One run: the trainable modules `net`, their optimizer and the number of steps done. `model` is the model that runs.
 
-    `fused` and `scales` are those of `make_optimizer`. `best`, if there is one, checks what was learned as the run goes.
+    `fused`, `scales` and `eight_bit` are those of `make_optimizer`. `best`, if there is one, checks what was learned as the
+    run goes.
     """
 
     def __init__(
@@ -94,9 +106,11 @@ class Training:
         fused: bool = False,
         scales: Mapping[str, float] | None = None,
         best: BestWeights | None = None,
+        eight_bit: bool = False,
     ):
         self.model, self.net, self.loop, self.seed, self.corpus, self.run = model, net, loop, seed, corpus, run
-        self.optimizer, self.step_fn, self.best = make_optimizer(net, loop, fused, scales), step_fn, best
+        self.optimizer = make_optimizer(net, loop, fused, scales, eight_bit)
+        self.step_fn, self.best = step_fn, best
         self.step, self.nonfinite_steps = 0, 0
         self.saved, self.updating = -1, False
 
@@ -194,10 +208,8 @@ class Training:
             rows.append(self.step_fn(batch, self.step, micro))
         distributed.sum_gradients_(self.net)
         norm = nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
-        gradient_norm = float(norm)
-        *terms, all_tokens = distributed.all_reduce_scalars(
-            [*(sum(row[name] for row in rows) for name in rows[0]), tokens]
-        )
+        *sums, gradient_norm = _read([*([row[name] for row in rows] for name in rows[0]), [norm]], norm.device)
+        *terms, all_tokens = distributed.all_reduce_scalars([*sums, tokens])
         row: Row = {name: term / train.gradient_accumulation_steps for name, term in zip(rows[0], terms, strict=True)}
         skipped = not (math.isfinite(row["loss"]) and math.isfinite(gradient_norm))
         self.nonfinite_steps = self.nonfinite_steps + 1 if skipped else 0
@@ -226,6 +238,13 @@ def run_training(training: Training, stage: str, on_progress: ProgressCallback) 
     training.resume()
     distributed.broadcast_(training.net.state_dict().values())
     training.train(lambda row: on_progress(stage, row["step"], training.loop.steps, row))
+
+
+def _read(terms: Sequence[Sequence[Tensor | float]], device: torch.device) -> list[float]:
+    """The sum of each list of numbers and tensors without shape; from the device they are read together."""
+    numbers = [[t.to(device, torch.float64) if isinstance(t, Tensor) else t for t in term] for term in terms]
+    sums = [torch.as_tensor(sum(term), dtype=torch.float64) for term in numbers]
+    return [float(value) for value in torch.stack([t.to(device) for t in sums]).tolist()]
 
 
 @contextmanager

@@ -19,16 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from tomoe.errors import UserError, shortened
 from tomoe.files import atomic_file, atomic_write, parse_json, read_json, read_text, sha256
 from tomoe.folders import RUN, refuse_strangers
 from tomoe.recipe.base import BaseRecipe
 
+# Of AdamW, in 32 and in 8 bits: of the shape of their parameter.
+_MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 KEEP = 2
 """Checkpoints that are kept: the last and the one before it."""
 
@@ -45,7 +48,12 @@ class Checkpoint:
 def optimizer_tensors(optimizer: Optimizer, net: nn.Module) -> dict[str, Tensor]:
     """Return AdamW's moments and step counts by parameter name, so that safetensors can hold them."""
     names: dict[Tensor, str] = {p: name for name, p in net.named_parameters()}
-    return {f"{names[p]}.{key}": value for p, slots in optimizer.state.items() for key, value in slots.items()}
+    return {
+        # copied, as moments in 8 bits share the table of their values, and safetensors takes nothing that is shared
+        f"{names[p]}.{key}": value if key in _MOMENTS else torch.as_tensor(value).clone()
+        for p, slots in optimizer.state.items()
+        for key, value in slots.items()
+    }
 
 
 def restore_optimizer(optimizer: Optimizer, net: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -54,10 +62,13 @@ def restore_optimizer(optimizer: Optimizer, net: nn.Module, tensors: dict[str, T
     fused = bool(optimizer.defaults.get("fused"))
     for name, p in net.named_parameters():
         moments = {key.removeprefix(name + "."): t for key, t in tensors.items() if key.rpartition(".")[0] == name}
-        if any(t.shape not in (p.shape, ()) for t in moments.values()):
+        if any(t.shape != p.shape for k, t in moments.items() if k in _MOMENTS):
             raise ValueError(f"the moments of {name} are not of its shape")
         if moments:
             optimizer.state[p] = {k: t.to(p.device) if fused or k != "step" else t for k, t in moments.items()}
+            if not isinstance(optimizer, AdamW):
+                # bitsandbytes counts in numbers
+                optimizer.state[p]["step"] = int(moments["step"])
 
 
 class RunFolder:
