@@ -16,6 +16,7 @@ import shutil
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -257,7 +258,9 @@ def sha256(path: Path) -> str:
 def write_sums(folder: Path) -> None:
     """Write SHA256SUMS with every file that is in the folder now."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != SUMS)
-    atomic_write(folder / SUMS, "".join(f"{sha256(folder / name)}  {name}\n" for name in names))
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(sha256, [folder / name for name in names])
+        atomic_write(folder / SUMS, "".join(f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True)))
 
 
 def failed_checksums(folder: Path) -> tuple[int, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from conftest import make_pico, make_plan
 from tomoe.errors import UserError
 from tomoe.moe.checkpoint import save_moe
-from tomoe.moe.fold import fold
+from tomoe.moe.fold import FoldedLayers, fold, has_room
 
 
 @pytest.mark.parametrize("lazily", [False, True])
@@ -44,3 +45,32 @@ def test_a_window_that_short_texts_do_not_reach(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="beyond the window of 100 tokens"):
         save_moe(moe, plan, None, tmp_path / "moe", check=True)
+
+
+def test_what_is_folded_once_is_what_is_folded_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU with room each layer is folded once; elsewhere again to be written and to be compared. The bytes are the same."""
+    dense = make_pico("mistral")
+    plan = make_plan(dense, "off", form="fine")
+    folded: list[int] = []
+    fold_layer = FoldedLayers._folded
+    monkeypatch.setattr(FoldedLayers, "_folded", lambda layers, i: (folded.append(i), fold_layer(layers, i))[1])
+    written = []
+    for lazily in (False, True):
+        folded.clear()
+        save_moe(fold(dense, plan, lazily=lazily), plan, None, tmp_path / str(lazily), check=True)
+        written.append((sorted(folded) == [0, 1], (tmp_path / str(lazily) / "model.safetensors").read_bytes()))
+    assert (written[0][0], written[1][0]) == (True, False)
+    assert written[0][1] == written[1][1]
+
+
+@pytest.mark.parametrize(("free", "room"), [(2 * 10**6, False), (3 * 10**6, True)])
+def test_room_on_a_gpu(free: int, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(empty_cache=lambda: emptied.append(True)))
+    monkeypatch.setattr("tomoe.moe.fold.free_on_device", lambda _: free)
+    weights = [torch.zeros(250_000)]
+    assert has_room(SimpleNamespace(device=torch.device("cuda"), parameters=lambda: weights)) is room
+    assert emptied
+    assert not has_room(SimpleNamespace(device=torch.device("cpu"), parameters=lambda: weights))

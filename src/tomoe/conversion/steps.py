@@ -23,7 +23,7 @@ from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_output, shape_of
 from tomoe.model.tokens import check_length
 from tomoe.moe.checkpoint import check_writing, save_moe
-from tomoe.moe.fold import fold
+from tomoe.moe.fold import fold, has_room
 from tomoe.plan import AnyPlan, InputsPlan, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.pruning.carving import carve_
@@ -230,5 +230,5 @@ def fold_and_check(
     plan: AnyPlan, dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, force: bool
 ) -> None:
     """Make the MoE of a plan and write its folder, which gets its name only if the loaded model computes the same."""
-    save_moe(fold(dense, plan, __version__, lazily=True), plan, tokenizer, out, force, check=True)
+    save_moe(fold(dense, plan, __version__, lazily=not has_room(dense)), plan, tokenizer, out, force, check=True)
     Recipe(**plan.recipe).save(out / "recipe.json")

@@ -57,8 +57,9 @@ def save_moe(
 def check_written(moe: ToMoEForCausalLM, folder: Path) -> None:
     """Load the model from its folder and compare its logits with those of the model that was written.
 
-    On its first tokens, and beyond sliding windows and the original context where it has them. Raises UserError for a
-    difference: whoever loads the folder would get other text.
+    On its first tokens, and beyond sliding windows and the original context where it has them: files, names and config
+    give back what was folded, as anybody loads them. Raises UserError for a difference: whoever loads the folder would get
+    other text.
     """
     loaded = load_dense(str(folder), moe.dtype, moe.device, offload=None)
     for tokens in (near_tokens(moe), *far_tokens(moe)):

@@ -14,6 +14,7 @@ from transformers.initialization import no_init_weights
 from tomoe.errors import UserError
 from tomoe.model.attention import Attention
 from tomoe.model.heads import rotate_weights
+from tomoe.model.loading import free_on_device
 from tomoe.model.mlp import Mlp, named_layers
 from tomoe.model.offload import cast_, materialized, offload_layers_
 from tomoe.model.shape import ModelShape
@@ -44,6 +45,8 @@ def fine_order(layer: LayerPlan) -> Int[Tensor, " U"]:
     return torch.cat([shared, *(row.nonzero().squeeze(1) for row in layer.expert_masks)])
 
 
+# What folding and comparing takes on a GPU beside the dense model, of its size.
+ROOM = 2.2
 # What the config of a dense model may hold beside its family's own keys, and the converted model must not take over: keys of
 # other Mixtures of Experts, which engines and trainers would read as the converted model's.
 RESERVED = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
@@ -202,6 +205,19 @@ class FoldedLayers(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def has_room(dense: PreTrainedModel) -> bool:
+    """Whether the GPU that the dense model is on has room for the MoE and for a copy that is loaded to be compared with it.
+
+    There all layers are folded once, on the GPU; elsewhere lazily, again whenever one is written or runs.
+    """
+    if dense.device.type == "cpu" or any(p.is_meta for p in dense.parameters()):
+        return False
+    if empty_cache := getattr(torch.get_device_module(dense.device), "empty_cache", None):
+        # what earlier stages no longer use
+        empty_cache()
+    return free_on_device(dense.device) > ROOM * sum(p.nbytes for p in dense.parameters())
 
 
 @torch.no_grad()
