@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._dynamo.utils import counters
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    CompileConfig,
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
@@ -193,6 +195,23 @@ def test_continuous_batching_writes_what_generate_writes(attention: str) -> None
     pages = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
     batch = moe.generate_batch(ids.tolist(), settings, pages)
     assert sorted(out.generated_tokens for out in batch.values()) == sorted(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_decoding_with_a_static_cache_is_one_graph(form: str) -> None:
+    """`generate(cache_implementation="static")` compiles it on a GPU by itself, and here when it is asked; same tokens."""
+    dense, ids = make_pico("llama"), tokens(2, 7)
+    moe = fold(dense, make_plan(dense, "off", form=form))
+    settings = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    asked = CompileConfig(fullgraph=True, backend="eager")
+    asked._compile_all_devices = True
+    torch.compiler.reset()
+    counters.clear()
+    compiled = moe.generate(ids, cache_implementation="static", compile_config=asked, **settings)
+    assert torch.equal(compiled, moe.generate(ids, **settings))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
