@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 from family_contract import tiny_config
 from transformers import AutoConfig, MambaConfig
 
+from conftest import make_pico
 from pico_files import CommandLine, write_pico
 from tomoe.errors import UserError
 from tomoe.memory import doctor, estimate
 from tomoe.model import quantized
+from tomoe.model.structure import shape_of
 from tomoe.recipe.conversion import Recipe
+from tomoe.training.tuning_memory import Tuning
 
 
 def test_what_does_not_fit_is_refused_without_weights() -> None:
@@ -122,3 +126,24 @@ def test_the_bound_that_is_named_is_one_that_works(tomoe: CommandLine, deep: Pat
     named = refused.partition("can be cut to ")[2].split()[0]
     assert "no further" in refused
     assert "can be cut to" not in tomoe("doctor", deep, "--active", named).err
+
+
+def test_the_doctor_says_which_work_fits(tomoe: CommandLine, deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = doctor.examine(Recipe.load(None, [f"model={deep}", "active=0.6"])).works
+    assert list(needed)[:2] == ["conversion", "the paper's training"]
+    eight_bit, full = (size for name, size in needed.items() if name.startswith("full"))
+    assert 0 < eight_bit < full
+    monkeypatch.setattr(doctor, "available_memory", lambda device: estimate.AvailableMemory(eight_bit, 0))
+    said = " ".join(tomoe("doctor", deep, "--active", "0.6").out.split())
+    fits, _, left = said.partition("Does not fit: ")
+    assert "full fine-tuning with train.optimizer=adamw8bit" in fits.partition("Fits into what is free: ")[2]
+    assert "full fine-tuning " in left
+
+
+def test_adapters_take_less_than_all_weights() -> None:
+    shape = shape_of(make_pico("llama", hidden_size=512, intermediate_size=2048))
+    full = Tuning(shape, 0, 1, 64)
+    assert replace(full, rank=8).total(16) < replace(full, eight_bit=True).total(16) < full.total(16)
+    assert replace(full, checkpointing=True).of_a_token() < full.of_a_token()
+    # a step has 32,768 tokens at most, whatever fits, and a batch that does not fit is none
+    assert (full.rows(10**12, 16, 1), full.rows(10**12, 16, 4), full.rows(0, 16, 1)) == (2048, 512, 0)

@@ -59,5 +59,10 @@ def _show(diagnosis: examination.Diagnosis, active: float) -> None:
         kind = " of main memory" if need is diagnosis.beside else ""
         parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in need.parts.items())
         console.say(f"About {format_bytes(need.total)}{kind} for {need.stage}: {parts}.")
+    free = available.device_memory or available.memory
+    for fits, words in ((True, "Fits into what is free"), (False, "Does not fit")):
+        named = [f"{name} {format_bytes(size)}" for name, size in diagnosis.works.items() if (size <= free) is fits]
+        if named:
+            console.say(f"{words}: {', '.join(named)}.")
     on_gpu = f", {format_bytes(available.device_memory)} on the GPU" if available.device_memory else ""
     console.say(f"Free now: {format_bytes(available.memory)}{on_gpu}.")

@@ -15,6 +15,7 @@ from tomoe.memory.estimate import (
     main_memory,
     sizes_of,
 )
+from tomoe.memory.works import works
 from tomoe.model import quantized
 from tomoe.model.loading import check_loading, load_config, pick_device
 from tomoe.pruning.layouts import FineLayout, Layout
@@ -41,6 +42,8 @@ class Diagnosis:
     """The active share with one expert for a token; as planned if it uses one anyway, or chooses inputs."""
     file_bytes: dict[str, int]
     """Of the converted model, by format."""
+    works: dict[str, int]
+    """What could be done with the model, and the bytes of GPU or main memory that it takes."""
 
 
 def examine(recipe: Recipe) -> Diagnosis:
@@ -60,8 +63,9 @@ def examine(recipe: Recipe) -> Diagnosis:
     decoding = Decoding.of(sizes.shape, sizes.output, 0 if layout is None else layout.num_experts)
     one = _one_expert(sizes, layout, recipe.active)
     return Diagnosis(
-        sizes, least, beside, available, lacking, remedies, decoding, one, file_bytes(sizes.total + decoding.routers)
-    )
+        sizes, least, beside, available, lacking, remedies, decoding, one, file_bytes(sizes.total + decoding.routers),
+        works(sizes, recipe, least, 0 if layout is None else layout.num_experts),
+    )  # fmt: skip
 
 
 def _one_expert(sizes: Sizes, layout: Layout | None, active: float) -> float:
