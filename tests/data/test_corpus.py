@@ -174,6 +174,30 @@ def test_the_documentation_of_python_has_each_paragraph_once(monkeypatch: pytest
         list(documents("python-docs"))
 
 
+def test_installed_packages_are_mixed_and_each_text_comes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match="no packages with text are installed"):
+        list(documents("python-packages"))
+    texts = {
+        f"{package}/{name}": f"{package} {name} " * 100 for package in "abcd" for name in ("x.py", "y.rst", "z.md")
+    }
+    others = {
+        "e/copy.py": texts["a/x.py"],
+        "e/short.py": "1",
+        "e/data.csv": "1," * 500,
+        "e/long.py": "x = 1\n" * 50_000,
+    }
+    for path, text in (texts | others).items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (tmp_path / "e" / "latin.py").write_bytes(b"\xe9" * 1000)
+    found = list(documents("python-packages"))
+    assert sorted(found) == sorted(texts.values())
+    assert found == list(documents("python-packages"))
+    # not package after package
+    assert len({text[0] for text in found[:4]}) > 2
+
+
 class Hub:
     """Stands in for the hub: what it holds by (name, split), and what it was asked for."""
 

@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,9 @@ _PART_CHARACTERS = 2**16
 
 # Of the documentation of Python: paragraphs of a document, and characters of a docstring that is worth reading.
 _PARAGRAPHS, _LONG_DOCSTRING = 16, 500
+
+# Of the installed packages: what is text, and the bytes of a file that is worth reading and is no table of data.
+_PACKAGE_SUFFIXES, _PACKAGE_FILE = (".py", ".rst", ".md"), (500, 200_000)
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,31 @@ def _docstrings() -> Iterator[str]:
                     yield text
 
 
+def _python_packages(split: str, _: RowReader) -> Iterator[str]:
+    """Programs and documentation of the packages that are installed beside this one, each text once.
+
+    They come in the order of the hashes of their paths, so that any number of them is a mixture of all packages.
+    """
+    root, seen = Path(sysconfig.get_path("purelib")), set[bytes]()
+    files = [file for file in root.rglob("*") if file.suffix in _PACKAGE_SUFFIXES and file.is_file()]
+    for file in sorted(files, key=lambda file: sha256(file.relative_to(root).as_posix().encode()).digest()):
+        if not _PACKAGE_FILE[0] <= file.stat().st_size <= _PACKAGE_FILE[1]:
+            continue
+        content = file.read_bytes()
+        if (digest := sha256(content).digest()) in seen:
+            continue
+        seen.add(digest)
+        try:
+            yield content.decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+    if not seen:
+        raise UserError(f"no packages with text are installed in {root}; name a text file, or the source python-docs")
+
+
 SOURCES: dict[str, Source] = {
     "python-docs": Source(_python_docs),
+    "python-packages": Source(_python_packages),
     "wikitext": Source(
         partial(_wikitext, config="wikitext-2-raw-v1"), held_out="test", hub_id="Salesforce/wikitext:wikitext-2-raw-v1"
     ),
