@@ -2,21 +2,29 @@
 
     python benchmarks/gpu_proof.py --part kernels --out DIR
     python benchmarks/gpu_proof.py --part model --model FOLDER_OR_GGUF --text FILE --out DIR [--other FOLDER]
+    python benchmarks/gpu_proof.py --part large --out DIR [--shape 7B]
+    python benchmarks/gpu_proof.py --part curve --model FOLDER_OR_GGUF --text FILE --text2 FILE --problems FOLDER --out DIR
 
 `kernels` needs random weights alone. `model` converts a model to 50 %, and compares the result with OTHER, the same conversion
-made on a CPU. Each step appends one JSON line to DIR/proof.jsonl and has a time limit of its own; a step that fails says why, and
-the others go on. A table comes last. `--tiny` runs every step in a few seconds, on a CPU too.
+made on a CPU. `large` makes random weights of a large shape on the card, and times conversion, the paper's training, fine-tuning
+of small shapes, prompts and decoding: five minutes at most. `curve` converts to 50 and 70 % and measures what 1, 2, 4 and 8
+minutes of fine-tuning give back: KL on two texts, loops, HumanEval (its problems lie in FOLDER/humaneval).
+
+Each step appends one JSON line to DIR/proof.jsonl and has a time limit of its own; a step that fails says why, and the others go
+on. A table comes last. `--tiny` runs every step in a few seconds, on a CPU too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,18 +33,27 @@ try:
     import torch
     import transformers
     from experts import make, make_fine
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from torch import Tensor
+    from torch.profiler import ProfilerActivity, profile
     from transformers import StaticCache
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     import tomoe
+    from tomoe.conversion.steps import new_network, open_dense
+    from tomoe.conversion.verbs import train
+    from tomoe.data.corpus import Sequences
+    from tomoe.errors import UserError
     from tomoe.evaluation.speed.benchmark import benchmark
+    from tomoe.evaluation.tasks import TaskSet, TaskSpec
     from tomoe.finetuning.finetune import finetune
     from tomoe.memory.estimate import least_memory, sizes_of
+    from tomoe.model.base_weights import BaseWeights
     from tomoe.model.loading import free_on_device, load_config, load_dense, load_tokenizer, pick_device
     from tomoe.moe.modeling_tomoe import CACHE, WAYS, Router, ToMoEMLP, choose_backend, compute
     from tomoe.pruning.fine_carving import RidgeRegression
     from tomoe.pruning.layouts import settle_layout
+    from tomoe.pruning.learned.objective import MaskStep
     from tomoe.pruning.repair.equations import NormalEquations, refit
     from tomoe.recipe.conversion import Recipe
     from tomoe.recipe.finetuning import FinetuneRecipe
@@ -47,6 +64,11 @@ Row = dict[str, Any]
 # Widths of SmolLM2-135M, Qwen2.5-0.5B and -1.5B, and Llama 3 8B.
 SHAPES = {"135M": (576, 1536), "0.5B": (896, 4864), "1.5B": (1536, 8960), "8B": (4096, 14336)}
 # Experts of a layout, the share of the neurons that all tokens use, and what divides the width of an expert.
+# Decoder layers, and the size of a vocabulary, of models that are made of random weights; tiny ones are for a CPU.
+LARGE = {
+    "135M": (576, 1536, 30, 9, 49152), "0.5B": (896, 4864, 24, 14, 151936), "7B": (4096, 11008, 32, 32, 151936),
+    "8B": (4096, 14336, 32, 32, 128256), "tiny": (32, 512, 2, 4, 300),
+}  # fmt: skip
 LAYOUTS = {"fine 256": (256, 0.125, 1), "fine 64": (64, 0.125, 1), "wide 32": (32, 0.15, 32)}
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 # Weight sets that are timed in turn, so that none stays in the cache of the device.
@@ -67,6 +89,9 @@ class Proof:
         self.rows: list[Row] = []
         self.gb_per_s = self.tflop_per_s = 0.0
         self.moe = self.out / "moe"
+        self.large = "tiny" if self.tiny else args.shape
+        # minutes of fine-tuning so far, by active fraction
+        self.tuned: dict[float, int] = {}
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         return {"tiny": (32, 512)} if self.tiny else SHAPES
@@ -427,6 +452,186 @@ def tunes(proof: Proof) -> Iterator[Row]:
     yield {"seconds": time.perf_counter() - began}
 
 
+def random_model(proof: Proof, shape: str) -> Path:
+    """The folder of a Llama of random weights, made on the device, with a tokenizer of bytes."""
+    folder, (hidden, size, layers, heads, vocabulary) = proof.out / shape, LARGE[shape]
+    if (folder / "config.json").exists():
+        return folder
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=size, num_hidden_layers=layers, num_attention_heads=heads,
+        vocab_size=vocabulary, max_position_embeddings=4096, bos_token_id=None, eos_token_id=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with proof.device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+def makes(proof: Proof) -> Iterator[Row]:
+    """Random weights of the large shape."""
+    folder = random_model(proof, proof.large)
+    yield {"folder": str(folder), "GB": sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9}
+
+
+def small_run(proof: Proof, seq_len: int, sequences: int) -> list[str]:
+    """Settings of a run that reads so many sequences of the documentation of Python."""
+    length = 16 if proof.tiny else seq_len
+    tokens = [f"data.seq_len={length}", f"data.tokens={length * (sequences + 24)}"]
+    tokens += [f"data.calibration_tokens={8 * length}", f"data.evaluation_tokens={8 * length}"]
+    return [*tokens, f"device={proof.device}", "data.sources=python-docs"]
+
+
+def converts_large(proof: Proof) -> Iterator[Row]:
+    """A conversion by default to 50 %: seconds and peak of each stage."""
+    model, peaks = random_model(proof, proof.large), dict[str, float]()
+    large = ["data.sources=python-docs", f"device={proof.device}", "active=0.5"]
+    small = [*small_run(proof, 512, 64), "active=0.6", "experts.num_experts=64"]
+    recipe = Recipe.load(None, [f"model={model}", *(small if proof.tiny else large)])
+
+    def watch(stage: str, *_: object) -> None:
+        peaks[stage] = max(peaks.get(stage, 0.0), proof.peak_gb())
+
+    began = time.perf_counter()
+    tomoe.convert(recipe, proof.moe, force=True, on_progress=watch)
+    cost = json.loads((proof.moe / "run" / "cost.json").read_text("utf-8"))
+    yield (
+        {"seconds": time.perf_counter() - began}
+        | cost["seconds"]
+        | {f"{name} peak GB": gb for name, gb in peaks.items()}
+    )
+
+
+def trains_paper(proof: Proof) -> Iterator[Row]:
+    """Steps of the paper's training of 2,048 tokens each, and one of them under the profiler."""
+    model, steps = random_model(proof, proof.large), 3 if proof.tiny else 14
+    small = ["experts.num_experts=2", "experts.embedding_size=8"] if proof.tiny else []
+    changes = [*small_run(proof, 2048, steps), f"model={model}", "active=0.5", f"train.steps={steps}", *small]
+    recipe = Recipe.load("paper", [*changes, "train.save_every=1000"])
+    proof.peak_gb()
+    train(recipe, proof.out / "paper", force=True)
+    rows = [json.loads(line) for line in (proof.out / "paper" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    seconds = statistics.median(row["seconds"] for row in rows[1:])
+    yield {"seconds a step": seconds, "tokens/s": rows[-1]["tokens"] / seconds, "peak GB": proof.peak_gb()}
+    base = BaseWeights.of(recipe)
+    dense = open_dense(recipe, base)
+    assert dense.layout is not None
+    net = new_network(recipe, dense.shape, dense.layout, dense.model.device)
+    step = MaskStep(dense.model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
+    ids = torch.randint(250, (1, recipe.data.seq_len))
+    yield profiled(proof, partial(step, Sequences(ids, torch.ones_like(ids, dtype=torch.bool)), 1, 0))
+
+
+def profiled(proof: Proof, run: Callable[[], object]) -> Row:
+    """A run under the profiler: seconds on the device, launches, and what takes longest."""
+    for _ in range(2):
+        run()
+    proof.wait()
+    cuda = proof.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities) as found:
+        run()
+        proof.wait()
+    own = (lambda e: e.self_device_time_total) if cuda else (lambda e: e.self_cpu_time_total)
+    events = sorted(found.key_averages(), key=own, reverse=True)
+    launches = sum(event.count for event in events if "LaunchKernel" in event.key)
+    most = [f"{event.key[:40]} {own(event) / 1e3:.1f} ms" for event in events[:8]]
+    return {"device seconds": sum(map(own, events)) / 1e6, "launches": launches, "most": most}
+
+
+def tunes_shapes(proof: Proof) -> Iterator[Row]:
+    """Fine-tuning of small shapes, eager and compiled: tokens a second, and the share of what the card can do."""
+    for shape in ("tiny",) if proof.tiny else ("135M", "0.5B"):
+        model, moe = random_model(proof, shape), proof.out / f"{shape} moe"
+        small = ["experts.num_experts=64"] if proof.tiny else ["repair.mode=none"]
+        active = "active=0.6" if proof.tiny else "active=0.5"
+        tomoe.convert(Recipe.load(None, [*small_run(proof, 512, 8), f"model={model}", active, *small]), moe, force=True)
+        weights = sum(math.prod(t.shape) for t in load_dense(str(model), torch.bfloat16).parameters())
+        for compile in ("false", "auto"):
+            steps, batch = (2, 2) if proof.tiny else (12, 0)
+            words = [
+                *small_run(proof, 512, 64 * steps),
+                f"model={moe}",
+                f"train.compile={compile}",
+                f"train.steps={steps}",
+            ]
+            out = proof.out / f"{shape} {compile}"
+            proof.peak_gb()
+            with suppress(UserError):
+                # random weights need not get better
+                finetune(FinetuneRecipe.load(None, [*words, f"train.batch_size={batch}"]), out, force=True)
+            rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+            rate = statistics.median(row["tokens_per_second"] for row in rows[len(rows) // 2 :])
+            # two operations a weight and token in the teacher, six in the student
+            share = 8 * weights * rate / proof.tflop_per_s / 1e12 if proof.tflop_per_s else 0.0
+            row = {"shape": shape, "compile": compile, "tokens a step": rows[-1]["tokens"], "tokens/s": rate}
+            yield row | {"share of the card": share, "peak GB": proof.peak_gb(), "loss": rows[-1]["loss"]}
+
+
+def speed_large(proof: Proof) -> Iterator[Row]:
+    """Prompts, and decoding eagerly and compiled with a static cache: dense beside MoE."""
+    proof.args.model = str(random_model(proof, proof.large))
+    yield from speed(proof)
+
+
+def tunes_curve(proof: Proof) -> Iterator[Row]:
+    """What minutes of fine-tuning give back, at 50 and 70 %: each stage goes on where the one before ended."""
+    texts = [text for text in (proof.args.text, proof.args.text2) if text]
+    problems = None if proof.args.problems is None else Path(proof.args.problems)
+    specs = [TaskSpec("loops"), *([TaskSpec("humaneval")] if problems else [])]
+    tasks = TaskSet(specs, problems, limit=2 if proof.tiny else None, batch_size=164, run_code=True)
+    for active in (0.6,) if proof.tiny else (0.5, 0.7):
+        folder = proof.out / f"{active:.0%}"
+        tomoe.convert(recipe_of(proof).changed([f"active={active}"]), folder, force=True)
+        yield {"active": active, "minutes": 0} | measured(proof, folder, texts, tasks)
+        steps, rate = (1, 1.0) if proof.tiny else (20, 0.0)
+        for minutes in (0, 1, 1, 2, 4)[: 2 if proof.tiny else 5]:
+            # the first few steps only tell how many a minute holds
+            count = max(1, round(60 * minutes / rate)) if minutes and not proof.tiny else steps
+            out = proof.out / f"{active:.0%} after {proof.tuned.get(active, 0) + minutes}"
+            row, seconds = tuned_once(proof, folder, out, count)
+            rate = rate if proof.tiny else seconds
+            if minutes:
+                proof.tuned[active] = proof.tuned.get(active, 0) + minutes
+                folder = out if (out / "config.json").exists() else folder
+                yield {"active": active, "minutes": proof.tuned[active]} | row | measured(proof, folder, texts, tasks)
+
+
+def tuned_once(proof: Proof, folder: Path, out: Path, steps: int) -> tuple[Row, float]:
+    """One run of fine-tuning: what it says, and its seconds a step."""
+    sources = f"data.sources=python-packages,{proof.args.text}"
+    small = ["data.seq_len=16", "data.calibration_tokens=128", "data.evaluation_tokens=128", "data.tokens=2000"]
+    length, batch = (16, 2) if proof.tiny else (512, 32)
+    large = [f"data.tokens={(steps + 4) * length * batch + 50_000}", f"train.batch_size={batch}"]
+    words = [sources, f"model={folder}", f"device={proof.device}", f"train.steps={steps}", f"dense={proof.args.model}"]
+    began, said = time.perf_counter(), "better"
+    try:
+        finetune(FinetuneRecipe.load(None, [*words, *(small if proof.tiny else large)]), out, force=True)
+    except UserError as error:
+        said = str(error).partition("(")[0]
+    rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    row = {"outcome": said, "steps": steps, "seconds": time.perf_counter() - began, "tokens": steps * length * batch}
+    return row, statistics.median(line["seconds"] for line in rows[len(rows) // 2 :])
+
+
+def measured(proof: Proof, folder: Path, texts: list[str], tasks: TaskSet) -> Row:
+    """KL on each text and what the tasks say."""
+    row: Row = {}
+    for i, text in enumerate(texts):
+        found = tomoe.evaluate(
+            [proof.args.model, folder], text, device=str(proof.device), tokens=256 if proof.tiny else 65_536,
+            context=16 if proof.tiny else 512,
+        )[1].measurement  # fmt: skip
+        row[f"KL {Path(text).stem} {i}"] = found.kl
+    model = load_dense(str(folder), torch.float32 if proof.device.type == "cpu" else torch.bfloat16, proof.device)
+    scores = [] if proof.tiny else tasks.run(model, load_tokenizer(str(folder)))
+    return row | {score.task: score.value for score in scores}
+
+
 # The steps of each part, with their limits in seconds.
 PARTS: dict[str, list[tuple[Callable[[Proof], Iterator[Row]], int]]] = {
     "kernels": [
@@ -439,6 +644,15 @@ PARTS: dict[str, list[tuple[Callable[[Proof], Iterator[Row]], int]]] = {
         (routers, 20),
     ],
     "model": [(converts, 120), (quality, 60), (text, 60), (speed, 240), (exports, 60), (tunes, 120)],
+    "large": [
+        (ceilings, 10),
+        (makes, 30),
+        (converts_large, 110),
+        (trains_paper, 60),
+        (tunes_shapes, 120),
+        (speed_large, 70),
+    ],
+    "curve": [(tunes_curve, 3000)],
 }
 
 
@@ -447,14 +661,17 @@ def main(words: list[str] | None = None) -> Proof:
     parser.add_argument("--part", choices=sorted(PARTS), required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--model", help="folder or .gguf file (part model)")
-    parser.add_argument("--text", help="a text file (part model)")
+    parser.add_argument("--text", help="a text file (parts model and curve)")
+    parser.add_argument("--text2", help="another text to measure on (part curve)")
+    parser.add_argument("--problems", help="a folder that holds humaneval/*.jsonl, whose programs are run (part curve)")
+    parser.add_argument("--shape", choices=LARGE, default="7B", help="of part large")
     parser.add_argument("--other", help="the same conversion, made on a CPU")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--steps", help="names of the steps to run, with commas between (all of the part)")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(words)
-    if args.part == "model" and not (args.model and args.text):
-        parser.error("part model needs --model and --text")
+    if args.part in ("model", "curve") and not (args.model and args.text):
+        parser.error(f"part {args.part} needs --model and --text")
     proof = Proof(args)
     for step, limit in PARTS[args.part]:
         if args.steps and step.__name__ not in args.steps.split(","):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.usefixtures("always_better")
-@pytest.mark.parametrize("part", ["kernels", "model"])
+@pytest.mark.parametrize("part", ["kernels", "model", "large", "curve"])
 def test_every_step_runs_in_small(
     part: str, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
