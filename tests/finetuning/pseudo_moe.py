@@ -49,8 +49,8 @@ class PseudoMoE:
             for router in self.routers:
                 router.forward = torch.no_grad()(router.forward)
         for m in self.masks:
-            if m.value_logits is not None:
-                m.value_logits.requires_grad_(False)
+            if m.attention is not None and m.attention.value_logits is not None:
+                m.attention.value_logits.requires_grad_(False)
         self.learned = Fp32MasterWeights(
             _trained_weights(dense, _frozen_embeddings(dense), None) + _trained_routers(self.routers, recipe)
         )
