@@ -44,6 +44,7 @@ class FineNetwork(MaskNetwork):
             router.bias.requires_grad_(self.layout.router_bias)
         self.register_buffer("expert_of_neuron", torch.full((s.num_layers, s.mlp_size), SHARED))
         self.register_buffer("experts_per_token", torch.ones(s.num_layers, dtype=torch.long))
+        self._known: tuple[object, list[int]] = None, []
 
     def carve(
         self,
@@ -78,6 +79,13 @@ class FineNetwork(MaskNetwork):
         numbers = torch.arange(self.layout.num_experts, device=expert.device)
         return numbers[:, None] == expert, expert == SHARED
 
+    def top_ks(self) -> list[int]:
+        """Return `experts_per_token` as numbers; a device is waited for once, and again when they were written to."""
+        stamp = id(self.experts_per_token), self.experts_per_token._version
+        if self._known[0] != stamp:
+            self._known = stamp, self.experts_per_token.tolist()
+        return self._known[1]
+
     def width(self, i: int) -> int:
         """Return how many neurons of layer i a token uses."""
         return self.layout.width(int(self.experts_per_token[i]))
@@ -86,8 +94,7 @@ class FineNetwork(MaskNetwork):
         self, i: int, embeddings: Float[Tensor, "sites N E"] | None, seed: int, token_seed: int
     ) -> SampledFine:
         masks, shared = (mask.float() for mask in self.expert_masks(i))
-        # A device has to be waited for to know it, so once.
-        top_k = int(self.experts_per_token[i])
+        top_k = self.top_ks()[i]
         width = self.layout.width(top_k)
         return SampledFine(self.routers[i], masks, shared, top_k, width, self.sampling.temperature)
 

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tomoe.model.compiled import fused
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.mlp import Linear
 from tomoe.model.shape import ModelShape
@@ -68,6 +69,13 @@ def planned_masks(plan: Plan, device: torch.device | str = "cpu") -> list[Planne
     return [PlannedLayerMasks(layer, plan.shape, torch.device(device)) for layer in plan.layers]
 
 
+# Without shapes, as torch.compile traces it.
+@fused
+def _times(y: Tensor, mask: Tensor) -> Tensor:
+    """y [.., n] times the mask [T, n] of its tokens."""
+    return y * mask.view(y.shape).to(y.dtype)
+
+
 def mask_hooks(parts: LayerParts, masks: LayerMasks) -> Iterator[RemovableHandle]:
     """Hook one layer: one multiplication for the MLP (two would leave dropped neurons without a gradient)."""
     now: dict[str, Tensor] = {}
@@ -76,8 +84,7 @@ def mask_hooks(parts: LayerParts, masks: LayerMasks) -> Iterator[RemovableHandle
         now["neurons"] = masks.neurons(input_of(args, kwargs).flatten(0, -2))
 
     def mask_neurons(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        h_TF, mask_TF = args[0], now["neurons"]
-        return (h_TF * mask_TF.view(h_TF.shape).to(h_TF.dtype),)
+        return (_times(args[0], now["neurons"]),)
 
     yield parts.mlp.register_forward_pre_hook(choose_neurons, with_kwargs=True)
     yield parts.down.register_forward_pre_hook(mask_neurons)

@@ -105,8 +105,9 @@ def balance_penalty(routings: Sequence[Routing | None]) -> Float[Tensor, ""]:
 
     With k experts a token, F and P are divided by k.
     """
-    terms = []
-    for routing in routings:
-        assert routing is not None, "the masks have seen no tokens yet"
-        terms.append((routing.assignment.detach().mean(0) * routing.probs.mean(0)).sum() / routing.top_k**2)
-    return torch.stack(terms).mean()
+    seen = [routing for routing in routings if routing is not None]
+    assert len(seen) == len(routings), "the masks have seen no tokens yet"
+    shares = torch.stack([routing.assignment.detach().mean(0) for routing in seen])
+    probs = torch.stack([routing.probs.mean(0) for routing in seen])
+    squares = torch.tensor([float(routing.top_k**2) for routing in seen], device=probs.device)
+    return ((shares * probs).sum(-1) / squares).mean()

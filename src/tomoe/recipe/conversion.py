@@ -13,7 +13,9 @@ from tomoe.recipe.shared import DataSection, LoopSection, RunRecipe
 from tomoe.recipe.target_rules import TARGET_RULES, Form, Format
 
 # Where to compute and how often to write do not change what is learned.
-_NOT_IN_DIGEST = frozenset({"device", "offload", "report_to", "train.log_every", "train.save_every", "train.shard"})
+_NOT_IN_DIGEST = frozenset(
+    {"device", "offload", "report_to", "train.compile", "train.log_every", "train.save_every", "train.shard"}
+)
 # Experts by their form, unless the recipe says how many; fine-grained ones depend on the model.
 USUAL_NUMBERS = {"overlapping": 8}
 # Ridge of a repair on one token for each neuron of a layer, and the least one.
@@ -139,6 +141,9 @@ class TrainSection(LoopSection):
     """Quantization of the frozen base during training, by bitsandbytes: LLM.int8 or NF4."""
     shard: bool = False
     """Shard the frozen base over the ranks of torchrun (FSDP2)."""
+    compile: Literal["auto"] | bool = "auto"
+    """Whether the teacher's layers, the noise and the products with masks run by torch.compile: the same numbers but for
+    rounding. `auto`: on CUDA, unless the base is quantized or sharded."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -152,6 +157,8 @@ class TrainSection(LoopSection):
             raise UserError(
                 f"train.shard and train.quantization = {self.quantization} cannot be combined; choose one of them"
             )
+        if self.compile is True and (self.shard or self.quantization != "none"):
+            raise UserError("train.compile = true needs a base that is neither quantized nor sharded; set it to auto")
         return self
 
 

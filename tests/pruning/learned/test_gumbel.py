@@ -7,7 +7,14 @@ import itertools
 import pytest
 import torch
 
-from tomoe.pruning.learned.gumbel import gumbel_noise, gumbel_sigmoid, gumbel_softmax, keep_logit, keep_probability
+from tomoe.pruning.learned.gumbel import (
+    gumbel_of,
+    gumbel_sigmoid,
+    gumbel_softmax,
+    keep_logit,
+    keep_probability,
+    uniform_noise,
+)
 from tomoe.seeds import derive_seed
 
 DRAWS = 200_000
@@ -31,7 +38,7 @@ def test_keep_logit_is_the_inverse(keep_bias: float) -> None:
 
 
 def test_the_noise_is_gumbels() -> None:
-    draw = gumbel_noise((DRAWS,), 0, torch.device("cpu"))
+    draw = gumbel_of(uniform_noise(torch.empty(DRAWS), 0))
     # Euler's constant
     assert draw.mean() == pytest.approx(0.5772, abs=0.02)
     assert draw.var() == pytest.approx(torch.pi**2 / 6, rel=0.02)
@@ -40,7 +47,7 @@ def test_the_noise_is_gumbels() -> None:
 def test_noise_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """At both ends of what `rand` may return as well."""
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([0.0, 1e-30, 0.5, 1 - 2**-24]))
-    assert gumbel_noise((4,), 0, torch.device("cpu")).isfinite().all()
+    assert gumbel_of(uniform_noise(torch.empty(4), 0)).isfinite().all()
 
 
 def test_mask_is_hard_and_its_gradient_soft() -> None:
@@ -51,7 +58,7 @@ def test_mask_is_hard_and_its_gradient_soft() -> None:
     (actual,) = torch.autograd.grad((mask * weight).sum(), logits)
 
     x = logits.detach().clone().requires_grad_()
-    drawn = gumbel_noise((5, 7), 3, torch.device("cpu"))
+    drawn = gumbel_of(uniform_noise(torch.empty(5, 7), 3))
     soft = torch.sigmoid((x + drawn + 1.0) / 0.4)
     assert torch.equal(mask, (x + drawn + 1.0 > 0).float())
     (expected,) = torch.autograd.grad((soft * weight).sum(), x)
@@ -67,7 +74,7 @@ def test_assignment_is_one_hot_and_its_gradient_soft() -> None:
     (actual,) = torch.autograd.grad((assignment * weight).sum(), logits, retain_graph=True)
 
     x = logits.detach().clone().requires_grad_()
-    soft = torch.softmax((x + gumbel_noise((6, 4), 3, torch.device("cpu"))) / 0.4, -1)
+    soft = torch.softmax((x + gumbel_of(uniform_noise(torch.empty(6, 4), 3))) / 0.4, -1)
     torch.testing.assert_close(probs, soft)
     assert torch.equal(assignment.argmax(-1), soft.argmax(-1))
     (expected,) = torch.autograd.grad((soft * weight).sum(), x)

@@ -49,8 +49,8 @@ def test_widths_are_those_of_the_widest_expert_and_token() -> None:
     neurons, values = torch.zeros(2, 48), torch.zeros(3, 8)
     neurons[0, :5], neurons[1, 7:19] = 1.0, 1.0
     values[0, :2], values[2, 1:6] = 1.0, 1.0
-    assert layer_widths(drawn(neurons, value_masks=values), shape) == (12, 8, 5)
-    assert layer_widths(drawn(neurons, qk_mask=values[2], static_values=values[0]), shape) == (12, 5, 2)
+    assert layer_widths([drawn(neurons, value_masks=values)], shape) == (12, 8, 5)
+    assert layer_widths([drawn(neurons, qk_mask=values[2], static_values=values[0])], shape) == (12, 5, 2)
 
 
 def test_union_and_its_gradient() -> None:
@@ -64,6 +64,24 @@ def test_union_and_its_gradient() -> None:
     for n in range(4):
         others = [1 - s[m] for m in range(4) if m != n]
         torch.testing.assert_close(grad[n], others[0] * others[1] * others[2] / 9)
+
+
+@pytest.mark.parametrize("rows", [8, 512])
+def test_a_product_of_logarithms_is_that_of_torch(rows: int) -> None:
+    """To 1e-5 of its size and gradient for any numbers; of the zeros and ones that masks are made of, bit by bit."""
+    generator = torch.Generator().manual_seed(0)
+    soft = 1 - torch.rand(3, rows, 40, generator=generator) / rows
+    soft[:, 0, :20], soft[:, 1, :10] = 0, 0
+    hard = (torch.rand(3, rows, 40, generator=generator) < 1 / rows).float()
+    for masks, tolerance in ((soft, 1e-5), (1 - hard, 0)):
+        found = []
+        for product in (losses._Product.apply, lambda s: s.prod(-2)):
+            s = masks.clone().requires_grad_()
+            value = product(s)
+            found.append((value, *torch.autograd.grad(value.square().sum() + value.sum(), s)))
+        for mine, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * 1e-2)
+        assert bool(found[0][1].any())
 
 
 def test_coverage_is_the_mean_over_sites_that_have_it() -> None:

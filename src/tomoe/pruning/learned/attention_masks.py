@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tomoe.model.compiled import fused
 from tomoe.model.heads import rotate_heads
 from tomoe.model.hooks import input_of
 from tomoe.model.shape import ModelShape
@@ -60,10 +61,12 @@ class PlannedAttention:
         return top_values(self.value_logits(x), self.top_k)
 
 
-def _tile(mask: Float[Tensor, "*T C"], like: Tensor) -> Tensor:
-    """Repeat [.., C] to [.., heads * C], in the dtype and leading shape of the projection that it multiplies."""
-    tiled = mask.to(like.dtype).repeat(*[1] * (mask.dim() - 1), like.shape[-1] // mask.shape[-1])
-    return tiled if mask.dim() == 1 else tiled.view(*like.shape[:-1], -1)
+# Without shapes, as torch.compile traces it.
+@fused
+def _times_heads(y: Tensor, mask: Tensor) -> Tensor:
+    """y [.., heads C] times the mask of a head, [C] or [T, C]."""
+    tiled = mask.to(y.dtype).repeat(*[1] * (mask.dim() - 1), y.shape[-1] // mask.shape[-1])
+    return y * (tiled if mask.dim() == 1 else tiled.view(*y.shape[:-1], -1))
 
 
 def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[RemovableHandle]:
@@ -79,14 +82,14 @@ def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[Remova
         now["qk"] = masks.qk()
 
     def mask_qk(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
-        return y * _tile(now["qk"], y)
+        return _times_heads(y, now["qk"])
 
     def mask_v(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         turned = y if rotation is None else rotate_heads(y, rotation)
-        return turned * _tile(now["values"], y)
+        return _times_heads(turned, now["values"])
 
     def mask_o(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        kept = args[0] * _tile(now["values"], args[0])
+        kept = _times_heads(args[0], now["values"])
         return (kept if rotation is None else rotate_heads(kept, rotation, inverse=True),)
 
     yield parts.attention.register_forward_pre_hook(choose, with_kwargs=True)

@@ -11,12 +11,18 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from tomoe.model.compiled import fused
 
-def gumbel_noise(shape: tuple[int, ...], seed: int, device: torch.device) -> Float[Tensor, ...]:
-    """Draw Gumbel(0, 1) in float32: the same values for the same seed on one kind of device."""
-    generator = torch.Generator(device).manual_seed(seed)
-    uniform = torch.rand(shape, generator=generator, device=device)
-    return -torch.log(-torch.log(uniform.clamp_(1e-20, 1 - 6e-8)))
+
+def uniform_noise(like: Tensor, seed: int) -> Tensor:
+    """Draw numbers in float32: the same for the same seed on one kind of device."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.rand(like.shape, generator=generator, device=like.device)
+
+
+def gumbel_of(uniform: Tensor) -> Tensor:
+    """Gumbel(0, 1)."""
+    return -torch.log(-torch.log(uniform.clamp(1e-20, 1 - 6e-8)))
 
 
 def _straight_through(hard: Tensor, soft: Tensor) -> Tensor:
@@ -28,17 +34,28 @@ def gumbel_sigmoid(
     logits: Float[Tensor, "*shape"], temperature: float, keep_bias: float, seed: int
 ) -> Float[Tensor, "*shape"]:
     """Sample 0/1 masks, [x + g + b > 0] (Eq. 15). `keep_bias` is b: above 0, a random start is nearly the whole model."""
-    x = logits + gumbel_noise(tuple(logits.shape), seed, logits.device) + keep_bias
+    return _sigmoid_sample(logits, uniform_noise(logits, seed), temperature, keep_bias)
+
+
+# Without shapes, as torch.compile traces them.
+@fused
+def _sigmoid_sample(logits: Tensor, uniform: Tensor, temperature: float, keep_bias: float) -> Tensor:
+    x = logits + gumbel_of(uniform) + keep_bias
     soft = torch.sigmoid(x / temperature)
     return _straight_through((x > 0).to(soft.dtype), soft)
+
+
+@fused
+def _softmax_sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    soft = torch.softmax((logits + gumbel_of(uniform)) / temperature, dim=-1)
+    return _straight_through(F.one_hot(soft.argmax(-1), soft.shape[-1]).to(soft.dtype), soft), soft
 
 
 def gumbel_softmax(
     logits: Float[Tensor, "T N"], temperature: float, seed: int
 ) -> tuple[Float[Tensor, "T N"], Float[Tensor, "T N"]]:
     """Sample one-hot assignments (Eq. 14); returns them and the soft probabilities that they come from."""
-    soft = torch.softmax((logits + gumbel_noise(tuple(logits.shape), seed, logits.device)) / temperature, dim=-1)
-    return _straight_through(F.one_hot(soft.argmax(-1), soft.shape[-1]).to(soft.dtype), soft), soft
+    return _softmax_sample(logits, uniform_noise(logits, seed), temperature)
 
 
 def keep_probability(logits: Float[Tensor, "*shape"], keep_bias: float) -> Float[Tensor, "*shape"]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tomoe.budget import active_params, decoder_params, layer_params
+from tomoe.budget import decoder_params, layer_params
 from tomoe.model.shape import ModelShape
 from tomoe.pruning.learned.sampling import SampledLayerMasks
 
@@ -19,22 +20,34 @@ def log_ratio(a: Tensor, b: Tensor | float) -> Tensor:
     return (a.clamp_min(1e-3).log() - other.clamp_min(1e-3).log()).abs()
 
 
-def layer_widths(masks: SampledLayerMasks, shape: ModelShape) -> tuple[Tensor | int, Tensor | int, Tensor | int]:
-    """Return (MLP width, Q/K dims, V/O dims) of sampled masks: the maximum over experts and over tokens (Eq. 8)."""
-    attention = masks.attention
-    if attention is None:
-        return masks.experts.width, shape.head_dim, shape.head_dim
-    if attention.static_values is not None:
-        values = attention.static_values.sum()
+# What follows takes all layers at once, stacked: a GPU waits for each call, not for the numbers in it.
+def _stacked(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """Those that are there, one upon another; None if there is none."""
+    there = [t for t in tensors if t is not None]
+    return torch.stack(there) if there else None
+
+
+def layer_widths(
+    masks: Sequence[SampledLayerMasks], shape: ModelShape
+) -> tuple[Float[Tensor, " L"], Float[Tensor, " L"] | int, Float[Tensor, " L"] | int]:
+    """Return (MLP widths, Q/K dims, V/O dims) of sampled masks: the maximum over experts and over tokens (Eq. 8)."""
+    neurons = _stacked([m.experts.neuron_masks for m in masks])
+    widths = torch.stack([m.experts.width for m in masks]) if neurons is None else neurons.sum(-1).amax(-1)
+    attention = [m.attention for m in masks if m.attention is not None]
+    if not attention:
+        return widths, shape.head_dim, shape.head_dim
+    static, values = _stacked([a.static_values for a in attention]), _stacked([a.value_masks for a in attention])
+    if static is None:
+        assert values is not None, "the masks have seen no tokens yet"
+        dims = values.sum(-1).amax(-1)
     else:
-        assert attention.value_masks is not None, "the masks have seen no tokens yet"
-        values = attention.value_masks.sum(-1).max()
-    return masks.experts.width, attention.qk_mask.sum(), values
+        dims = static.sum(-1)
+    return widths, torch.stack([a.qk_mask for a in attention]).sum(-1), dims
 
 
 def active_fraction(masks: Sequence[SampledLayerMasks], shape: ModelShape) -> Float[Tensor, ""]:
     """Return T(d_MoE) / T_total of sampled masks (Eq. 8, Sec. 3.4)."""
-    return active_params(shape, [layer_widths(m, shape) for m in masks]) / decoder_params(shape)
+    return layer_params(shape, *layer_widths(masks, shape)).sum() / decoder_params(shape)
 
 
 def budget_penalty(fractions: Float[Tensor, "*L"], target: float) -> Float[Tensor, ""]:
@@ -45,16 +58,37 @@ def budget_penalty(fractions: Float[Tensor, "*L"], target: float) -> Float[Tenso
 def layer_fractions(masks: Sequence[SampledLayerMasks], shape: ModelShape) -> Float[Tensor, " L"]:
     """Return the active fraction of each layer by itself: if all layers have one width, each has to meet the budget."""
     whole = decoder_params(shape) / shape.num_layers
-    return torch.stack([layer_params(shape, *layer_widths(m, shape)) / whole for m in masks])
+    return layer_params(shape, *layer_widths(masks, shape)) / whole
 
 
-def _union(masks: Float[Tensor, "n m"]) -> Float[Tensor, ""]:
-    """Return the fraction of dims that some row keeps: the mean of 1 - prod(1 - s) (Eq. 6, Sec. 3.4).
+class _Product(torch.autograd.Function):
+    """The product over rows [.., n, m] -> [.., m] of numbers from 0 to 1, as a sum of logarithms.
 
-    The gradient of the product with respect to a row is the product of the other rows; torch gives it exactly, zeros
-    included.
+    The gradient with respect to a row is the product of the other rows, also where rows are zero. Of zeros and ones, which
+    sampled masks are, both are exact. torch's own gradient takes a running product over all rows, one after another.
     """
-    return (1 - (1 - masks).prod(0)).mean()
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        zero = rows == 0
+        zeros = zero.sum(-2, keepdim=True)
+        # of the rows that are not zero
+        product = rows.masked_fill(zero, 1).log().sum(-2, keepdim=True).exp()
+        ctx.save_for_backward(rows, zeros, product)
+        return product.masked_fill(zeros > 0, 0).squeeze(-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        rows, zeros, product = ctx.saved_tensors
+        zero = rows == 0
+        # only of a row that is the single zero, and of every row where none is
+        others = torch.where(zero, product, product / rows.masked_fill(zero, 1)).masked_fill(zeros > zero, 0)
+        return grad_outputs[0].unsqueeze(-2) * others
+
+
+def _union(masks: Float[Tensor, "*L n m"]) -> Float[Tensor, "*L"]:
+    """Return the fraction of dims that some row keeps: the mean of 1 - prod(1 - s) (Eq. 6, Sec. 3.4)."""
+    return (1 - _Product.apply(1 - masks)).mean(-1)
 
 
 def coverage_penalty(masks: Sequence[SampledLayerMasks]) -> Float[Tensor, ""]:
@@ -62,7 +96,7 @@ def coverage_penalty(masks: Sequence[SampledLayerMasks]) -> Float[Tensor, ""]:
 
     The union of an MLP is over experts, that of V/O dims over tokens. Fine-grained experts cover the layer by themselves.
     """
-    terms = [log_ratio(_union(m.experts.neuron_masks), 1.0) for m in masks if m.experts.neuron_masks is not None]
-    of_tokens = (m.attention.value_masks for m in masks if m.attention is not None)
-    terms += [log_ratio(_union(chosen), 1.0) for chosen in of_tokens if chosen is not None]
-    return torch.stack(terms).mean() if terms else torch.zeros(())
+    of_tokens = [m.attention.value_masks for m in masks if m.attention is not None]
+    sites = _stacked([m.experts.neuron_masks for m in masks]), _stacked(of_tokens)
+    terms = [log_ratio(_union(stacked), 1.0) for stacked in sites if stacked is not None]
+    return torch.cat(terms).mean() if terms else torch.zeros(())

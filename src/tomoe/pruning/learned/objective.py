@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tomoe.model.compiled import CompiledLayers, asked, fusing, learning_input
 from tomoe.model.running import family_head, hidden_states
 from tomoe.model.shape import ModelShape
 from tomoe.pruning.learned.losses import active_fraction, budget_penalty, coverage_penalty, layer_fractions
@@ -54,6 +56,9 @@ class MaskStep:
         self, model: PreTrainedModel, net: MaskNetwork, loss: LossSection, train: TrainSection, active: float, seed: int
     ):
         self.model, self.net, self.loss, self.train, self.active, self.seed = model, net, loss, train, active, seed
+        plain = train.quantization == "none" and not train.shard
+        self.compiled = plain and asked(train.compile, model.device)
+        self.as_teacher: AbstractContextManager[None] = CompiledLayers(model) if self.compiled else nullcontext()
 
     def target(self, step: int) -> float:
         """Return the active fraction that a step aims at: it falls from 1 to `active` during the budget warm-up."""
@@ -61,24 +66,29 @@ class MaskStep:
         progress = min(1.0, step / warmup_steps) if warmup_steps else 1.0
         return 1.0 - (1.0 - self.active) * progress
 
-    def __call__(self, batch: Any, step: int, micro: int) -> dict[str, float]:
+    def __call__(self, batch: Any, step: int, micro: int) -> dict[str, Tensor]:
         """Run forward and backward on one batch; leaves gradients (of the mean over micro-batches) in the mask network.
 
         Returns the loss and its terms.
         """
+        with fusing(self.compiled):
+            return self._run(batch, step, micro)
+
+    def _run(self, batch: Any, step: int, micro: int) -> dict[str, Tensor]:
         model, net = self.model, self.net
-        ids, mask = batch.input_ids.to(model.device), batch.mask.to(model.device)
-        valid = None if bool(mask.all()) else mask.flatten()
+        ids = batch.input_ids.to(model.device)
+        # asked where the mask is, as a device would have to be waited for
+        mask = None if bool(batch.mask.all()) else batch.mask.to(model.device)
         seeds = derive_seed(self.seed, "step", step), derive_seed(self.seed, "tokens", step, micro)
-        masks = sampled_masks(net, *seeds, valid)
+        masks = sampled_masks(net, *seeds, None if mask is None else mask.flatten())
         teacher = None
         if self.loss.objective == "kl":
-            with torch.no_grad():
+            with torch.no_grad(), self.as_teacher:
                 teacher = hidden_states(model, ids, mask)
         # around the backward pass too: activation checkpointing runs layers again there
-        with masked(model, masks):
+        with masked(model, masks), learning_input(model) if self.compiled else nullcontext():
             student = hidden_states(model, ids, mask)
             distill = distill_loss(student, teacher, ids, mask, family_head(model))
             loss, terms = objective(distill, masks, net.shape, self.target(step), self.loss, net.layout.uniform)
             (loss / self.train.gradient_accumulation_steps).backward()
-        return {"loss": loss.item(), **{name: t.item() for name, t in terms.items()}}
+        return {"loss": loss.detach(), **{name: t.detach() for name, t in terms.items()}}

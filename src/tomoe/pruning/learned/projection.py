@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tomoe.model.compiled import fused
 from tomoe.pruning.learned.gumbel import keep_logit, keep_probability
 
 LOGIT_SCALE = 4.0
@@ -29,12 +30,19 @@ class Projection(nn.Module):
         self.register_buffer("start", start)
 
     def forward(self, embedding: Float[Tensor, "*m E"]) -> Float[Tensor, "*m size"]:
-        return self.linear(F.gelu(self.norm(embedding))) + self.start
+        return _projected(embedding, self.norm.weight, self.norm.bias, self.linear.weight) + self.start
 
     def start_at_(self, start: Float[Tensor, "*n size"]) -> None:
         """Set the start; the learned difference to it is zero, so that step 0 is the carved plan itself."""
         self.start.copy_(start)
         self.linear.weight.zero_()
+
+
+# Without shapes, as torch.compile traces it.
+@fused
+def _projected(embedding: Tensor, weight: Tensor, bias: Tensor, linear: Tensor) -> Tensor:
+    """LayerNorm -> GELU -> Linear."""
+    return F.linear(F.gelu(F.layer_norm(embedding, embedding.shape[-1:], weight, bias)), linear)
 
 
 def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float) -> Float[Tensor, "*n size"]:
