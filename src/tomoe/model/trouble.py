@@ -112,8 +112,11 @@ def reason(error: BaseException) -> str:
     message = " ".join(str(error.strerror if isinstance(error, OSError) and error.strerror else error).split())
     if "trust_remote_code" in message:
         return "it comes with its own code (trust_remote_code), which is not run here"
-    # the messages of others are no sentences for users: a key, a number, half of what went wrong
-    bare = not message or not isinstance(error, OSError | ValueError | RuntimeError | ImportError | SafetensorError)
+    # the messages of others are no sentences for users: a key, a number, half of what went wrong; those of Rust have no type
+    plain = type(error) is Exception or isinstance(
+        error, OSError | ValueError | RuntimeError | ImportError | SafetensorError
+    )
+    bare = not message or not plain
     return shortened(": ".join(filter(None, (type(error).__name__ if bare else "", message.rstrip(".:")))))
 
 
