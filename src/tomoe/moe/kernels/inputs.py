@@ -201,7 +201,7 @@ def _typed(library: ctypes.CDLL) -> Kernel:
     pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     compiled = library.tomoe_inputs
     compiled.restype = int32
-    tokens = [pointer, int64, int64]
+    tokens: list[Any] = [pointer, int64, int64]
     compiled.argtypes = [int32, *tokens, pointer, int64, pointer, int64, int64, pointer, pointer, int32]
 
     def bind(norms: Tensor, packed: Tensor, bias: Tensor | None) -> Product:
