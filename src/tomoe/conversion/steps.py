@@ -110,8 +110,9 @@ def begin_run(
     return Corpus.load(run.corpus)
 
 
-def new_network(recipe: Recipe, shape: ModelShape, layout: Layout, device: torch.device) -> MaskNetwork:
+def new_network(recipe: Recipe, shape: ModelShape, layout: Layout | None, device: torch.device) -> MaskNetwork:
     """Make the network that holds experts and routers; the start, or a checkpoint, fills it."""
+    assert layout is not None, "where tokens choose inputs there are no experts to hold"
     size = recipe.experts.embedding_size
     return mask_network(shape, layout, size, recipe.attention, recipe.sampling, recipe.seed).to(device)
 
