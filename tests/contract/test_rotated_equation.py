@@ -21,7 +21,7 @@ from tomoe.model.heads import rotate_heads, rotate_weights
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.plan import Plan
-from tomoe.pruning import masking
+from tomoe.pruning.learned import attention_masks
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import RepairSection
@@ -152,5 +152,5 @@ def test_masks_that_rotate_wrongly_are_seen(fault: str, monkeypatch: pytest.Monk
             return rotate_heads(x, rotation, inverse) if inverse else x
         return x if inverse and fault == "not back" else rotate_heads(x, rotation)
 
-    monkeypatch.setattr(masking, "rotate_heads", faulty)
+    monkeypatch.setattr(attention_masks, "rotate_heads", faulty)
     assert float((meaning(dense, plan, ids) - meant).abs().max()) > RED

@@ -32,7 +32,7 @@ from tomoe.recipe.conversion import Recipe
 pytestmark = pytest.mark.slow
 
 # they say how it was made
-METADATA = ("recipe.json", "plan.json", "SHA256SUMS", "README.md")
+METADATA = ("recipe.json", "plan.json", "SHA256SUMS", "README.md", ".README.md.sha256")
 
 
 def recipe(folder: Path, *changes: str) -> Recipe:
