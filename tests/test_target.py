@@ -91,7 +91,8 @@ def test_training_holds_every_layer_to_the_budget() -> None:
     with torch.no_grad():
         masks = sampled_masks(net, 0, 1)
     fractions = layer_fractions(masks, shape)
-    each = [float(active_params(shape, [layer_widths(m, shape)])) for m in masks]
+    widths = [[float(n) for n in layer_widths([m], shape)] for m in masks]
+    each = [float(active_params(shape, [tuple(layer)])) for layer in widths]
     for actual, params in zip(fractions.tolist(), each, strict=True):
         assert actual == pytest.approx(params * shape.num_layers / decoder_params(shape), rel=1e-5)
     expected = sum(float(log_ratio(torch.tensor(f), 0.6)) for f in fractions.tolist()) / shape.num_layers

@@ -17,7 +17,7 @@ from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM
 from tomoe.plan import Plan
 from tomoe.pruning.learned import attention_masks
-from tomoe.pruning.learned.gumbel import gumbel_noise
+from tomoe.pruning.learned.gumbel import gumbel_of, uniform_noise
 from tomoe.pruning.learned.sampling import sampled_masks
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.routing import ExpertRouter, Routing, route
@@ -148,7 +148,7 @@ def test_noise_left_on(dense: PreTrainedModel, attention: str) -> None:
 def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy(router: ExpertRouter, x: Tensor, top_k: int | None = None) -> Routing:
         logits = router(x)
-        return route(logits + gumbel_noise(tuple(logits.shape), 0, logits.device), top_k)
+        return route(logits + gumbel_of(uniform_noise(logits, 0)), top_k)
 
     monkeypatch.setattr(ExpertRouter, "route", noisy)
     assert difference(dense, make_plan(dense, "off")) > RED
@@ -156,7 +156,7 @@ def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.Mo
 
 def test_noise_left_on_the_values(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy(logits: Tensor, top_k: int) -> Tensor:
-        noisy_logits = logits + gumbel_noise(tuple(logits.shape), 0, logits.device)
+        noisy_logits = logits + gumbel_of(uniform_noise(logits, 0))
         return torch.zeros_like(logits).scatter_(-1, noisy_logits.topk(top_k, -1).indices, 1.0)
 
     plan = make_plan(dense, "per_token")
