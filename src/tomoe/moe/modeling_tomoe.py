@@ -980,8 +980,13 @@ def _decode(decoder: Any, *args: Any, output_router_logits: bool = False, **kwar
 
 def _logits(head: Any, config: ToMoEConfig, x: Tensor) -> Tensor:
     """What the output matrix gives, by the family's own module or by a faster one's."""
-    # Given a slice of the hidden states, as generation does, PyTorch on a CPU copies the whole output matrix.
-    return compute("logits", head, config, x.clone(memory_format=torch.contiguous_format))
+    return compute("logits", head, config, x)
+
+
+def run_output(head: Any, config: ToMoEConfig, x: Tensor) -> Tensor:
+    """The family's own output matrix."""
+    # Given a slice of the hidden states, as generation does, PyTorch on a CPU copies the whole matrix.
+    return cast(Tensor, type(head).forward(head, x.clone(memory_format=torch.contiguous_format)))
 
 
 # Each is made once: what is saved and loaded again has the same class.
@@ -1148,7 +1153,7 @@ WAYS: dict[str, dict[str, Way]] = {
         "pytorch": Way(lambda router, x: F.linear(x.to(router.weight.dtype), router.weight, router.bias))
     },
     "largest logits": {"pytorch": Way(lambda logits, k: logits.topk(k, dim=-1, sorted=False).indices)},
-    "logits": {"pytorch": Way(lambda head, config, x: type(head).forward(head, x))},
+    "logits": {"pytorch": Way(run_output)},
     "choosing product": {"masked": Way(lambda projection, x: projection.masked(x))},
 }
 

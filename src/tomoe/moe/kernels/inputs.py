@@ -88,7 +88,7 @@ class Ready:
             if parameters.get(name) is not parameter or (parameter is not None and stamp_of(parameter) != stamp):
                 self.choice.kept.pop("ready", None)
                 return None
-        if torch.is_grad_enabled() and _learns(self.choice, x):
+        if _learns(self.choice, x):
             return None
         return self.product(projection, x, count)
 
@@ -120,8 +120,9 @@ def _fits(choice: Choice, x: Tensor) -> bool:
 
 def _learns(choice: Choice, x: Tensor) -> bool:
     """Whether the pass is one that something learns from."""
-    learning = x.requires_grad or any(projection.weight.requires_grad for projection in choice.projections)
-    return torch.is_grad_enabled() and learning
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or any(projection.weight.requires_grad for projection in choice.projections)
 
 
 def _packed(choice: Choice) -> Tensor:
