@@ -9,7 +9,7 @@ venv=.venv
 
 usage() {
     cat <<'END'
-./run.sh demo      download SmolLM2-135M, convert it to a Mixture-of-Experts, compare both, write demo-out/report.html
+./run.sh demo      download SmolLM2-135M, convert it by inputs and to experts, compare each with it, write two reports
 ./run.sh check     lint, types and the fast tests, in about a minute (the first time two: mypy has no cache)
 ./run.sh test      lint, types and all tests
 ./run.sh engines   run stock exports in vLLM on the CPU and compare them with transformers
@@ -87,12 +87,21 @@ setup_engines() {
 }
 
 demo() {
-    local out=demo-out prompt="Photosynthesis is the process by which"
+    local measured="--set data.evaluation_source=python-docs --set data.evaluation_tokens=8192"
+    # shellcheck disable=SC2086 # options, not one word
+    demonstrate inputs --form inputs $measured
+    demonstrate experts --recipe demo
+    printf '\nThe reports are demo-out/inputs/report.html and demo-out/experts/report.html. Next: .venv/bin/tomoe --help, or the README.\n'
+}
+
+# demonstrate FORM OPTION...
+demonstrate() {
+    local out=demo-out/$1 prompt="Photosynthesis is the process by which"
+    printf '\nSmolLM2-135M by %s, 70 %% active\n' "$1"
     # --resume continues an interrupted demo; --force lets a finished one write its report again
-    .venv/bin/tomoe convert smollm2-135m --recipe demo --out $out --resume --force
+    .venv/bin/tomoe convert smollm2-135m --active 0.7 "${@:2}" --out "$out" --resume --force
     printf '\nIt writes:\n'
-    .venv/bin/tomoe generate $out "$prompt" --max-new-tokens 40
-    printf '\nThe report is %s. Next: .venv/bin/tomoe --help, or the README.\n' "$out/report.html"
+    .venv/bin/tomoe generate "$out" "$prompt" --max-new-tokens 40
 }
 
 # run_tests PYTEST_OPTION...

@@ -70,7 +70,6 @@ TEST = 1024, 8192
 LONG = 8192
 """Tokens of the one sequence whose positions are compared."""
 WRITING_ROWS = 32
-DTYPE = "bfloat16"
 DIALED = "dialed", "inputs"
 """Rows of folders that were converted for another share."""
 KEPT = 0.9
@@ -160,7 +159,7 @@ class Bench:
             self.references[name] = Predictions(model(), keep=True)
             return measure(self.references[name], ids, mask), model()
         if name not in self.references:
-            self.references[name] = Predictions(load_model(str(self.dense), DTYPE), keep=True)
+            self.references[name] = Predictions(load_model(str(self.dense), self.args.dtype), keep=True)
         return measure(model(), ids, mask, self.references[name]), model()
 
     def text(self, row: Row, model: Callable[[], PreTrainedModel]) -> Cell:
@@ -242,7 +241,7 @@ def run_model(args: argparse.Namespace, results: Results, name: str, source: str
         def model(row: Row = row, loaded: list[PreTrainedModel] = loaded) -> PreTrainedModel:
             if not loaded:
                 dial = row.active if row.way in DIALED else None
-                loaded.append(tomoe.load(str(row.folder), DTYPE, active=dial)[0])
+                loaded.append(tomoe.load(str(row.folder), args.dtype, active=dial)[0])
                 for choice in choices_of(loaded[0]):
                     choice.always = True
             return loaded[0]
@@ -381,6 +380,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=100, help="questions of each task")
     parser.add_argument("--problems", type=Path, help="folder with humaneval/*.jsonl")
     parser.add_argument("--solve", type=int, help="problems of HumanEval, evenly spread; all if none is given")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of all steps but speed; without bfloat16 units float32 takes a fraction of the time"
+    )
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw the figure, and compute nothing")
     parser.add_argument(
         "--page", type=Path, help="with --draw: page with marks to put the table between; else it is printed"
