@@ -381,7 +381,9 @@ def main() -> None:
     parser.add_argument("--problems", type=Path, help="folder with humaneval/*.jsonl")
     parser.add_argument("--solve", type=int, help="problems of HumanEval, evenly spread; all if none is given")
     parser.add_argument(
-        "--dtype", default="bfloat16", help="of all steps but speed; without bfloat16 units float32 takes a fraction of the time"
+        "--dtype",
+        default="bfloat16",
+        help="of all steps but speed; without bfloat16 units float32 takes a fraction of the time",
     )
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw the figure, and compute nothing")
     parser.add_argument(

@@ -148,7 +148,7 @@ def test_noise_left_on(dense: PreTrainedModel, attention: str) -> None:
 def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy(router: ExpertRouter, x: Tensor, top_k: int | None = None) -> Routing:
         logits = router(x)
-        return route(logits + gumbel_of(uniform_noise(logits, 0)), top_k)
+        return route(logits + gumbel_of(uniform_noise(logits.shape, logits.device, 0)), top_k)
 
     monkeypatch.setattr(ExpertRouter, "route", noisy)
     assert difference(dense, make_plan(dense, "off")) > RED
@@ -156,7 +156,7 @@ def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.Mo
 
 def test_noise_left_on_the_values(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy(logits: Tensor, top_k: int) -> Tensor:
-        noisy_logits = logits + gumbel_of(uniform_noise(logits, 0))
+        noisy_logits = logits + gumbel_of(uniform_noise(logits.shape, logits.device, 0))
         return torch.zeros_like(logits).scatter_(-1, noisy_logits.topk(top_k, -1).indices, 1.0)
 
     plan = make_plan(dense, "per_token")

@@ -20,11 +20,17 @@ def rotate_heads(
 
     Computed in float32, returned in the dtype of `x`.
     """
+    return turned(x, rotation, inverse)
+
+
+# Without shapes, as torch.compile traces it.
+def turned(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
+    """`rotate_heads`."""
     matrix = rotation.to(x.device, torch.float32)
     heads = x.float().unflatten(-1, (len(matrix), -1, matrix.shape[-1]))
     # a product with a broadcast would copy the rotations for every token, and learning would keep the copies
-    turned = torch.einsum("...gqc,gdc->...gqd" if inverse else "...gqc,gcd->...gqd", heads, matrix)
-    return turned.flatten(-3).to(x.dtype)
+    rotated = torch.einsum("...gqc,gdc->...gqd" if inverse else "...gqc,gcd->...gqd", heads, matrix)
+    return rotated.flatten(-3).to(x.dtype)
 
 
 def rotate_weights(

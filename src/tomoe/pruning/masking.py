@@ -70,10 +70,12 @@ def planned_masks(plan: Plan, device: torch.device | str = "cpu") -> list[Planne
 
 
 # Without shapes, as torch.compile traces it.
-@fused
-def _times(y: Tensor, mask: Tensor) -> Tensor:
+def times(y: Tensor, mask: Tensor) -> Tensor:
     """y [.., n] times the mask [T, n] of its tokens."""
     return y * mask.view(y.shape).to(y.dtype)
+
+
+_fused_times = fused(times)
 
 
 def mask_hooks(parts: LayerParts, masks: LayerMasks) -> Iterator[RemovableHandle]:
@@ -84,7 +86,8 @@ def mask_hooks(parts: LayerParts, masks: LayerMasks) -> Iterator[RemovableHandle
         now["neurons"] = masks.neurons(input_of(args, kwargs).flatten(0, -2))
 
     def mask_neurons(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_times(args[0], now["neurons"]),)
+        # a mask of float32 for each layer is more than memory should hold until the next step
+        return (_fused_times(args[0], now.pop("neurons")),)
 
     yield parts.mlp.register_forward_pre_hook(choose_neurons, with_kwargs=True)
     yield parts.down.register_forward_pre_hook(mask_neurons)

@@ -37,10 +37,11 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step_of(family: str, layers: int, form: str, attention: str, compile: bool) -> MaskStep:
+def step_of(family: str, layers: int, form: str, attention: str, compile: bool, rotate: bool = False) -> MaskStep:
     model = make_pico(family, num_hidden_layers=layers)
     recipe = Recipe.load("paper", ["model=x", "active=0.5", f"train.compile={str(compile).lower()}"])
-    return MaskStep(model, make_network(model, attention, form=form), recipe.loss, recipe.train, 0.5, 0)
+    net = make_network(model, attention, form=form, rotate=rotate)
+    return MaskStep(model, net, recipe.loss, recipe.train, 0.5, 0)
 
 
 def batch(padding: int = 0) -> Sequences:
@@ -61,13 +62,20 @@ def test_a_layer_takes_few_calls(form: str, attention: str, most: int) -> None:
     assert (counts[1] - counts[0]) / 2 <= most
 
 
-# of the teacher's layers two, the second for batches with padding; the others one for each shape that a function meets
+# Of the layers of the teacher two, and of the student two where one graph serves all of its layers: the second for batches
+# with padding. The others are of functions, one for each shape that they meet.
 @pytest.mark.parametrize(
-    ("form", "attention", "graphs"),
-    [("overlapping", "per_token", 13), ("overlapping", "static", 11), ("fine", "off", 3)],
+    ("family", "form", "attention", "rotate", "graphs"),
+    [
+        ("qwen2", "overlapping", "per_token", False, 4 + 4),
+        ("phi", "overlapping", "per_token", True, 4 + 4),
+        ("qwen2", "overlapping", "static", False, 4 + 5),
+        ("phi", "overlapping", "off", False, 4 + 2),
+        ("qwen2", "fine", "off", False, 2 + 1),
+    ],
 )
 def test_a_compiled_step_computes_what_an_eager_one_computes(
-    form: str, attention: str, graphs: int, monkeypatch: pytest.MonkeyPatch
+    family: str, form: str, attention: str, rotate: bool, graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     compiled.compiled.cache_clear()
@@ -75,8 +83,11 @@ def test_a_compiled_step_computes_what_an_eager_one_computes(
     counters.clear()
     found = []
     for compile in (False, True):
-        step = step_of("qwen2", 4, form, attention, compile)
+        step = step_of(family, 4, form, attention, compile, rotate)
+        classes = [type(module) for module in step.model.modules()]
         rows: list[dict[str, Tensor]] = [step(batch(), 1, 0), step(batch(), 2, 0), step(batch(4), 3, 0)]
+        assert step.student_in_graphs == (compile and form == "overlapping")
+        assert [type(module) for module in step.model.modules()] == classes
         found.append((rows, {name: p.grad for name, p in step.net.named_parameters() if p.grad is not None}))
     (rows, gradients), (same_rows, same_gradients) = found
     for row, other in zip(rows, same_rows, strict=True):

@@ -62,11 +62,13 @@ class PlannedAttention:
 
 
 # Without shapes, as torch.compile traces it.
-@fused
-def _times_heads(y: Tensor, mask: Tensor) -> Tensor:
+def times_heads(y: Tensor, mask: Tensor) -> Tensor:
     """y [.., heads C] times the mask of a head, [C] or [T, C]."""
     tiled = mask.to(y.dtype).repeat(*[1] * (mask.dim() - 1), y.shape[-1] // mask.shape[-1])
     return y * (tiled if mask.dim() == 1 else tiled.view(*y.shape[:-1], -1))
+
+
+_fused_times_heads = fused(times_heads)
 
 
 def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[RemovableHandle]:
@@ -82,14 +84,14 @@ def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[Remova
         now["qk"] = masks.qk()
 
     def mask_qk(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
-        return _times_heads(y, now["qk"])
+        return _fused_times_heads(y, now["qk"])
 
     def mask_v(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         turned = y if rotation is None else rotate_heads(y, rotation)
-        return _times_heads(turned, now["values"])
+        return _fused_times_heads(turned, now["values"])
 
     def mask_o(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        kept = _times_heads(args[0], now["values"])
+        kept = _fused_times_heads(args[0], now.pop("values"))
         return (kept if rotation is None else rotate_heads(kept, rotation, inverse=True),)
 
     yield parts.attention.register_forward_pre_hook(choose, with_kwargs=True)

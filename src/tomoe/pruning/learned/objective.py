@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 from tomoe.model.compiled import CompiledLayers, asked, fusing, learning_input
 from tomoe.model.running import family_head, hidden_states
 from tomoe.model.shape import ModelShape
+from tomoe.pruning.learned.graph_masks import masked_in_graphs
 from tomoe.pruning.learned.losses import active_fraction, budget_penalty, coverage_penalty, layer_fractions
+from tomoe.pruning.learned.overlapping import OverlappingNetwork
 from tomoe.pruning.learned.sampling import SampledLayerMasks, sampled_masks
 from tomoe.pruning.masking import masked
 from tomoe.pruning.network import MaskNetwork
@@ -58,7 +60,9 @@ class MaskStep:
         self.model, self.net, self.loss, self.train, self.active, self.seed = model, net, loss, train, active, seed
         plain = train.quantization == "none" and not train.shard
         self.compiled = plain and asked(train.compile, model.device)
-        self.as_teacher: AbstractContextManager[None] = CompiledLayers(model) if self.compiled else nullcontext()
+        self.layers: AbstractContextManager[None] = CompiledLayers(model) if self.compiled else nullcontext()
+        # of fine-grained experts a token uses another number in each layer, which no graph could serve
+        self.student_in_graphs = self.compiled and isinstance(net, OverlappingNetwork)
 
     def target(self, step: int) -> float:
         """Return the active fraction that a step aims at: it falls from 1 to `active` during the budget warm-up."""
@@ -83,12 +87,23 @@ class MaskStep:
         masks = sampled_masks(net, *seeds, None if mask is None else mask.flatten())
         teacher = None
         if self.loss.objective == "kl":
-            with torch.no_grad(), self.as_teacher:
+            with torch.no_grad(), self.layers:
                 teacher = hidden_states(model, ids, mask)
         # around the backward pass too: activation checkpointing runs layers again there
-        with masked(model, masks), learning_input(model) if self.compiled else nullcontext():
+        with self._student(masks, ids.numel()) as settle:
             student = hidden_states(model, ids, mask)
+            settle()
             distill = distill_loss(student, teacher, ids, mask, family_head(model))
             loss, terms = objective(distill, masks, net.shape, self.target(step), self.loss, net.layout.uniform)
             (loss / self.train.gradient_accumulation_steps).backward()
         return {"loss": loss.detach(), **{name: t.detach() for name, t in terms.items()}}
+
+    @contextmanager
+    def _student(self, masks: Sequence[SampledLayerMasks], tokens: int) -> Iterator[Callable[[], None]]:
+        """The model is masked inside the block; what it yields is called after the forward pass."""
+        if not self.student_in_graphs:
+            with masked(self.model, masks), learning_input(self.model) if self.compiled else nullcontext():
+                yield lambda: None
+            return
+        with masked_in_graphs(self.model, masks, tokens) as settle, learning_input(self.model), self.layers:
+            yield settle
