@@ -25,12 +25,16 @@ def margin(logits: Tensor, k: int) -> float:
 
 
 def least_margin(model: PreTrainedModel, input_ids: Tensor, **inputs: Tensor) -> float:
-    """How clearly every token chooses its experts and its V/O dims: the least `margin` of all choices; 1 in a dense model."""
+    """How clearly every token chooses its experts and its V/O dims: the least `margin` of all choices; 1 in a dense model.
+
+    What padding chooses, which is the same in every row, changes nothing.
+    """
     margins = [1.0]
+    real = inputs.get("attention_mask", torch.ones_like(input_ids)).flatten().bool()
 
     def note(k: int, logits: Tensor) -> None:
         if k < logits.shape[-1]:
-            margins.append(margin(logits, k))
+            margins.append(margin(logits.flatten(0, -2)[real], k))
 
     routers = [(m.router, m.top_k or 1) for m in model.modules() if isinstance(m, ToMoEMLP)]
     routers += [(m.value_router.project_out, m.top_k) for m in model.modules() if getattr(m, "value_router", None)]
