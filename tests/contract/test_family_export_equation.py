@@ -40,7 +40,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": ("granitemoehybrid", dict(shared_intermediate_size=96)),
     "gemma4_text": ("gemma4", dict(num_global_key_value_heads=2, global_head_dim=32)),
     "cohere2": ("cohere2_moe", {}),
-    "youtu": ("deepseek_v3", dict(rope_interleave=True)),
     "olmo2": ("flex_olmo", {}),
 }
 
@@ -116,7 +115,7 @@ def test_its_routers_choose_what_the_masks_mean(case: Case) -> None:
     exported, form = case.exported(), case.target.form_in(torch.float32)
     result = case.compared(RouterCheck(case.target.routers(exported, form)))
     assert result.problem is None
-    assert result.same > 0.97  # 0.9975 to 1 over eight families and four seeds
+    assert result.same > 0.97  # 0.9975 to 1 over seven families and four seeds
     # few tokens choose otherwise, and those behind them see it; the median is 1e-4 at most over these
     off = (exported(ids).logits - case.folded(ids).logits).abs().amax(-1)
     assert float(off.median()) <= 1e-3 * max(1.0, float(case.dense(ids).logits.abs().max()))

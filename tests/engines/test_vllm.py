@@ -147,19 +147,9 @@ FAMILY_SIZES: dict[str, Any] = {key: value for key, value in SIZES.items() if ke
 OTHERWISE: dict[str, dict[str, Any]] = {
     # tokens beyond a window of cohere2 differ in vLLM's dense model alike
     "cohere2": {"sliding_window": 64},
-    # latent attention has sizes of its own
-    "youtu": {
-        "num_key_value_heads": 2,
-        "qk_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-    },
 }
 # What vLLM 0.32 says of others on a CPU, in float32.
-REFUSED = {"qwen3_5_text": "failed to be inspected", "youtu": "expect weight to be bfloat16"}
+REFUSED = {"qwen3_5_text": "failed to be inspected"}
 # Its dense model differs alike, from the second token on.
 DIFFERS = {"lfm2"}
 

@@ -17,7 +17,6 @@ Format = Literal[
     "granitemoehybrid",
     "gemma4",
     "cohere2_moe",
-    "deepseek_v3",
     "flex_olmo",
     "gguf",
     "hf",
@@ -75,20 +74,18 @@ class TargetRules:
     them for a token, in no layer, and a shared part that is a multiple of one."""
 
 
-_CORRECTED = TargetRules(forms=("fine",), shared=STOCK_SHARED)
-_UNBIASED = replace(_CORRECTED, router_bias=False, dense_layers=False)
+_UNBIASED = TargetRules(forms=("fine",), shared=STOCK_SHARED, router_bias=False, dense_layers=False)
 _UNSHARED = replace(_UNBIASED, shared=0.0, holds_shared=False)
 
 TARGET_RULES = {
     "mixtral": TargetRules(forms=("overlapping",)),
-    "glm4_moe": _CORRECTED,
+    "glm4_moe": TargetRules(forms=("fine",), shared=STOCK_SHARED),
     "qwen3_5_moe": _UNBIASED,
     "lfm2_moe": TargetRules(forms=("fine",), shared=STOCK_SHARED, shared_in_experts=True),
     "granitemoeshared": _UNBIASED,
     "granitemoehybrid": _UNBIASED,
     "gemma4": _UNSHARED,
     "cohere2_moe": _UNBIASED,
-    "deepseek_v3": _CORRECTED,
     "flex_olmo": _UNSHARED,
     "gguf": TargetRules(shared=STOCK_SHARED, bounded=True, block=GGUF_BLOCK, tolerance=GGUF_TOLERANCE),
     "hf": TargetRules(forms=("fine", "overlapping", "inputs"), uniform=False),

@@ -17,7 +17,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from conftest import make_pico, make_plan
 from tomoe.exporting.stock.fine_grained import StockLayout, router_scales, router_tensors, stock_layout
 from tomoe.exporting.stock.routers import Sigmoid
-from tomoe.exporting.stock.table import grouped_sizes
+from tomoe.exporting.stock.table import glm4_sizes
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.plan import ALWAYS
@@ -25,7 +25,7 @@ from tomoe.plan import ALWAYS
 
 def stock_router(mlp: ToMoEMLP, layout: StockLayout, eps: float) -> Glm4MoeTopkRouter:
     """The router of transformers with the tensors of the export."""
-    sizes = {"hidden_size": mlp.router.in_features} | grouped_sizes(pico(), layout)
+    sizes = {"hidden_size": mlp.router.in_features} | glm4_sizes(pico(), layout)
     router = Glm4MoeTopkRouter(Glm4MoeConfig(**sizes))
     weight, corrections = router_tensors(mlp, layout, eps, Sigmoid())
     router.weight.data, router.e_score_correction_bias = weight, corrections

@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import (
     Cohere2MoeConfig,
-    DeepseekV3Config,
     FlexOlmoConfig,
     Gemma4TextConfig,
     Glm4MoeConfig,
@@ -32,11 +31,11 @@ from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 # Undoes the 1/2 that a sigmoid has at 0.
 ROUTED_SCALE = 2.0
-CORRECTED = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
 
 
-def grouped_sizes(moe: ToMoEForCausalLM, layout: StockLayout) -> dict[str, Any]:
-    """Of a router that could choose among groups of experts, but has one; the first layers may be plain MLPs."""
+def glm4_sizes(moe: ToMoEForCausalLM, layout: StockLayout) -> dict[str, Any]:
+    """Its router could choose among groups of experts, but has one. Output matrices are never tied: vLLM's class does not."""
+    attention: Any = moe.model.layers[0].self_attn
     return {
         "n_routed_experts": layout.experts,
         "num_experts_per_tok": layout.top_k,
@@ -47,13 +46,6 @@ def grouped_sizes(moe: ToMoEForCausalLM, layout: StockLayout) -> dict[str, Any]:
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": layout.whole,
-    }
-
-
-def glm4_sizes(moe: ToMoEForCausalLM, layout: StockLayout) -> dict[str, Any]:
-    """Output matrices are never tied: vLLM's class does not tie them."""
-    attention: Any = moe.model.layers[0].self_attn
-    return grouped_sizes(moe, layout) | {
         "rope_parameters": dict(moe.config.rope_parameters) | {"partial_rotary_factor": 1.0},
         "tie_word_embeddings": False,
         "attention_bias": attention.q_proj.bias is not None,
@@ -82,24 +74,7 @@ GLM4_MOE = FineGrained(
     sizes_of=glm4_sizes,
     tried_with=("4.57.1",),
     form=Sigmoid(),
-    router=CORRECTED,
-    float32_routers=True,
-)
-
-DEEPSEEK_V3 = FineGrained(
-    name="deepseek_v3",
-    config_class=DeepseekV3Config,
-    decoder=FamilyDecoder("youtu"),
-    sizes_of=lambda moe, layout: (
-        grouped_sizes(moe, layout)
-        | {
-            "intermediate_size": len(moe.mlps()[0].up_proj),
-            # transformers always corrects the choice, vLLM only where this says so
-            "topk_method": "noaux_tc",
-        }
-    ),
-    form=Sigmoid(),
-    router=CORRECTED,
+    router=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
     float32_routers=True,
 )
 
@@ -225,6 +200,5 @@ CARRIERS: tuple[Carrier[Any], ...] = (
     granite("granitemoehybrid", GraniteMoeHybridConfig, "granitemoehybrid"),
     GEMMA4,
     COHERE2_MOE,
-    DEEPSEEK_V3,
     FLEX_OLMO,
 )
