@@ -7,7 +7,7 @@ python examples/gguf_for_llama_cpp.py model=Qwen/Qwen2.5-1.5B active=0.7    # or
 import sys
 
 from tomoe import Recipe, convert, export
-from tomoe.exporting.targets import Options
+from tomoe.exporting.target import Options
 
 # llama.cpp has room for 30 experts of a token and runs a large shared part faster than many experts. The target sees to
 # both, so it comes before the conversion.

@@ -51,6 +51,7 @@ from transformers import (
     PhiConfig,
     PhiForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -59,8 +60,12 @@ from transformers import (
 from transformers.utils import logging
 
 from tomoe.budget import active_params, decoder_params
+from tomoe.exporting.choice import Choice
+from tomoe.exporting.target import Options
 from tomoe.model.structure import shape_of
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import ALWAYS, Plan
+from tomoe.progress import no_stage_progress
 from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.fine_grained import FineNetwork
 from tomoe.pruning.forms import mask_network
@@ -208,6 +213,14 @@ def make_plan(model: PreTrainedModel, attention: str, active: float = 0.6, **opt
         net = make_network(model, attention, **options)
         _plans[key] = extract_plan(net, model, active, (ids, torch.ones_like(ids, dtype=torch.bool)), tolerance=0.02)
     return _plans[key]
+
+
+def write_export(
+    choice: Choice, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, out: Path, options: Options
+) -> None:
+    """Write the folder `out` and verify nothing."""
+    out.mkdir(exist_ok=True)
+    choice.target.write(moe, tokenizer, out, options, no_stage_progress)
 
 
 @pytest.fixture(params=FAMILIES)

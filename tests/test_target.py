@@ -15,7 +15,7 @@ from pico_files import CommandLine, pico_recipe, small, write_pico, write_text
 from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params, mlp_params
 from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
-from tomoe.exporting.targets import TARGETS
+from tomoe.exporting.choice import TARGETS
 from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.carving import carve_

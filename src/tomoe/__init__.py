@@ -16,7 +16,7 @@ from tomoe.version import __version__
 if TYPE_CHECKING:
     from tomoe.conversion.convert import convert
     from tomoe.evaluation.evaluate import evaluate
-    from tomoe.exporting.run import export
+    from tomoe.exporting.export import export
     from tomoe.finetuning.finetune import finetune
     from tomoe.model.generation import generate
     from tomoe.moe.load import load
@@ -46,7 +46,7 @@ _MODULES = {
     "ToMoEForCausalLM": "tomoe.moe.modeling_tomoe",
     "convert": "tomoe.conversion.convert",
     "evaluate": "tomoe.evaluation.evaluate",
-    "export": "tomoe.exporting.run",
+    "export": "tomoe.exporting.export",
     "finetune": "tomoe.finetuning.finetune",
     "generate": "tomoe.model.generation",
     "load": "tomoe.moe.load",

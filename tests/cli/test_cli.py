@@ -23,8 +23,8 @@ from tomoe.cli import VERBS, evaluate, export
 from tomoe.cli.convert import next_commands
 from tomoe.cli.options import with_fractions
 from tomoe.evaluation.tasks import BATCH
-from tomoe.exporting import target, targets
-from tomoe.exporting.run import PROOF_TOKENS
+from tomoe.exporting import choice, target
+from tomoe.exporting.export import PROOF_TOKENS
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import DataSection, Recipe
 
@@ -46,12 +46,12 @@ def test_defaults_that_the_command_line_repeats() -> None:
     defaults = {name: p.default for name, p in inspect.signature(export).parameters.items()}
     assert defaults["tokens"] == PROOF_TOKENS
     assert (defaults["width_multiple"], defaults["weights"]) == (
-        targets.Options.width_multiple,
-        targets.Options.precision,
+        target.Options.width_multiple,
+        target.Options.precision,
     )
     exporting = importlib.import_module("tomoe.cli.export")
     assert get_args(exporting.Precision) == get_args(target.Precision)
-    assert set(get_args(exporting.Format)) == {"auto", *targets.TARGETS}
+    assert set(get_args(exporting.Format)) == {"auto", *choice.TARGETS}
     assert inspect.signature(evaluate).parameters["batch_size"].default == BATCH
 
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from test_equation import assert_same
 from transformers import AutoModelForCausalLM, Exaone4ForCausalLM, OlmoForCausalLM, PreTrainedModel
 
-from conftest import FAMILIES, FORMS, PICO, make_pico, make_plan, randomise, tokens
+from conftest import FAMILIES, FORMS, PICO, make_pico, make_plan, randomise, tokens, write_export
 from tomoe.errors import UserError
+from tomoe.exporting.choice import TARGETS, choose
 from tomoe.exporting.stock.plain_decoder import PlainDecoder
 from tomoe.exporting.stock.table import CARRIERS
 from tomoe.exporting.target import Options
-from tomoe.exporting.targets import TARGETS, choose, write_export
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from test_equation import assert_same
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from conftest import make_pico, make_plan
+from conftest import make_pico, make_plan, write_export
 from tomoe.errors import UserError
+from tomoe.exporting.choice import TARGETS, choose
 from tomoe.exporting.stock.fine_grained import FineGrained
 from tomoe.exporting.target import Options
-from tomoe.exporting.targets import TARGETS, choose, write_export
 from tomoe.exporting.verify import RouterAgreement, RouterCheck
 from tomoe.model.hooks import hooked
 from tomoe.moe.fold import fold

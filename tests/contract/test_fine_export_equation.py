@@ -20,11 +20,12 @@ from test_equation import assert_same
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from conftest import make_pico, make_plan, tokens
+from conftest import make_pico, make_plan, tokens, write_export
 from tomoe.errors import UserError
+from tomoe.exporting.choice import TARGETS, choose
+from tomoe.exporting.export import padding_notice
 from tomoe.exporting.stock.fine_grained import stock_layout
 from tomoe.exporting.target import Options
-from tomoe.exporting.targets import TARGETS, choose, padding_notice, write_export
 from tomoe.model.hooks import hooked
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, route

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tomoe.moe.fold as fold_module
-from conftest import FAMILIES, FORMS, make_network, make_pico, make_plan, tokens
+from conftest import FAMILIES, FORMS, make_network, make_pico, make_plan, tokens, write_export
+from tomoe.exporting.choice import choose
 from tomoe.exporting.target import Options
-from tomoe.exporting.targets import choose, write_export
 from tomoe.model.heads import rotate_heads, rotate_weights
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold

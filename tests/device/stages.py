@@ -26,7 +26,7 @@ from conftest import tokens
 from tomoe.conversion.convert import convert
 from tomoe.evaluation.evaluate import evaluate
 from tomoe.evaluation.speed.benchmark import benchmark
-from tomoe.exporting.run import export
+from tomoe.exporting.export import export
 from tomoe.finetuning.finetune import finetune
 from tomoe.finetuning.repair import repair
 from tomoe.model.generation import generate

@@ -24,11 +24,11 @@ from vllm_runs import (
     serving,
 )
 
-from conftest import make_pico, make_plan, tokens
+from conftest import make_pico, make_plan, tokens, write_export
 from pico_tokenizer import make_tokenizer
+from tomoe.exporting.choice import TARGETS, choose
 from tomoe.exporting.stock.fine_grained import FineGrained
 from tomoe.exporting.target import Options
-from tomoe.exporting.targets import TARGETS, choose, write_export
 from tomoe.moe.fold import fold
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_vllm]

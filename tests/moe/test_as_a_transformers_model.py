@@ -22,11 +22,11 @@ from transformers import (
 )
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
+from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens, write_export
 from pico_tokenizer import make_tokenizer
 from tomoe.errors import UserError
+from tomoe.exporting.choice import choose
 from tomoe.exporting.target import Options
-from tomoe.exporting.targets import choose, write_export
 from tomoe.model.hooks import hooked
 from tomoe.model.loading import load_dense
 from tomoe.moe.checkpoint import save_moe

@@ -16,7 +16,7 @@ from tomoe.cli.signals import resumable
 from tomoe.conversion import convert as conversion
 from tomoe.errors import UserError
 from tomoe.evaluation import tables
-from tomoe.exporting import targets
+from tomoe.exporting import choice
 from tomoe.memory import estimate
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import build, card, warnings
@@ -39,16 +39,16 @@ def convert(
     skip_memory_check: options.SkipMemoryCheck = False,
 ) -> None:
     """Convert a dense model to a Mixture-of-Experts and measure both."""
-    # `auto` names no form: exporting/targets.py says what it stands for, before a conversion and after it
+    # `auto` names no form: exporting/choice.py says what it stands for, before a conversion and after it
     recipe = chosen.make(target=None if format == "auto" else format)
     if format == "auto" and recipe.target == "hf" and recipe.model:
-        recipe = chosen.make(target=targets.of_family(recipe.model, recipe.experts.form))
+        recipe = chosen.make(target=choice.of_family(recipe.model, recipe.experts.form))
     if format is not None and recipe.experts.form == "inputs":
         raise UserError(
             "no engine has a place for projections that leave out inputs of a token; leave --format out, or --form inputs"
         )
     if format not in (None, "auto"):
-        targets.TARGETS[format].check_verifier()
+        choice.TARGETS[format].check_verifier()
     first = run_conversion(recipe, out, resume, force, skip_memory_check)
     if format is not None and first:
         export(out, out / f"export-{format}", format, device=recipe.device, force=force or resume)

@@ -8,7 +8,8 @@ import typer
 
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output
-from tomoe.exporting import run, target
+from tomoe.exporting import export as exporting
+from tomoe.exporting import target
 from tomoe.recipe import target_rules
 
 Format = Literal["auto", target_rules.Format]
@@ -47,7 +48,7 @@ def export(
 ) -> None:
     """Write a stock MoE (Mixtral, Glm4 ...) or GGUF, and verify it on text."""
     with Screen() as screen:
-        exported = run.export(
+        exported = exporting.export(
             folder,
             format,
             out,
@@ -64,7 +65,7 @@ def export(
     _show(exported)
 
 
-def _show(exported: run.Exported) -> None:
+def _show(exported: exporting.Exported) -> None:
     """The verification, and how to load what was written."""
     console, proof = output(), exported.proof
     if proof is None:

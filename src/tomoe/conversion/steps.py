@@ -16,7 +16,7 @@ from tomoe import distributed
 from tomoe.data.corpus import Corpus, Sequences, prepare
 from tomoe.data.sources import SELF
 from tomoe.errors import UserError
-from tomoe.exporting.targets import check_target
+from tomoe.exporting.choice import check_target
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import fingerprint, load_tokenizer
 from tomoe.model.shape import ModelShape

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from tomoe import distributed
 from tomoe.budget import decoder_params
 from tomoe.errors import UserError
-from tomoe.exporting.targets import check_target
+from tomoe.exporting.choice import check_target
 from tomoe.files import format_bytes
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.checks import check_causal

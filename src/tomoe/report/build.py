@@ -28,8 +28,8 @@ from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card
 from tomoe.report.figures import all_figures, save_all
-from tomoe.report.forms import WORDS
 from tomoe.report.page import Generation, PageFacts, write_page
+from tomoe.report.words import WORDS
 from tomoe.training.run_folder import RunFolder
 
 FORMAT = "tomoe-report-1"

@@ -21,10 +21,10 @@ from tomoe.files import CARD, CARD_BESIDE, basename, write_card_file
 from tomoe.model.hub import PLAN_FILES
 from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.recipe.conversion import Recipe
-from tomoe.report.forms import WORDS, num_experts
 from tomoe.report.license import base_model_info
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
+from tomoe.report.words import WORDS, num_experts
 from tomoe.version import INSTALL
 
 

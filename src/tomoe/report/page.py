@@ -17,11 +17,11 @@ from tomoe.evaluation.writing.loops import Variety
 from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.plan import AnyPlan
 from tomoe.report import verdict
-from tomoe.report.forms import WORDS
 from tomoe.report.html import render, svg_uri
 from tomoe.report.style import CaptionedFigure
 from tomoe.report.summary import conversion_summary, recipe_of, shown_name
 from tomoe.report.warnings import find_warnings
+from tomoe.report.words import WORDS
 from tomoe.version import __version__
 
 PAGE = "report.html"

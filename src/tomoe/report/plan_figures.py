@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from tomoe.plan import AnyPlan
-from tomoe.report.forms import WORDS
 from tomoe.report.style import COLORS, DASHES, INK, MARKERS, SHADES, CaptionedFigure, canvas, styled
+from tomoe.report.words import WORDS
 
 
 @styled

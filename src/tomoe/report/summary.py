@@ -10,7 +10,7 @@ from tomoe.files import basename, format_bytes
 from tomoe.model.names import HUB_ID
 from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan, LayerCounts, Plan
 from tomoe.recipe.conversion import Recipe
-from tomoe.report.forms import WORDS, span
+from tomoe.report.words import WORDS, span
 
 ATTENTION = {
     "off": "kept whole",

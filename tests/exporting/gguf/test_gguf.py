@@ -17,11 +17,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from conftest import make_pico, make_plan, tokens
+from conftest import make_pico, make_plan, tokens, write_export
 from pico_files import CommandLine, pico_recipe, refused, write_pico, write_text
 from pico_tokenizer import TOKENIZER, make_tokenizer
 from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
+from tomoe.exporting.choice import choose
 from tomoe.exporting.gguf import llama_cpp
 from tomoe.exporting.gguf.experts import merge_experts
 from tomoe.exporting.gguf.file import larger_rows
@@ -29,7 +30,6 @@ from tomoe.exporting.gguf.llama_cpp import LlamaCpp
 from tomoe.exporting.gguf.target import Gguf, entries, write_gguf
 from tomoe.exporting.gguf.tokenizer import SPLITS, splitting_rule
 from tomoe.exporting.target import Options, Precision
-from tomoe.exporting.targets import choose, write_export
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
@@ -257,7 +257,7 @@ def test_an_export_that_is_refused_on_the_way_leaves_nothing(tmp_path: Path) -> 
     ):
         with pytest.raises(UserError, match=words):
             write_export(choose(moe, "gguf"), moe, tokenizer, tmp_path / "out", Options())
-        assert list(tmp_path.iterdir()) == []
+        assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_tokenizers_that_split_otherwise_are_refused() -> None:

@@ -19,14 +19,17 @@ from tomoe.data.evaluation_text import EvaluationText, held_out_text, read_text
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.results import read_rows
+from tomoe.exporting.choice import TARGETS, Choice, choose
+from tomoe.exporting.stock.carrier import empty_stock
 from tomoe.exporting.target import Options, Sizes
-from tomoe.exporting.targets import TARGETS, Choice, choose, export_folder, padding_notice
 from tomoe.exporting.verify import Check, Proof
 from tomoe.exporting.writing import check_place
-from tomoe.files import basename, format_bytes
+from tomoe.files import atomic_folder, basename, format_bytes
+from tomoe.folders import REPLACED
 from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.far_tokens import far_tokens
 from tomoe.model.loading import load_config, load_tokenizer
+from tomoe.model.trouble import writing
 from tomoe.moe.checkpoint import load_moe
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
@@ -75,7 +78,7 @@ def export(
 ) -> Exported:
     """Write a converted model in another form, and verify on real text that the two predict the same.
 
-    folder: what `convert` wrote. name: mixtral, glm4_moe, gguf, hf or another of `targets.TARGETS`; auto takes the first stock
+    folder: what `convert` wrote. name: mixtral, glm4_moe, gguf, hf or another of `choice.TARGETS`; auto takes the first stock
     architecture that holds the model, else hf. out: the folder to write; with `force` it replaces an earlier export there.
     text: a text file or source to verify on (default: what the conversion held out), at most `tokens` tokens of it, run in
     `dtype` on `device`. options: width of experts, type of GGUF weights. unverified: compare nothing, and say so in the card
@@ -101,7 +104,7 @@ def export(
     for notice in _notices(choice, sizes, moe, basename(folder)):
         say(notice)
     dialed = choice.target.is_dialed(moe)
-    with export_folder(out) as part:
+    with writing(f"the export to {out}"), atomic_folder(out, "config.json", REPLACED) as part:
         choice.target.write(moe, tokenizer, part, options, _in_megabytes(on_progress))
         proof = None
         if proof_text is not None:
@@ -137,6 +140,24 @@ def _notices(choice: Choice, sizes: Sizes, moe: ToMoEForCausalLM, name: str) -> 
     yield f"It takes {format_bytes(sizes.bytes)} ({sizes.words}); {name} takes {format_bytes(stored)}."
     if padding := padding_notice(moe, sizes):
         yield padding
+
+
+def padding_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:
+    """What an export with copies or zeros costs, in one or two sentences; None without."""
+    if sizes.zeros:
+        zeros = "one expert of zeros is" if sizes.zeros == 1 else f"up to {sizes.zeros} experts of zeros are"
+        return (
+            f"Layers differ in how many experts a token uses, but this form has one number: {zeros} always chosen, which takes "
+            "space and time; `--set target=glm4_moe` (or gguf) at conversion needs none."
+        )
+    if not sizes.copies:
+        return None
+    dense = sum(p.numel() for p in empty_stock(moe.config.dense_config()).parameters()) * moe.dtype.itemsize
+    return (
+        f"Experts share neurons, but this form stores a copy for each and pads with zeros: {format_bytes(sizes.bytes)}, while "
+        f"the dense model takes {format_bytes(dense)}. It is for loading elsewhere, not for speed; experts.form = fine at "
+        "conversion has no copies."
+    )
 
 
 def _in_megabytes(on_progress: ProgressCallback) -> StageCallback:

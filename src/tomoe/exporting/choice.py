@@ -1,4 +1,4 @@
-"""The targets of an export, which of them a model takes, and how their folders are written.
+"""The targets of an export, and which of them a model takes.
 
 `target` is a key of the recipe and aims the conversion: it says what the experts must be like to fit a form. `--format` says
 which form to write: `tomoe convert --format F` is `--set target=F`, and then `tomoe export --format F`. `auto` is no form, but
@@ -8,26 +8,18 @@ there are no experts to judge by, for the class of the dense model's own family,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from tomoe.errors import UserError
 from tomoe.exporting.gguf.target import Gguf
 from tomoe.exporting.hf import OwnForm
-from tomoe.exporting.stock.carrier import empty_stock
 from tomoe.exporting.stock.family_decoder import FamilyDecoder
 from tomoe.exporting.stock.table import CARRIERS
-from tomoe.exporting.target import Options, Sizes, Target
-from tomoe.files import atomic_folder, format_bytes
-from tomoe.folders import REPLACED
+from tomoe.exporting.target import Target
 from tomoe.model.loading import load_config
-from tomoe.model.trouble import writing
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.recipe.conversion import Recipe
 
 # `auto` takes the first stock class that holds the model.
@@ -81,44 +73,3 @@ def of_family(model: str, form: str) -> str | None:
     """
     own = FamilyDecoder(load_config(model).get_text_config(decoder=True).model_type)
     return next((row.name for row in CARRIERS if row.decoder == own and row.form_problem(form) is None), None)
-
-
-@contextmanager
-def export_folder(out: Path) -> Iterator[Path]:
-    """A folder whose files move to `out` at the end of the block, in place of the export that it may hold.
-
-    If the block fails, `out` is as it was. Raises UserError if the files cannot be written.
-    """
-    with writing(f"the export to {out}"), atomic_folder(out, "config.json", REPLACED) as part:
-        yield part
-
-
-def write_export(
-    choice: Choice,
-    moe: ToMoEForCausalLM,
-    tokenizer: PreTrainedTokenizerBase | None,
-    out: Path,
-    options: Options,
-    on_progress: StageCallback = no_stage_progress,
-) -> None:
-    """Write the folder `out` and verify nothing. Raises UserError if it cannot be written."""
-    with export_folder(out) as part:
-        choice.target.write(moe, tokenizer, part, options, on_progress)
-
-
-def padding_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:
-    """What an export with copies or zeros costs, in one or two sentences; None without."""
-    if sizes.zeros:
-        zeros = "one expert of zeros is" if sizes.zeros == 1 else f"up to {sizes.zeros} experts of zeros are"
-        return (
-            f"Layers differ in how many experts a token uses, but this form has one number: {zeros} always chosen, which takes "
-            "space and time; `--set target=glm4_moe` (or gguf) at conversion needs none."
-        )
-    if not sizes.copies:
-        return None
-    dense = sum(p.numel() for p in empty_stock(moe.config.dense_config()).parameters()) * moe.dtype.itemsize
-    return (
-        f"Experts share neurons, but this form stores a copy for each and pads with zeros: {format_bytes(sizes.bytes)}, while "
-        f"the dense model takes {format_bytes(dense)}. It is for loading elsewhere, not for speed; experts.form = fine at "
-        "conversion has no copies."
-    )
