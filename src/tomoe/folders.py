@@ -26,8 +26,6 @@ TOKENIZER = (
 )
 PLAN = ("plan.json", "plan.safetensors")
 FIGURES = ("dial", "layers", "throughput", "training")
-EARLIER_FIGURES = "cost expert-widths inputs parts similarity union usage value-dims width".split()
-"""Drawn by earlier versions."""
 MEASURED = (
     "README.md",
     "README.tomoe.md",
@@ -36,7 +34,7 @@ MEASURED = (
     "benchmark.json",
     "report.json",
     "report.html",
-    *(f"figures/{name}.{kind}" for name in (*FIGURES, *EARLIER_FIGURES) for kind in ("svg", "png")),
+    *(f"figures/{name}.{kind}" for name in FIGURES for kind in ("svg", "png")),
 )
 """What is said of the weights, and goes with them."""
 GGUF = tuple(f"model-{precision}.gguf" for precision in ("f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"))

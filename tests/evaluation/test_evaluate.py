@@ -135,22 +135,22 @@ def test_what_is_only_padding_does_not_run(llama: PreTrainedModel, stride: int |
 def test_sequences_that_run_together_are_measured_as_alone(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: two at a time, one of them padded, and what each source uses of the experts."""
+    """As on a GPU: two at a time, one of them padded."""
     ids, mask = tokens(5, 12), torch.ones(5, 12, dtype=torch.bool)
     mask[2, 7:] = False
     moe = fold(llama, make_plan(llama, "off", form="fine"))
-    pairs, sources = [("dense", llama), ("moe", moe)], ["a", "b", "a", "b", "b"]
-    alone = compare(pairs, ids, mask, sources=sources)
+    pairs = [("dense", llama), ("moe", moe)]
+    alone = compare(pairs, ids, mask)
     sizes: list[int] = []
     hook = moe.model.register_forward_hook(lambda _m, _i, out: sizes.append(len(out.last_hidden_state)))
     monkeypatch.setattr(Predictions, "together", lambda *_: 2)
-    together = compare(pairs, ids, mask, sources=sources)
+    together = compare(pairs, ids, mask)
     hook.remove()
     assert sizes[-3:] == [2, 2, 1]
     for one, other in zip(alone, together, strict=True):
         assert other.measurement.nll == pytest.approx(one.measurement.nll, rel=1e-6)
         assert other.measurement.tokens == one.measurement.tokens
-        assert (other.usage, other.usage_by_source) == (one.usage, one.usage_by_source)
+        assert other.usage == one.usage
     assert together[1].measurement.kl == pytest.approx(alone[1].measurement.kl, rel=1e-4)
 
 

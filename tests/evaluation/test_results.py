@@ -28,7 +28,6 @@ FACTS = {
 
 
 def some_rows() -> list[Row]:
-    usage = ExpertUsage([[0.25, 0.75], [0.5, 0.5]], 4096)
     fine = ExpertUsage([[0.25, 0.75], [0.5, 0.5]], 4096, [1, 2])
     score = TaskScore("piqa", 5, "acc", 0.6, 0.01, 100, 0, {"acc": 0.6}, "1.0", "lm-eval 0.4")
     measured = [
@@ -39,7 +38,7 @@ def some_rows() -> list[Row]:
     ]
     return [
         Row(measured[0], FACTS, None, None, (score,)),
-        Row(measured[1], FACTS, fine, 0.5, (score,), {"a": usage, "b": fine}),
+        Row(measured[1], FACTS, fine, 0.5, (score,)),
     ]
 
 
@@ -108,10 +107,8 @@ def test_markdown_takes_no_markup_from_names() -> None:
     assert "\n#" not in written
 
 
-def test_shares_of_the_tokens_are_those_of_the_choices_times_their_number() -> None:
+def test_the_experts_of_a_token_are_given_for_every_layer() -> None:
     usage = ExpertUsage([[0.25, 0.5, 0.25, 0.0], [0.25] * 4], 100, [2, 4])
-    assert usage.token_shares() == [[0.5, 1.0, 0.5, 0.0], [1.0] * 4]
-    assert ExpertUsage(usage.shares, 100).token_shares() == usage.shares
     row = replace(some_rows()[1], usage=usage)
     assert rows_from(to_json([row])) == [row]
     broken = to_json([row]).replace('"per_token": [\n          2,', '"per_token": [')

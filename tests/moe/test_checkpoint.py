@@ -227,7 +227,7 @@ def test_the_run_stays_and_what_was_found_of_an_older_model_goes(tmp_path: Path)
     (out / "run" / "masks" / "state.json").write_text("{}")
     (out / "figures").mkdir()
     plan.save(out)
-    for stale in ("report.html", "evaluation.json", "figures/width.svg", "model-00001-of-00002.safetensors"):
+    for stale in ("report.html", "evaluation.json", "figures/layers.svg", "model-00001-of-00002.safetensors"):
         (out / stale).write_text("of an older, larger model")
     (out / "mine.txt").write_text("mine")
     save_moe(moe, plan, None, out)

@@ -52,6 +52,6 @@ def hostile_facts() -> PageFacts:
         figures=all_figures(plan, metrics, cells),
         cost=COST,
         cells=cells,
-        losses=TokenLosses(["a", EVIL], [1.0], [2.0]),
+        losses=TokenLosses([1.0], [2.0]),
         varieties=[Variety(f"model {EVIL}", 8, 64, looped, 0.5) for looped in (1, 3)],
     )

@@ -27,7 +27,7 @@ from tomoe.report.page import Generation, PageFacts
 
 pytestmark = pytest.mark.slow
 
-LOSSES, LOOPS = TokenLosses(["a", "b"], [1.0], [2.0]), [Variety("m", 8, 64, 1, 0.5)] * 2
+LOSSES, LOOPS = TokenLosses([1.0], [2.0]), [Variety("m", 8, 64, 1, 0.5)] * 2
 OBSERVED = build.Observed(build.FORMAT, "0", [Generation("p", [("m", "t")])], LOSSES, LOOPS)
 
 

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from conftest import FAMILIES, make_pico, make_plan
-from pico_files import rows_from
 from tomoe.budget import active_params, decoder_params
 from tomoe.errors import UserError
 from tomoe.evaluation import param_counts, perplexity, tables, usage
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.perplexity import measure
-from tomoe.evaluation.results import ExpertUsage, Measurement, Row, to_json, validated
+from tomoe.evaluation.results import ExpertUsage, Measurement, Row, validated
 from tomoe.files import format_bytes
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
@@ -277,7 +276,7 @@ def expert_usage(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Ten
         for ids, real in zip(input_ids, mask, strict=True):
             if counter.routers:
                 perplexity.forward_sequence(model, ids, real, inner=perplexity.has_inner(model))
-                counter.count(real[None], [""])
+                counter.count(real[None])
     return counter.usage()
 
 
@@ -441,18 +440,6 @@ def test_card_summary_and_page_of_fine_grained_experts(llama: PreTrainedModel, t
     assert "layers of a shared part and 8 experts, 2 to 3 of them for each token" in shown
     assert svg_uri(page.drawing("fine")) in shown
     assert svg_uri(page.drawing("overlapping")) not in shown
-
-
-def test_routing_is_counted_by_source(llama: PreTrainedModel) -> None:
-    ids, mask = some_sequences()
-    moe = fold(llama, some_plan(llama))
-    models = [("dense", llama), ("moe", moe)]
-    row = compare(models, ids, mask, sources=["a", "b", "a", "b"])[1]
-    assert row.usage == expert_usage(moe, ids, mask)
-    for source, own in (("a", [0, 2]), ("b", [1, 3])):
-        assert row.usage_by_source[source] == expert_usage(moe, ids[own], mask[own])
-    assert rows_from(to_json([row])) == [row]
-    assert compare(models, ids, mask, sources=["a"] * 4)[1].usage_by_source == {}
 
 
 @pytest.mark.parametrize(

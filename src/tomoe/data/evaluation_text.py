@@ -25,8 +25,6 @@ class EvaluationText:
     seed: int | None = None
     stride: int | None = None
     """Tokens from one window to the next; None: the sequences as they are."""
-    sources: tuple[str, ...] = ()
-    """Names that the `source_ids` of the sequences index."""
 
 
 def held_out_text(names: Sequence[str]) -> EvaluationText:
@@ -40,8 +38,8 @@ def held_out_text(names: Sequence[str]) -> EvaluationText:
             corpus = Corpus.load(path)
             if corpus.evaluation_name is not None:
                 return EvaluationText(corpus.evaluation, corpus.evaluation_name, corpus.seed)
-            sources = tuple(Path(source).name for source in corpus.sources)
-            return EvaluationText(corpus.evaluation, f"{', '.join(sources)}, held out", corpus.seed, sources=sources)
+            sources = ", ".join(Path(source).name for source in corpus.sources)
+            return EvaluationText(corpus.evaluation, f"{sources}, held out", corpus.seed)
     raise UserError(
         "none of these folders holds held-out text (run/corpus.safetensors); name a text file or source with --text"
     )

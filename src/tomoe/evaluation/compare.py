@@ -28,7 +28,6 @@ def compare(
     stride: int | None = None,
     data: str = "",
     seed: int | None = None,
-    sources: Sequence[str] | None = None,
     tasks: Callable[[str, Any], Sequence[TaskScore]] | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> list[Row]:
@@ -36,8 +35,7 @@ def compare(
 
     `models` may be a generator that loads as it goes: beside the reference, which runs over the text once, one model is
     alive at a time. If a name is a path, the row shows its last part and the size on disk. `tasks` is called with
-    (name, model) for the scores of tasks. `sources` names the source of each sequence, for routing by source. Several
-    processes divide the sequences among them. Raises UserError as `measure` does.
+    (name, model) for the scores of tasks. Several processes divide the sequences among them. Raises UserError as `measure` does.
     """
     rows: list[Row] = []
     reference = None
@@ -47,8 +45,7 @@ def compare(
         counter = ExpertCounter(model)
 
         def count(group: list[int], counter: ExpertCounter = counter) -> None:
-            real = torch.stack([new_tokens(mask, b, stride) for b in group])
-            counter.count(real, [sources[b] if sources else "" for b in group])
+            counter.count(torch.stack([new_tokens(mask, b, stride) for b in group]))
 
         predictions = Predictions(model, keep=reference is None)
         on_sequences = stage_callback(on_progress, f"evaluating {name}")
@@ -66,11 +63,11 @@ def compare(
                 data=data,
                 seed=seed,
             )
-        counter.collect(sources or [""])
+        counter.collect()
         with choosing_all(model):
             scores = tuple(tasks(model_name, model)) if tasks else ()
         facts = model_facts(model, path if path.exists() else None)
-        rows.append(Row(measured, facts, counter.usage(), None, scores, counter.by_source(), experts_per_token(model)))
+        rows.append(Row(measured, facts, counter.usage(), None, scores, experts_per_token(model)))
         reference = reference or predictions
         del model, predictions, counter, count  # before the next one is loaded
     return rows

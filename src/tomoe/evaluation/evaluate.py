@@ -210,19 +210,16 @@ def compare_on(
             model, load_tokenizer(name), lambda task, *progress: on_progress(f"{task} of {title}", *progress)
         )
 
-    sequences, sources = evaluation.sequences, None
+    sequences = evaluation.sequences
     inputs = (sequences.input_ids, sequences.mask)
     if evaluation.stride is not None:
         inputs = sliding(sequences.input_ids[sequences.mask], sequences.input_ids.shape[1], evaluation.stride)
-    elif sequences.source_ids is not None:
-        sources = [evaluation.sources[i] for i in sequences.source_ids.tolist()]
     rows = compare(
         with_names(),
         *inputs,
         stride=evaluation.stride,
         data=evaluation.name,
         seed=evaluation.seed,
-        sources=sources,
         tasks=scores if tasks and not distributed.rank() else None,
         on_progress=on_progress,
     )

@@ -116,11 +116,6 @@ class ExpertUsage:
         if self.per_token and len(self.per_token) != len(self.shares):
             raise ValueError("experts per token are not given for every layer")
 
-    def token_shares(self) -> list[list[float]]:
-        """Share of the tokens that use each expert, [layer][expert]; a row sums to the experts of a token."""
-        per_token = self.per_token or [1] * len(self.shares)
-        return [[min(1.0, k * share) for share in row] for k, row in zip(per_token, self.shares, strict=True)]
-
 
 @dataclass(frozen=True)
 class TaskScore:
@@ -148,7 +143,6 @@ class Row:
     usage: ExpertUsage | None = None
     training_overlap: Share | None = None  # share of the text that it was fitted on, see overlap.py
     tasks: tuple[TaskScore, ...] = ()
-    usage_by_source: dict[Name, ExpertUsage] = field(default_factory=dict)  # if the text has several sources
     experts_per_token: Count | None = None  # of fine-grained experts, the most that any layer used
 
     @property

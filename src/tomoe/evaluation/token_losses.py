@@ -1,4 +1,4 @@
-"""Two models token by token: what each token cost in both."""
+"""What each token of a passage costs in two models."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from tomoe.evaluation.perplexity import evaluating
 from tomoe.evaluation.results import Number
-from tomoe.evaluation.routing_trace import pieces
 from tomoe.moe.modeling_tomoe import choosing_all
 
 
@@ -23,24 +21,20 @@ from tomoe.moe.modeling_tomoe import choosing_all
 class TokenLosses:
     """The loss of every token after the first, in nats, in the dense model and in the MoE."""
 
-    tokens: Annotated[list[str], Field(min_length=2)]
-    dense: list[Number]
+    dense: Annotated[list[Number], Field(min_length=1)]
     moe: list[Number]
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless there are two losses for each token but the first; a file may hold anything."""
-        if not len(self.tokens) - 1 == len(self.dense) == len(self.moe):
+        """Raises ValueError unless there are two losses for each token; a file may hold anything."""
+        if len(self.dense) != len(self.moe):
             raise ValueError("a token does not have one loss in each model")
 
 
-def token_losses(
-    dense: nn.Module, moe: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]
-) -> TokenLosses | None:
+def token_losses(dense: nn.Module, moe: nn.Module, ids: Sequence[int]) -> TokenLosses | None:
     """Run the tokens through both models once; None for fewer than two tokens."""
     if len(ids) < 2:
         return None
-    losses = [_losses(model, ids).tolist() for model in (dense, moe)]
-    return TokenLosses(pieces(tokenizer, ids), *losses)
+    return TokenLosses(*(_losses(model, ids).tolist() for model in (dense, moe)))
 
 
 def _losses(model: Any, ids: Sequence[int]) -> Float[Tensor, " T"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,18 +22,14 @@ def routers(model: nn.Module) -> dict[nn.Module, int | None]:
 
 
 class ExpertCounter:
-    """Counts what routers chose, sequence by sequence, while others run the model: `with ExpertCounter(model) as counter:`.
-
-    A token's experts are those that `route` gives it.
-    """
+    """Counts what routers chose, while others run the model: `with ExpertCounter(model) as counter:`."""
 
     def __init__(self, model: nn.Module):
         self.top_ks = routers(model)
         self.routers = list(self.top_ks)
         self.chosen: dict[nn.Module, Tensor] = {}  # 0/1 [B S, N] of the last forward pass
-        self.experts: dict[nn.Module, int] = {}
-        self.counts: dict[str, dict[nn.Module, Tensor]] = {}  # by source, "" where none is named
-        self.tokens: dict[str, int] = {}
+        self.counts: dict[nn.Module, Tensor] = {}  # [N]
+        self.tokens = 0
 
     def __enter__(self) -> ExpertCounter:
         self.hooks = hooked(router.register_forward_hook(self._record) for router in self.routers)
@@ -47,48 +42,31 @@ class ExpertCounter:
     def _record(self, router: nn.Module, _args: Any, output: Any) -> None:
         logits = output[0] if isinstance(output, tuple) else output
         logits = logits.reshape(-1, logits.shape[-1])
-        self.experts[router] = logits.shape[-1]
         expert_ids, _ = route(logits, self.top_ks[router])
         self.chosen[router] = torch.zeros_like(logits, dtype=torch.long).scatter_(1, expert_ids, 1)
+        # also in a process that counts no sequence
+        self.counts.setdefault(router, torch.zeros(logits.shape[-1], dtype=torch.long))
 
-    def count(self, real: Bool[Tensor, "B S"], sources: Sequence[str]) -> None:
-        """Add the real tokens of each of the sequences that ran last to those of its source; S may be cut to the real ones."""
-        for i, (row, source) in enumerate(zip(real, sources, strict=True)):
-            counts = self.counts.setdefault(source, {})
-            for router, chosen in self.chosen.items():
-                own = chosen.view(len(real), -1, chosen.shape[-1])[i]
-                counts[router] = counts.get(router, 0) + own[row[: len(own)].to(own.device)].sum(0).cpu()
-            self.tokens[source] = self.tokens.get(source, 0) + int(row.sum())
+    def count(self, real: Bool[Tensor, "B S"]) -> None:
+        """Add the real tokens of the sequences that ran last, which may have been cut to them."""
+        for router, chosen in self.chosen.items():
+            rows = chosen.view(len(real), -1, chosen.shape[-1])
+            self.counts[router] += rows[real[:, : rows.shape[1]].to(rows.device)].sum(0).cpu()
+        self.tokens += int(real.sum())
         self.chosen.clear()
 
-    def collect(self, sources: Sequence[str]) -> None:
-        """Add up what several processes counted; `sources` are those of all sequences, this process's or not."""
-        if distributed.world_size() == 1 or not self.routers:
-            return
-        for source in sorted(set(sources)):
-            counts = self.counts.setdefault(source, {})
-            for router in self.routers:
-                counts.setdefault(router, torch.zeros(self.experts[router], dtype=torch.long))
-                distributed.all_reduce_(counts[router])
-            tokens = torch.tensor(self.tokens.get(source, 0))
-            distributed.all_reduce_(tokens)
-            self.tokens[source] = int(tokens)
+    def collect(self) -> None:
+        """Add up what several processes counted."""
+        tokens = torch.tensor(self.tokens)
+        for count in (*(self.counts[router] for router in self.routers), tokens):
+            distributed.all_reduce_(count)
+        self.tokens = int(tokens)
 
     def usage(self) -> ExpertUsage | None:
-        """Shares by layer, all sources together; None if the model has no router."""
-        return self._usage(list(self.counts)) if self.routers and self.counts else None
-
-    def by_source(self) -> dict[str, ExpertUsage]:
-        """Shares by layer of each source; empty unless there are at least two."""
-        return (
-            {source: self._usage([source]) for source in sorted(self.counts)}
-            if self.routers and len(self.counts) > 1
-            else {}
-        )
-
-    def _usage(self, sources: Sequence[str]) -> ExpertUsage:
-        tokens = sum(self.tokens[source] for source in sources)
-        counts = [torch.stack([self.counts[source][router] for source in sources]).sum(0) for router in self.routers]
+        """Shares by layer; None if the model has no router."""
+        if not self.routers:
+            return None
+        counts = [self.counts[router] for router in self.routers]
         # of all choices: with several experts a token the shares still add up to 1
         per_token = [top_k for top_k in self.top_ks.values() if top_k is not None]
-        return ExpertUsage([(row.double() / max(int(row.sum()), 1)).tolist() for row in counts], tokens, per_token)
+        return ExpertUsage([(row.double() / max(int(row.sum()), 1)).tolist() for row in counts], self.tokens, per_token)

@@ -171,7 +171,7 @@ def _observe(
     varieties = [task.variety(name, own) for name, own in zip(names, written, strict=True)]
     sequences = text.sequences
     passage = sequences.input_ids[0][sequences.mask[0]][:PAIRED].tolist()
-    losses = token_losses(*models, tokenizer, passage)
+    losses = token_losses(*models, passage)
     return Observed(FORMAT, _plan_hash(out), generations, losses, varieties)
 
 
