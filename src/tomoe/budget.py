@@ -45,10 +45,8 @@ def active_params(shape: ModelShape, widths: Iterable[tuple[Any, Any, Any]]) -> 
 
 @dataclass(frozen=True)
 class Decoding:
-    """The weights that writing one token reads. One sequence is written as fast as they come from memory, so they bound it.
-
-    Norms and biases, which are small, are left out.
-    """
+    """The weights that writing one token reads, but for norms and biases: one sequence is written as fast as they come from
+    memory."""
 
     decoder: int
     """Projection weights of all decoder layers."""

@@ -51,10 +51,8 @@ def world_size() -> int:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Connect the processes that torchrun started; without torchrun this does nothing.
-
-    Gloo on the CPU, and NCCL beside it if there is CUDA. Raises UserError if the others do not answer.
-    """
+    """Connect the processes that torchrun started, if it did: by gloo on the CPU, and NCCL beside it if there is CUDA. Raises
+    UserError if the others do not answer."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
         return
@@ -71,10 +69,8 @@ def process_group() -> Iterator[None]:
 
 
 def on_rank_zero(work: Callable[[], object]) -> bool:
-    """Do the work on rank 0 while the others wait; whether it returned something true, in every rank.
-
-    If it fails there, every rank exits (the others by OtherRankFailed).
-    """
+    """Do the work on rank 0 while the others wait; whether it returned something true, in every rank. If it fails there,
+    every rank exits (the others by OtherRankFailed)."""
     if world_size() == 1:
         return bool(work())
     # 0: failed, 1: returned something false, 2: something true
@@ -91,10 +87,8 @@ def on_rank_zero(work: Callable[[], object]) -> bool:
 
 @contextmanager
 def locked(folder: Path, verb: str) -> Iterator[None]:
-    """Hold the lock of a folder on rank 0 for all ranks; if another process holds it, every rank exits.
-
-    What killed processes left half-written in the folder is deleted.
-    """
+    """Hold the lock of a folder on rank 0 for all ranks, and delete what killed processes left half-written there; if another
+    process holds it, every rank exits."""
     with ExitStack() as stack:
 
         def take() -> None:

@@ -49,10 +49,8 @@ def atomic_write(path: Path, content: str | bytes) -> Path:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary file to write, which takes the name `path` afterwards. Raises UserError if that fails.
-
-    The process id keeps writers apart where no lock does, as in a teacher cache that several runs share.
-    """
+    """A temporary file to write, which takes the name `path` afterwards; the process id keeps writers apart where no lock
+    does. Raises UserError if that fails."""
     part = path.with_name(f".{path.name}.{os.getpid()}.tomoe.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,10 +134,8 @@ def _record(card: Path) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file from an untrusted source.
-
-    Raises UserError if it cannot be read, is no ordinary file (a pipe never ends), is too large, or is not UTF-8.
-    """
+    """The text of an untrusted file. Raises UserError if it cannot be read, is no ordinary file (a pipe never ends), is too
+    large, or is not UTF-8."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -178,10 +174,8 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file from an untrusted source.
-
-    Raises UserError as `read_text` does, for what `parse_json` refuses, and if it is not an object.
-    """
+    """The object in an untrusted JSON file. Raises UserError as `read_text` does, for what `parse_json` refuses, and if it is
+    not an object."""
     text = read_text(path)
     try:
         values = parse_json(text)
@@ -264,10 +258,8 @@ def write_sums(folder: Path) -> None:
 
 
 def failed_checksums(folder: Path) -> tuple[int, list[str]]:
-    """The number of files in SHA256SUMS, and the names of those that are missing or differ.
-
-    Raises UserError if there is no SHA256SUMS, or if its names lead out of the folder.
-    """
+    """The number of files in SHA256SUMS, and the names of those that are missing or differ. Raises UserError if there is no
+    SHA256SUMS, or if its names lead out of the folder."""
     if not (folder / SUMS).exists():
         raise UserError(f"{folder} holds no {SUMS}, so its files cannot be verified")
     lines = [line.partition("  ") for line in read_text(folder / SUMS).splitlines()]

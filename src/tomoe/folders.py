@@ -89,11 +89,8 @@ def holds(file: Path, mark: str) -> bool:
 
 
 def refuse_strangers(folder: Path, force: bool, names: Sequence[str]) -> None:
-    """Raises UserError if files that tomoe did not write lie in a folder that it is about to write to.
-
-    With `force` they may lie there, but none where one of `names` (patterns) would be written. Hidden files and empty
-    folders do not count.
-    """
+    """Raises UserError if files that tomoe did not write lie in a folder that it is about to write to. With `force` they may,
+    but none where one of `names` (patterns) would be written. Hidden files and empty folders do not count."""
     if not folder.is_dir() or is_ours(folder):
         return
     visible = [path for path in folder.iterdir() if not path.name.startswith(".") and _has_files(path)]
@@ -114,11 +111,8 @@ def refuse_strangers(folder: Path, force: bool, names: Sequence[str]) -> None:
 
 
 def refuse_overwriting(out: Path, force: bool, dense: str = "", resume: bool = False) -> None:
-    """Raises UserError if `out` holds a model, or files of somebody else, or is the folder of the `dense` model.
-
-    With `force`, or with `resume` if there is a run to resume, the model in `out` may be replaced; files of somebody else are
-    in no case.
-    """
+    """Raises UserError if `out` holds a model, or files of somebody else, or is the folder of the `dense` model. With
+    `force`, or `resume` if there is a run to resume, a model of ours may be replaced."""
     if dense and out.resolve() == Path(dense).expanduser().resolve():
         raise UserError(f"{out} holds the input model; choose another folder for the result")
     # an adapter beside a model is refused when the model is loaded

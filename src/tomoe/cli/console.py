@@ -103,10 +103,7 @@ def duration(seconds: float) -> str:
 
 
 def describe_step(row: Mapping[str, Any]) -> str:
-    """Loss terms, sampled active fraction and speed of a training step, in one line.
-
-    A row may come from a file that anyone wrote: what is not a number shows as "-".
-    """
+    """Loss terms, active fraction and speed of a training step, in one line; what is not a number shows as "-"."""
     parts = [f"{term.removesuffix('_fraction')} {_decimal(row[term])}" for term in TERMS if term in row]
     if "tokens_per_second" in row:
         parts.append(f"{_decimal(row['tokens_per_second'], 0)} tokens/s")
@@ -121,11 +118,8 @@ def _decimal(value: object, digits: int = 3) -> str:
 
 
 class Screen:
-    """Progress of one command: bars with the time left on a terminal, a line every ten seconds elsewhere.
-
-    `on_progress` is a `tomoe.progress.ProgressCallback`. Libraries are silent from here on, so that they do not write
-    between the lines.
-    """
+    """Progress of one command: bars with the time left on a terminal, a line every ten seconds elsewhere. Libraries are
+    silent from here on."""
 
     def __init__(self, console: Console | None = None) -> None:
         quiet_libraries()

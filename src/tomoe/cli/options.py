@@ -175,10 +175,8 @@ class RecipeOptions:
     repair: Repair = None
 
     def make(self, **more: object) -> Recipe:
-        """The named recipe with these options, then `--set` applied. `more` are keys of the recipe, as options.
-
-        Raises UserError for a wrong key or value.
-        """
+        """The named recipe with these options and the keys `more`, then `--set`. Raises UserError for a wrong key or
+        value."""
         named = {
             "model": self.model,
             "active": self.active,
@@ -225,10 +223,8 @@ def check_model(name: str) -> None:
 
 
 def check_out(out: Path | None, run: Path, recipe: Recipe | FinetuneRecipe, resume: bool, force: bool) -> None:
-    """Raises UserError, before a model is loaded, if the model folder `out` or the run folder `run` is in use.
-
-    Once more, with the folder locked, the command itself checks that.
-    """
+    """Raises UserError, before a model is loaded, if the model folder `out` or the run folder `run` is in use. The command
+    itself checks it once more, with the folder locked."""
 
     def check() -> None:
         folder = run if out is None else out

@@ -78,11 +78,8 @@ def read_text(text: str | None, file: Path | None) -> str:
 
 
 def show_layer(console: Console, trace: routing_trace.RoutingTrace, layer: int, colored: bool) -> None:
-    """The tokens of a layer, on the color of their (strongest) expert, or with its number behind them.
-
-    A long text stands below a line with the shares of the experts; of a short one there is one line a layer, so that the
-    layers can be compared.
-    """
+    """The tokens of a layer, on the color of their (strongest) expert, or with its number behind them: of a long text below a
+    line with the shares of the experts, of a short one in one line, so that layers can be compared."""
     if not trace.has_choice(layer):
         console.print(Text(f"layer {layer}: every token uses the same experts\n"), soft_wrap=True)
         return

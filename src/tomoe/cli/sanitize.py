@@ -14,10 +14,8 @@ LONGEST_WORD = 500
 
 
 def printable(text: str) -> str:
-    """The text with control characters as escape sequences.
-
-    Plans, recipes and models come from strangers: a name in them must not move the cursor or color the terminal.
-    """
+    """The text with control characters as escape sequences: what strangers wrote must not move the cursor or color the
+    terminal."""
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 

@@ -25,10 +25,8 @@ _received: list[int] = []
 
 
 def _raise(signum: int, _frame: FrameType | None) -> None:
-    """Raise Stopped at the first signal, and at every further Ctrl-C.
-
-    A scheduler warns every process, and torchrun warns its own once more: that must not break the writing of a checkpoint.
-    """
+    """Raise Stopped at the first signal, and at every further Ctrl-C: a scheduler and torchrun both warn a process, and the
+    second time must not break the writing of a checkpoint."""
     _received.append(signum)
     if len(_received) == 1 or signum == signal.SIGINT:
         raise Stopped(signum)

@@ -97,10 +97,8 @@ class Corpus:
         return self.train.tokens + self.calibration.tokens + held_out
 
     def batch(self, step: int, micro: int, batch_size: int, accumulation: int, seed: int) -> Sequences:
-        """Training sequences of forward pass `micro` (of `accumulation`) of step `step`, both from 0.
-
-        Each epoch is a permutation that depends on (seed, epoch) only, so a resumed run sees the same batches.
-        """
+        """Training sequences of forward pass `micro` (of `accumulation`) of step `step`, both from 0. Each epoch is a
+        permutation that depends on (seed, epoch) only, so a resumed run sees the same batches."""
         first = (step * accumulation + micro) * batch_size
         count = len(self.train)
         order = [_permutation(count, seed, index // count)[index % count] for index in range(first, first + batch_size)]
@@ -182,11 +180,8 @@ class Corpus:
 def pack(
     tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], seq_len: int, max_tokens: int | None = None
 ) -> Sequences:
-    """Documents, each followed by eos, as one stream of at most `max_tokens` tokens, cut into sequences.
-
-    The tokenizer's own convention decides whether bos opens a document. The last sequence is kept if it is only partly
-    filled: padding follows, and its mask is False there. Raises UserError if there is no text.
-    """
+    """Documents, each followed by eos, as one stream of at most `max_tokens` tokens, cut into sequences; the last one may be
+    padded, with a mask of False. The tokenizer decides whether bos opens a document. Raises UserError if there is no text."""
     stream = _stream(_tokenized(tokenizer, documents), tokenizer.eos_token_id, max_tokens)
     if len(stream) == 0:
         raise UserError("there is no text: every document is empty")
@@ -236,10 +231,8 @@ def prepare(
 
 
 def evaluation_part(data: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Sequences] | tuple[None, None]:
-    """Name and sequences of the recipe's text to evaluate on, if it names one.
-
-    Raises UserError if there is no such text, or if it is among the sources.
-    """
+    """Name and sequences of the recipe's text to evaluate on, if it names one. Raises UserError if there is none, or if it is
+    among the sources."""
     if data.evaluation_source is None:
         return None, None
     if data.evaluation_source in data.sources:

@@ -29,9 +29,7 @@ class EvaluationText:
 
 def held_out_text(names: Sequence[str]) -> EvaluationText:
     """The evaluation sequences of the first converted folder among `names`: held out, or of the recipe's evaluation source.
-
-    Raises UserError if none holds some.
-    """
+    Raises UserError if none holds some."""
     for name in names:
         path = Path(name) / "run" / "corpus.safetensors"
         if path.is_file():
@@ -46,9 +44,7 @@ def held_out_text(names: Sequence[str]) -> EvaluationText:
 
 
 def read_text(source: str, tokenizer: PreTrainedTokenizerBase, context: int, tokens: int | None) -> EvaluationText:
-    """At most `tokens` tokens from the beginning of a file or named source, in sequences of `context` tokens.
-
-    Raises UserError if there is no text.
-    """
+    """At most `tokens` tokens from the beginning of a file or named source, in sequences of `context`. Raises UserError if
+    there is no text."""
     name, texts = evaluation_documents(source, tokenizer)
     return EvaluationText(pack(tokenizer, texts, context, tokens), name)

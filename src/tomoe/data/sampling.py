@@ -79,11 +79,8 @@ def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " n"]:
 
 
 class _RandomDraws:
-    """All random numbers of one round, drawn before the model runs.
-
-    `uniforms` [T, B, 1] in [0, 1) sample the model's tokens (it does not write the first of a row); `first_tokens` [T, B]
-    are ordinary tokens to begin documents with.
-    """
+    """All random numbers of one round, drawn before the model runs: `uniforms` [T, B, 1] in [0, 1) to sample tokens with, and
+    `first_tokens` [T, B], ordinary tokens to begin documents with."""
 
     def __init__(self, rows: int, length: int, vocabulary: Int[Tensor, " n"], generator: torch.Generator):
         self.uniforms, self.first_tokens = torch.zeros(length, rows, 1), torch.zeros(length, rows, dtype=torch.long)
@@ -131,11 +128,8 @@ def _write_rows(
 def sample_from_logits(
     logits: Float[Tensor, "B V"], uniform: Float[Tensor, "B 1"], rows_at_once: int = 32
 ) -> Int[Tensor, " B"]:
-    """One token of softmax(logits) per row, by inverting its distribution function at `uniform` in [0, 1).
-
-    A few rows at a time: their float32 copies then stay in the processor's cache. (`torch.multinomial` draws a random
-    number for every token of the vocabulary, which costs more than the model's own step.)
-    """
+    """One token of softmax(logits) per row, by inverting its distribution function at `uniform` in [0, 1). A few rows at a
+    time stay in the processor's cache; `torch.multinomial` would draw a number for every token of the vocabulary."""
     sampled = []
     for rows, level in zip(logits.split(rows_at_once), uniform.split(rows_at_once), strict=True):
         weights = rows.float()
@@ -149,10 +143,8 @@ def sample_from_logits(
 
 
 class _GrowingLayer(DynamicLayer):
-    """Keys and values of one layer, with room for some more tokens allocated at a time.
-
-    The whole room is returned, and a mask tells what is filled: products would copy a slice of it first, every time.
-    """
+    """Keys and values of one layer, with room for some more tokens allocated at a time. The whole room is returned, and
+    masked: products would copy a slice of it first, every time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,10 +185,8 @@ def single_query_attention(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B 1 H C"], None]:
-    """Attention of one unpadded query per row: query heads of one key/value head share one matrix product.
-
-    On a CPU the stock kernels take five times as long for one bfloat16 query on grouped heads.
-    """
+    """Attention of one unpadded query per row: query heads of one key/value head share one matrix product. On a CPU the stock
+    kernels take five times as long for one bfloat16 query on grouped heads."""
     assert query.shape[2] == 1, "one token at a time"
     grouped = query.view(key.shape[0], key.shape[1], -1, query.shape[3])
     scores = (grouped @ key.transpose(2, 3)).float() * scaling

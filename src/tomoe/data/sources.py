@@ -59,10 +59,8 @@ def _hub(split: str, reader: RowReader, *, name: str, column: str | None = None,
 
 
 def _wikitext(split: str, reader: RowReader, *, config: str) -> Iterator[str]:
-    """Articles of WikiText; joined by blank lines they are the text that published perplexities are computed on.
-
-    Rows are lines, and an article begins with a heading of the first level.
-    """
+    """Articles of WikiText, which begin with a heading of the first level; joined by blank lines they are the text that
+    published perplexities are computed on."""
     article: list[str] = []
     for line in reader.texts(hub_rows("Salesforce/wikitext", split, config=config), "the source wikitext", "text"):
         if re.fullmatch(r" = [^=].* = \n?", line) and any(earlier.strip() for earlier in article):
@@ -81,10 +79,8 @@ def _ptb(split: str, reader: RowReader) -> Iterator[str]:
 
 
 def _python_docs(split: str, _: RowReader) -> Iterator[str]:
-    """The language reference and the long docstrings of the standard library, a few paragraphs a document.
-
-    Topics of the reference repeat sections of each other. Each paragraph comes once, so none is both fitted to and held out.
-    """
+    """The language reference and the long docstrings of the standard library, a few paragraphs a document. Each paragraph
+    comes once, so that none is both fitted to and held out."""
     try:
         topics: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
@@ -110,10 +106,8 @@ def _docstrings() -> Iterator[str]:
 
 
 def _python_packages(split: str, _: RowReader) -> Iterator[str]:
-    """Programs and documentation of the packages that are installed beside this one, each text once.
-
-    They come in the order of the hashes of their paths, so that any number of them is a mixture of all packages.
-    """
+    """Programs and documentation of the installed packages, each text once, in the order of the hashes of their paths, so
+    that any number of them is a mixture of all packages."""
     root, seen = Path(sysconfig.get_path("purelib")), set[bytes]()
     files = [file for file in root.rglob("*") if file.suffix in _PACKAGE_SUFFIXES and file.is_file()]
     for file in sorted(files, key=lambda file: sha256(file.relative_to(root).as_posix().encode()).digest()):
@@ -152,10 +146,8 @@ SOURCES: dict[str, Source] = {
 
 
 def find(source: str) -> Source:
-    """The source of that name, else that file or folder, else that hub id (owner/name, or owner/name:config).
-
-    Raises UserError for anything else, for a file that does not exist, and for `self`, which no text is read from.
-    """
+    """The source of that name, else that file or folder, else that hub id (owner/name, or owner/name:config). Raises
+    UserError for anything else, and for `self`, which no text is read from."""
     if source == SELF:
         raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
     if source in SOURCES:
@@ -196,9 +188,7 @@ def documents(
 
 def evaluation_documents(source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Iterable[str]]:
     """Name and documents of a text to evaluate on: the split for evaluation, if the source has one, as it is published.
-
-    Raises UserError as `documents` does.
-    """
+    Raises UserError as `documents` does."""
     split = find(source).held_out or "train"
     name = basename(source) if Path(source).exists() else f"{source} ({split})"
     texts: Iterable[str] = documents(source, split, tokenizer=tokenizer)

@@ -92,11 +92,9 @@ def evaluate(
 
 
 def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, Setting | None]]:
-    """Return the models to measure, in order, each as often as there are numbers of experts nearest to `active`.
-
-    A model without fine-grained experts can only be the first, the reference. If the only model has them, the dense model
-    that its plan names becomes the reference. Raises UserError for other models without fine-grained experts.
-    """
+    """Return the models to measure, in order, each as often as there are numbers of experts nearest to `active`; if the only
+    model has fine-grained experts, the dense model that its plan names comes first. Raises UserError for other models without
+    them."""
     if not active:
         return [(name, None) for name in models]
     first, *others = models
@@ -112,11 +110,8 @@ def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[
 
 
 def save_dials(settings: Sequence[tuple[str, Setting | None]], rows: Sequence[Row]) -> list[Path]:
-    """Keep rows of several numbers of experts in the folders that they were measured of (dial.json), for the report.
-
-    `settings` are those of `dial_settings`, a row for each. Nothing is kept of a folder with a single point, or if the
-    reference is no dense model. Returns the files. Raises UserError if one cannot be written.
-    """
+    """Keep rows of several numbers of experts, one for each of `settings`, in the folders that they were measured of
+    (dial.json), unless the reference is no dense model. Returns the files. Raises UserError if one cannot be written."""
     if rows[0].usage is not None:
         return []
     by_folder: dict[str, list[Row]] = {}
@@ -192,10 +187,7 @@ def compare_on(
     tasks: TaskSet | None = None,
 ) -> list[Row]:
     """Measure loaded models on one text, as `compare` does, and how much of it each was fitted on (`training_overlap`).
-
-    `models` are (name, model) pairs, dense first; they may come from a generator that loads as it goes. Raises UserError
-    if the text does not fit a model.
-    """
+    Raises UserError if the text does not fit a model."""
     names: list[str] = []
 
     def with_names() -> Iterator[tuple[str, PreTrainedModel]]:
@@ -228,11 +220,8 @@ def compare_on(
 
 
 def training_overlap(name: str, text: Sequences) -> float | None:
-    """Share of the text's tokens (0 to 1) that stand, in runs of 13 tokens, in the text that a converted folder kept.
-
-    That is the text of its calibration, its training and, if it was fine-tuned, its fine-tuning. None if `name` is no
-    folder that keeps its text (run/corpus.safetensors): a dense model, or a model from the hub.
-    """
+    """Share of the text's tokens (0 to 1) that stand, in runs of 13 tokens, in the text of calibration, training and
+    fine-tuning that a converted folder kept; None if `name` is no such folder."""
     corpora = kept_corpora(Path(name))
     if not corpora:
         return None

@@ -20,11 +20,8 @@ _EXPERTS = ".experts."
 
 
 def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
-    """Count a model's weights; those of a converted model's layers come from the per-layer lists in its config.
-
-    Of fine-grained experts, or inputs, as many are active as tokens use now. `path` is the file or folder of the
-    model, for its size on disk.
-    """
+    """Count a model's weights; of fine-grained experts, or inputs, as many are active as tokens use now. `path`: the file or
+    folder of the model, for its size on disk."""
     total = sum(p.numel() for p in model.parameters())
     config: Any = getattr(model, "config", None)
     share: float | None

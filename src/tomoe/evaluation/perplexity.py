@@ -82,13 +82,9 @@ class Predictions:
 
 
 def sliding(stream: Int[Tensor, " L"], context: int, stride: int) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
-    """Cut a stream into windows of `context` tokens, each starting `stride` tokens after the one before.
-
-    Returns the windows and their masks, both views of one stream.
-
-    Of every window but the first only the last `stride` tokens are new, and `measure` scores these alone: every token of
-    the stream but the first is predicted once, from between `context - stride` and `context - 1` tokens before it.
-    """
+    """Cut a stream into windows of `context` tokens, each starting `stride` tokens after the one before; returns them and
+    their masks, as views. Of every window but the first only the last `stride` tokens are new, and `measure` scores these
+    alone: each is predicted from between `context - stride` and `context - 1` tokens before it."""
     windows = 1 + max(0, ceil_div(len(stream) - context, stride))
     short = context + (windows - 1) * stride - len(stream)
     real = torch.arange(len(stream) + short) < len(stream)
@@ -284,10 +280,8 @@ def evaluating(model: nn.Module | None) -> Iterator[None]:
 
 
 def forward_sequences(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], inner: bool) -> Any:
-    """Run sequences through the model, or through its inner part, which ends at the hidden states.
-
-    Without padding no mask is passed, which lets attention run faster.
-    """
+    """Run sequences through the model, or through its inner part, which ends at the hidden states; without padding no mask is
+    passed, which is faster."""
     device = next(model.parameters()).device
     attention_mask = None if bool(mask.all()) else mask.long().to(device)
     part: Any = model.base_model if inner else model
@@ -305,10 +299,8 @@ def has_inner(model: Any) -> bool:
 
 
 def _makes_plain_logits(model: Any, ids: Int[Tensor, " S"]) -> bool:
-    """Whether logits are output matrix times hidden states: then no [S, V] tensor is needed.
-
-    Tried on a few tokens, because some families scale or cap their logits and name that as they like.
-    """
+    """Whether logits are output matrix times hidden states: then no [S, V] tensor is needed. Tried on a few tokens, because
+    some families scale or cap their logits and name that as they like."""
     if not has_inner(model) or not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         return False
     real = torch.ones_like(ids[:PROBE], dtype=torch.bool)

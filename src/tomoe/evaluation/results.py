@@ -156,11 +156,8 @@ def to_json(rows: list[Row] | tuple[Row, ...]) -> str:
 
 
 def read_rows(folder: Path, name: str = "evaluation.json") -> list[Row]:
-    """What was measured of the model in `folder` when it was made, or is in the file of another name there; empty if there
-    is no such file, or one of another version of tomoe.
-
-    Raises UserError if the file is damaged.
-    """
+    """What was measured of the model in `folder`, in its file of that name; empty if there is none, or one of another version
+    of tomoe. Raises UserError if the file is damaged."""
     path = folder / name
     if not path.exists():
         return []

@@ -24,10 +24,8 @@ WINDOW = 8  # tokens before one that say how it is written: some tokenizers drop
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """`experts[layer][token]` of the `tokens`, which joined are the text. A token without letters of its own is "".
-
-    Of several experts of a token it is the strongest.
-    """
+    """`experts[layer][token]`, of several experts of a token the strongest, of the `tokens`, which joined are the text. A
+    token without letters of its own is ""."""
 
     tokens: list[str]
     experts: list[list[Count]]
@@ -51,10 +49,8 @@ class RoutingTrace:
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """How each token is written. Where one character is several tokens, the last of them has it and the others are "".
-
-    What cannot be printed (escape sequences, marks that turn the direction of writing) becomes U+FFFD.
-    """
+    """How each token is written. Where one character is several tokens, the last of them has it and the others are "". What
+    cannot be printed becomes U+FFFD."""
     texts: list[str] = []
     pending = False
     for i in range(len(ids)):

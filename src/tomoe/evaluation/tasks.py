@@ -129,11 +129,8 @@ class TaskSet:
         tokenizer: PreTrainedTokenizerBase,
         on_progress: ProgressCallback = no_progress,
     ) -> tuple[TaskScore, ...]:
-        """Run every task on one model: the same questions, in the same order, with the same examples each time.
-
-        `on_progress` gets the name of the task as the stage. Raises UserError if an answer is longer than the model's
-        context or a task does not report its metric.
-        """
+        """Run every task, with the same questions and examples each time; the stage of `on_progress` is its name. Raises
+        UserError if an answer is longer than the model's context or a task does not report its metric."""
         return tuple(
             self._run(spec, loaded, model, tokenizer, stage_callback(on_progress, spec.name))
             for spec, loaded in self.tasks

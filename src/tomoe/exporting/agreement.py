@@ -45,10 +45,8 @@ class Agreement:
 
 
 def summarize(sequences: Iterable[Iterable[Positions]]) -> Agreement:
-    """The agreement over sequences of chunks of positions, taken one by one.
-
-    Raises UserError if there is no position, or if a number is not finite.
-    """
+    """The agreement over sequences of chunks of positions, taken one by one. Raises UserError if there is no position, or if
+    a number is not finite."""
     largest_in_sequence: list[float] = []
     largest_logit = 0.0
     # positions, reference nll, nll, KL, agreements, differences
@@ -135,11 +133,8 @@ def agree(
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far an export may be off before it counts as broken.
-
-    difference: in a typical sequence, as a share of the largest logit, or None if rounding is too coarse to say; kl: mean, in
-    nats.
-    """
+    """How far an export may be off before it counts as broken: in a typical sequence, as a share of the largest logit (None
+    if rounding is too coarse to say), and by its mean KL in nats."""
 
     difference: float | None
     kl: float

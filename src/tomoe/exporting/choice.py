@@ -35,10 +35,8 @@ class Choice:
 
 
 def choose(moe: ToMoEForCausalLM, name: str) -> Choice:
-    """The target of that name, or for `auto` the first stock architecture that holds the model exactly, else `hf`.
-
-    Raises UserError, with the reason and the targets that fit, if the named target cannot hold the model.
-    """
+    """The target of that name, or for `auto` the first stock architecture that holds the model exactly, else `hf`. Raises
+    UserError, with the reason and the targets that fit, if the named one cannot hold the model."""
     if name != "auto":
         if name not in TARGETS:
             raise UserError(f"there is no export target {name!r}; choose one of auto, {', '.join(TARGETS)}")
@@ -67,9 +65,6 @@ def check_target(recipe: Recipe, dense: PreTrainedModel) -> None:
 
 def of_family(model: str, form: str) -> str | None:
     """The target whose class has the attention of this dense model's family, which its config tells, and a place for experts
-    of this form; None if there is none.
-
-    Raises UserError if the config cannot be read.
-    """
+    of this form, if there is one. Raises UserError if the config cannot be read."""
     own = FamilyDecoder(load_config(model).get_text_config(decoder=True).model_type)
     return next((row.name for row in CARRIERS if row.decoder == own and row.form_problem(form) is None), None)

@@ -47,11 +47,8 @@ class Sizes:
 
 
 class Target(ABC):
-    """One form that a converted model can take.
-
-    name: as `--format` knows it; tried_with: older versions of transformers that were seen to compute the same from such a
-    folder.
-    """
+    """One form that a converted model can take; name: as `--format` knows it; tried_with: older versions of transformers that
+    computed the same."""
 
     name: str
     tried_with: tuple[str, ...] = ()

@@ -63,10 +63,8 @@ TIES = 2.0
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A few tokens in the dtype that the export is stored in, beside its own run in that of the proof.
-
-    kl: KL(proof's dtype || stored dtype), mean over positions, nats; None if the run failed with `error`.
-    """
+    """A few tokens in the dtype that the export is stored in, beside its own run in that of the proof: mean KL(proof's ||
+    stored) in nats, or the `error` with which the run failed."""
 
     dtype: str
     tokens: int
@@ -107,11 +105,8 @@ class FarAgreement:
 
 @dataclass(frozen=True)
 class StockRouter:
-    """The router of a layer as an export has it.
-
-    choose: experts [T, k], and how much of their outputs is added, where 1 is right, for inputs [T, D] of the MLP; largest:
-    of its weights u, absolute.
-    """
+    """The router of a layer as an export has it; choose: experts [T, k], and how much of their outputs is added, where 1 is
+    right, for inputs [T, D] of the MLP; largest: of its weights u, absolute."""
 
     form: RouterForm
     choose: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -271,10 +266,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Check:
-    """How an export is verified in transformers: on which text, in which dtype, on which device.
-
-    stored: the dtype of the converted folder's weights; far: what both models run beside the text.
-    """
+    """How an export is verified in transformers; stored: the dtype of the converted folder's weights; far: what both models
+    run beside the text."""
 
     text: EvaluationText
     dtype: str
@@ -334,10 +327,8 @@ class Check:
         return first_difference(ours, theirs, LAYER_DIFFERENCE)
 
     def run_as_stored(self, out: Path, proved: Recorded) -> StoredRun | None:
-        """Run the first tokens of the longest sequence as who loads the export will; `proved` is the proof's own run.
-
-        None if the proof runs in that dtype anyway.
-        """
+        """Run the first tokens of the longest sequence as who loads the export will, if the proof (`proved`) ran in another
+        dtype."""
         if self.stored == getattr(torch, self.dtype):
             return None
         ids, mask = self.text.sequences.input_ids, self.text.sequences.mask

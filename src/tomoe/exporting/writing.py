@@ -81,10 +81,8 @@ def write_checkpoint(
 
 
 def write_config(config: PreTrainedConfig, folder: Path) -> None:
-    """Write config.json with the keys of transformers 4, too, which it and other programs read instead of today's.
-
-    Where they are missing, such a reader takes its own defaults without a word.
-    """
+    """Write config.json with the keys of transformers 4, too: who reads those alone takes defaults without a word where they
+    are missing."""
     config.save_pretrained(folder)
     file = folder / "config.json"
     values = json.loads(file.read_text("utf-8"))

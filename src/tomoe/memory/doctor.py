@@ -47,10 +47,8 @@ class Diagnosis:
 
 
 def examine(recipe: Recipe) -> Diagnosis:
-    """Count what converting `recipe.model` needs; its config.json is enough for that. No weight is read.
-
-    Raises UserError if the model or the budget does not fit ToMoE, or if the model would not load.
-    """
+    """Count what converting `recipe.model` needs, from its config.json alone. Raises UserError if the model or the budget
+    does not fit ToMoE, or if the model would not load."""
     check_loading(recipe.model)
     sizes = sizes_of(load_config(recipe.model), recipe)
     layout = layout_of(recipe, sizes.shape)

@@ -109,10 +109,8 @@ def layout_of(recipe: Recipe, shape: ModelShape) -> Layout | None:
 
 
 def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None, shards: int = 1) -> tuple[MemoryEstimate, ...]:
-    """Return what each stage takes in one process: training (or carving), with `shards` of them, repair if any, folding.
-
-    Of a GPU, its own memory; what a stage keeps in main memory beside it, see `main_memory`.
-    """
+    """Return what each stage takes in one process, of a GPU if there is one: training (or carving), with `shards` of them,
+    repair if any, folding."""
     t, shape, computing = recipe.train, sizes.shape, BaseWeights.of(recipe).compute
     stored: torch.dtype = getattr(torch, t.dtype)
     name, quantized = str(computing).removeprefix("torch."), t.quantization != "none"
@@ -219,10 +217,8 @@ def trainable_bytes(net: MaskNetwork, learns: bool) -> int:
 def activation_bytes(
     s: ModelShape, dtype: torch.dtype, tokens: int, checkpointing: bool = False, pruning: str = "off", experts: int = 0
 ) -> int:
-    """Bytes of the activations of one forward pass that are kept for the backward pass.
-
-    With activation checkpointing they are the input and the masks of every layer, and all activations of one.
-    """
+    """Bytes of the activations of one forward pass that are kept for the backward pass; with checkpointing the input and the
+    masks of every layer, and all activations of one."""
     # of one token in one layer; where they are float32, a mask in the model's own dtype is the mask itself
     own, masks = dtype.itemsize, _FLOAT32 if dtype != torch.float32 else 0
     heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
@@ -263,10 +259,8 @@ def calibration_bytes(s: ModelShape, dtype: torch.dtype, layout: Layout, data: D
 
 
 def equation_bytes(shape: ModelShape) -> int:
-    """Bytes of one layer's normal equations while they are solved.
-
-    The Gram matrix in float32, in float64, and its factor; the other side in both, the solution in both.
-    """
+    """Bytes of one layer's normal equations while they are solved: Gram matrix, other side and solution in float32 and
+    float64, and a factor."""
     return shape.mlp_size * (shape.mlp_size + shape.hidden_size) * (_FLOAT32 + 2 * _FLOAT64)
 
 
@@ -285,10 +279,8 @@ def available_memory(device: str) -> AvailableMemory:
 
 
 def _left_in_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Yield the bytes left in this process's control group and in those around it, if containers or schedulers limit them.
-
-    Pages of files that were read long ago count as used, but the kernel frees them when memory is needed.
-    """
+    """Yield the bytes left in this process's control group and in those around it, if they are limited. Pages of files that
+    were read long ago count as used, but the kernel frees them when memory is needed."""
     try:
         lines = own.read_text(encoding="ascii").splitlines()
     except OSError:  # no Linux
@@ -323,10 +315,8 @@ def _left(group: Path, limit: str, used: str, idle: str) -> int | None:
 
 
 def check_memory(recipe: Recipe, folds: bool) -> None:
-    """Raise UserError if training, or with `folds` also repair and folding, cannot fit into what is free.
-
-    All processes of a run call it: those on one machine share its main memory, and each has a GPU of its own.
-    """
+    """Raise UserError if training, or with `folds` also repair and folding, cannot fit into what is free. All processes of a
+    run call it: those on one machine share its main memory, and each has a GPU of its own."""
     distributed.on_rank_zero(lambda: _check(recipe, folds))
 
 

@@ -115,11 +115,8 @@ def _check_norms(model: nn.Module, attention: Any, head_dim: int) -> None:
 
 
 def _probe_rotary(model: Any, attention: nn.Module, head_dim: int) -> int:
-    """R, found by running the family's own rotary code on a vector.
-
-    Position embeddings with cos 0 and sin 1 rotate by a right angle: dim j of a half-split layout of size R becomes
-    -x[j + R/2] for j < R/2, else x[j - R/2]. Anything else (interleaved pairs) is refused.
-    """
+    """R, found by running the family's own rotary code on a vector. With cos 0 and sin 1, dim j of a half-split layout of
+    size R becomes -x[j + R/2] for j < R/2, else x[j - R/2]. Anything else (interleaved pairs) is refused."""
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     inv_freq = getattr(getattr(model.base_model, "rotary_emb", None), "inv_freq", None)
     if apply is None or inv_freq is None:
@@ -135,11 +132,8 @@ def _probe_rotary(model: Any, attention: nn.Module, head_dim: int) -> int:
 
 
 def attention_checks(model: nn.Module, layers: Sequence[Layer]) -> Iterator[RemovableHandle]:
-    """Hooks that compare every attention with the formula that a pruned one has in the MoE, as soon as it has run.
-
-    Some of what a family adds has no module to find (attention sinks, layers without RoPE, soft caps). Raises Refused in the
-    forward pass.
-    """
+    """Hooks that compare every attention with the formula of a pruned one, as soon as it has run: some of what a family adds
+    has no module to find (sinks, layers without RoPE, soft caps). Raises Refused in the forward pass."""
     # These may have no effect on small activations.
     for name in ("attn_logit_softcapping", "clip_qkv"):
         if getattr(shape.text_config(model.config), name, None) is not None:

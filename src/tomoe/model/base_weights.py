@@ -32,10 +32,8 @@ class BaseWeights:
 
     @classmethod
     def of(cls, recipe: Recipe, model: str = "", stored: str = "") -> Self:
-        """The weights that a recipe asks for, with the current ranks. Raises UserError for a device that does not exist.
-
-        model, stored: name and dtype of the weights, if they are not the recipe's.
-        """
+        """The weights that a recipe asks for, with the current ranks; model, stored: their name and dtype, if not the
+        recipe's. Raises UserError for a device that does not exist."""
         train, device = recipe.train, pick_device(recipe.device)
         dtype = getattr(torch, stored or train.dtype)
         # weights that are read, sharded or unpacked layer by layer keep their dtype
@@ -68,10 +66,8 @@ class BaseWeights:
         return self.computing_(model)
 
     def original(self) -> PreTrainedModel:
-        """The original weights, to calibrate and repair with. Raises UserError as `load_dense`.
-
-        Offloaded if possible, because callers need one layer at a time, unless they are computed with in another dtype.
-        """
+        """The original weights, to calibrate and repair with, offloaded if possible, unless they are computed with in another
+        dtype. Raises UserError as `load_dense`."""
         if self.compute != self.dtype:
             return self.for_training()
         return load_dense(self.model, self.dtype, self.device, offload=None)

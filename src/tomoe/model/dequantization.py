@@ -38,11 +38,9 @@ class Packing:
 
 
 def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Packing:
-    """Make transformers dequantize what is stored quantized; `dtypes` are those of the stored tensors, as in their files.
-
-    An entry of the config that names no method of transformers is taken out. Raises UserError for a method that transformers
-    cannot turn back, and whatever transformers raises if a package is missing.
-    """
+    """Make transformers dequantize what is stored quantized, and drop an entry of the config that names no method of its;
+    `dtypes`: of the stored tensors, as in their files. Raises UserError for a method that transformers cannot turn back, and
+    whatever it raises if a package is missing."""
     entry = _entry(config)
     method = f"bitsandbytes_{4 if entry.get('load_in_4bit') else 8}bit" if _is_bitsandbytes(entry) else _method(entry)
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:

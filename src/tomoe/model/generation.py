@@ -43,10 +43,8 @@ PROMPT = "The three most important things about the sea are"
 
 
 def asked(tokenizer: PreTrainedTokenizerBase, question: str, begun: str = "") -> list[int]:
-    """The tokens of a question in the model's chat template, up to where its answer begins, or goes on after `begun`.
-
-    Raises UserError if there is no template, or if it refuses the question.
-    """
+    """The tokens of a question in the model's chat template, up to where its answer begins, or goes on after `begun`. Raises
+    UserError if there is no template, or if it refuses the question."""
     if not tokenizer.chat_template:
         raise UserError("this model's tokenizer has no chat template, so it can only continue a text")
     turns = [{"role": "user", "content": question}]

@@ -16,10 +16,8 @@ from torch import Tensor
 def rotate_heads(
     x: Float[Tensor, "*T heads_C"], rotation: Float[Tensor, "G C C"], inverse: bool = False
 ) -> Float[Tensor, "*T heads_C"]:
-    """Turn the last dim, all key/value or all query heads, by the rotation of their key/value head, or by the inverse.
-
-    Computed in float32, returned in the dtype of `x`.
-    """
+    """Turn the last dim, all key/value or all query heads, by the rotation of their key/value head, or by the inverse; in
+    float32, returned in the dtype of `x`."""
     return turned(x, rotation, inverse)
 
 

@@ -31,11 +31,8 @@ def input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def own_rows(model: Any) -> RemovableHandle:
-    """Until it is removed (`with own_rows(model):`), the rows that become logits are copied first.
-
-    A call with `logits_to_keep=1` multiplies a slice of the hidden states by the output matrix, and given a slice PyTorch
-    on a CPU copies the whole matrix, once for each sequence.
-    """
+    """Until it is removed (`with own_rows(model):`), the rows that become logits are copied first: for a slice, as
+    `logits_to_keep=1` makes it, PyTorch on a CPU copies the whole output matrix, once for each sequence."""
     output: Any = model.get_output_embeddings()
     handle: RemovableHandle = output.register_forward_pre_hook(
         lambda _, args: (args[0].clone(memory_format=torch.contiguous_format), *args[1:])

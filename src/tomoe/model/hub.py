@@ -37,9 +37,7 @@ def broken_connection(error: BaseException | None) -> str | None:
 
 def download_model(repo: str) -> Path:
     """The folder of a model on the hub, in the cache: its configs and the safetensors files that transformers would read.
-
-    Raises UserError if the repository holds an adapter, and whatever huggingface_hub raises.
-    """
+    Raises UserError if the repository holds an adapter, and whatever huggingface_hub raises."""
     folder: Path | None = None
     for name in CONFIG_FILES:
         # all files of one state of the repository, whose name the folder bears
@@ -58,10 +56,8 @@ def download_model(repo: str) -> Path:
 
 
 def find_plan(name: str) -> Path:
-    """The folder of a plan: `name` itself if it is one, else the plan files of a hub repository, downloaded.
-
-    Raises UserError if there is neither, or the hub is out of reach.
-    """
+    """The folder of a plan: `name` itself if it is one, else the plan files of a hub repository, downloaded. Raises UserError
+    if there is neither, or the hub is out of reach."""
     # whoever reads a folder finds out whether it holds a plan
     if Path(name).is_dir() or not HUB_ID.fullmatch(name):
         return Path(name)

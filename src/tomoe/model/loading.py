@@ -120,10 +120,8 @@ def load_dense(
 
 
 def load_model(name: str, dtype: str | torch.dtype, device: str = "auto", offload: bool = False) -> PreTrainedModel:
-    """`load_dense` with dtype and device by name. Raises UserError as it does.
-
-    dtype `auto`: bfloat16 weights, which compute in float32 where that is much faster (compute_dtype.py).
-    """
+    """`load_dense` with dtype and device by name; dtype `auto`: bfloat16 weights, which compute in float32 where that is much
+    faster. Raises UserError as it does."""
     device, stored = pick_device(device), torch.bfloat16 if dtype == "auto" else dtype_of(dtype)
     model = load_dense(name, stored, device, offload=offload)
     if dtype == "auto" and not offload and (compute := compute_dtype("auto", stored, device)) != stored:
@@ -132,10 +130,8 @@ def load_model(name: str, dtype: str | torch.dtype, device: str = "auto", offloa
 
 
 def load_config(model: str, checked: bool = False) -> PreTrainedConfig:
-    """The config of a model; with `checked`, a folder's weights must be able to hold what its config claims.
-
-    Raises UserError as `load_dense` does.
-    """
+    """The config of a model; with `checked`, a folder's weights must be able to hold what its config claims. Raises UserError
+    as `load_dense` does."""
     place = _locate(model)
     with one_sentence(model, place, part="model" if checked else "config"):
         if checked and isinstance(place, Path):
@@ -144,10 +140,8 @@ def load_config(model: str, checked: bool = False) -> PreTrainedConfig:
 
 
 def check_loading(model: str) -> None:
-    """Raises UserError for what `load_dense` and `load_tokenizer` would refuse, without reading a weight.
-
-    Of a model on the hub, config and tokenizer are looked at; of a folder that holds no weights yet, the config.
-    """
+    """Raises UserError for what `load_dense` and `load_tokenizer` would refuse, without reading a weight; of a folder that
+    holds none yet, the config is looked at, of a model on the hub the tokenizer, too."""
     place = resolve(model)
     if is_gguf(place):
         load_config(model)
@@ -167,10 +161,8 @@ def check_loading(model: str) -> None:
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, without references to code of its own.
-
-    Raises UserError as `load_dense` does, and if the model has no row for one of its tokens.
-    """
+    """The tokenizer of a model, without references to code of its own. Raises UserError as `load_dense` does, and if the
+    model has no row for one of its tokens."""
     place = _locate(model)
     with one_sentence(model, place, part="tokenizer"):
         where = {"gguf_file": place.name} if is_gguf(place) else {}
@@ -196,21 +188,16 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def strip_remote_code_(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make `save_pretrained` write no `auto_map`.
-
-    It names code, perhaps in a repository on the hub, that whoever loads the saved folder with trust_remote_code would run.
-    """
+    """Make `save_pretrained` write no `auto_map`: it names code that whoever loads the folder with trust_remote_code would
+    run."""
     tokenizer.init_kwargs.pop("auto_map", None)
     # transformers writes it from these, too
     tokenizer._auto_map = tokenizer._auto_class = None
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 (hex) over names, shapes and bfloat16 bytes of all weights, tied ones once.
-
-    It is the same for a model loaded in float32 and in bfloat16, whole and offloaded. Float16 rounds differently, so a model
-    stored in another dtype and loaded in float16 has a different fingerprint. Takes tens of MB of memory for any model.
-    """
+    """SHA-256 (hex) over names, shapes and bfloat16 bytes of all weights, tied ones once: the same for a model loaded in
+    float32 and in bfloat16, whole and offloaded, but not in float16. Takes tens of MB of memory for any model."""
     sha = hashlib.sha256()
     seen: set[tuple[object, ...]] = set()
     for name, tensor, temporary in iter_weights(model):

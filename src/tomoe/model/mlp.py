@@ -171,11 +171,9 @@ def children(module: nn.Module) -> str:
 
 
 def named_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The decoder layers and their name in the model, such as `model.layers`.
-
-    They are the list of modules, in no other list and outside of other towers, that holds most parameters. Raises UserError
-    if the model is no causal language model or has no such list.
-    """
+    """The decoder layers and their name in the model, such as `model.layers`: the list of modules, in no other list and
+    outside of other towers, that holds most parameters. Raises UserError if the model is no causal language model or has no
+    such list."""
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise refuse(model, "it is no causal language model: it has no output matrix")
     found: dict[str, nn.ModuleList] = {}
@@ -200,11 +198,8 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 def converted_mlps(model: nn.Module) -> list[Mlp]:
-    """The MLPs that ToMoE converts, in the order of their layers.
-
-    Of several widths, those of the most common one. Raises UserError with the reason if there is none, or if most layers
-    are Mixtures of Experts already.
-    """
+    """The MLPs that ToMoE converts, in the order of their layers; of several widths, those of the most common one. Raises
+    UserError with the reason if there is none, or if most layers are Mixtures of Experts already."""
     prefix, layers = named_layers(model)
     found = [parts for i, layer in enumerate(layers) if (parts := mlp_of(layer, i, f"{prefix}.{i}"))]
     owners = Counter(id(parts.down.module) for parts in found)

@@ -40,10 +40,8 @@ def check_no_adapter(folder: Path) -> None:
 
 
 def resolve(model: str) -> Path | str:
-    """The folder or .gguf file of a model, downloaded if it has a known name; a hub id as it is.
-
-    Write ./name for a folder that has a known name. Raises UserError for a name that is none of these.
-    """
+    """The folder or .gguf file of a model, downloaded if it has a known name (./name is a folder of that name); a hub id as
+    it is. Raises UserError for a name that is none of these."""
     if model in catalog.names():
         return catalog.fetch(model)
     path = Path(model).expanduser()

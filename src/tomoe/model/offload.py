@@ -36,22 +36,17 @@ class _LayerHook(AlignDevicesHook):
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system.
-
-    glibc keeps freed pieces of medium size that the next layer cannot use: some MB per layer add up.
-    """
+    """Return freed memory to the system: glibc keeps pieces of medium size that the next layer cannot use, some MB per
+    layer."""
     # other C libraries have no malloc_trim
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
 
 def load_offloaded(stored: StoredModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model with weights of `dtype`; its layers stay on disk and run on `device`.
-
-    transformers prepares the layers: what is stored as the model needs it stays where it is; what it has to dequantize or
-    join is written to a temporary folder, which is deleted with the model. Raises UserError if it can do neither, and as
-    `StoredModel.load` does.
-    """
+    """The model with weights of `dtype`; its layers stay on disk, or, where transformers has to dequantize or join them, in a
+    temporary folder that is deleted with the model, and run on `device`. Raises UserError if it can do neither, and as
+    `StoredModel.load` does."""
     if not stored.read_by_layer:
         raise UserError(
             f"{stored.place} cannot be read layer by layer: {stored.packing.method} is unpacked as a whole; load it whole, "
@@ -100,10 +95,8 @@ def cast_(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def offload_layers_(
     model: PreTrainedModel, weights: Mapping[str, Tensor], device: torch.device, buffers: bool = False
 ) -> None:
-    """Make each layer load its parameters from `weights` (by their full names) when it runs, and drop them afterwards.
-
-    With `buffers`, its buffers too; otherwise these stay in memory.
-    """
+    """Make each layer load its parameters, and with `buffers` its buffers, from `weights` (by their full names) when it runs,
+    and drop them afterwards."""
     prefix, layers = named_layers(model)
     for i, layer in enumerate(layers):
         layer_weights = PrefixedDataset(weights, f"{prefix}.{i}.")
@@ -116,10 +109,8 @@ def offload_layers_(
 
 @contextmanager
 def _persistent(layer: nn.Module) -> Iterator[None]:
-    """Inside the block the layer has no buffers that a checkpoint leaves out; afterwards they hold what they held before.
-
-    accelerate (1.15) looks for the buffers of parts under the name that they have in their own module.
-    """
+    """Inside the block the layer has no buffers that a checkpoint leaves out, which accelerate (1.15) looks for under the
+    name that they have in their own module; afterwards they hold what they held before."""
     left_out = {module: module._non_persistent_buffers_set for module in layer.modules()}
     values = {(module, name): module._buffers[name] for module, names in left_out.items() for name in names}
     for module in left_out:
@@ -140,10 +131,8 @@ def materialized(layer: nn.Module) -> AbstractContextManager[None]:
 
 
 def iter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, tensor, whether the tensor is temporary) of the whole state dict, sorted by name, one in memory at a time.
-
-    Tensors of offloaded layers are read from disk, quantized ones are dequantized.
-    """
+    """(name, tensor, whether the tensor is temporary) of the whole state dict, sorted by name, one in memory at a time:
+    offloaded ones are read from disk, quantized ones are dequantized."""
     prefix, layers = named_layers(model)
     for name, tensor in sorted(model.state_dict().items()):
         if cast(Any, tensor).is_meta:

@@ -55,9 +55,7 @@ Layer = Mapping[Kind, Group]
 
 def groups_of(model: PreTrainedModel) -> list[Layer]:
     """The groups of every layer whose MLP can be converted, in order; a kind has the same names in all layers that have it.
-
-    Raises UserError if no MLP can be converted, or no projection fits.
-    """
+    Raises UserError if no MLP can be converted, or no projection fits."""
     mlps = converted_mlps(model)
     named = [dict(_named(mlp)) for mlp in mlps]
     runs = _watch(model, [group for layer in named for group in layer.values()])

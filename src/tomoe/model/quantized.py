@@ -47,11 +47,8 @@ def quantization_config(quantization: str, dtype: torch.dtype) -> Any:
 
 
 def keep_differentiable_(model: nn.Module) -> None:
-    """Keep bitsandbytes from repacking weights, so that gradients pass through.
-
-    On CPUs with bfloat16 units, bitsandbytes (0.50) repacks 4-bit weights for good at the first pass without gradients, and
-    the product with repacked weights has no backward pass: all later gradients through it would silently be zero.
-    """
+    """Keep bitsandbytes from repacking weights: on CPUs with bfloat16 units it (0.50) does so for good at the first pass
+    without gradients, and all later gradients through them would silently be zero."""
     module: Any
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -22,11 +22,9 @@ from tomoe.model.mlp import decoder_of
 def run_model(
     model: PreTrainedModel, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"] | None, every_logit: bool = False
 ) -> tuple[Float[Tensor, "B S D"], Float[Tensor, "B s V"]]:
-    """Final hidden states, and logits of all tokens if `every_logit` is set, else of none or few (s < S).
-
-    The whole model runs, not its decoder alone: only that gathers the weights of a sharded one. Without padding no mask is
-    passed, which makes attention faster.
-    """
+    """Final hidden states, and logits of all tokens if `every_logit` is set, else of none or few (s < S). The whole model
+    runs, as only that gathers the weights of a sharded one; without padding no mask is passed, which makes attention
+    faster."""
     hidden: list[Tensor] = []
     attention_mask = None if mask is None or bool(mask.all()) else mask.long()
     options: dict[str, Any] = {}
@@ -68,10 +66,8 @@ class StatesOnly(BaseModelOutputWithPast):
 
 
 def family_head(model: PreTrainedModel) -> Callable[[Float[Tensor, "T D"]], Float[Tensor, "T V"]]:
-    """Logits from final hidden states by the family's own code: output matrix, scales, soft caps.
-
-    The causal language model itself runs, on a decoder that only hands the states over.
-    """
+    """Logits from final hidden states by the family's own code (output matrix, scales, soft caps): the causal language model
+    runs on a decoder that only hands the states over."""
 
     def head(hidden: Float[Tensor, "T D"]) -> Float[Tensor, "T V"]:
         def decoder(*_: Any, **__: Any) -> BaseModelOutputWithPast:

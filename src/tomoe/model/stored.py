@@ -33,11 +33,8 @@ def is_gguf(place: Path | str) -> TypeGuard[Path]:
 
 
 def read_config(place: Path | str, **changes: Any) -> PreTrainedConfig:
-    """The config of a folder, file or hub id, with these changes.
-
-    Attention runs by what is installed here, and what a call returns is for the caller to say. Raises UserError for a .gguf
-    file that is no model, or that says what no config can.
-    """
+    """The config of a folder, file or hub id, with these changes; attention runs by what is installed here. Raises UserError
+    for a .gguf file that is no model, or that says what no config can."""
     where = {"pretrained_model_name_or_path": str(place)}
     if is_gguf(place):
         where = {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
@@ -60,11 +57,8 @@ class StoredModel:
 
     @classmethod
     def open(cls, place: Path, **changes: Any) -> Self:
-        """Read the config and the headers of the weights; `changes` are of the config.
-
-        Raises UserError if an adapter lies beside the model, if the config claims more than the weights can fill, or for
-        weights that are quantized for good.
-        """
+        """Read the config, with `changes`, and the headers of the weights. Raises UserError if an adapter lies beside the
+        model, if the config claims more than the weights can fill, or for weights that are quantized for good."""
         if is_gguf(place):
             return cls(place, read_config(place, **changes), Packing("GGUF"))
         check_no_adapter(place)

@@ -94,10 +94,8 @@ def layer_parts(model: nn.Module) -> list[LayerParts]:
 
 
 def shape_of(model: nn.Module) -> ModelShape:
-    """Sizes read from the modules; those of attention are 0 where ToMoE cannot prune it.
-
-    Raises UserError if no MLP can be converted.
-    """
+    """Sizes read from the modules; those of attention are 0 where ToMoE cannot prune it. Raises UserError if no MLP can be
+    converted."""
     mlps = converted_mlps(model)
     heads = _attention_sizes(model, mlps)
     known = ModelShape(
@@ -134,11 +132,8 @@ def _own_matrices(module: Any) -> int:
 
 
 def check_output(model: PreTrainedModel, attention: bool = False) -> None:
-    """Raises UserError if a part that the MoE replaces computes something else there: folding would silently change it.
-
-    A few tokens run through the model, and the output of every MLP, and with `attention` of every attention, is compared
-    with the formula that the MoE has for it. Raises UserError, too, if what comes out are no finite numbers.
-    """
+    """Raises UserError if an MLP, or with `attention` an attention, computes something else on a few tokens than the formula
+    that the MoE has for it (folding would silently change it), or if what comes out are no finite numbers."""
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     ids = torch.linspace(vocabulary // 4, vocabulary - 1, PROBE_TOKENS, device=model.device).long()[None]
@@ -163,11 +158,8 @@ def _not_finite(model: PreTrainedModel) -> UserError:
 
 
 def check_without_weights(model: PreTrainedModel) -> None:
-    """Raises UserError for layers and an MLP of which `check_output` would say so, with a model on the meta device.
-
-    The first MLP runs with random weights of its own size. The model runs without numbers, as far as its code asks for none; what
-    is wrong elsewhere shows only when it runs with them.
-    """
+    """Raises UserError for what `check_output` would find in layers and an MLP, with a model on the meta device: the first
+    MLP runs with random weights, the model without numbers, as far as its code asks for none."""
     mlps = converted_mlps(model)
     first = mlps[0]
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device)

@@ -23,11 +23,8 @@ UNKNOWN = "\ufffd"
 
 
 def fit_tokenizer_(tokenizer: PreTrainedTokenizerBase, rows: int, model: str) -> None:
-    """Let padding be a token that has a row; padding is masked, so that any will do.
-
-    Special tokens that no text has (of images, say) may lack one; `check_text` finds them if a text has one all the same.
-    Raises UserError if another token lacks one, or one that opens or ends every text.
-    """
+    """Let padding be a token that has a row; padding is masked, so that any will do. Raises UserError if another token lacks
+    one, unless it is a special one that no text has (of images, say); `check_text` finds those."""
     setattr(tokenizer, _ROWS, rows)
     padding = tokenizer.pad_token_id
     if padding is not None and padding >= rows:
@@ -51,11 +48,8 @@ def fit_tokenizer_(tokenizer: PreTrainedTokenizerBase, rows: int, model: str) ->
 
 
 def continuation_text(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], written: Sequence[int]) -> str:
-    """What was written after a prompt, without special tokens.
-
-    Decoded behind the prompt and cut, because many tokenizers leave out the first space of whatever they decode: alone it would
-    lose the space, or the indentation, that the model wrote.
-    """
+    """What was written after a prompt, without special tokens: decoded behind the prompt and cut, because many tokenizers
+    leave out the first space of whatever they decode."""
     shown = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     # a question that is asked after every few tokens, so the long way is taken only if there is one
     written = list(written)

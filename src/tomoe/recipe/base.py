@@ -17,10 +17,8 @@ from tomoe.recipe.files import read_recipe
 
 
 class Section(BaseModel):
-    """Frozen keys; an unknown key is an error, and so is an infinity.
-
-    A section that is constructed by itself raises pydantic's ValidationError; within a recipe that becomes a UserError.
-    """
+    """Frozen keys; an unknown key is an error, and so is an infinity: pydantic's ValidationError, or within a recipe a
+    UserError."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, defer_build=True
@@ -28,10 +26,8 @@ class Section(BaseModel):
 
 
 class BaseRecipe(Section):
-    """Everything that decides one kind of run, in keys and sections.
-
-    Constructing or loading one raises UserError, in one sentence, for a key or value that is not allowed.
-    """
+    """Everything that decides one kind of run. Constructing or loading one raises UserError, in one sentence, for a key or
+    value that is not allowed."""
 
     NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset()
     """Keys that do not change what is learned; the digest and `differences` leave them out."""
@@ -44,11 +40,9 @@ class BaseRecipe(Section):
 
     @classmethod
     def load(cls, path_or_preset: str | Path | None, overrides: Sequence[str] = ()) -> Self:
-        """Read a .toml or .json file or a preset (None: all defaults), then apply `section.key=value` overrides.
-
-        The value of an override is JSON if it parses as such, else a string.
-        Raises UserError: no such file or preset, not a recipe, a key or value that is not allowed.
-        """
+        """Read a .toml or .json file or a preset (None: all defaults), then apply `section.key=value` overrides, whose values
+        are JSON if they parse as such, else strings. Raises UserError: no such file or preset, a key or value that is not
+        allowed."""
         values, origin = ({}, "") if path_or_preset is None else read_recipe(path_or_preset)
         try:
             recipe = cls(**values)

@@ -163,10 +163,7 @@ class TrainSection(LoopSection):
 
 
 class Recipe(RunRecipe):
-    """Everything that decides a conversion.
-
-    `Recipe(...)` and `Recipe.load(...)` raise UserError, in one sentence, for a key or value that is not allowed.
-    """
+    """Everything that decides a conversion."""
 
     NOT_IN_DIGEST: ClassVar[frozenset[str]] = _NOT_IN_DIGEST
     model: str = ""

@@ -23,10 +23,8 @@ def _folder() -> Traversable:
 
 
 def read_recipe(path_or_preset: str | Path) -> tuple[dict[str, Any], str]:
-    """The raw values of a recipe file or preset, and how errors name it.
-
-    Raises UserError: no such preset or file, not a recipe.
-    """
+    """The raw values of a recipe file or preset, and how errors name it. Raises UserError: no such preset or file, not a
+    recipe."""
     if str(path_or_preset) in presets():
         name = str(path_or_preset)
         return tomllib.loads(_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8")), f"preset {name}"

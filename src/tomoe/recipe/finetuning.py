@@ -62,10 +62,7 @@ class TunedDataSection(DataSection):
 
 
 class FinetuneRecipe(RunRecipe):
-    """Everything that decides how a converted model is fine-tuned.
-
-    `FinetuneRecipe(...)` and `FinetuneRecipe.load(...)` raise UserError, in one sentence, for a key or value that is not allowed.
-    """
+    """Everything that decides how a converted model is fine-tuned."""
 
     NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset(
         {"device", "report_to", "train.compile", "train.log_every", "train.save_every"}

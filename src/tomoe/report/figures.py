@@ -30,10 +30,7 @@ Metrics = Sequence[Mapping[str, Any]]
 def all_figures(
     plan: AnyPlan, metrics: Metrics = (), cells: Sequence[Cell] = (), dial: Sequence[Row] = ()
 ) -> list[CaptionedFigure]:
-    """Draw every figure that there are numbers for.
-
-    `metrics` come from the run's metrics.jsonl, `cells` from benchmark.json, `dial` from dial.json.
-    """
+    """Draw every figure that there are numbers for: of the run's metrics.jsonl, of benchmark.json and of dial.json."""
     drawn = (throughput_figure(cells), dial_figure(dial, plan), layers_figure(plan), training_figure(metrics))
     return [figure for figure in drawn if figure is not None]
 
@@ -46,10 +43,8 @@ def save_all(figures: Sequence[CaptionedFigure], folder: Path) -> None:
 
 @styled
 def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
-    """Perplexity of one model with several numbers of fine-grained experts, or inputs, a token, from the rows of dial.json.
-
-    The first row is the dense model. None unless at least two others have an active share.
-    """
+    """Perplexity of one model with several numbers of fine-grained experts, or inputs, a token, from the rows of dial.json,
+    of which the first is the dense model. None unless at least two others have an active share."""
     points = sorted(
         (row.facts["active_share"], row.measurement.perplexity, row.experts_per_token or 0)
         for row in rows[1:]
@@ -99,10 +94,8 @@ def _perplexity_axis(axes: Axes, perplexities: Sequence[float]) -> None:
 
 @styled
 def training_figure(metrics: Metrics) -> CaptionedFigure | None:
-    """The distillation loss by step; None with fewer than two rows of metrics.jsonl that have one.
-
-    Rows of skipped steps, or whose loss is not a finite number, are left out.
-    """
+    """The distillation loss by step, without skipped steps; None with fewer than two rows of metrics.jsonl whose loss is a
+    finite number."""
     points = [
         (row["step"], row["distill"])
         for row in metrics

@@ -83,10 +83,8 @@ def numbers(trace: RoutingTrace) -> str:
 
 
 def choices(trace: RoutingTrace) -> list[list[int]] | list[list[str]]:
-    """[layer][token], for the script of the page: the expert of a token, or "3 17 5 …", the strongest ones first.
-
-    Nothing is written for the tokens of a layer in which all use the same experts.
-    """
+    """[layer][token], for the script of the page: the expert of a token, or "3 17 5 …", the strongest ones first; nothing
+    where all tokens use the same experts."""
     if not trace.chosen:
         return trace.experts
     nothing = [""] * len(trace.tokens)

@@ -25,10 +25,8 @@ def recipe_of(plan: AnyPlan) -> Recipe | None:
 
 
 def shown_name(model: str) -> str:
-    """A local path shows as its last part: a report that travels says nothing about the disk it was made on.
-
-    A text on the hub may name its configuration too: owner/name:configuration.
-    """
+    """A local path shows as its last part: a report that travels says nothing about the disk it was made on. A text on the
+    hub may name its configuration too: owner/name:configuration."""
     return model if hub_id(model.partition(":")[0]) and not Path(model).exists() else basename(model)
 
 

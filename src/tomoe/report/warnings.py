@@ -53,11 +53,8 @@ class Finding:
 
 
 def find_warnings(plan: AnyPlan | None = None, rows: Sequence[Row] = ()) -> list[Finding]:
-    """Find everything worth a warning in a conversion: in its plan, and in the rows that `compare` measured, if any.
-
-    The same plan and rows give the same findings, in the same order, and no model runs. Raises UserError if the recipe of
-    the plan is damaged.
-    """
+    """Find everything worth a warning in a plan and in the rows that `compare` measured, if any, in the same order each time.
+    Raises UserError if the recipe of the plan is damaged."""
     findings = []
     if plan is not None:
         findings += [*_budget(plan), *_fitted_context(plan)]

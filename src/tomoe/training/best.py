@@ -15,10 +15,8 @@ from tomoe.training.run_folder import RunFolder
 
 @dataclass
 class BestWeights:
-    """Checks what a run has learned so far on held-out text, and keeps the best of it in a file of the run.
-
-    After a resume, checks repeat bit by bit. So it does no harm if the file is of a later step than the checkpoint.
-    """
+    """Checks what a run has learned so far on held-out text, and keeps the best of it in a file of the run. After a resume
+    checks repeat bit by bit, so the file may be of a later step than the checkpoint."""
 
     net: nn.Module
     run: RunFolder

@@ -32,10 +32,8 @@ class Stopwatch:
 def write_cost(
     path: Path, loop: LoopSection, model: PreTrainedModel, corpus: Corpus, watch: Stopwatch, resumed: bool
 ) -> None:
-    """Write wall seconds by stage, tokens, peak memory of process 0 (bytes) and the device to `path` (cost.json).
-
-    Peak memory is null if the system does not report it; the seconds of a resumed run count from the resume.
-    """
+    """Write wall seconds by stage (of a resumed run from the resume on), tokens, peak memory of process 0 in bytes (null if
+    the system does not report it) and the device to `path` (cost.json)."""
     device = model.device.type
     tokens = {"text": sum(part.tokens for part in (corpus.train, corpus.calibration, corpus.evaluation))}
     if loop.steps:

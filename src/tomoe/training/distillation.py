@@ -19,10 +19,8 @@ CHUNK, CHUNK_ON_DEVICE = 128, 1024
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The mean over tokens of a loss on logits, some tokens at a time.
-
-    The gradient of the hidden states is computed in the forward pass, so no [T, V] tensor ever exists, in any dtype.
-    """
+    """The mean over tokens of a loss on logits, some tokens at a time: the gradient of the hidden states is computed in the
+    forward pass, so no [T, V] tensor ever exists, in any dtype."""
 
     @staticmethod
     def forward(
@@ -63,10 +61,8 @@ _fused_kl_and_gradient = fused(_kl_and_gradient)
 def kl_loss(
     student: Float[Tensor, "T D"], teacher: Float[Tensor, "T D"], head: Head, valid: Bool[Tensor, " T"] | None
 ) -> Float[Tensor, ""]:
-    """Return KL(teacher || student) in nats, the mean over valid tokens, in float32, from final hidden states (App. B.1).
-
-    d KL / d logits = softmax(student) - softmax(teacher), so the backward pass needs no second softmax.
-    """
+    """Return KL(teacher || student) in nats, the mean over valid tokens, in float32, from final hidden states (App. B.1). d
+    KL / d logits = softmax(student) - softmax(teacher), so the backward pass needs no second softmax."""
 
     def token_loss(logits: Tensor, teacher_states: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -105,10 +101,8 @@ def distill_loss(
     mask: Bool[Tensor, "B S"] | None,
     head: Head,
 ) -> Float[Tensor, ""]:
-    """Return the KL to the teacher's predictions, or without a teacher the cross-entropy to the next token.
-
-    Without a mask no token is padding.
-    """
+    """Return the KL to the teacher's predictions, or without a teacher the cross-entropy to the next token; without a mask no
+    token is padding."""
     if teacher is not None:
         return kl_loss(student, teacher, head, None if mask is None else mask.flatten())
     targets, valid = shift_targets(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask)

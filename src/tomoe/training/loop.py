@@ -38,10 +38,8 @@ class BatchSource(Protocol):
 
 @runtime_checkable
 class StepFn(Protocol):
-    """Runs forward and backward on one batch: adds gradients (of the mean over a step's batches), returns loss terms.
-
-    Terms are numbers, or tensors without shape that are read once a step, so that a device is waited for once.
-    """
+    """Runs forward and backward on one batch: adds gradients (of the mean over a step's batches), returns loss terms, as
+    numbers or as tensors without shape, which are read once a step."""
 
     def __call__(self, batch: Any, step: int, micro: int) -> Mapping[str, Tensor | float]: ...
 
@@ -57,11 +55,8 @@ def make_optimizer(
     net: nn.Module, train: LoopSection, fused: bool = False, scales: Mapping[str, float] | None = None,
     eight_bit: bool = False,
 ) -> torch.optim.Optimizer:  # fmt: skip
-    """Return AdamW for the trainable parameters.
-
-    `fused` updates them in one pass over memory, rounding slightly differently; on CUDA it always does. `scales` multiply
-    the learning rate of the parameters with these names. `eight_bit`: moments in 8 bits, by bitsandbytes.
-    """
+    """Return AdamW for the trainable parameters; fused: in one pass over memory, rounding slightly differently (always on
+    CUDA); scales: of the learning rate of the parameters with these names; eight_bit: moments in 8 bits, by bitsandbytes."""
     groups: dict[float, list[nn.Parameter]] = {}
     for name, p in net.named_parameters():
         if p.requires_grad:
@@ -88,11 +83,8 @@ def check_accumulation(train: LoopSection) -> None:
 
 
 class Training:
-    """One run: the trainable modules `net`, their optimizer and the number of steps done. `model` is the model that runs.
-
-    `fused`, `scales` and `eight_bit` are those of `make_optimizer`. `best`, if there is one, checks what was learned as the
-    run goes.
-    """
+    """One run: the trainable modules `net`, their optimizer and the number of steps done, with `model`, which runs, and with
+    `best`, if there is one, which checks what was learned. The rest is for `make_optimizer`."""
 
     def __init__(
         self,
@@ -135,11 +127,9 @@ class Training:
         self.run.save(self.step, self.net, self.optimizer, {_NONFINITE: self.nonfinite_steps} | best)
 
     def train(self, on_step: Callable[[Row], None] | None = None) -> None:
-        """Run to the last step of the recipe and save on the way; stopping it in between loses no step.
-
-        Raises UserError after too many steps in a row without a finite loss, if an update left values that are not finite,
-        and if another process of the run is gone.
-        """
+        """Run to the last step of the recipe and save on the way; stopping it in between loses no step. Raises UserError
+        after too many steps in a row without a finite loss, for values that are not finite, and if another process of the run
+        is gone."""
         train = self.loop
         with activation_checkpointing(self.model) if train.gradient_checkpointing else nullcontext():
             # also of a step that was stopped before its check
@@ -249,10 +239,8 @@ def _read(terms: Sequence[Sequence[Tensor | float]], device: torch.device) -> li
 
 @contextmanager
 def activation_checkpointing(model: PreTrainedModel) -> Iterator[None]:
-    """Run layers again in the backward pass inside the `with` block, instead of keeping their activations.
-
-    transformers does so in training mode only, so dropout is set to zero.
-    """
+    """Run layers again in the backward pass inside the `with` block, instead of keeping their activations. transformers does
+    so in training mode only, so dropout is set to zero."""
     for module in model.modules():
         for name in ("p", "attention_dropout"):
             if isinstance(getattr(module, name, None), float):

@@ -72,10 +72,8 @@ def restore_optimizer(optimizer: Optimizer, net: nn.Module, tensors: dict[str, T
 
 
 class RunFolder:
-    """Reads and writes one run. Every OSError becomes a UserError that says what was being written.
-
-    `kind` names what the checkpoints hold: masks, or the weights of a fine-tuned model.
-    """
+    """Reads and writes one run; `kind` names what the checkpoints hold, masks or weights. Every OSError becomes a UserError
+    that says what was being written."""
 
     def __init__(self, path: Path, kind: str = "masks"):
         self.path, self.checkpoints = path, path / kind
@@ -87,11 +85,9 @@ class RunFolder:
         self.no_model = path / "no-model.txt"
 
     def resumes(self, recipe: BaseRecipe, resume: bool, force: bool) -> bool:
-        """Return whether the existing run resumes; if not, a new one may start. Writes nothing.
-
-        Raises UserError if neither is possible: there is a run and no flag says what to do with it, its recipe differs, the
-        folder holds files that tomoe did not write, or it cannot be written.
-        """
+        """Return whether the existing run resumes; if not, a new one may start. Writes nothing. Raises UserError if neither
+        is possible: no flag says what to do with a run, its recipe differs, or the folder holds files of others or cannot be
+        written."""
         refuse_strangers(self.path, force, RUN)
         changed = type(recipe).load(self.recipe).differences(recipe) if resume and self.recipe.exists() else []
         if changed and not force:
@@ -108,11 +104,9 @@ class RunFolder:
         return resume and self.recipe.exists() and not changed
 
     def begin(self, recipe: BaseRecipe, resume: bool, origin: str = "") -> None:
-        """Make the folder; only a resumed run keeps its content. Raises UserError if it cannot be written.
-
-        `origin` is the fingerprint of the model that the run starts from. The recipe is deleted first and written last, so
-        that what a kill leaves of an older run is never taken for a part of this one.
-        """
+        """Make the folder, of a run from the model with the fingerprint `origin`; only a resumed run keeps its content. The
+        recipe is deleted first and written last, so that no rest of an older run is taken for a part of this one. Raises
+        UserError if it cannot be written."""
         try:
             if not resume:
                 # by its origin the folder is known as ours to the last
@@ -134,10 +128,8 @@ class RunFolder:
         recipe.save(self.recipe)
 
     def origin_fingerprint(self) -> str:
-        """Return the fingerprint of the model that the run started from; empty if it was not recorded.
-
-        Raises UserError if the file that records it is damaged.
-        """
+        """Return the fingerprint of the model that the run started from; empty if none was recorded. Raises UserError if its
+        file is damaged."""
         return read_text(self.origin).strip() if self.origin.exists() else ""
 
     def check_origin(self, fingerprint: str, name: str) -> None:
@@ -181,10 +173,8 @@ class RunFolder:
             shutil.rmtree(old, ignore_errors=True)
 
     def last(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint, or None if there is no checkpoint. Damaged ones are skipped.
-
-        Raises UserError if there are checkpoints, but none is whole.
-        """
+        """Return the newest whole checkpoint, or None if there is no checkpoint. Raises UserError if there are some, but none
+        is whole."""
         folders = self.steps()[::-1]
         for folder in folders:
             if checkpoint := self._read(folder):
@@ -253,10 +243,8 @@ class RunFolder:
             ) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """Read the logged steps; skips a last line that a kill cut short.
-
-        Raises UserError if the file is no text, and for any other line that is not one of a step.
-        """
+        """Read the logged steps; skips a last line that a kill cut short. Raises UserError if the file is no text, and for
+        any other line that is not one of a step."""
         rows: list[dict[str, Any]] = []
         lines = read_text(self.metrics).splitlines() if self.metrics.exists() else []
         for number, line in enumerate(lines, 1):

@@ -45,11 +45,9 @@ class Tuning:
         }
 
     def of_a_token(self) -> int:
-        """Bytes of activations that the backward pass needs for a token.
-
-        Of a layer, in the dtype of the weights: six numbers for each neuron (gate, activated gate, up, product, mask,
-        masked product), Q, K, V and their result, inputs of projections; in float32 what norms and the router see.
-        """
+        """Bytes of activations that the backward pass needs for a token. Of a layer, in the dtype of the weights: six numbers
+        for each neuron (gate, activated gate, up, product, mask, masked product), Q, K, V, result and inputs; in float32 what
+        norms and router see."""
         s = self.shape
         numbers = 6 * s.mlp_size + 2 * (s.num_heads + s.num_kv_heads) * s.head_dim + 4 * s.hidden_size
         layer = self.itemsize * numbers + _FLOAT32 * (5 * s.hidden_size + 6 * self.num_experts)

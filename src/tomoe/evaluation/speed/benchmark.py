@@ -82,11 +82,8 @@ def benchmark(
 
 
 def in_own_memory(model: Any) -> Any:
-    """Copy the weights that may be mapped from a file, one after another, and return the model.
-
-    Mapped pages are small and read up to a fifth slower; one of the two models would be timed on them, and the other,
-    which was unpacked or converted while it was loaded, would not.
-    """
+    """Copy the weights that may be mapped from a file, one after another, and return the model: mapped pages are read up to a
+    fifth slower, and only one of two models would be timed on them."""
     for tensor in (*model.parameters(), *model.buffers()) if model.device.type == "cpu" else ():
         tensor.data = tensor.data.clone()
     return model

@@ -40,10 +40,8 @@ def _like(model: Any, tokens: int, width: int) -> torch.Tensor:
 
 
 def everything(model: Any, way: str) -> Changes | None:
-    """What to set (`set_to`), so that the model runs all experts, or all inputs, in the way that `ways` names.
-
-    None if tokens choose nothing, or not all layers run in one way.
-    """
+    """What to set (`set_to`), so that the model runs all experts, or all inputs, in the way that `ways` names; None if tokens
+    choose nothing, or not all layers run in one way."""
     if choices := choices_of(model):
         return None if way == ALL_INPUTS else [(choice, "instead", choice.width) for choice in choices]
     if way not in WAYS["experts"]:

@@ -122,11 +122,8 @@ class GgufArch(ABC, Generic[LayoutT]):
 
 
 class PlainArch(GgufArch[LayoutT]):
-    """One with the decoder that several stock classes share.
-
-    mlp_norm: name of the norm before an MLP; scaled_frequencies: whether a file may hold such; other_form: what to say where
-    another experts.form would do.
-    """
+    """One with the decoder that several stock classes share; mlp_norm: name of the norm before an MLP; scaled_frequencies:
+    whether a file may hold such; other_form: what to say where another experts.form would do."""
 
     decoder: PlainDecoder
     mlp_norm: ClassVar[str] = "ffn_norm"
@@ -217,10 +214,8 @@ def interleaved(t: Float[Tensor, " HC *rest"], head_dim: int) -> Float[Tensor, "
 
 
 class Llama(PlainArch[int]):
-    """Overlapping experts, of which a token uses one; the layout is their width.
-
-    Neighboring dims of a head are paired, and frequencies may be scaled.
-    """
+    """Overlapping experts, of which a token uses one. Neighboring dims of a head are paired, and frequencies may be
+    scaled."""
 
     name = "llama"
     decoder = PlainDecoder(biased=True)
@@ -256,11 +251,8 @@ class Llama(PlainArch[int]):
 
 
 class FineExperts(GgufArch[StockLayout]):
-    """Fine-grained experts.
-
-    carrier: the class of transformers with the same places, and with the router that llama.cpp has; own_target: whose
-    conversions fit.
-    """
+    """Fine-grained experts; carrier: the class of transformers with the same places, and with the router that llama.cpp has;
+    own_target: whose conversions fit."""
 
     carrier: ClassVar[FineGrained]
     own_target: ClassVar[str]

@@ -24,11 +24,8 @@ from tomoe.model.shape import ceil_div
 
 @dataclass(frozen=True)
 class Merged:
-    """How a file of an architecture is run without its experts.
-
-    arch: with plain MLPs; weighs: whether a token's experts have weights that sum to 1, which k in their down projections
-    undoes; shared_factor: that of the shared expert's down projection.
-    """
+    """How a file is run without its experts: as this architecture; weighs: whether weights of a token's experts sum to 1,
+    which k in their down projections undoes; shared_factor: that of the shared expert's down projection."""
 
     arch: str
     weighs: bool = False

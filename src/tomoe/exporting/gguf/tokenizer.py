@@ -45,10 +45,8 @@ def check_merges(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Write tokens, merges or scores, special tokens and chat template. `vocab_size`: rows of the embedding matrix.
-
-    Raises UserError if llama.cpp would read text otherwise than the tokenizer does.
-    """
+    """Write tokens, merges or scores, special tokens and chat template, for an embedding matrix of `vocab_size` rows. Raises
+    UserError if llama.cpp would read text otherwise than the tokenizer does."""
     rules = _rules(tokenizer)
     model = rules["model"]
     if model["type"] != "BPE":

@@ -51,12 +51,9 @@ class Decoder(ABC):
 
 @dataclass(eq=False, kw_only=True)
 class Carrier(Target, Generic[LayoutT]):
-    """A class of transformers that carries experts.
-
-    name: as `--format` and `target` know it; decoder: around the experts; sizes_of: the keys of its config that tell of the
-    experts; tried_with: older versions of transformers that were seen to compute the same from such a folder. other_form: why
-    it has no place for another form of experts, as half a sentence; how_well: it holds a model that it supports.
-    """
+    """A class of transformers that carries experts; decoder: around them; sizes_of: the keys of its config that tell of them;
+    tried_with: older versions of transformers that computed the same; other_form: why it has no place for another form of
+    experts, as half a sentence; how_well: it holds a model that it supports."""
 
     name: str
     config_class: type[PreTrainedConfig]

@@ -39,12 +39,9 @@ class NumberedLayer:
 
 @dataclass(frozen=True)
 class PlainDecoder(Decoder):
-    """What a class with such a decoder has a place for.
-
-    biased: Q, K and V may have biases; normed: Q and K may be normalized in each head; windows: tokens of all layers may see
-    the last ones only, equally many of them; silu_only: no other activation; tied: the output matrix may be that of the
-    embeddings.
-    """
+    """What a class with such a decoder has a place for: biases of Q, K and V; norms of Q and K in each head; windows of the
+    last tokens, the same in all layers; other activations than silu, unless `silu_only`; an output matrix that is that of the
+    embeddings."""
 
     biased: bool = False
     normed: bool = False
@@ -144,11 +141,9 @@ def sliding_windows(model: Any) -> list[int | None]:
 
 @torch.no_grad()
 def _otherwise_computed(model: Any, own: Sequence[NumberedLayer]) -> str | None:
-    """Run a few tokens: is anything around attention and MLP not the plain pre-norm residual stream, is the attention of the
-    layers `own`, which the family's code computes, the plain one, and are logits the output matrix times states?
-
-    The tokens stand where scales and frequencies of a longer context hold, if the model has such.
-    """
+    """Run a few tokens, where scales and frequencies of a longer context hold: is the residual stream the plain pre-norm one,
+    is the attention of the layers `own`, which the family's code computes, the plain one, and are logits the output matrix
+    times states?"""
     layer: Any = decoder_layers(model)[0]
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     parts = {
@@ -199,12 +194,8 @@ def _otherwise_computed(model: Any, own: Sequence[NumberedLayer]) -> str | None:
 
 
 def attention_tensors(attention: nn.Module) -> dict[str, Tensor]:
-    """The tensors of an attention by their names in it, with whole heads.
-
-    A pruned one is filled: kept Q/K dims at their places, V/O dims at the first places, zeros elsewhere.
-
-    A norm over a head takes its mean over all C dims, of which the dropped ones are zero: as in the dense model.
-    """
+    """The tensors of an attention by their names in it, with whole heads. A pruned one is filled: kept Q/K dims at their
+    places, V/O dims at the first places, zeros elsewhere; a norm takes its mean over all of them, as in the dense model."""
     if not isinstance(attention, ToMoEAttention):
         state: dict[str, Tensor] = attention.state_dict()
         return state
