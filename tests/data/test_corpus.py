@@ -282,7 +282,7 @@ def test_an_evaluation_source_leaves_all_of_the_sources_to_learn_from(
         (tmp_path / "out" / "run").mkdir(parents=True, exist_ok=True)
         corpus.save(tmp_path / "out" / "run" / "corpus.safetensors")
         kept = held_out_text([str(tmp_path / "out")])
-        assert (kept.name, kept.sources) == ("other.jsonl", ())
+        assert kept.name == "other.jsonl"
         assert torch.equal(kept.sequences.input_ids, corpus.evaluation.input_ids)
 
 
