@@ -26,6 +26,7 @@ from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import measure
 from tomoe.exporting.agreement import BOUNDS, agree, judge, record, summarize
+from tomoe.exporting.stock.carrier import StockLayout
 from tomoe.files import format_bytes
 from tomoe.moe.modeling_tomoe import ToMoEMLP
 
@@ -107,13 +108,13 @@ def test_text_of_ones_own_and_a_coarser_dtype(tomoe: CommandLine, made: Path, tm
 def test_a_failed_proof_names_the_place_and_leaves_no_folder(
     tomoe: CommandLine, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = mixtral.copied_expert
+    right = mixtral.expert_matrices
 
-    def wrong(mlp: ToMoEMLP, width: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        gate, up, down = right(mlp, width, expert)
+    def wrong(mlp: ToMoEMLP, layout: StockLayout, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, down = right(mlp, layout, expert)
         return gate, up, (1.05 if mlp.layer_idx == 1 and expert == 0 else 1) * down
 
-    monkeypatch.setattr(mixtral, "copied_expert", wrong)
+    monkeypatch.setattr(mixtral, "expert_matrices", wrong)
     done = tomoe("export", made, "-o", tmp_path / "out")
     assert done.code == 2
     problem = " ".join(done.err.split())

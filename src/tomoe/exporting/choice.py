@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from tomoe.errors import UserError
 from tomoe.exporting.gguf.target import Gguf
 from tomoe.exporting.hf import OwnForm
-from tomoe.exporting.stock.family_decoder import FamilyDecoder
+from tomoe.exporting.stock.carrier import FamilyDecoder
 from tomoe.exporting.stock.table import CARRIERS
 from tomoe.exporting.target import Target
 from tomoe.model.loading import load_config

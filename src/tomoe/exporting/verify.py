@@ -158,14 +158,17 @@ class RouterAgreement:
         return None
 
 
+@dataclass
 class RouterCheck:
     """Compares the routers of an export with those of the converted model while that one runs."""
 
-    def __init__(self, routers: Mapping[int, StockRouter]):
-        self.routers = routers
-        self.choices = self.same = 0
-        self.furthest_logits = self.furthest = self.weight_error = self.weight_bound = 0.0
-        self.layer = 0
+    routers: Mapping[int, StockRouter]
+    choices: int = 0
+    same: int = 0
+    furthest_logits: float = 0.0
+    furthest: float = 0.0
+    weight_error: float = 0.0
+    layer: int = 0
 
     def hooks(self, moe: ToMoEForCausalLM) -> Iterator[RemovableHandle]:
         """Hooks on the layers of the converted model, each run of which is then counted."""
@@ -193,18 +196,13 @@ class RouterCheck:
             self.furthest_logits, self.layer = furthest, i
         self.furthest = max(self.furthest, furthest * eps / router.form.rounding)
         self.weight_error = max(self.weight_error, float((weights.float() - 1).abs().amax()))
-        self.weight_bound = router.form.weight_error
 
     def result(self) -> RouterAgreement:
         """What was counted."""
+        bound = max((router.form.weight_error for router in self.routers.values()), default=0.0)
+        same = self.same / max(1, self.choices)
         return RouterAgreement(
-            self.choices,
-            self.same / max(1, self.choices),
-            self.furthest_logits,
-            self.furthest,
-            self.weight_error,
-            self.weight_bound,
-            self.layer,
+            self.choices, same, self.furthest_logits, self.furthest, self.weight_error, bound, self.layer
         )
 
 
@@ -367,16 +365,14 @@ def verify_exactly(folder: Path, out: Path, check: Check) -> Proof:
     )
 
 
-def planned_problem(agreement: Agreement, bounds: Bounds) -> str | None:
-    """What is wrong with the predictions of the planned experts, as half a sentence; None if ties of routers may explain it."""
-    wrong = judge(agreement, Bounds(None, max(bounds.kl, PLANNED_KL)))
-    return f"with the planned experts {wrong}" if wrong else None
-
-
-def all_experts_problem(agreement: Agreement | None, bounds: Bounds) -> str | None:
-    """What is wrong with all experts, as half a sentence; None if it is within the bounds, or was not run."""
-    wrong = None if agreement is None else judge(agreement, bounds)
-    return f"with all experts {wrong}" if wrong else None
+def parts_problems(planned: Agreement, whole: Agreement | None, bounds: Bounds) -> tuple[str | None, str | None]:
+    """What is wrong with all experts, if they were run, and with the planned ones beyond ties of routers; None if nothing is."""
+    with_all = None if whole is None else judge(whole, bounds)
+    with_planned = judge(planned, Bounds(None, max(bounds.kl, PLANNED_KL)))
+    return (
+        f"with all experts {with_all}" if with_all else None,
+        f"with the planned experts {with_planned}" if with_planned else None,
+    )
 
 
 def use_all_experts_(moe: ToMoEForCausalLM) -> ToMoEForCausalLM:
@@ -416,11 +412,10 @@ def verify_by_parts(
     whole = check.agree(reference, check.run(exported, "export"))
     far = check.agree_far(reference_far, check.run_far(exported))
     del exported
-    differs = first_problem(
-        [all_experts_problem(whole, check.bounds), *(f.problem(check.bounds) for f in far)],
-    )
+    with_all, planned = parts_problems(agreement, whole, check.bounds)
+    differs = first_problem([with_all, *(f.problem(check.bounds) for f in far)])
     if differs is not None:
         differs = f"{differs}; {check.place(converted, everything)}"
-    agreed, planned = routers.result(), planned_problem(agreement, check.bounds)
+    agreed = routers.result()
     problem = first_problem([agreed.problem, differs, planned, stored.problem if stored else None])
     return Proof(agreement, problem, check.how, far=far, stored=stored, routers=agreed, all_experts=whole)

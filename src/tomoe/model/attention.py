@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,24 +40,8 @@ class Attention:
     o: Linear
 
 
-@runtime_checkable
-class Layer(Protocol):
-    """A decoder layer and its number among all of them."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def layer(self) -> nn.Module: ...
-
-
 def _refuse(model: nn.Module, why: str) -> Refused:
     return refuse(model, why, TASK, "; leave attention whole (attention.pruning = off)")
-
-
-def attentions(model: nn.Module, layers: Sequence[Layer]) -> list[Attention]:
-    """The attention of these layers, in order. Raises Refused if one has another structure."""
-    return [attention_of(model, of_layer.layer) for of_layer in layers]
 
 
 def attention_of(model: nn.Module, layer: nn.Module) -> Attention:
@@ -78,10 +62,10 @@ def attention_of(model: nn.Module, layer: nn.Module) -> Attention:
     return Attention(attention, *(Linear(module) for module in projections))
 
 
-def attention_sizes(model: nn.Module, layers: Sequence[Layer]) -> dict[str, int]:
-    """The sizes of the attention by their names in `ModelShape`. Raises Refused if ToMoE cannot prune it."""
+def attention_sizes(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, int]:
+    """The sizes of these layers' attention by their names in `ModelShape`. Raises Refused if ToMoE cannot prune it."""
     config = shape.text_config(model.config)
-    parts = attentions(model, layers)
+    parts = [attention_of(model, layer) for layer in layers]
     head_dim = int(getattr(parts[0].module, "head_dim", 0) or shape.head_dim(config))
     _check_norms(model, parts[0].module, head_dim)
     sizes = {(p.q.out_features, p.k.out_features) for p in parts}
@@ -131,7 +115,7 @@ def _probe_rotary(model: Any, attention: nn.Module, head_dim: int) -> int:
     return size
 
 
-def attention_checks(model: nn.Module, layers: Sequence[Layer]) -> Iterator[RemovableHandle]:
+def attention_checks(model: nn.Module, layers: Mapping[int, nn.Module]) -> Iterator[RemovableHandle]:
     """Hooks that compare every attention with the formula of a pruned one, as soon as it has run: some of what a family adds
     has no module to find (sinks, layers without RoPE, soft caps). Raises Refused in the forward pass."""
     # These may have no effect on small activations.
@@ -145,9 +129,9 @@ def attention_checks(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Remo
 
         return hook
 
-    for of_layer, parts in zip(layers, attentions(model, layers), strict=True):
-        what = f"the attention of layer {of_layer.number}"
-        yield parts.module.register_forward_hook(check(what, parts), with_kwargs=True)
+    for number, layer in layers.items():
+        parts = attention_of(model, layer)
+        yield parts.module.register_forward_hook(check(f"the attention of layer {number}", parts), with_kwargs=True)
 
 
 def _formula(

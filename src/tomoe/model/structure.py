@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tomoe.errors import UserError
-from tomoe.model.attention import Attention, attention_checks, attention_sizes, attentions
+from tomoe.model.attention import Attention, attention_checks, attention_of, attention_sizes
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.mlp import Linear, Mlp, NotFinite, compare, converted_mlps, decoder_layers, mlp_of, refuse
 from tomoe.model.offload import iter_weights
@@ -87,10 +87,8 @@ class LayerParts:
 def layer_parts(model: nn.Module) -> list[LayerParts]:
     """The parts of every decoder layer whose MLP is converted, in order. Raises UserError if there is none."""
     mlps = converted_mlps(model)
-    found: list[Attention | None] = [None] * len(mlps)
-    if _attention_sizes(model, mlps):
-        found = [*attentions(model, mlps)]
-    return [LayerParts(mlp, attention) for mlp, attention in zip(mlps, found, strict=True)]
+    prunable = bool(_attention_sizes(model, mlps))
+    return [LayerParts(mlp, attention_of(model, mlp.layer) if prunable else None) for mlp in mlps]
 
 
 def shape_of(model: nn.Module) -> ModelShape:
@@ -107,24 +105,20 @@ def shape_of(model: nn.Module) -> ModelShape:
     )
     neuron = known.hidden_size * (3 if known.gated else 2)
     attention = 2 * known.hidden_size * (known.num_heads + known.num_kv_heads) * known.head_dim
-    whole = sum(_matrix_sizes(layer) for layer in decoder_layers(model))
+    whole = sum(_own_matrices(module) for layer in decoder_layers(model) for module in layer.modules())
     return replace(known, other_params=whole - known.num_layers * (neuron * known.mlp_size + attention))
 
 
 def _attention_sizes(model: nn.Module, mlps: Sequence[Mlp]) -> dict[str, int]:
     """The sizes of an attention that ToMoE can prune; none for any other."""
     try:
-        return attention_sizes(model, mlps)
+        return attention_sizes(model, [mlp.layer for mlp in mlps])
     except UserError:
         return {}
 
 
-def _matrix_sizes(layer: nn.Module) -> int:
-    """The parameters of all matrices in a layer; biases and norms are not counted, as in the paper."""
-    return sum(_own_matrices(module) for module in layer.modules())
-
-
 def _own_matrices(module: Any) -> int:
+    """The parameters of a module's own matrices; biases and norms are not counted, as in the paper."""
     # The weight of a quantized projection may be packed, so its sizes say how much it holds.
     if isinstance(getattr(module, "in_features", None), int) and isinstance(getattr(module, "out_features", None), int):
         return int(module.in_features * module.out_features)
@@ -190,11 +184,13 @@ def check_without_weights(model: PreTrainedModel) -> None:
 
 def _checks(model: PreTrainedModel, attention: bool) -> Iterator[RemovableHandle]:
     """Hooks that compare a part as soon as it has run: the weights of a sharded model are whole only then."""
+    layers = {}
     for mlp in converted_mlps(model):
         yield from _mlp_checks(model, mlp)
+        layers[mlp.number] = mlp.layer
     if attention:
-        attention_sizes(model, converted_mlps(model))
-        yield from attention_checks(model, converted_mlps(model))
+        attention_sizes(model, list(layers.values()))
+        yield from attention_checks(model, layers)
 
 
 def _layer_checks(model: PreTrainedModel, mlp: Mlp) -> Iterator[RemovableHandle]:

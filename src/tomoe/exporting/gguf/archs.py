@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from gguf import ExpertGatingFuncType, GGUFWriter
@@ -18,25 +18,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tomoe.exporting.gguf.file import Entry
-from tomoe.exporting.stock.carrier import Decoder
-from tomoe.exporting.stock.fine_grained import (
-    FineGrained,
-    StockLayout,
-    layout_words,
-    router_scales,
-    router_tensors,
-    whole_matrices,
-)
-from tomoe.exporting.stock.mixtral import copied_expert, has_copies, widest
+from tomoe.exporting.stock.carrier import Carrier, Decoder, StockLayout
+from tomoe.exporting.stock.fine_grained import router_scales, router_tensors, whole_matrices
 from tomoe.exporting.stock.plain_decoder import PlainDecoder, attention_tensors, sliding_windows
-from tomoe.exporting.stock.routers import RouterForm
-from tomoe.exporting.stock.table import GLM4_MOE, ROUTED_SCALE
-from tomoe.exporting.target import Sizes
+from tomoe.exporting.stock.table import GLM4_MOE, MIXTRAL, ROUTED_SCALE
 from tomoe.model.shape import num_kv_heads
-from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import MAX_EXPERTS_PER_TOKEN
 
-LayoutT = TypeVar("LayoutT")
 MakeEntry = Callable[..., Entry]
 """An entry of a name, a function that makes the tensor, and its shape if that is known."""
 ATTENTION_NAMES = {
@@ -49,28 +38,32 @@ ATTENTION_NAMES = {
 }
 
 
-class GgufArch(ABC, Generic[LayoutT]):
-    """An architecture, by llama.cpp's name; decoder: what it computes around the experts."""
+class GgufArch(ABC):
+    """An architecture, by llama.cpp's name.
+
+    decoder: what it computes around the experts; carrier: the class of transformers with the same places, and with the router
+    that llama.cpp has; multiple: of which expert widths are, unless the user says so; own_target: whose conversions fit.
+    """
 
     name: ClassVar[str]
     decoder: Decoder
-
-    @property
-    def router_form(self) -> RouterForm | None:
-        """The form of its routers of fine-grained experts, if it has such."""
-        return None
+    carrier: ClassVar[Carrier]
+    multiple: ClassVar[int | None] = 1
+    own_target: ClassVar[str] = ""
 
     def problem(self, moe: ToMoEForCausalLM) -> str | None:
         """Why it cannot compute what this MoE computes, as half a sentence; None if it can."""
-        return self.decoder.problem(moe) or self.layout_problem(moe) or self.engine_problem(moe)
+        return self.decoder.problem(moe) or self._layout_problem(moe) or self.engine_problem(moe)
 
     def dense_problem(self, dense: PreTrainedModel) -> str | None:
         """Why no MoE made from this dense model could become it, judging by its parts; None if one might."""
         return self.decoder.problem(dense) or self.engine_problem(dense)
 
-    def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
-        """Why it cannot hold these experts, as half a sentence; None if it can."""
-        return None
+    def _layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
+        used, most = self.layout(moe, 1).top_k, MAX_EXPERTS_PER_TOKEN
+        if used <= most:
+            return self.carrier.layout_problem(moe)
+        return f"a token would use {used} experts of a layer, and llama.cpp takes {most}; convert with target = {self.own_target}"
 
     @abstractmethod
     def engine_problem(self, model: PreTrainedModel) -> str | None:
@@ -80,20 +73,18 @@ class GgufArch(ABC, Generic[LayoutT]):
         """Longest context, in tokens."""
         return int(moe.config.max_position_embeddings)
 
-    @abstractmethod
-    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> LayoutT:
+    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
         """The sizes that all layers get."""
+        return self.carrier.layout(moe, multiple or self.multiple)
 
-    @abstractmethod
-    def describe(self, moe: ToMoEForCausalLM, layout: LayoutT) -> Sizes:
-        """The layout in words, and what it costs; the bytes are left out."""
-
-    def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: LayoutT) -> None:
+    def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
         """Write the keys of the decoder and of the experts."""
         writer.add_embedding_length(moe.config.hidden_size)
         writer.add_head_count(moe.config.num_attention_heads)
         writer.add_rope_freq_base(float(moe.config.rope_parameters["rope_theta"]))
         writer.add_vocab_size(moe.config.vocab_size)
+        writer.add_expert_count(layout.experts)
+        writer.add_expert_used_count(layout.top_k)
         self.write_decoder_sizes(writer, moe)
         self.write_expert_sizes(writer, moe, layout)
 
@@ -101,27 +92,75 @@ class GgufArch(ABC, Generic[LayoutT]):
     def write_decoder_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM) -> None:
         """Write the other keys of the decoder."""
 
-    @abstractmethod
-    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: LayoutT) -> None:
-        """Write the keys of the experts."""
-
-    def entries(self, moe: ToMoEForCausalLM, layout: LayoutT, entry: MakeEntry) -> Iterator[Entry]:
-        """Yield every tensor of the file in order."""
-        yield from self.decoder_entries(moe, entry)
-        experts = self.experts(moe, layout, entry)
-        for i in range(moe.config.num_hidden_layers):
-            yield from experts(i)
+    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
+        """Write the other keys of the experts."""
+        writer.add_expert_feed_forward_length(layout.width)
 
     @abstractmethod
     def decoder_entries(self, moe: ToMoEForCausalLM, entry: MakeEntry) -> Iterator[Entry]:
         """Yield the tensors outside of the MLPs."""
 
-    @abstractmethod
-    def experts(self, moe: ToMoEForCausalLM, layout: LayoutT, entry: MakeEntry) -> Callable[[int], Iterator[Entry]]:
-        """For a layer by its number, the tensors of its MLP."""
+    def entries(self, moe: ToMoEForCausalLM, layout: StockLayout, entry: MakeEntry) -> Iterator[Entry]:
+        """Yield every tensor of the file in order."""
+        yield from self.decoder_entries(moe, entry)
+        form, mlps = self.carrier.form, moe.mlps()
+
+        @cache
+        def scales() -> list[float]:
+            assert form is not None
+            return router_scales(moe, form)
+
+        def router(part: int, i: int) -> Tensor:
+            if form is None:
+                return mlps[i].router.weight
+            return router_tensors(mlps[i], layout, scales()[i], form)[part]
+
+        for i, mlp in enumerate(mlps):
+            prefix, (f, d) = f"blk.{i}.ffn_", mlp.up_proj.shape
+            if i < layout.whole:
+                yield from mlp_entries(f"{prefix}{{}}.weight", partial(_whole, mlp), f, d, entry)
+                continue
+            yield entry(f"{prefix}gate_inp.weight", partial(router, 0, i), (layout.experts, d))
+            if form is not None and form.corrected:
+                yield entry(f"blk.{i}.exp_probs_b.bias", partial(router, 1, i), (layout.experts,))
+            yield from self._expert_entries(mlp, layout, prefix, entry)
+
+    def _expert_entries(self, mlp: ToMoEMLP, layout: StockLayout, prefix: str, entry: MakeEntry) -> Iterator[Entry]:
+        """Experts and shared part of a layer."""
+        hidden = mlp.up_proj.shape[1]
+
+        def stacked(part: int) -> Tensor:
+            return torch.stack([self.carrier.matrices(mlp, layout, n)[part] for n in range(layout.experts)])
+
+        def shared(part: int) -> Tensor:
+            return self.carrier.matrices(mlp, layout, None)[part]
+
+        if getattr(self.carrier, "shared_gate", None):
+            yield entry(f"{prefix}gate_inp_shexp.weight", lambda: mlp.up_proj.new_zeros(hidden), (hidden,))
+        yield from mlp_entries(f"{prefix}{{}}_exps.weight", stacked, layout.width, hidden, entry, (layout.experts,))
+        if layout.shared:
+            yield from mlp_entries(f"{prefix}{{}}_shexp.weight", shared, layout.shared, hidden, entry)
 
 
-class PlainArch(GgufArch[LayoutT]):
+def _whole(mlp: ToMoEMLP, part: int) -> Tensor:
+    return whole_matrices(mlp)[part]
+
+
+def mlp_entries(
+    names: str,
+    make: Callable[[int], Tensor],
+    width: int,
+    hidden: int,
+    entry: MakeEntry,
+    number: tuple[int, ...] = (),
+) -> Iterator[Entry]:
+    """Gate, up and down of an MLP, or of a stack of `number` of them; `make` makes the part of that number."""
+    for part, place in enumerate(("gate", "up", "down")):
+        shape = (hidden, width) if place == "down" else (width, hidden)
+        yield entry(names.format(place), partial(make, part), (*number, *shape))
+
+
+class PlainArch(GgufArch):
     """One with the decoder that several stock classes share; mlp_norm: name of the norm before an MLP; scaled_frequencies:
     whether a file may hold such; other_form: what to say where another experts.form would do."""
 
@@ -194,124 +233,28 @@ def _plain_frequencies(moe: ToMoEForCausalLM) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, size, 2, device=moe.device).float() / size)
 
 
-def mlp_entries(
-    names: str,
-    make: Callable[[int], Tensor],
-    width: int,
-    hidden: int,
-    entry: MakeEntry,
-    number: tuple[int, ...] = (),
-) -> Iterator[Entry]:
-    """Gate, up and down of an MLP, or of a stack of `number` of them; `make` makes the part of that number."""
-    for part, place in enumerate(("gate", "up", "down")):
-        shape = (hidden, width) if place == "down" else (width, hidden)
-        yield entry(names.format(place), partial(make, part), (*number, *shape))
-
-
 def interleaved(t: Float[Tensor, " HC *rest"], head_dim: int) -> Float[Tensor, " HC *rest"]:
     """Reorder rows of Q or K for a rotary embedding that pairs neighbors (2 j, 2 j + 1) instead of (j, j + C/2)."""
     return t.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-class Llama(PlainArch[int]):
-    """Overlapping experts, of which a token uses one. Neighboring dims of a head are paired, and frequencies may be
-    scaled."""
+class Llama(PlainArch):
+    """Overlapping experts, of which a token uses one. Neighboring dims of a head are paired, and frequencies may be scaled."""
 
     name = "llama"
+    carrier = MIXTRAL
+    multiple = None
     decoder = PlainDecoder(biased=True)
     scaled_frequencies = True
 
-    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> int:
-        return widest(moe, multiple)
-
-    def describe(self, moe: ToMoEForCausalLM, layout: int) -> Sizes:
-        words = f"{moe.config.tomoe_num_experts} experts of {layout:,} neurons in each layer"
-        return Sizes(0, words, has_copies(moe, layout))
-
-    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: int) -> None:
-        writer.add_feed_forward_length(layout)
-        writer.add_expert_count(moe.config.tomoe_num_experts)
-        writer.add_expert_used_count(1)
-
-    def experts(self, moe: ToMoEForCausalLM, layout: int, entry: MakeEntry) -> Callable[[int], Iterator[Entry]]:
-        def of_layer(i: int) -> Iterator[Entry]:
-            mlp = moe.model.layers[i].mlp
-            n, d = mlp.num_experts, mlp.up_proj.shape[1]
-
-            def stacked(part: int) -> Tensor:
-                return torch.stack([copied_expert(mlp, layout, expert)[part] for expert in range(n)])
-
-            yield entry(f"blk.{i}.ffn_gate_inp.weight", lambda: mlp.router.weight)
-            yield from mlp_entries(f"blk.{i}.ffn_{{}}_exps.weight", stacked, layout, d, entry, (n,))
-
-        return of_layer
+    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
+        writer.add_feed_forward_length(layout.width)
 
     def ordered(self, part: str, t: Tensor, head_dim: int) -> Tensor:
         return interleaved(t, head_dim) if part in ("q_proj", "k_proj") else t
 
 
-class FineExperts(GgufArch[StockLayout]):
-    """Fine-grained experts; carrier: the class of transformers with the same places, and with the router that llama.cpp has;
-    own_target: whose conversions fit."""
-
-    carrier: ClassVar[FineGrained]
-    own_target: ClassVar[str]
-
-    @property
-    def router_form(self) -> RouterForm | None:
-        return self.carrier.form
-
-    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
-        return self.carrier.layout(moe, multiple or 1)
-
-    def describe(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Sizes:
-        return Sizes(0, layout_words(moe, layout), zeros=layout.zeros)
-
-    def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
-        used, most = self.layout(moe, 1).top_k, MAX_EXPERTS_PER_TOKEN
-        if used <= most:
-            return self.carrier.layout_problem(moe)
-        return f"a token would use {used} experts of a layer, and llama.cpp takes {most}; convert with target = {self.own_target}"
-
-    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
-        writer.add_expert_feed_forward_length(layout.width)
-        writer.add_expert_count(layout.experts)
-        writer.add_expert_used_count(layout.top_k)
-
-    def experts(self, moe: ToMoEForCausalLM, layout: StockLayout, entry: MakeEntry) -> Callable[[int], Iterator[Entry]]:
-        @cache
-        def scales() -> list[float]:
-            return router_scales(moe, self.carrier.form)
-
-        def of_layer(i: int) -> Iterator[Entry]:
-            mlp, prefix, form = moe.mlps()[i], f"blk.{i}.", self.carrier.form
-            n, (f, d) = layout.experts, mlp.up_proj.shape
-            if i < layout.whole:
-                yield from mlp_entries(f"{prefix}ffn_{{}}.weight", lambda part: whole_matrices(mlp)[part], f, d, entry)
-                return
-
-            def router(part: int) -> Tensor:
-                return router_tensors(mlp, layout, scales()[i], form)[part]
-
-            def stacked(part: int) -> Tensor:
-                return torch.stack([self.carrier.matrices(mlp, layout, expert)[part] for expert in range(n)])
-
-            def shared(part: int) -> Tensor:
-                return self.carrier.matrices(mlp, layout, None)[part]
-
-            yield entry(f"{prefix}ffn_gate_inp.weight", partial(router, 0), (n, d))
-            if form.corrected:
-                yield entry(f"{prefix}exp_probs_b.bias", partial(router, 1), (n,))
-            if self.carrier.shared_gate:
-                yield entry(f"{prefix}ffn_gate_inp_shexp.weight", lambda: mlp.up_proj.new_zeros(d), (d,))
-            yield from mlp_entries(f"{prefix}ffn_{{}}_exps.weight", stacked, layout.width, d, entry, (n,))
-            if layout.shared:
-                yield from mlp_entries(f"{prefix}ffn_{{}}_shexp.weight", shared, layout.shared, d, entry)
-
-        return of_layer
-
-
-class Glm4Moe(FineExperts, PlainArch[StockLayout]):
+class Glm4Moe(PlainArch):
     """Experts and a shared one; the first layers may be whole."""
 
     name = "glm4moe"

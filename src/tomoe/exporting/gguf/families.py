@@ -16,16 +16,16 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tomoe.exporting.gguf.archs import FineExperts, MakeEntry
+from tomoe.exporting.gguf.archs import GgufArch, MakeEntry
 from tomoe.exporting.gguf.file import Entry
-from tomoe.exporting.stock.fine_grained import StockLayout
+from tomoe.exporting.stock.carrier import StockLayout
 from tomoe.exporting.stock.routers import NormalizedSigmoid
 from tomoe.exporting.stock.table import LFM2_MOE, QWEN3_5_MOE
 from tomoe.model.shape import ceil_div
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
 
-class FamilyArch(FineExperts):
+class FamilyArch(GgufArch):
     """One with the attention of a family; arch: as the package gguf knows it."""
 
     arch: ClassVar[MODEL_ARCH]
@@ -64,7 +64,8 @@ class Lfm2MoeArch(FamilyArch):
     """Convolutions and attention; weights of experts are normalized, and the shared part stands in experts."""
 
     name = "lfm2moe"
-    carrier, arch = replace(LFM2_MOE, form=NormalizedSigmoid()), MODEL_ARCH.LFM2MOE
+    carrier = replace(LFM2_MOE, form=NormalizedSigmoid())
+    arch = MODEL_ARCH.LFM2MOE
     decoder = LFM2_MOE.decoder
     own_target = "lfm2_moe"
 
@@ -89,7 +90,8 @@ class Qwen35MoeArch(FamilyArch):
     """Linear and full attention; weights of experts are normalized, and that of the shared expert is 1/2."""
 
     name = "qwen35moe"
-    carrier, arch = QWEN3_5_MOE, MODEL_ARCH.QWEN35MOE
+    carrier = QWEN3_5_MOE
+    arch = MODEL_ARCH.QWEN35MOE
     decoder = QWEN3_5_MOE.decoder
     own_target = "qwen3_5_moe"
 
@@ -116,7 +118,11 @@ class Qwen35MoeArch(FamilyArch):
         writer.add_expert_shared_feed_forward_length(layout.shared)
 
     def engine_problem(self, model: PreTrainedModel) -> str | None:
-        return _interval_problem(model.config.get_text_config()) or super().engine_problem(model)
+        attends = [kind == "full_attention" for kind in model.config.get_text_config().layer_types]
+        interval = attends.index(True) + 1 if True in attends else 0
+        if not interval or attends != [(i + 1) % interval == 0 for i in range(len(attends))]:
+            return "its layers of full attention do not stand at equal distances, as llama.cpp wants them"
+        return super().engine_problem(model)
 
     def renamed(self, name: str) -> str:
         return name.replace("dt_bias", "dt_proj.bias")
@@ -126,37 +132,23 @@ class Qwen35MoeArch(FamilyArch):
         if part == name:
             # norms there multiply by 1 + w
             return t + 1 if "norm" in name else t
-        heads, of_each = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+        heads = config.linear_num_key_heads
+        of_each = config.linear_num_value_heads // heads
         queries_and_keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
         if part == "A_log":
             return tiled(-t.exp(), 0, heads, of_each)
-        if part == "conv1d.weight":
-            return _tiled_values(t.squeeze(1), queries_and_keys, heads, of_each)
-        if part == "in_proj_qkv.weight":
-            return _tiled_values(t, queries_and_keys, heads, of_each)
+        if part in ("conv1d.weight", "in_proj_qkv.weight"):
+            rows = t.squeeze(1) if part == "conv1d.weight" else t
+            return torch.cat([rows[:queries_and_keys], tiled(rows[queries_and_keys:], 0, heads, of_each)])
         if part == "out_proj.weight":
             return tiled(t, 1, heads, of_each)
         return t if part == "norm.weight" else tiled(t, 0, heads, of_each)
-
-
-def _interval_problem(config: Any) -> str | None:
-    """llama.cpp knows one interval from one layer of full attention to the next."""
-    attends = [kind == "full_attention" for kind in config.layer_types]
-    interval = attends.index(True) + 1 if True in attends else 0
-    if interval and attends == [(i + 1) % interval == 0 for i in range(len(attends))]:
-        return None
-    return "its layers of full attention do not stand at equal distances, as llama.cpp wants them"
 
 
 def tiled(t: Float[Tensor, ...], dim: int, heads: int, of_each: int) -> Float[Tensor, ...]:
     """Reorder value heads: transformers puts those of a key head side by side, llama.cpp the first of all key heads, and so
     on. `of_each`: value heads of a key head."""
     return t.unflatten(dim, (heads, of_each, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2).contiguous()
-
-
-def _tiled_values(t: Float[Tensor, ...], before: int, heads: int, of_each: int) -> Float[Tensor, ...]:
-    """The same for the rows behind those of queries and keys."""
-    return torch.cat([t[:before], tiled(t[before:], 0, heads, of_each)])
 
 
 FAMILY_ARCHS: dict[str, FamilyArch] = {"lfm2": Lfm2MoeArch(), "qwen3_5_text": Qwen35MoeArch()}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from gguf import GGUFWriter
@@ -41,17 +39,15 @@ class Gguf(Target):
         return arch_of(dense.config.get_text_config().model_type, form).dense_problem(dense)
 
     def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
-        form = _arch(moe).router_form
-        return form is None or not form.normalized
+        return _arch(moe).carrier.is_dialed(moe)
 
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
         check_quantizer(options.precision)
         arch = _arch(moe)
-        layout = arch.describe(moe, arch.layout(moe, options.width_multiple))
         tensors = list(entries(moe, options.precision, options.width_multiple))
         types = f"{options.precision}{larger_rows(tensors, options.precision)}"
-        words = f"{layout.words}, {types}, for contexts of up to {arch.context_length(moe):,} tokens"
-        return replace(layout, bytes=sum(entry.nbytes for entry in tensors), words=words)
+        more = f", {types}, for contexts of up to {arch.context_length(moe):,} tokens"
+        return arch.layout(moe, options.width_multiple).sizes(moe, sum(entry.nbytes for entry in tensors), more)
 
     def write(
         self,
@@ -77,7 +73,7 @@ class Gguf(Target):
         moe, tokenizer = load_moe(folder, "float32", check.device), load_tokenizer(str(folder))
         arch, file = _arch(moe), self.file(out, options)
         comparison = Comparison(file, options.precision, moe, tokenizer, arch.context_length(moe), check)
-        return verify_file(comparison, arch.router_form)
+        return verify_file(comparison, arch.carrier.form)
 
     def how_to_load(self, folder: Path, options: Options) -> str:
         return f"llama-cli -m {shlex.quote(str(self.file(folder, options)))}"
@@ -88,12 +84,12 @@ class Gguf(Target):
         return folder / f"model-{options.precision}.gguf"
 
 
-def arch_of(kind: str, form: str) -> GgufArch[Any]:
+def arch_of(kind: str, form: str) -> GgufArch:
     """The architecture for experts of this form (experts.form) in a model, dense or converted, of this kind of config."""
     return Llama() if form == "overlapping" else FAMILY_ARCHS.get(kind) or Glm4Moe()
 
 
-def _arch(moe: ToMoEForCausalLM) -> GgufArch[Any]:
+def _arch(moe: ToMoEForCausalLM) -> GgufArch:
     return arch_of(moe.config.tomoe_dense_type, moe.config.tomoe_expert_form)
 
 

@@ -18,14 +18,7 @@ from tomoe.exporting.gguf.experts import merge_experts, read_routers
 from tomoe.exporting.gguf.llama_cpp import LlamaCpp, agree_on_next_tokens, binding
 from tomoe.exporting.stock.routers import RouterForm
 from tomoe.exporting.target import Precision
-from tomoe.exporting.verify import (
-    Check,
-    Proof,
-    RouterCheck,
-    all_experts_problem,
-    planned_problem,
-    use_all_experts_,
-)
+from tomoe.exporting.verify import Check, Proof, RouterCheck, parts_problems, use_all_experts_
 from tomoe.model.generation import PROMPT, generate
 from tomoe.model.hooks import hooked
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -109,6 +102,5 @@ def verify_file(comparison: Comparison, form: RouterForm | None) -> Proof:
         with TemporaryDirectory(dir=file.parent) as place:
             whole = comparison.agree(comparison.open(merge_experts(file, Path(place) / file.name)))
     agreed = routers.result()
-    with_all, planned = all_experts_problem(whole, bounds), planned_problem(agreement, bounds)
-    problem = first_problem([problem, agreed.problem, with_all, planned])
+    problem = first_problem([problem, agreed.problem, *parts_problems(agreement, whole, bounds)])
     return Proof(agreement, problem, comparison.how, written, routers=agreed, all_experts=whole)

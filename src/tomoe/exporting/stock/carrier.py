@@ -9,21 +9,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.exporting.target import Options, Target
+from tomoe.exporting.stock.routers import RouterForm
+from tomoe.exporting.target import Options, Sizes, Target
 from tomoe.exporting.writing import write_checkpoint, write_config, write_tokenizer
 from tomoe.model.mlp import converted_mlps, decoder_layers, named_layers
-from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.progress import StageCallback
 from tomoe.recipe.target_rules import TARGET_RULES, TargetRules
 
-LayoutT = TypeVar("LayoutT")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Names of a gated MLP's matrices in most classes."""
 
@@ -49,8 +49,69 @@ class Decoder(ABC):
         """Name and value of every tensor outside of the MLPs."""
 
 
+@dataclass(frozen=True)
+class FamilyDecoder(Decoder):
+    """That of one dense family, whose config is of type `kind`: everything but the MLP is copied by name."""
+
+    kind: str
+
+    def problem(self, model: PreTrainedModel) -> str | None:
+        kind = getattr(model.config, "tomoe_dense_type", model.config.get_text_config().model_type)
+        if kind != self.kind:
+            return f"it is a {kind} model, and this class has the attention and the norms of {self.kind}"
+        if getattr(model.config, "prunes_attention", False):
+            return "its attention is pruned (attention.pruning), and this class has whole heads"
+        return mlp_problem(model)
+
+    def tensors(self, moe: ToMoEForCausalLM) -> Iterator[tuple[str, Tensor]]:
+        """Of tied ones the first."""
+        inside = tuple(f"{name}." for name in moe.config.tomoe_mlps)
+        tied = moe.get_output_embeddings().weight is moe.get_input_embeddings().weight
+        for name, t in moe.state_dict().items():
+            if not name.startswith(inside) and not (tied and name == "lm_head.weight"):
+                yield name, t
+
+
+@dataclass(frozen=True)
+class StockLayout:
+    """Sizes that every layer of the export has, but for the first ones, which may be whole.
+
+    width: w; shared: of the shared expert, a multiple of w; experts: all that are stored; top_k: experts of a token, all of
+    these counted; zeros: how many of them are of zeros in the layer that needs most, because it chooses fewest itself; whole:
+    how many of the first layers use all experts, and are written as plain MLPs; always: how many experts hold the shared part,
+    if there is no shared expert.
+    """
+
+    width: int
+    shared: int
+    experts: int
+    top_k: int
+    zeros: int
+    whole: int
+    always: int = 0
+
+    def words(self, moe: ToMoEForCausalLM) -> str:
+        """As in "64 experts of 16 neurons, 16 for each token, and a shared one of 512 in each of 30 layers"."""
+        zeros = f" ({self.zeros} of zeros)" if self.zeros else ""
+        whole = f", {self.whole} whole before them" if self.whole else ""
+        size = max(mlp.expert_rows.shape[1] for mlp in moe.mlps())
+        filled = f" (filled up from {size:,})" if self.width > size else ""
+        shared = f", and a shared one of {self.shared:,}" if self.shared else ""
+        always = f" ({self.always} of them always, the shared part)" if self.always else ""
+        return (
+            f"{self.experts} experts{zeros} of {self.width:,} neurons{filled}, {self.top_k} for each token{always}{shared} "
+            f"in each of {len(moe.mlps()) - self.whole} layers{whole}"
+        )
+
+    def sizes(self, moe: ToMoEForCausalLM, stored: int, more: str = "") -> Sizes:
+        """What an export of so many bytes is; `more` ends its words."""
+        overlapping = moe.config.tomoe_expert_form == "overlapping"
+        copies = overlapping and self.experts * self.width > min(moe.config.tomoe_union_sizes)
+        return Sizes(stored, self.words(moe) + more, copies, self.zeros)
+
+
 @dataclass(eq=False, kw_only=True)
-class Carrier(Target, Generic[LayoutT]):
+class Carrier(Target):
     """A class of transformers that carries experts; decoder: around them; sizes_of: the keys of its config that tell of them;
     tried_with: older versions of transformers that computed the same; other_form: why it has no place for another form of
     experts, as half a sentence; how_well: it holds a model that it supports."""
@@ -58,7 +119,8 @@ class Carrier(Target, Generic[LayoutT]):
     name: str
     config_class: type[PreTrainedConfig]
     decoder: Decoder
-    sizes_of: Callable[[ToMoEForCausalLM, LayoutT], dict[str, Any]]
+    sizes_of: Callable[[ToMoEForCausalLM, StockLayout], dict[str, Any]]
+    form: RouterForm | None = None
     tried_with: tuple[str, ...] = ()
     other_form: ClassVar[str]
     how_well: ClassVar[str]
@@ -88,10 +150,17 @@ class Carrier(Target, Generic[LayoutT]):
         return None
 
     @abstractmethod
-    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> LayoutT:
+    def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
         """The sizes that all layers get; expert widths are multiples of `multiple`."""
 
-    def config(self, moe: ToMoEForCausalLM, layout: LayoutT) -> PreTrainedConfig:
+    def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
+        return self.form is None or not self.form.normalized
+
+    def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
+        layout = self.layout(moe, options.width_multiple)
+        return layout.sizes(moe, self.bytes(moe, layout))
+
+    def config(self, moe: ToMoEForCausalLM, layout: StockLayout) -> PreTrainedConfig:
         """The config of the export. Raises UserError if the class computes something else with it."""
         values = self.decoder.values(moe, self.config_class) | self.sizes_of(moe, layout)
         config = self.config_class(**values, architectures=[f"{self.about}ForCausalLM"])
@@ -100,7 +169,7 @@ class Carrier(Target, Generic[LayoutT]):
         return config
 
     @torch.no_grad()
-    def tensors(self, moe: ToMoEForCausalLM, layout: LayoutT) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of every tensor of the checkpoint: only one layer's copies are alive at a time."""
         mlp_tensors, prefix = self.mlp_tensors(moe, layout), named_layers(moe)[0]
         yield from self.decoder.tensors(moe)
@@ -108,10 +177,14 @@ class Carrier(Target, Generic[LayoutT]):
             yield from ((f"{prefix}.{i}.{name}", t) for name, t in mlp_tensors(i))
 
     @abstractmethod
-    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: LayoutT) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
+    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
         """For a layer by its number, name (behind that of the layer) and value of every tensor of its MLP."""
 
-    def bytes(self, moe: ToMoEForCausalLM, layout: LayoutT) -> int:
+    @abstractmethod
+    def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate, up and down of an expert, or of the shared one if it is None, with what undoes its weight."""
+
+    def bytes(self, moe: ToMoEForCausalLM, layout: StockLayout) -> int:
         """Of the weights."""
         return sum(p.numel() for p in empty_stock(self.config(moe, layout)).parameters()) * moe.dtype.itemsize
 

@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tomoe.exporting.stock.carrier import Carrier, each, padded, round_up
+from tomoe.exporting.stock.carrier import Carrier, StockLayout, each, padded, round_up
 from tomoe.exporting.stock.routers import HalfPrecisionSigmoid, RouterForm, stored_router
-from tomoe.exporting.target import Options, Sizes
+from tomoe.exporting.target import Options
 from tomoe.exporting.verify import Check, Proof, StockRouter, verify_by_parts
 from tomoe.model.hooks import hooked, input_of
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
@@ -29,25 +29,6 @@ from tomoe.recipe.target_rules import FINE_MULTIPLE
 
 # Tokens that the reach of a router is measured on.
 PROBE_TOKENS = 256
-
-
-@dataclass(frozen=True)
-class StockLayout:
-    """Sizes that every layer of the export has, but for the first ones, which may be whole.
-
-    width: w; shared: of the shared expert, a multiple of w; experts: all that are stored; top_k: experts of a token, all of
-    these counted; zeros: how many of them are of zeros in the layer that needs most, because it chooses fewest itself; whole:
-    how many of the first layers use all experts, and are written as plain MLPs; always: how many experts hold the shared part,
-    if there is no shared expert.
-    """
-
-    width: int
-    shared: int
-    experts: int
-    top_k: int
-    zeros: int
-    whole: int
-    always: int = 0
 
 
 def stock_layout(moe: ToMoEForCausalLM, multiple: int | None = None, whole_layers: bool = True) -> StockLayout:
@@ -67,15 +48,8 @@ def stock_layout(moe: ToMoEForCausalLM, multiple: int | None = None, whole_layer
     return StockLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, whole)
 
 
-def without_shared_expert(layout: StockLayout) -> StockLayout:
-    """The layout with the shared part in experts that are always chosen."""
-    always = layout.shared // layout.width
-    experts, top_k = layout.experts + always, layout.top_k + always
-    return replace(layout, shared=0, experts=experts, top_k=top_k, always=always)
-
-
 @dataclass(eq=False, kw_only=True)
-class FineGrained(Carrier[StockLayout]):
+class FineGrained(Carrier):
     """A class with a place for fine-grained experts.
 
     form: of its routers; coarse_scores: whether transformers makes their scores in the dtype of the model; float32_routers:
@@ -100,18 +74,9 @@ class FineGrained(Carrier[StockLayout]):
     other_form = "its experts share neurons (experts.form = overlapping), and it has a place for fine-grained ones only"
     how_well = "up to the rounding of its router"
 
-    @property
-    def shared_factor(self) -> float:
-        """What undoes how the shared expert is weighed: a gate of zeros makes a sigmoid exactly 1/2 for every token, and down
-        weights that are doubled undo it exactly, because powers of two round nothing."""
-        return 2.0 if self.shared_gate else 1.0
-
     def form_in(self, dtype: torch.dtype) -> RouterForm:
         """The form of its routers in a checkpoint of this dtype."""
         return HalfPrecisionSigmoid(dtype) if self.coarse_scores and dtype != torch.float32 else self.form
-
-    def is_dialed(self, moe: ToMoEForCausalLM) -> bool:
-        return not self.form.normalized
 
     def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
         mlps, advice = moe.mlps(), f"convert with target = {self.name}"
@@ -130,7 +95,9 @@ class FineGrained(Carrier[StockLayout]):
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
         layout = stock_layout(moe, multiple, self.rules.dense_layers)
         if self.rules.shared_in_experts:
-            return without_shared_expert(layout)
+            always = layout.shared // layout.width
+            experts, top_k = layout.experts + always, layout.top_k + always
+            return replace(layout, shared=0, experts=experts, top_k=top_k, always=always)
         return layout if self.rules.holds_shared else replace(layout, shared=0)
 
     def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
@@ -144,11 +111,11 @@ class FineGrained(Carrier[StockLayout]):
             weight, corrections = router_tensors(mlps[i], layout, scales[i], form)
             weight = weight if self.float32_routers else weight.to(moe.dtype)
             yield from zip(self.router, (weight, corrections), strict=False)
-            yield from self.expert_tensors(mlps[i], layout)
+            yield from self._expert_tensors(mlps[i], layout)
 
         return of_layer
 
-    def expert_tensors(self, mlp: ToMoEMLP, layout: StockLayout) -> Iterator[tuple[str, Tensor]]:
+    def _expert_tensors(self, mlp: ToMoEMLP, layout: StockLayout) -> Iterator[tuple[str, Tensor]]:
         """Shared and other experts of a layer by name."""
         if self.shared_gate:
             yield self.shared_gate, mlp.up_proj.new_zeros(1, mlp.up_proj.shape[1])
@@ -163,19 +130,16 @@ class FineGrained(Carrier[StockLayout]):
             yield from named([name.format(n) for name in self.experts], matrices)
 
     def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Gate, up and down of an expert, or of the shared one if it is None, with what undoes its weight."""
+        """A gate of zeros makes the sigmoid of the shared expert exactly 1/2, which powers of two undo without rounding."""
         gate, up, down = expert_matrices(mlp, layout, expert)
+        shared = 2 if self.shared_gate else 1
         routed = layout.top_k if self.form.normalized else 1
-        return gate, up, down * (self.shared_factor if expert is None else routed)
+        return gate, up, down * (shared if expert is None else routed)
 
     def bytes(self, moe: ToMoEForCausalLM, layout: StockLayout) -> int:
         routers = (len(moe.mlps()) - layout.whole) * layout.experts * moe.config.hidden_size
         wider = torch.float32.itemsize - moe.dtype.itemsize if self.float32_routers else 0
         return super().bytes(moe, layout) + routers * wider
-
-    def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
-        layout = self.layout(moe, options.width_multiple)
-        return Sizes(self.bytes(moe, layout), layout_words(moe, layout), zeros=layout.zeros)
 
     def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
         form = self.form_in(check.stored)
@@ -227,28 +191,9 @@ def experts_per_token(mlp: ToMoEMLP) -> int:
     return mlp.top_k
 
 
-def layout_words(moe: ToMoEForCausalLM, layout: StockLayout) -> str:
-    """The layout in words, "64 experts of 16 neurons, 16 for each token, and a shared one of 512 in each of 30 layers"."""
-    zeros = f" ({layout.zeros} of zeros)" if layout.zeros else ""
-    whole = f", {layout.whole} whole before them" if layout.whole else ""
-    size = max(mlp.expert_rows.shape[1] for mlp in moe.mlps())
-    filled = f" (filled up from {size:,})" if layout.width > size else ""
-    shared = f", and a shared one of {layout.shared:,}" if layout.shared else ""
-    always = f" ({layout.always} of them always, the shared part)" if layout.always else ""
-    return (
-        f"{layout.experts} experts{zeros} of {layout.width:,} neurons{filled}, {layout.top_k} for each token{always}{shared} "
-        f"in each of {len(moe.mlps()) - layout.whole} layers{whole}"
-    )
-
-
+@torch.no_grad()
 def router_scales(moe: ToMoEForCausalLM, form: RouterForm) -> list[float]:
     """eps of every layer, for the largest logit Z (without the bias) on some tokens of the vocabulary."""
-    return [form.scale(largest) for largest in router_reach(moe)]
-
-
-@torch.no_grad()
-def router_reach(moe: ToMoEForCausalLM) -> list[float]:
-    """The largest logit of each layer's router, without its bias, on some tokens of the vocabulary."""
     mlps = moe.mlps()
     reach = [0.0] * len(mlps)
 
@@ -263,7 +208,7 @@ def router_reach(moe: ToMoEForCausalLM) -> list[float]:
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)).to(ids.device)
     with hooked(mlp.register_forward_pre_hook(partial(note, i), with_kwargs=True) for i, mlp in enumerate(mlps)):
         moe(ids[order][None], use_cache=False)
-    return reach
+    return [form.scale(largest) for largest in reach]
 
 
 def router_tensors(

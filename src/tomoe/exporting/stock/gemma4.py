@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tomoe.exporting.stock.carrier import each
-from tomoe.exporting.stock.fine_grained import FineGrained, StockLayout, expert_matrices, named
+from tomoe.exporting.stock.carrier import StockLayout, each
+from tomoe.exporting.stock.fine_grained import FineGrained, expert_matrices, named
 from tomoe.exporting.stock.routers import RouterForm
 from tomoe.exporting.verify import StockRouter
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP

@@ -8,7 +8,7 @@ Letters: D hidden size, C head dim, c kept dims.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,14 +30,6 @@ PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class NumberedLayer:
-    """A decoder layer and its number."""
-
-    number: int
-    layer: Any
-
-
-@dataclass(frozen=True)
 class PlainDecoder(Decoder):
     """What a class with such a decoder has a place for: biases of Q, K and V; norms of Q and K in each head; windows of the
     last tokens, the same in all layers; other activations than silu, unless `silu_only`; an output matrix that is that of the
@@ -54,12 +46,12 @@ class PlainDecoder(Decoder):
             return "it chooses V/O dims for each token (attention.pruning = per_token), and stock attention has no such choice"
         if problem := mlp_problem(model):
             return problem
-        layers = [NumberedLayer(i, layer) for i, layer in enumerate(decoder_layers(model))]
-        own = [x for x in layers if not isinstance(getattr(x.layer, "self_attn", None), ToMoEAttention)]
+        layers = decoder_layers(model)
+        own = {i: x for i, x in enumerate(layers) if not isinstance(getattr(x, "self_attn", None), ToMoEAttention)}
         try:
-            first = attention_of(model, layers[0].layer)
+            first = attention_of(model, layers[0])
             if own:
-                attention_sizes(model, own)
+                attention_sizes(model, list(own.values()))
         except Refused as refused:
             return refused.why
         problem = self._attention_problem(model, first) or self._window_problem(model) or _missing_part(model)
@@ -140,7 +132,7 @@ def sliding_windows(model: Any) -> list[int | None]:
 
 
 @torch.no_grad()
-def _otherwise_computed(model: Any, own: Sequence[NumberedLayer]) -> str | None:
+def _otherwise_computed(model: Any, own: Mapping[int, nn.Module]) -> str | None:
     """Run a few tokens, where scales and frequencies of a longer context hold: is the residual stream the plain pre-norm one,
     is the attention of the layers `own`, which the family's code computes, the plain one, and are logits the output matrix
     times states?"""

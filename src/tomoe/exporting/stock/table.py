@@ -20,9 +20,8 @@ from transformers import (
 )
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
-from tomoe.exporting.stock.carrier import Carrier, each
-from tomoe.exporting.stock.family_decoder import FamilyDecoder
-from tomoe.exporting.stock.fine_grained import FineGrained, StockLayout
+from tomoe.exporting.stock.carrier import Carrier, FamilyDecoder, StockLayout, each
+from tomoe.exporting.stock.fine_grained import FineGrained
 from tomoe.exporting.stock.gemma4 import ZERO_NEURONS, Gemma4
 from tomoe.exporting.stock.mixtral import Mixtral
 from tomoe.exporting.stock.plain_decoder import PlainDecoder, sliding_windows
@@ -58,9 +57,9 @@ MIXTRAL = Mixtral(
     name="mixtral",
     config_class=MixtralConfig,
     decoder=PlainDecoder(),
-    sizes_of=lambda moe, width: {
-        "intermediate_size": width,
-        "num_local_experts": moe.config.tomoe_num_experts,
+    sizes_of=lambda moe, layout: {
+        "intermediate_size": layout.width,
+        "num_local_experts": layout.experts,
         "num_experts_per_tok": 1,
         "sliding_window": sliding_windows(moe)[0],
     },
@@ -191,7 +190,7 @@ FLEX_OLMO = FineGrained(
     form=Softmax(),
 )
 
-CARRIERS: tuple[Carrier[Any], ...] = (
+CARRIERS: tuple[Carrier, ...] = (
     MIXTRAL,
     GLM4_MOE,
     QWEN3_5_MOE,
