@@ -19,8 +19,7 @@ from tomoe.evaluation.results import Measurement, Row
 from tomoe.model.shape import ModelShape
 from tomoe.plan import InputsPlan, Knot, LayerPlan, Plan
 from tomoe.report import figures, style
-from tomoe.report.figures import all_figures
-from tomoe.report.plan_figures import layers_figure
+from tomoe.report.figures import all_figures, layers_figure
 from tomoe.report.style import CaptionedFigure
 
 pytestmark = pytest.mark.slow

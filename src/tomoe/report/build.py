@@ -27,8 +27,9 @@ from tomoe.plan import read_plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card
-from tomoe.report.figures import all_figures, save_all
+from tomoe.report.figures import all_figures
 from tomoe.report.page import Generation, PageFacts, write_page
+from tomoe.report.style import save
 from tomoe.report.words import WORDS
 from tomoe.training.run_folder import RunFolder
 
@@ -77,9 +78,11 @@ def write_reports(
     if distributed.rank() or observed is None:
         return rows
     write_card(out, plan, rows)
-    cells, dial = _cells(out / "benchmark.json"), read_rows(out, DIAL)
+    cells: list[Cell] = _read(out / "benchmark.json", list[Cell], "cells") or []
+    dial = read_rows(out, DIAL)
     figures = all_figures(plan, RunFolder(out / "run").rows(), cells, dial)
-    save_all(figures, out / "figures")
+    for figure in figures:
+        save(figure, out / "figures")
     facts = PageFacts(
         f"{rows[0].name} as {WORDS[plan.form].product}, {plan.active_fraction():.0%} active",
         plan,
@@ -135,14 +138,12 @@ def _plan_hash(out: Path) -> str:
     return sha256(tensors if tensors.is_file() else out / "plan.json")
 
 
-def _read(path: Path, kind: type[Any]) -> Any:
-    """A file's values as a `kind`; None if there is no such file. Raises UserError if it is damaged."""
-    return _checked(path, kind, read_json(path)) if path.exists() else None
-
-
-def _cells(path: Path) -> list[Cell]:
-    """The cells of benchmark.json; none if there is no such file. Raises UserError if it is damaged."""
-    return _checked(path, list[Cell], read_json(path).get("cells")) if path.exists() else []
+def _read(path: Path, kind: type[Any], key: str = "") -> Any:
+    """A file's values, or those of a key, as a `kind`; None if there is no such file. Raises UserError if it is damaged."""
+    if not path.exists():
+        return None
+    values = read_json(path)
+    return _checked(path, kind, values.get(key) if key else values)
 
 
 def _checked(path: Path, kind: type[Any], values: Any) -> Any:

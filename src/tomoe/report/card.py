@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tomoe.recipe.conversion import Recipe
 from tomoe.report.license import base_model_info
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
-from tomoe.report.words import WORDS, num_experts
+from tomoe.report.words import WORDS
 from tomoe.version import INSTALL
 
 
@@ -64,17 +64,17 @@ def write_card(
     )
     card = ModelCard.from_template(
         data,
-        template_str=_template("card.md.j2"),
+        template_str=resources.files("tomoe.report").joinpath("templates", "card.md.j2").read_text(encoding="utf-8"),
         install=INSTALL,
         title=escape_markdown(name),
         quoted=_fenced(json.dumps(name, ensure_ascii=False)),
         base=escape_markdown(shown_name(base) or "a dense model"),
         active=f"{plan.active_fraction():.0%}",
         product=WORDS[plan.form].product,
-        experts=WORDS[plan.form].card(num_experts(plan), dialed),
-        files=" and ".join(f"`{file.name}`" for file in plan_files(out)) or "`plan.json`",
+        experts=WORDS[plan.form].card(plan, dialed),
+        files=" and ".join(f"`{name}`" for name in PLAN_FILES if (out / name).is_file()) or "`plan.json`",
         refitted=REPAIRED in plan.notes or FINETUNED in plan.notes,
-        summary=_escaped(line for line in conversion_summary(plan) if line[0] != "Dense model"),
+        summary=[(what, escape_markdown(how)) for what, how in conversion_summary(plan) if what != "Dense model"],
         comparison=to_markdown(rows) if rows else "",
         limits=limits(plan, rows),
         warnings=[warning.text for warning in find_warnings(plan, rows)],
@@ -82,28 +82,13 @@ def write_card(
         export=export,
         command=_fenced(command or repeat),
     )
-    return _write(out, str(card))
-
-
-def plan_files(folder: Path) -> list[Path]:
-    """The files of the plan in a folder."""
-    return [file for name in PLAN_FILES if (file := folder / name).is_file()]
-
-
-def _write(folder: Path, card: str) -> Path:
-    written = write_card_file(folder, card)
+    written = write_card_file(out, str(card))
     if written.name == CARD_BESIDE:
-        words = f"{folder / CARD} was edited (or tomoe did not write it), so it stays as it is; the new card is {written.name}"
-        warnings.warn(words, Note, stacklevel=3)
+        words = (
+            f"{out / CARD} was edited (or tomoe did not write it), so it stays as it is; the new card is {written.name}"
+        )
+        warnings.warn(words, Note, stacklevel=2)
     return written
-
-
-def _template(name: str) -> str:
-    return resources.files("tomoe.report").joinpath("templates", name).read_text(encoding="utf-8")
-
-
-def _escaped(lines: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(what, escape_markdown(how)) for what, how in lines]
 
 
 def _fenced(code: str) -> str:
@@ -138,13 +123,9 @@ def limits(plan: AnyPlan, rows: Sequence[Row]) -> list[str]:
                 "Experts and routers were fitted on text that the dense model wrote, narrower than real text."
             )
         sentences.append(f"They were fitted on sequences of {recipe.data.seq_len} tokens; longer ones were not tried.")
-    untested = (
-        "No safety or fairness test was run"
-        if measured and rows[-1].tasks
-        else "No task, safety or fairness test was run"
-    )
+    task = "" if measured and rows[-1].tasks else "task, "
     sentences += [
-        f"{untested}. What the dense model gets wrong, this one may get wrong more often.",
+        f"No {task}safety or fairness test was run. What the dense model gets wrong, this one may get wrong more often.",
         "Fewer parameters work on a token, but speed depends on the hardware and on the tokens at a time: measure yours.",
     ]
     return sentences

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, ScalarFormatter
 
 from tomoe.evaluation.results import Row
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
-from tomoe.report.plan_figures import layers_figure
-from tomoe.report.style import COLORS, INK, LIGHT, MARKERS, CaptionedFigure, canvas, save, short, styled
+from tomoe.report.style import COLORS, DASHES, INK, LIGHT, MARKERS, SHADES, CaptionedFigure, canvas, short, styled
+from tomoe.report.words import WORDS
 
 LABELLED = 16  # points that still have room for their number
 HIGHEST = 1e100  # of a value that is drawn
@@ -35,10 +34,41 @@ def all_figures(
     return [figure for figure in drawn if figure is not None]
 
 
-def save_all(figures: Sequence[CaptionedFigure], folder: Path) -> None:
-    """Write every figure as SVG and PNG into `folder`. Raises UserError if that fails."""
-    for figure in figures:
-        save(figure, folder)
+@styled
+def layers_figure(plan: AnyPlan) -> CaptionedFigure:
+    """By layer the parts of an MLP as bars, and as lines the share of all else that a token uses a part of."""
+    words = WORDS[plan.form]
+    bars, lines = words.bars(plan), words.lines(plan)
+    layers = range(len(plan.describe()))
+    figure, (axes,) = canvas(2.9)
+    for (name, shares), color in zip(bars.items(), SHADES, strict=False):
+        axes.bar(layers, shares, color=color, width=0.85, label=name)
+    first = 1 if bars else 0  # the bars are of the first color
+    for n, (name, shares) in enumerate(lines.items(), first):
+        axes.plot(layers, shares, color=COLORS[n], linestyle=DASHES[n], marker=MARKERS[n], label=name)
+    axes.axhline(plan.active_fraction(), color=INK, linewidth=1, linestyle=":", label="all decoder layers together")
+    axes.set_xlabel("layer")
+    axes.set_xlim(-0.6, len(layers) - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
+    axes.grid(False, axis="x")
+    axes.set_ylabel(words.measured)
+    axes.set_ylim(0, 1.03)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    figure.legend(loc="outside upper left", ncols=2)
+    spans = "; ".join(f"{name}: {_span(shares)}" for name, shares in {**bars, **lines}.items())
+    return CaptionedFigure(
+        "layers",
+        "What a token uses of each layer",
+        f"Chart over {len(layers)} layers. {spans}; all decoder layers together: {plan.active_fraction():.1%}.",
+        "The budget is one for the whole model: some layers may use more than others.",
+        figure,
+    )
+
+
+def _span(shares: Sequence[float]) -> str:
+    known = [share for share in shares if share == share]  # a layer without such a projection has none
+    low, high = (f"{share:.0%}" for share in (min(known), max(known)))
+    return f"{low} in all layers" if low == high else f"{low} to {high}"
 
 
 @styled
@@ -175,7 +205,7 @@ def _draw_phase(axes: Axes, phase: str, cells: Sequence[Cell]) -> None:
             label = "all experts or inputs, same kernel"
             axes.plot(whole, y, color=INK, marker="|", markersize=10, linestyle="none", label=label)
         axes.annotate(f"{cell.ratio:.2f}", (_end(cell), y), (5, 0), va="center", **NUMBER)
-    names = [f"{cell.batch} x {cell.prompt}, {short(cell.dtype, 10)}" for cell in cells]
+    names = [f"{cell.batch} x {cell.prompt}, {short(cell.dtype)}" for cell in cells]
     axes.set_yticks(range(len(cells)), names)
     axes.set_ylim(len(cells) - 0.5, -0.5)
     axes.axvline(1, color=INK, linewidth=1, linestyle=":", label="dense model")

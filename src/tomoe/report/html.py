@@ -14,7 +14,6 @@ from markupsafe import Markup
 
 from tomoe.evaluation.routing_trace import RoutingTrace
 from tomoe.files import atomic_write
-from tomoe.report.style import CaptionedFigure
 
 COLORS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00")
 Texts = Sequence[tuple[str, RoutingTrace]]  # (name, trace), all of one model
@@ -33,7 +32,7 @@ def render(template: str, script: str = "", **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shows = (figure_uri, shown, share, numbers, choices, strongest)
+    shows = (svg_uri, shown, share, numbers, choices, strongest)
     environment.filters |= {show.__name__: show for show in shows}
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     source = Markup(f"'sha256-{digest}'" if script else "'none'")
@@ -47,12 +46,8 @@ def write_route_page(path: Path, title: str, texts: Texts, layer: int = 0) -> Pa
     return atomic_write(path, page)
 
 
-def figure_uri(drawn: CaptionedFigure) -> str:
-    """A figure as the source of an <img>: what an SVG holds cannot reach the page from there."""
-    return svg_uri(drawn.svg)
-
-
 def svg_uri(svg: str) -> str:
+    """The source of an <img>: what an SVG holds cannot reach the page from there."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
@@ -87,14 +82,12 @@ def choices(trace: RoutingTrace) -> list[list[int]] | list[list[str]]:
     where all tokens use the same experts."""
     if not trace.chosen:
         return trace.experts
+
+    def listed(experts: Sequence[int]) -> str:
+        return " ".join(map(str, experts[:LISTED])) + (" …" if len(experts) > LISTED else "")
+
     nothing = [""] * len(trace.tokens)
     return [[listed(experts) for experts in layer] or nothing for layer in trace.chosen]
-
-
-def listed(experts: Sequence[int]) -> str:
-    """The first LISTED experts; dots stand for the rest."""
-    more = ["…"] if len(experts) > LISTED else []
-    return " ".join([*map(str, experts[:LISTED]), *more])
 
 
 def strongest(choice: int | str) -> int | None:

@@ -53,11 +53,12 @@ class PageFacts:
 
 def write_page(out: Path, facts: PageFacts) -> Path:
     """Write OUT/report.html; the same facts give the same bytes. Raises UserError if it cannot be written."""
-    form = facts.plan.form
+    words = WORDS[facts.plan.form]
     page = render(
         "page.html.j2",
         title=facts.title,
-        lead=_lead(facts.plan),
+        lead=f"{facts.plan.shape.num_layers} layers of {words.routing(facts.plan)}; {facts.plan.active_fraction():.1%} of the "
+        "decoder parameters work on a token.",
         verdict=[verdict.lost(facts.rows, facts.varieties), verdict.gained(facts.rows, facts.cells)],
         benchmark=None if facts.cells else _benchmark_command(out, facts.plan),
         warnings=[warning.text for warning in find_warnings(facts.plan, facts.rows)],
@@ -71,19 +72,12 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         losses=facts.losses and verdict.loss_sentence(facts.losses),
         loops=verdict.loops(facts.varieties) if len(facts.varieties) > 1 else "",
         generations=facts.generations,
-        method=svg_uri(drawing(form)),
-        drawn=WORDS[form].drawn,
+        method=svg_uri(drawing(facts.plan.form)),
+        drawn=words.drawn,
         summary=[*_summary(facts.plan), *_cost(facts.cost)],
         version=__version__,
     )
     return atomic_write(out / PAGE, page)
-
-
-def _lead(plan: AnyPlan) -> str:
-    return (
-        f"{plan.shape.num_layers} layers of {WORDS[plan.form].routing(plan)}; {plan.active_fraction():.1%} of the decoder "
-        "parameters work on a token."
-    )
 
 
 def _summary(plan: AnyPlan) -> list[tuple[str, str]]:

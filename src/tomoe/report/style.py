@@ -81,9 +81,9 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
     return within
 
 
-def short(text: str, limit: int = 32) -> str:
-    """Cut a name to so many characters, to leave room for the rest of the figure."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def short(text: str) -> str:
+    """Cut a name to ten characters, to leave room for the rest of the figure."""
+    return text if len(text) <= 10 else text[:9] + "…"
 
 
 def canvas(height: float, rows: int = 1, **subplots: Any) -> tuple[Figure, list[Axes]]:

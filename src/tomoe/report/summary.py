@@ -8,7 +8,7 @@ from pathlib import Path
 from tomoe.budget import Decoding, active_params, file_bytes
 from tomoe.files import basename, format_bytes
 from tomoe.model.names import HUB_ID
-from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan, LayerCounts, Plan
+from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.words import WORDS, span
 
@@ -120,16 +120,12 @@ def _decoding(plan: Plan) -> list[tuple[str, str]]:
     if output is None:
         return []
     decoding = Decoding.of(plan.shape, output, plan.num_experts)
-    one = active_params(plan.shape, [(_one_expert(layer), layer.qk_dims, layer.value_dims) for layer in plan.counts])
+    with_one = [(layer.shared_size + layer.expert_size, layer.qk_dims, layer.value_dims) for layer in plan.counts]
+    one = active_params(plan.shape, with_one)
     weights = decoding.decoder + decoding.routers + output * (1 if plan.dense_config.get("tie_word_embeddings") else 2)
     sizes = ", ".join(f"{format_bytes(size)} in {name}" for name, size in file_bytes(weights).items())
     sentence = decoding.sentence(one / decoding.decoder, plan.active_fraction())
     return [("Decoding", sentence), ("File", f"about {sizes}, with all neurons")]
-
-
-def _one_expert(layer: LayerCounts) -> int:
-    """Neurons of a token with one expert."""
-    return layer.shared_size + layer.expert_size
 
 
 def _repair(plan: Plan) -> list[tuple[str, str]]:

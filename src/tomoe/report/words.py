@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from tomoe.model.projections import Kind
-from tomoe.plan import AnyPlan, InputsPlan, Plan
+from tomoe.plan import InputsPlan, Plan
 
 
 class FormWords(ABC):
@@ -29,7 +29,7 @@ class FormWords(ABC):
         """The same with widths, for the summary."""
 
     @abstractmethod
-    def card(self, num_experts: int, dialed: bool) -> str:
+    def card(self, plan: Any, dialed: bool) -> str:
         """The same for the card, where the sentence begins with "in every layer"; dialed: other numbers can be asked for."""
 
     @abstractmethod
@@ -69,11 +69,11 @@ class FineWords(FormWords):
             f"{span(widths)} of {size:,} neurons; every neuron is in one expert or in the shared part"
         )
 
-    def card(self, num_experts: int, dialed: bool) -> str:
+    def card(self, plan: Plan, dialed: bool) -> str:
         number = "a number at load time (`num_experts_per_tok`)" if dialed else "fixed in this form"
         return (
-            f"each token uses a shared\npart and the experts that a small router chooses among {num_experts}, and every neuron "
-            f"of the dense model's MLP is in one of\nthese. How many experts a token uses is {number}"
+            f"each token uses a shared\npart and the experts that a small router chooses among {plan.num_experts}, and every "
+            f"neuron of the dense model's MLP is in one of\nthese. How many experts a token uses is {number}"
         )
 
     def bars(self, plan: Plan) -> dict[str, list[float]]:
@@ -117,10 +117,10 @@ class OverlappingWords(FormWords):
             f"they share neurons, {sum(unions) / len(unions) / size:.1%} of which are in use"
         )
 
-    def card(self, num_experts: int, dialed: bool) -> str:
+    def card(self, plan: Plan, dialed: bool) -> str:
         return (
-            f"a small router\nsends each token to one of {num_experts} experts, and each expert is a subset of the dense model's "
-            "MLP neurons"
+            f"a small router\nsends each token to one of {plan.num_experts} experts, and each expert is a subset of the dense "
+            "model's MLP neurons"
         )
 
     def bars(self, plan: Plan) -> dict[str, list[float]]:
@@ -170,7 +170,7 @@ class InputsWords(FormWords):
             "measured with the choice on every token"
         )
 
-    def card(self, num_experts: int, dialed: bool) -> str:
+    def card(self, plan: InputsPlan, dialed: bool) -> str:
         return (
             "each token\nuses the inputs of a projection that are largest times the norm of their column, and the rows of the "
             "matrices\nthat belong to the others are not read. Prompts and batches of more than four tokens use all inputs. "
@@ -189,11 +189,6 @@ class InputsWords(FormWords):
 
 WORDS: dict[str, FormWords] = {"fine": FineWords(), "overlapping": OverlappingWords(), "inputs": InputsWords()}
 DIMS = ("Q/K dims", "V/O dims")
-
-
-def num_experts(plan: AnyPlan) -> int:
-    """Experts of a layer; 0 where tokens choose inputs."""
-    return 0 if isinstance(plan, InputsPlan) else plan.num_experts
 
 
 def _dims(row: Mapping[str, Any]) -> list[str]:
