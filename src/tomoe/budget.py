@@ -48,12 +48,9 @@ class Decoding:
     """The weights that writing one token reads, but for norms and biases: one sequence is written as fast as they come from
     memory."""
 
-    decoder: int
-    """Projection weights of all decoder layers."""
-    attention: int
-    """Those of them that every token uses: of attention, and of layers without experts."""
-    output: int
-    """Of the output matrix."""
+    decoder: int  # projection weights of all decoder layers
+    attention: int  # those of them that every token uses: of attention, and of layers without experts
+    output: int  # of the output matrix
     routers: int
 
     @classmethod

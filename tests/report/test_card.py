@@ -136,7 +136,7 @@ def test_license_and_base_model_are_known_where_a_file_says_so(tmp_path: Path, m
 
 
 def test_license_of_gguf_files_and_of_known_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (name,) = catalog.names()
+    (name,) = catalog.MODELS
     assert base_model_info(name) == BaseModelInfo("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
     file = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(file, "llama")

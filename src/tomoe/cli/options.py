@@ -218,7 +218,7 @@ def overrides(named: Mapping[str, object]) -> list[str]:
 
 def check_model(name: str) -> None:
     """Raises UserError if there is no such model. Nothing is downloaded, and a hub id is taken on trust."""
-    if name not in catalog.names():
+    if name not in catalog.MODELS:
         names.resolve(name)
 
 

@@ -112,7 +112,7 @@ def apply_plan(plan: str, model: str | None, out: Path, dtype: str | None = None
     folder = find_plan(plan)
     loaded = read_plan(folder)
     named = str(loaded.recipe.get("model", ""))
-    if model is None and not Path(plan).is_dir() and not (HUB_ID.fullmatch(named) or named in catalog.names()):
+    if model is None and not Path(plan).is_dir() and not (HUB_ID.fullmatch(named) or named in catalog.MODELS):
         raise UserError(f"the plan {plan} does not say where its dense model is; name it: tomoe apply {plan} MODEL")
     if FINETUNED in loaded.notes:
         raise UserError(

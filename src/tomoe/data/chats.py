@@ -39,8 +39,7 @@ class Chat:
 
     messages: list[dict[str, Any]]
     """Each has `role` and `content`, which is text. Calls of tools have their arguments as objects, if they are any."""
-    tools: list[Any] | None = None
-    """The tools that the model was offered."""
+    tools: list[Any] | None = None  # the tools that the model was offered
 
 
 def is_empty(value: Any) -> bool:

@@ -42,10 +42,8 @@ class Sequences:
     """Sequences of tokens."""
 
     input_ids: Int[Tensor, "B S"]
-    mask: Bool[Tensor, "B S"]
-    """True on real tokens, False on padding (at the end of a sequence only)."""
-    source_ids: Int[Tensor, " B"] | None = None
-    """Index into `Corpus.sources`; None if unknown."""
+    mask: Bool[Tensor, "B S"]  # True on real tokens, False on padding (at the end of a sequence only)
+    source_ids: Int[Tensor, " B"] | None = None  # index into `Corpus.sources`; None if unknown
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -87,8 +85,7 @@ class Corpus:
     sources: tuple[str, ...]
     tokenizer: str
     seed: int
-    evaluation_name: str | None = None
-    """The text to evaluate on; None: it was held out from the sources."""
+    evaluation_name: str | None = None  # the text to evaluate on; None: it was held out from the sources
 
     @property
     def tokens_of_sources(self) -> int:

@@ -23,8 +23,7 @@ class EvaluationText:
     sequences: Sequences
     name: str
     seed: int | None = None
-    stride: int | None = None
-    """Tokens from one window to the next; None: the sequences as they are."""
+    stride: int | None = None  # tokens from one window to the next; None: the sequences as they are
 
 
 def held_out_text(names: Sequence[str]) -> EvaluationText:

@@ -22,8 +22,7 @@ _TRIED = 1000
 class RowReader:
     """How the rows of a source become documents."""
 
-    column: str | None
-    """The column that holds text or chats; None: the usual ones."""
+    column: str | None  # the column that holds text or chats; None: the usual ones
     writer: ChatWriter
 
     def texts(self, rows: Iterable[Row], origin: str, column: str | None = None) -> Iterator[str]:

@@ -46,12 +46,9 @@ _PACKAGE_SUFFIXES, _PACKAGE_FILE = (".py", ".rst", ".md"), (500, 200_000)
 class Source:
     """A source and how to read it."""
 
-    read: Callable[[str, RowReader], Iterator[str]]
-    """`read(split, reader)` yields documents."""
-    held_out: str | None = None
-    """Its split for evaluation, if it has one."""
-    hub_id: str | None = None
-    """Its data set on the hub, with `:config` if that has several; None for local text."""
+    read: Callable[[str, RowReader], Iterator[str]]  # `read(split, reader)` yields documents
+    held_out: str | None = None  # its split for evaluation, if it has one
+    hub_id: str | None = None  # its data set on the hub, with `:config` if that has several; None for local text
 
 
 def _hub(split: str, reader: RowReader, *, name: str, column: str | None = None, **load: Any) -> Iterator[str]:

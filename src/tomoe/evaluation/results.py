@@ -47,8 +47,7 @@ _adapter = cache(TypeAdapter)
 def validated(kind: type[T], values: object, what: str) -> T:
     """`values`, read from JSON, as a `kind`. Raises UserError with `what` and the first place that is wrong."""
     try:
-        found: T = _adapter(cast(Any, kind)).validate_python(values)
-        return found
+        return _adapter(cast(Any, kind)).validate_python(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])[:100]

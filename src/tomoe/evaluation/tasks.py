@@ -145,8 +145,7 @@ class TaskSet:
         progress: StageCallback,
     ) -> TaskScore:
         if _is_written(spec):
-            score: TaskScore = loaded.run(model, tokenizer, self.batch_size, progress)
-            return score
+            return loaded.run(model, tokenizer, self.batch_size, progress)
         for task in loaded["tasks"].values():
             # again, or the next model sees other examples
             task.set_fewshot_seed(seed=SEED)

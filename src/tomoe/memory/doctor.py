@@ -27,23 +27,16 @@ class Diagnosis:
     """What a conversion needs and what this machine has."""
 
     sizes: Sizes
-    least: tuple[MemoryEstimate, ...]
-    """What each stage takes of the GPU's memory, or without one of main memory."""
-    beside: MemoryEstimate | None
-    """What a conversion on a GPU takes of main memory; None without one."""
+    least: tuple[MemoryEstimate, ...]  # what each stage takes of the GPU's memory, or without one of main memory
+    beside: MemoryEstimate | None  # what a conversion on a GPU takes of main memory; None without one
     available: AvailableMemory
-    lacking: list[str]
-    """Stages that need more than is available."""
-    remedies: list[str]
-    """If training is one of them: recipe settings with any of which it may fit."""
-    decoding: Decoding
-    """The weights that writing a token reads."""
+    lacking: list[str]  # stages that need more than is available
+    remedies: list[str]  # if training is one of them: recipe settings with any of which it may fit
+    decoding: Decoding  # the weights that writing a token reads
     one_expert: float
     """The active share with one expert for a token; as planned if it uses one anyway, or chooses inputs."""
-    file_bytes: dict[str, int]
-    """Of the converted model, by format."""
-    works: dict[str, int]
-    """What could be done with the model, and the bytes of GPU or main memory that it takes."""
+    file_bytes: dict[str, int]  # of the converted model, by format
+    works: dict[str, int]  # what could be done with the model, and the bytes of GPU or main memory that it takes
 
 
 def examine(recipe: Recipe) -> Diagnosis:

@@ -20,14 +20,11 @@ class BaseWeights:
     """The dense weights of one conversion. Training may use a quantized or sharded copy; the plan is for the original."""
 
     model: str
-    dtype: torch.dtype
-    """That the weights are stored in."""
-    compute: torch.dtype
-    """That they are multiplied in."""
+    dtype: torch.dtype  # that the weights are stored in
+    compute: torch.dtype  # that they are multiplied in
     device: str
     offload: bool = False
-    shards: int = 1
-    """Ranks that the base is sharded over."""
+    shards: int = 1  # ranks that the base is sharded over
     quantization: str = "none"
 
     @classmethod

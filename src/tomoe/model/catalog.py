@@ -37,10 +37,8 @@ class KnownModel:
     gguf: str
     gguf_sha256: str
     about: str
-    hub_id: str | None = None
-    """The same model on the hub."""
-    license: str | None = None
-    """As the hub writes it; reading the file for it takes seconds."""
+    hub_id: str | None = None  # the same model on the hub
+    license: str | None = None  # as the hub writes it; reading the file for it takes seconds
 
     @property
     def title(self) -> str:
@@ -59,11 +57,6 @@ MODELS = {
         license="apache-2.0",
     ),
 }
-
-
-def names() -> list[str]:
-    """The known names, sorted."""
-    return sorted(MODELS)
 
 
 def fetch(name: str) -> Path:

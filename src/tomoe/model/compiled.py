@@ -64,8 +64,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        made: R = (compiled(function) if _FUSING.get() else function)(*args, **kwargs)
-        return made
+        return (compiled(function) if _FUSING.get() else function)(*args, **kwargs)
 
     return run
 

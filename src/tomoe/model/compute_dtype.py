@@ -18,8 +18,7 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
     plain = str(name).removeprefix("torch.")
     if plain not in DTYPES:
         raise UserError(f"dtype is {plain!r}, but it should be one of {', '.join(DTYPES)}")
-    found: torch.dtype = getattr(torch, plain)
-    return found
+    return getattr(torch, plain)
 
 
 def compute_dtype(setting: str, stored: torch.dtype, device: str) -> torch.dtype:

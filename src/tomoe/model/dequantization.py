@@ -29,12 +29,10 @@ _RENAMED_SCALES = {r"\.weight_scale$": ".weight_scale_inv"}
 class Packing:
     """How the weights of a model are stored."""
 
-    method: str = ""
-    """The method as transformers names it; empty for plain weights."""
+    method: str = ""  # the method as transformers names it; empty for plain weights
     renames: Mapping[str, str] = field(default_factory=dict)
     """Patterns of tensor names, and what transformers calls them."""
-    unpacked_whole: bool = False
-    """Whether the model is loaded packed and dequantized then."""
+    unpacked_whole: bool = False  # whether the model is loaded packed and dequantized then
 
 
 def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Packing:
@@ -42,7 +40,9 @@ def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Pack
     `dtypes`: of the stored tensors, as in their files. Raises UserError for a method that transformers cannot turn back, and
     whatever it raises if a package is missing."""
     entry = _entry(config)
-    method = f"bitsandbytes_{4 if entry.get('load_in_4bit') else 8}bit" if _is_bitsandbytes(entry) else _method(entry)
+    method = str(entry.get("quant_method", ""))
+    if entry.get("load_in_4bit") or entry.get("load_in_8bit"):
+        method = f"bitsandbytes_{4 if entry.get('load_in_4bit') else 8}bit"
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         drop_entry_(config)
         if not _scaled_float8(dtypes):
@@ -79,14 +79,6 @@ def _entry(config: PreTrainedConfig) -> dict[str, Any]:
         if isinstance(entry, dict):
             return entry
     return {}
-
-
-def _method(entry: dict[str, Any]) -> str:
-    return str(entry.get("quant_method", ""))
-
-
-def _is_bitsandbytes(entry: dict[str, Any]) -> bool:
-    return bool(entry.get("load_in_4bit") or entry.get("load_in_8bit"))
 
 
 def _scaled_float8(dtypes: Mapping[str, str]) -> bool:

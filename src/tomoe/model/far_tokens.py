@@ -64,7 +64,9 @@ def far_tokens(model: Any) -> list[FarTokens]:
     for window in sorted(windows(config)):
         size = sum(p.numel() for p in layers.parameters())
         affordable = len(layers) * PROBE_OPERATIONS // (2 * size * (window + BEHIND))
-        count = min(len(layers), max(affordable, layers_of_all_kinds(config, len(layers))))
+        kinds = list(getattr(config, "layer_types", None) or ["one kind"])[: len(layers)]
+        of_all_kinds = max(kinds.index(kind) for kind in set(kinds)) + 1
+        count = min(len(layers), max(affordable, of_all_kinds))
         found.append(_drawn(f"beyond the window of {window:,} tokens", config, 0, window + BEHIND, count))
     context = original_context(config)
     if context is not None:
@@ -101,12 +103,6 @@ def original_context(config: PreTrainedConfig) -> int | None:
     if any(p.get("rope_type") == "dynamic" for p in parameters):
         contexts.append(_positions(config))
     return max(contexts, default=None)
-
-
-def layers_of_all_kinds(config: PreTrainedConfig, layers: int) -> int:
-    """The fewest first layers among which every kind of layer is."""
-    kinds = list(getattr(config, "layer_types", None) or ["one kind"])[:layers]
-    return max(kinds.index(kind) for kind in set(kinds)) + 1
 
 
 @contextmanager

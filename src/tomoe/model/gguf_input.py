@@ -60,11 +60,9 @@ class GgufFile:
     """The keys and the names of the tensors of one file."""
 
     path: Path
-    keys: dict[str, Any]
-    """All that are no list."""
+    keys: dict[str, Any]  # all that are no list
     tensors: frozenset[str]
-    factors: Tensor | None
-    """[rotary pairs], by which the frequencies of the rotary embedding are divided."""
+    factors: Tensor | None  # [rotary pairs], by which the frequencies of the rotary embedding are divided
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download, snapshot_download
@@ -61,24 +59,15 @@ def find_plan(name: str) -> Path:
     # whoever reads a folder finds out whether it holds a plan
     if Path(name).is_dir() or not HUB_ID.fullmatch(name):
         return Path(name)
-    with _one_sentence(f"get the plan {name}"):
-        folder = Path(snapshot_download(name, allow_patterns=list(PLAN_FILES)))
-    if not (folder / "plan.json").is_file():
-        raise UserError(f"{name} on the hub holds no plan (no plan.json), and no folder has that name")
-    return folder
-
-
-@contextmanager
-def _one_sentence(aim: str) -> Iterator[None]:
-    """Raise UserError, in one sentence, for what the hub refused or because it was out of reach."""
     try:
-        yield
-    except UserError:
-        raise
+        folder = Path(snapshot_download(name, allow_patterns=list(PLAN_FILES)))
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         cause = hub_reason(error) or (lines[0].rstrip(".") if lines else type(error).__name__)
-        raise UserError(f"cannot {aim}: {cause}") from None
+        raise UserError(f"cannot get the plan {name}: {cause}") from None
+    if not (folder / "plan.json").is_file():
+        raise UserError(f"{name} on the hub holds no plan (no plan.json), and no folder has that name")
+    return folder
 
 
 def hub_reason(error: BaseException) -> str | None:

@@ -71,9 +71,14 @@ def _unpack(known: str, folder: Path) -> None:
 
 
 def load_dense(
-    model: str, dtype: torch.dtype, device: str | torch.device = "cpu", shards: int = 1, offload: bool | None = False,
-    quantization: str = "none", num_experts_per_tok: int | None = None,
-) -> PreTrainedModel:  # fmt: skip
+    model: str,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    shards: int = 1,
+    offload: bool | None = False,
+    quantization: str = "none",
+    num_experts_per_tok: int | None = None,
+) -> PreTrainedModel:
     """The causal language model, frozen and in evaluation mode, with weights of `dtype`.
 
     shards: ranks that load it together, each its part of every layer (FSDP2).
@@ -113,7 +118,10 @@ def load_dense(
         untie_(loaded)
     writable_generation_(loaded)
     if title := _title(model, place):
-        _forget_gguf(loaded, title)
+        loaded.config._name_or_path = title
+        # the title inside the GGUF file gets this name, and would be saved as a setting of the model
+        if hasattr(loaded.config, "_model_name_or_path"):
+            del loaded.config._model_name_or_path
     loaded.eval().requires_grad_(False)
     keep_differentiable_(loaded)
     return loaded if by_layer or shards > 1 or quantization != "none" else cast(Any, loaded).to(device)
@@ -249,11 +257,3 @@ def _title(model: str, place: Path | str) -> str | None:
     if model in catalog.MODELS:
         return catalog.MODELS[model].title
     return place.stem if is_gguf(place) else None
-
-
-def _forget_gguf(model: PreTrainedModel, title: str) -> None:
-    """Make a dequantized model save and reload as any other."""
-    model.config._name_or_path = title
-    # the title inside the GGUF file gets this name, and would be saved as a setting of the model
-    if hasattr(model.config, "_model_name_or_path"):
-        del model.config._model_name_or_path

@@ -35,8 +35,7 @@ class MlpNames:
     gate: str | None
     up: str
     down: str
-    fused: bool = False
-    """Whether `up` holds the rows of the gate, then those of the up projection."""
+    fused: bool = False  # whether `up` holds the rows of the gate, then those of the up projection
     flat: bool = False
     """Whether they are parts of the decoder layer itself, one after another, and not of a module of their own."""
 
@@ -96,42 +95,35 @@ class Linear:
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
         """A hook on the module that holds the matrix."""
-        handle: RemovableHandle = self.module.register_forward_pre_hook(hook, **options)
-        return handle
+        return self.module.register_forward_pre_hook(hook, **options)
 
     def register_forward_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
         """A hook on the module that holds the matrix; not for a part of a fused one."""
         assert self.rows is None
-        handle: RemovableHandle = self.module.register_forward_hook(hook, **options)
-        return handle
+        return self.module.register_forward_hook(hook, **options)
 
 
 @dataclass(frozen=True)
 class Mlp:
     """The MLP of one decoder layer that ToMoE converts."""
 
-    number: int
-    """Of its decoder layer, among all of them."""
-    layer: nn.Module
-    """Its decoder layer."""
-    name: str
-    """The name in the model of what the experts replace, such as `model.layers.0.mlp`."""
+    number: int  # of its decoder layer, among all of them
+    layer: nn.Module  # its decoder layer
+    name: str  # the name in the model of what the experts replace, such as `model.layers.0.mlp`
     module: nn.Module
     """The module of that name, which gets the input x: the MLP, or its up projection if it has no module of its own."""
     names: MlpNames
     gate: Linear | None
     up: Linear
     down: Linear
-    activation: Any
-    """A module, or a function of tensors."""
+    activation: Any  # a module, or a function of tensors
     activation_name: str | None
     """The attribute of the MLP that holds it; None: silu, which the family's code names itself."""
 
     def hidden(self, x: Float[Tensor, "*T D"]) -> Float[Tensor, "*T F"]:
         """act(gate x) * up x, or act(up x) without a gate."""
         up = self.up(x)
-        h: Tensor = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
-        return h
+        return self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
 
     def formula(self, x: Float[Tensor, "*T D"]) -> Float[Tensor, "*T D"]:
         """What the MLP computes: down of `hidden`."""

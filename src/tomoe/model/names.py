@@ -42,7 +42,7 @@ def check_no_adapter(folder: Path) -> None:
 def resolve(model: str) -> Path | str:
     """The folder or .gguf file of a model, downloaded if it has a known name (./name is a folder of that name); a hub id as
     it is. Raises UserError for a name that is none of these."""
-    if model in catalog.names():
+    if model in catalog.MODELS:
         return catalog.fetch(model)
     path = Path(model).expanduser()
     if path.is_dir():
@@ -59,7 +59,7 @@ def resolve(model: str) -> Path | str:
         raise UserError(f"{model} is a file, but a model is a folder with config.json or a .gguf file")
     if HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         return model
-    known = catalog.names()
+    known = list(catalog.MODELS)
     near = difflib.get_close_matches(model, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else f", and the known names are {', '.join(known)}"
     raise UserError(f"there is no folder or .gguf file {model!r}, a hub id reads owner/name{hint}")

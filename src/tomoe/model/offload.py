@@ -126,8 +126,7 @@ def _persistent(layer: nn.Module) -> Iterator[None]:
 
 def materialized(layer: nn.Module) -> AbstractContextManager[None]:
     """A context in which the layer's tensors are in memory, whether the model is offloaded or not."""
-    context: AbstractContextManager[None] = align_module_device(layer)
-    return context
+    return align_module_device(layer)
 
 
 def iter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:

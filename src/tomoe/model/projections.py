@@ -34,8 +34,7 @@ PROBE_TOKENS = 8
 class Group:
     """Projections of one layer that read the same input."""
 
-    names: tuple[str, ...]
-    """Of the modules, from the decoder layer on."""
+    names: tuple[str, ...]  # of the modules, from the decoder layer on
     modules: tuple[nn.Module, ...]
 
     @property

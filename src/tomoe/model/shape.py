@@ -20,22 +20,14 @@ ORTHOGONAL = 1e-4
 class ModelShape:
     """Sizes of the decoder; every budget number follows from them."""
 
-    num_layers: int
-    """L: decoder layers whose MLP is converted."""
-    hidden_size: int
-    """D"""
-    mlp_size: int
-    """F: the neurons that experts are made of."""
-    num_heads: int = 0
-    """H; this and the other sizes of attention are 0 where ToMoE cannot prune it."""
-    num_kv_heads: int = 0
-    """G"""
-    head_dim: int = 0
-    """C"""
-    rotary_size: int = 0
-    """R: the first dims of a head, which RoPE rotates in pairs (j, j + R/2)."""
-    gated: bool = True
-    """Whether the MLP computes act(gate x) * up x, otherwise act(up x)."""
+    num_layers: int  # L: decoder layers whose MLP is converted
+    hidden_size: int  # D
+    mlp_size: int  # F: the neurons that experts are made of
+    num_heads: int = 0  # H; this and the other sizes of attention are 0 where ToMoE cannot prune it
+    num_kv_heads: int = 0  # G
+    head_dim: int = 0  # C
+    rotary_size: int = 0  # R: the first dims of a head, which RoPE rotates in pairs (j, j + R/2)
+    gated: bool = True  # whether the MLP computes act(gate x) * up x, otherwise act(up x)
     other_params: int = 0
     """Parameters of all other matrices of the decoder layers: attention that cannot be pruned, state spaces, whole layers."""
 
@@ -87,8 +79,7 @@ def text_config(config: Any) -> Any:
 
 def max_positions(config: Any) -> int | None:
     """Tokens that a model of this transformers config is made for; None if it does not say."""
-    found: int | None = getattr(text_config(config), "max_position_embeddings", None)
-    return found
+    return getattr(text_config(config), "max_position_embeddings", None)
 
 
 def num_kv_heads(config: Any) -> int:

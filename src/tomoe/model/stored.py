@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeGuard
@@ -99,10 +99,14 @@ class StoredModel:
             config=self.config, dtype=dtype, trust_remote_code=False, **settings
         )  # type: ignore[misc]  # a pair, because of output_loading_info
         if is_gguf(self.place):
-            report["missing_keys"] = _fill_biases_(loaded, GgufFile.read(self.place), report["missing_keys"])
+            file = GgufFile.read(self.place)
+            zero = {name for name in report["missing_keys"] if file.is_zero(loaded, name)}
+            for name in zero:
+                loaded.get_parameter(name).data.zero_()
+            report["missing_keys"] = [name for name in report["missing_keys"] if name not in zero]
         self._check(report)
         if is_gguf(self.place):
-            GgufFile.read(self.place).check_used(loaded)
+            file.check_used(loaded)
         return loaded
 
     def without_weights(self, dtype: torch.dtype) -> PreTrainedModel:
@@ -129,14 +133,6 @@ class StoredModel:
                 f"the weights of {self.place} hold {len(left)} tensors that its config has no place for, for example "
                 f"{left[0]}; the model would compute something else without them: get the config.json that belongs to them"
             )
-
-
-def _fill_biases_(model: PreTrainedModel, file: GgufFile, missing: Iterable[str]) -> list[str]:
-    """Set the biases that are zero in a .gguf file; returns what is missing all the same."""
-    zero = {name for name in missing if file.is_zero(model, name)}
-    for name in zero:
-        model.get_parameter(name).data.zero_()
-    return [name for name in missing if name not in zero]
 
 
 def untie_(model: PreTrainedModel) -> None:

@@ -41,8 +41,7 @@ class LayerParts:
     """The parts of one decoder layer that ToMoE masks or replaces."""
 
     of_mlp: Mlp
-    of_attention: Attention | None
-    """None where ToMoE cannot prune it."""
+    of_attention: Attention | None  # None where ToMoE cannot prune it
 
     @property
     def layer(self) -> nn.Module:

@@ -94,7 +94,7 @@ def _raising(aim: str, on_hub: bool, advice: str) -> Iterator[None]:
             raise
         cause = hub_reason(error) if on_hub else None
         if cause or (on_hub and isinstance(error, OSError)):
-            advice = f"{', '.join(catalog.names())} needs no hub"
+            advice = f"{', '.join(catalog.MODELS)} needs no hub"
         # it says what to install
         elif isinstance(error, ImportError):
             advice = ""

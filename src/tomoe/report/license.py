@@ -28,7 +28,7 @@ def base_model_info(model: str) -> BaseModelInfo:
     if not model:  # as a path it would be the working directory, which may have a README.md of its own
         return BaseModelInfo()
     path = Path(model).expanduser()
-    if model in catalog.names():
+    if model in catalog.MODELS:
         known = catalog.MODELS[model]
         return BaseModelInfo(known.hub_id, known.license)
     if path.is_file():

@@ -21,14 +21,10 @@ class BestWeights:
     net: nn.Module
     run: RunFolder
     steps: int
-    held_out_loss: Callable[[], float]
-    """Of `net` as it is, in nats."""
-    checks: int
-    """How often the run is checked, besides its start."""
-    keeps: bool = True
-    """Whether the best weights go into a file; without it `take_` cannot be asked."""
-    start: float = float("nan")
-    """The loss before the first step."""
+    held_out_loss: Callable[[], float]  # of `net` as it is, in nats
+    checks: int  # how often the run is checked, besides its start
+    keeps: bool = True  # whether the best weights go into a file; without it `take_` cannot be asked
+    start: float = float("nan")  # the loss before the first step
     loss: float = float("nan")
     """The smallest loss, and the step that it was found after: 0 if no step was better than the start."""
     step: int = 0
@@ -39,7 +35,7 @@ class BestWeights:
         return {"start": self.start, "loss": self.loss, "step": self.step, "checked": self.checked}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what a checkpoint kept; one without it is of an earlier version, which did not check."""
+        """Take up what a checkpoint kept, if it kept something."""
         if not state:
             return
         self.start, self.loss = float(state["start"]), float(state["loss"])

@@ -52,9 +52,12 @@ def learning_rate(train: LoopSection, step: int) -> float:
 
 
 def make_optimizer(
-    net: nn.Module, train: LoopSection, fused: bool = False, scales: Mapping[str, float] | None = None,
+    net: nn.Module,
+    train: LoopSection,
+    fused: bool = False,
+    scales: Mapping[str, float] | None = None,
     eight_bit: bool = False,
-) -> torch.optim.Optimizer:  # fmt: skip
+) -> torch.optim.Optimizer:
     """Return AdamW for the trainable parameters; fused: in one pass over memory, rounding slightly differently (always on
     CUDA); scales: of the learning rate of the parameters with these names; eight_bit: moments in 8 bits, by bitsandbytes."""
     groups: dict[float, list[nn.Parameter]] = {}
@@ -66,8 +69,7 @@ def make_optimizer(
     if eight_bit:
         from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]
 
-        made: torch.optim.Optimizer = AdamW8bit(scaled, **settings)
-        return made
+        return AdamW8bit(scaled, **settings)
     fused = fused or any(p.is_cuda for p in net.parameters())
     return torch.optim.AdamW(scaled, **settings, fused=fused or None)
 

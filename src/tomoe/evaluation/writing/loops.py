@@ -37,8 +37,7 @@ class Variety:
 
     model: Name
     texts: Count
-    length: Count
-    """Tokens of a text, at most."""
+    length: Count  # tokens of a text, at most
     looped: Count
     distinct: Share
 

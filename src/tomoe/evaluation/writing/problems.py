@@ -21,12 +21,9 @@ NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 class Prompt:
     """A problem, as it is put to a model."""
 
-    question: str
-    """What a chat model is asked."""
-    begun: str
-    """What its answer begins with."""
-    opening: str
-    """What a model without a chat template continues."""
+    question: str  # what a chat model is asked
+    begun: str  # what its answer begins with
+    opening: str  # what a model without a chat template continues
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,11 @@ class WrittenTask:
 
     name: str
     metric: str
-    hub: tuple[str, str | None]
-    """Data set on the hub and its config; the split is `test`."""
+    hub: tuple[str, str | None]  # data set on the hub and its config; the split is `test`
     columns: tuple[str, ...]
-    most: int
-    """Tokens of an answer."""
+    most: int  # tokens of an answer
     prompt: Callable[[Row], Prompt]
-    ended: Callable[[str], bool]
-    """Whether what was written is a whole answer."""
+    ended: Callable[[str], bool]  # whether what was written is a whole answer
     solved: Callable[[Row, str], bool]
     runs_code: bool = False
 

@@ -33,8 +33,7 @@ class Written:
     ids: list[list[int]]
     texts: list[str]
     seconds: float
-    chat: bool
-    """Whether it was asked through its chat template."""
+    chat: bool  # whether it was asked through its chat template
 
     def score(self, task: str, metric: str, hits: Sequence[bool], more: Mapping[str, float]) -> TaskScore:
         """The share of `hits` as a score of a task, with its standard error."""

@@ -60,7 +60,7 @@ def write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, voca
         writer.add_tokenizer_pre("default")
         writer.add_token_list(tokens)
         writer.add_token_scores([-float(i) for i in range(len(tokens))])
-        writer.add_add_space_prefix(_starts_with_space(tokenizer))
+        writer.add_add_space_prefix("".join(tokenizer.tokenize("a")).startswith("▁"))
     else:
         writer.add_tokenizer_pre(splitting_rule(rules.get("pre_tokenizer")))
         writer.add_token_list(tokens)
@@ -81,8 +81,7 @@ def _rules(tokenizer: Any) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError("GGUF cannot hold this tokenizer: it has no tokenizer.json (no fast tokenizer)")
-    rules: dict[str, Any] = json.loads(backend.to_str())
-    return rules
+    return json.loads(backend.to_str())
 
 
 def splitting_rule(pre: dict[str, Any] | None) -> str:
@@ -124,8 +123,3 @@ def _tokens(tokenizer: Any, rules: dict[str, Any], vocab_size: int) -> tuple[lis
         tokens.append(token)
         types.append(int(kind))
     return tokens, types
-
-
-def _starts_with_space(tokenizer: Any) -> bool:
-    first = tokenizer.tokenize("a")
-    return bool(first) and first[0].startswith("▁")

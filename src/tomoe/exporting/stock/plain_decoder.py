@@ -189,8 +189,7 @@ def attention_tensors(attention: nn.Module) -> dict[str, Tensor]:
     """The tensors of an attention by their names in it, with whole heads. A pruned one is filled: kept Q/K dims at their
     places, V/O dims at the first places, zeros elsewhere; a norm takes its mean over all of them, as in the dense model."""
     if not isinstance(attention, ToMoEAttention):
-        state: dict[str, Tensor] = attention.state_dict()
-        return state
+        return attention.state_dict()
     size, half = attention.head_dim, attention.head_dim // 2
     pairs = attention.rotary_ids.long()
     qk = torch.cat([pairs, pairs + half])
