@@ -28,7 +28,8 @@ from tomoe.locks import folder_lock
 
 # rank 0 prepares text, runs tasks and folds while the others wait
 TIMEOUT = timedelta(hours=12)
-RESUME, RESTART = "run the same command with --resume", "run the same command again"
+RESUME = "run the same command with --resume"
+RESTART = "run the same command again"
 
 
 P = ParamSpec("P")
@@ -156,9 +157,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 def all_reduce_(t: Tensor) -> None:
     """Combine what every rank filled in for its share, leaving zeros elsewhere. Raises UserError if a rank is gone."""
-    if world_size() == 1:
-        return
-    _collective(partial(dist.all_reduce, t), RESTART)
+    if world_size() > 1:
+        _collective(partial(dist.all_reduce, t), RESTART)
 
 
 def leave_group() -> None:

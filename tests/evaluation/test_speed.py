@@ -36,7 +36,7 @@ def pair() -> Pair:
     dense = make_pico("qwen2")
     dense.set_attn_implementation("eager")
     moe = fold(dense, make_plan(dense, "static"))
-    return Pair(dense, moe, tokens(4, 64)[0], ways, max_seconds=60.0, pairs=3)
+    return Pair(dense, moe, tokens(4, 64)[0], max_seconds=60.0, pairs=3)
 
 
 def flops(pair: Pair, new: int, seen: int, moe: bool) -> int:

@@ -137,7 +137,14 @@ class Screen:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            self.bars = _progress_bars(self.console)
+            self.bars = Progress(
+                TextColumn("{task.description:<14}"),
+                BarColumn(24),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                console=self.console,
+                speed_estimate_period=120,
+            )
             self.live = Live(Group(self.bars, self.detail), console=self.console, refresh_per_second=4)
             self.live.start()
         elif not self.console.quiet:
@@ -198,14 +205,3 @@ class Screen:
         else:
             clock = f"{duration((now - began) / max(done - first, 1) * (total - done))} left"
         self.say("  ".join(filter(None, [f"{STAGES.get(stage, stage)} {done}/{total}", clock, describe_step(info)])))
-
-
-def _progress_bars(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:<14}"),
-        BarColumn(24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-        speed_estimate_period=120,
-    )

@@ -18,6 +18,9 @@ from tomoe.evaluation import tasks as task_sets
 from tomoe.files import atomic_write, basename
 from tomoe.report import warnings
 
+Suite = Annotated[
+    Literal["paper", "moe"] | None, typer.Option("--suite", help="Run the tasks of a table in the paper.")
+]
 Tasks = Annotated[
     str | None,
     typer.Option(
@@ -28,6 +31,9 @@ Tasks = Annotated[
 ]
 RunCode = Annotated[
     bool, typer.Option("--run-code", help="Run the programs that models write (humaneval), with your rights.")
+]
+MarkdownFile = Annotated[
+    Path | None, typer.Option("--markdown", help="Also write the tables to this file.", metavar="FILE")
 ]
 
 
@@ -43,9 +49,7 @@ def evaluate(
         typer.Option("--stride", min=1, help="Tokens from one sequence to the next (default: the context)."),
     ] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=8, help="Max tokens for evaluation.")] = None,
-    suite: Annotated[
-        Literal["paper", "moe"] | None, typer.Option("--suite", help="Run the tasks of a table in the paper.")
-    ] = None,
+    suite: Suite = None,
     tasks: Tasks = None,
     task_dir: Annotated[Path | None, typer.Option("--task-dir", help="Folder of task files.", metavar="DIR")] = None,
     run_code: RunCode = False,
@@ -56,9 +60,7 @@ def evaluate(
     device: options.Device = "auto",
     offload: options.Offload = False,
     json_file: options.JsonFile = None,
-    markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", help="Also write the tables to this file.", metavar="FILE")
-    ] = None,
+    markdown_file: MarkdownFile = None,
 ) -> None:
     """Measure models on the same text: perplexity, KL, tasks."""
     task_set = _tasks(suite, tasks, task_dir, limit, batch_size, run_code)
@@ -74,9 +76,18 @@ def evaluate(
             if point is not None:
                 screen.say(f"{basename(name)}: {point}")
         measured = evaluation.evaluate(
-            models, text, context=context, stride=stride, tokens=tokens, tasks=task_set, active=active or (), dtype=dtype,
-            device=device, offload=offload, on_progress=screen.on_progress,
-        )  # fmt: skip
+            models,
+            text,
+            context=context,
+            stride=stride,
+            tokens=tokens,
+            tasks=task_set,
+            active=active or (),
+            dtype=dtype,
+            device=device,
+            offload=offload,
+            on_progress=screen.on_progress,
+        )
     if distributed.rank():
         return
     if json_file is not None:
@@ -89,14 +100,12 @@ def evaluate(
 
 
 def _keep(save: Callable[[], list[Path]]) -> None:
-    """Keep the points in their folders. A folder that cannot be written, of somebody else, was measured all the same."""
+    # a folder that cannot be written, of somebody else, was measured all the same
     try:
-        files = save()
+        for file in save():
+            output().say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")
     except UserError as error:
         output().say(f"The points are not kept for the report: {error}")
-        return
-    for file in files:
-        output().say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")
 
 
 def _show(names: Sequence[str], measured: Sequence[results.Row]) -> None:

@@ -131,7 +131,7 @@ def _content(content: Any, role: str) -> str:
     if content is None or (text := text_of(content)) is not None:
         return "" if content is None else text or ""
     parts = content if isinstance(content, list) else [content]
-    texts = [part if isinstance(part, str) else _part(part) for part in parts]
+    texts = [_part(part) for part in parts]
     if all(text is not None for text in texts):
         return "\n".join(text for text in texts if text is not None)
     if role == "tool":
@@ -143,10 +143,9 @@ def _content(content: Any, role: str) -> str:
 
 def _part(part: Any) -> str | None:
     """The text of one part of a content; None if it is none."""
-    if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS:
-        return None
-    text = part.get("text")
-    return text if isinstance(text, str) else None
+    if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS:
+        part = part.get("text")
+    return part if isinstance(part, str) else None
 
 
 def _call(call: Any) -> Any:

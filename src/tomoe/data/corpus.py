@@ -307,8 +307,8 @@ def _read_source(
         texts = documents(source, held_out_split, data.text_column, tokenizer)
         held_out = _stream(_tokenized(tokenizer, texts), eos, held_out_requested)
         requested = max(data.seq_len, requested - held_out_requested)
-    texts = _shuffled(documents(source, "train", data.text_column, tokenizer), seed)
-    stream = _stream(_tokenized(tokenizer, texts), eos, requested)
+    texts = documents(source, "train", data.text_column, tokenizer)
+    stream = _stream(_tokenized(tokenizer, _shuffled(texts, seed)), eos, requested)
     if len(stream) == 0 or (held_out is not None and len(held_out) == 0):
         raise UserError(f"the source {source} holds no text")
     return _SourceTokens(source, stream, requested, held_out, held_out_requested)

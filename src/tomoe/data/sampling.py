@@ -50,9 +50,13 @@ def sample_documents(
 
     Raises UserError if the model's logits are not finite.
     """
-    length = min(length, *_max_lengths(model))
+    config = text_config(model.config)
+    # longer rows would need a mask
+    positions = config.max_position_embeddings
+    length = min(length, positions, getattr(config, "sliding_window", None) or positions)
     count = ceil_div(tokens, length)
-    rounds = ceil_div(count, max(1, min(batch_size, _CACHE_BYTES // _cache_bytes(model, length))))
+    row_bytes = 2 * config.num_hidden_layers * num_kv_heads(config) * head_dim(config) * length * model.dtype.itemsize
+    rounds = ceil_div(count, max(1, min(batch_size, _CACHE_BYTES // row_bytes)))
     rows = ceil_div(count, rounds)
     opening, vocabulary = _opening(tokenizer), ordinary_tokens(tokenizer)
     generator = torch.Generator().manual_seed(seed)
@@ -61,10 +65,13 @@ def sample_documents(
     mine = distributed.rank_indices(rounds) if divided else range(rounds)
     with torch.inference_mode(), _single_query_attention(model):
         for i in range(rounds):
+
+            def report(done: int, before: int = i * rows * length) -> None:
+                progress(before + done, ids.numel())
+
             # drawn for every round: the draws of the next one come after these
             draws = _RandomDraws(rows, length, vocabulary, generator)
             if i in mine:
-                report = _with_offset(progress, i * rows * length, ids.numel())
                 _write_rows(model, tokenizer, ids[i], opening, draws, report)
     if divided:
         distributed.all_reduce_(ids)
@@ -207,18 +214,6 @@ def _single_query_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(implementation)
 
 
-def _max_lengths(model: PreTrainedModel) -> list[int]:
-    """Longest rows that need no mask: the positions of the model, and its sliding window if it has one."""
-    config = text_config(model.config)
-    return [config.max_position_embeddings, getattr(config, "sliding_window", None) or config.max_position_embeddings]
-
-
-def _cache_bytes(model: PreTrainedModel, length: int) -> int:
-    """Bytes of the keys and values of one row."""
-    config = text_config(model.config)
-    return 2 * config.num_hidden_layers * num_kv_heads(config) * head_dim(config) * length * model.dtype.itemsize
-
-
 def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer itself puts before a text: bos, or nothing."""
     bos = tokenizer.bos_token_id
@@ -232,7 +227,3 @@ def _split(row: list[int], eos: int | None) -> list[list[int]]:
         if token == eos:
             documents.append([])
     return [document for document in documents if document]
-
-
-def _with_offset(progress: StageCallback, before: int, total: int) -> Callable[[int], None]:
-    return lambda done: progress(before + done, total)

@@ -224,7 +224,9 @@ def _local(split: str, reader: RowReader, *, path: Path) -> Iterator[str]:
             raise UserError(f"cannot read text from {file}: it should end in {', '.join(LOCAL_SUFFIXES)}")
         try:
             if file.suffix == ".txt":
-                yield from _txt(file)
+                with file.open(encoding="utf-8-sig") as lines:
+                    while part := lines.readlines(_PART_CHARACTERS):
+                        yield from "".join(part).split("\n\n\n")
             else:
                 rows = jsonl(file) if file.suffix == ".jsonl" else _parquet(file)
                 yield from reader.texts(rows, str(file))
@@ -232,12 +234,6 @@ def _local(split: str, reader: RowReader, *, path: Path) -> Iterator[str]:
             raise UserError(f"{file} is not text in UTF-8") from None
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror or error}") from None
-
-
-def _txt(file: Path) -> Iterator[str]:
-    with file.open(encoding="utf-8-sig") as lines:
-        while part := lines.readlines(_PART_CHARACTERS):
-            yield from "".join(part).split("\n\n\n")
 
 
 def jsonl(file: Path) -> Iterator[Row]:

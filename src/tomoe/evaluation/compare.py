@@ -48,7 +48,6 @@ def compare(
             counter.count(torch.stack([new_tokens(mask, b, stride) for b in group]))
 
         predictions = Predictions(model, keep=reference is None)
-        on_sequences = stage_callback(on_progress, f"evaluating {name}")
         # also in prompts and batches, which decoding on its own would run whole
         with choosing_all(model), counter:
             measured = measure(
@@ -56,7 +55,7 @@ def compare(
                 input_ids,
                 mask,
                 reference,
-                on_sequences,
+                stage_callback(on_progress, f"evaluating {name}"),
                 ran=count,
                 stride=stride,
                 name=name,

@@ -74,17 +74,17 @@ def evaluate(
     models = [str(name) for name in ([names] if isinstance(names, str | Path) else names)]
     if not models:
         raise UserError("no model is named; give the dense model first, then converted ones")
-    _check_sizes(context, stride, tokens)
+    for what, number, least in (("context", context, 8), ("stride", stride, 1), ("tokens", tokens, 8)):
+        if number is not None and number < least:
+            raise UserError(f"{what} is {number}, but it should be at least {least}")
     if dtype != "auto":
         dtype_of(dtype)
     settings = dial_settings(models, active)
     models = list(dict.fromkeys(name for name, _ in settings))
     loaded = _loaded(settings, dtype, device, offload)
     if text is not None and context is None:
-        # before a model is loaded in vain
-        find(str(text))
-        first = next(loaded)
-        # reading a config alone takes seconds where it is in a .gguf file
+        find(str(text))  # before a model is loaded in vain
+        first = next(loaded)  # its config is at hand; to read one alone takes seconds from a .gguf file
         context = min(CONTEXT, max_positions(first[1].config) or CONTEXT)
         loaded = itertools.chain([first], loaded)
     evaluation = _evaluation_text(models, None if text is None else str(text), context, stride, tokens)
@@ -123,13 +123,6 @@ def save_dials(settings: Sequence[tuple[str, Setting | None]], rows: Sequence[Ro
         for name, own in by_folder.items()
         if len(own) > 1 and Path(name).is_dir()
     ]
-
-
-def _check_sizes(context: int | None, stride: int | None, tokens: int | None) -> None:
-    """Raises UserError for a number of tokens that is too small to measure anything."""
-    for what, number, least in (("context", context, 8), ("stride", stride, 1), ("tokens", tokens, 8)):
-        if number is not None and number < least:
-            raise UserError(f"{what} is {number}, but it should be at least {least}")
 
 
 def _loaded(
@@ -188,11 +181,11 @@ def compare_on(
 ) -> list[Row]:
     """Measure loaded models on one text, as `compare` does, and how much of it each was fitted on (`training_overlap`).
     Raises UserError if the text does not fit a model."""
-    names: list[str] = []
+    overlaps: list[float | None] = []
 
-    def with_names() -> Iterator[tuple[str, PreTrainedModel]]:
+    def overlapping() -> Iterator[tuple[str, PreTrainedModel]]:
         for name, model in models:
-            names.append(name)
+            overlaps.append(training_overlap(name, evaluation.sequences))
             yield name, model
 
     def scores(name: str, model: PreTrainedModel) -> tuple[TaskScore, ...]:
@@ -207,7 +200,7 @@ def compare_on(
     if evaluation.stride is not None:
         inputs = sliding(sequences.input_ids[sequences.mask], sequences.input_ids.shape[1], evaluation.stride)
     rows = compare(
-        with_names(),
+        overlapping(),
         *inputs,
         stride=evaluation.stride,
         data=evaluation.name,
@@ -215,7 +208,6 @@ def compare_on(
         tasks=scores if tasks and not distributed.rank() else None,
         on_progress=on_progress,
     )
-    overlaps = [training_overlap(name, sequences) for name in names]
     return [replace(row, training_overlap=overlap) for row, overlap in zip(rows, overlaps, strict=True)]
 
 

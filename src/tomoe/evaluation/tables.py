@@ -87,15 +87,15 @@ def position_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     ends = [span.end for span in rows[0].measurement.spans] if rows else []
     if any([span.end for span in row.measurement.spans] != ends for row in rows):
         return [], []
+
+    def cell(span: Span) -> str:
+        return f"{span.perplexity:.2f}" + ("" if span.kl is None else f", KL {span.kl:.4f}")
+
     body = [
-        [f"{first:,} to {end:,}", *(_span_cell(row.measurement.spans[i]) for row in rows)]
+        [f"{first:,} to {end:,}", *(cell(row.measurement.spans[i]) for row in rows)]
         for i, (first, end) in enumerate(pairwise([0, *ends]))
     ]
     return ["position", *(row.name for row in rows)] if body else [], body
-
-
-def _span_cell(span: Span) -> str:
-    return f"{span.perplexity:.2f}" + ("" if span.kl is None else f", KL {span.kl:.4f}")
 
 
 POSITIONS = "Perplexity, and KL to the first model, by the position of the predicted token in its sequence."
@@ -182,26 +182,23 @@ def to_markdown(rows: Sequence[Row]) -> str:
 def to_rich(rows: Sequence[Row]) -> Table:
     """The same table for the terminal, without the columns that the footnote repeats: it should fit 80 characters."""
     titles, body = table(rows)
-    shown = Table(caption=escape(footnote(rows)), caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     kept = [i for i, title in enumerate(titles) if title not in ("tokens", "context")]
-    for i in kept:
-        shown.add_column(titles[i].replace(" ", "\n", 1), justify="right" if i else "left", overflow="fold")
+    shown = _rich([titles[i].replace(" ", "\n", 1) for i in kept], [[values[i] for i in kept] for values in body])
+    shown.caption, shown.caption_justify = escape(footnote(rows)), "left"
+    return shown
+
+
+def _rich(titles: Sequence[str], body: Sequence[Sequence[str]]) -> Table:
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, title in enumerate(titles):
+        shown.add_column(escape(title), justify="right" if i else "left", overflow="fold")
     for values in body:
-        shown.add_row(*(escape(values[i]) for i in kept))
+        shown.add_row(*map(escape, values))
     return shown
 
 
 def more_to_rich(rows: Sequence[Row]) -> list[Group]:
     """Spans of positions, then tasks, each with its footnote, for the terminal; those that were not measured are left out."""
-    groups = []
-    for (titles, body), note in ((position_table(rows), POSITIONS), (task_table(rows), task_footnote(rows))):
-        if not titles:
-            continue
-        shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for i, title in enumerate(titles):
-            shown.add_column(escape(title), justify="right" if i else "left", overflow="fold")
-        for values in body:
-            shown.add_row(*map(escape, values))
-        # no caption: that is folded at the width of the table
-        groups.append(Group(shown, Text(note)))
-    return groups
+    parts = (position_table(rows), POSITIONS), (task_table(rows), task_footnote(rows))
+    # no caption: that is folded at the width of the table
+    return [Group(_rich(titles, body), Text(note)) for (titles, body), note in parts if titles]

@@ -51,12 +51,20 @@ def examine(recipe: Recipe) -> Diagnosis:
     lacking = [need.stage for need in least if not need.fits(free)]
     beside = main_memory(sizes, recipe) if available.device_memory else None
     remedies = _remedies(sizes, recipe, layout, free) if "training" in lacking else []
-    decoding = Decoding.of(sizes.shape, sizes.output, 0 if layout is None else layout.num_experts)
-    one = _one_expert(sizes, layout, recipe.active)
+    num_experts = 0 if layout is None else layout.num_experts
+    decoding = Decoding.of(sizes.shape, sizes.output, num_experts)
     return Diagnosis(
-        sizes, least, beside, available, lacking, remedies, decoding, one, file_bytes(sizes.total + decoding.routers),
-        works(sizes, recipe, least, 0 if layout is None else layout.num_experts),
-    )  # fmt: skip
+        sizes,
+        least,
+        beside,
+        available,
+        lacking,
+        remedies,
+        decoding,
+        _one_expert(sizes, layout, recipe.active),
+        file_bytes(sizes.total + decoding.routers),
+        works(sizes, recipe, least, num_experts),
+    )
 
 
 def _one_expert(sizes: Sizes, layout: Layout | None, active: float) -> float:

@@ -123,9 +123,11 @@ def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None, shards: in
     if layout is None:
         return _choosing_inputs(sizes, recipe, computing), folding
     packed = weight_bytes(sizes, computing, t.quantization, shards)
+    with torch.device("meta"):
+        net = mask_network(shape, layout, recipe.experts.embedding_size, recipe.attention, recipe.sampling, recipe.seed)
     start = {
         f"weights in {t.quantization if quantized and t.steps else name}": one_layer if recipe.offload else packed,
-        "masks, routers and their optimizer": trainable_bytes(_network(shape, recipe, layout), t.steps > 0),
+        "masks, routers and their optimizer": trainable_bytes(net, t.steps > 0),
     }
     if t.steps:
         tokens, pruning = t.batch_size * recipe.data.seq_len, recipe.attention.pruning
@@ -198,13 +200,6 @@ def layer_bytes(sizes: Sizes, dtype: torch.dtype) -> int:
     """Bytes of a model that is read layer by layer: one layer, and what is outside of the layers."""
     outside = sizes.total - sizes.decoder_params
     return (outside + sizes.decoder_params // sizes.shape.num_layers) * dtype.itemsize
-
-
-def _network(shape: ModelShape, recipe: Recipe, layout: Layout) -> MaskNetwork:
-    """The mask network without values."""
-    size, sampling = recipe.experts.embedding_size, recipe.sampling
-    with torch.device("meta"):
-        return mask_network(shape, layout, size, recipe.attention, sampling, recipe.seed)
 
 
 def trainable_bytes(net: MaskNetwork, learns: bool) -> int:

@@ -12,7 +12,6 @@ import transformers
 from tomoe.data.evaluation_text import held_out_text, read_text
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.speed import throughput
-from tomoe.evaluation.speed.same_kernel import ways
 from tomoe.evaluation.speed.timings import Benchmark, Memory
 from tomoe.files import basename
 from tomoe.model.loading import load_model, load_tokenizer, pick_device
@@ -66,7 +65,7 @@ def benchmark(
     # Eager decoding on a GPU measures how fast the host starts kernels.
     compiled = partial(torch.compile, dynamic=False, mode="reduce-overhead")
     on_gpu = models[moe].device.type == "cuda"
-    pair = throughput.Pair(models[dense], models[moe], ids, ways, seconds, pairs, compiled if on_gpu else None)
+    pair = throughput.Pair(models[dense], models[moe], ids, seconds, pairs, compiled if on_gpu else None)
     cells, left_out = throughput.run_cells(pair, batches, prompts, stage_callback(on_progress, "benchmark"))
     return Benchmark(
         basename(dense),

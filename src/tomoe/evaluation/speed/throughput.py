@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
-from tomoe.evaluation.speed.same_kernel import everything, set_to
+from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.usage import ExpertCounter
 from tomoe.model.hooks import hooked, own_rows
@@ -35,8 +35,6 @@ from tomoe.progress import StageCallback, no_stage_progress
 STEPS = 4  # tokens that one timed run decodes
 COMPILED = "compiled decode"
 FEWEST = 3  # pairs of runs below which a median says nothing
-Describe = Callable[[Any, int], str]
-"""Called as (model, tokens at once); names how the model runs its experts."""
 Kept = Sequence[tuple[Tensor, Tensor]]  # keys and values of every layer
 
 
@@ -112,11 +110,11 @@ def plain_ways(model: Any) -> Iterator[None]:
     if before is None:
         yield
         return
-    ways = {step: WAYS[step] for step in ("router logits", "logits", "choosing product")}
+    known = {step: WAYS[step] for step in ("router logits", "logits", "choosing product")}
     config.tomoe_expert_backend = "runs"
-    for step, known in ways.items():
-        *_, name = known
-        WAYS[step] = {name: known[name]}
+    for step, found in known.items():
+        *_, last = found
+        WAYS[step] = {last: found[last]}
     # kernels are there, and left out on purpose
     said = {NO_KERNELS} - NOTED
     NOTED.update(said)
@@ -125,7 +123,7 @@ def plain_ways(model: Any) -> Iterator[None]:
     finally:
         NOTED.difference_update(said)
         config.tomoe_expert_backend = before
-        WAYS.update(ways)
+        WAYS.update(known)
 
 
 def _attention_flops(q: list[int], k: list[int], v: list[int], *_: Any, **__: Any) -> int:
@@ -228,7 +226,6 @@ class Pair:
     dense: Any
     moe: Any
     ids: Int[Tensor, " T"]
-    describe: Describe
     max_seconds: float  # of one cell
     pairs: int
     compiled: Callable[[Any], Any] | None = None
@@ -249,20 +246,18 @@ class Pair:
         head, tail = ids[:, :prompt], ids[:, prompt:]
         device, both = head.device, (self.dense, self.moe)
         kept: dict[int, Kept] = {id(model): () for model in both}
-        if phase == "prefill":
-
-            def run(model: Any) -> float:
-                return seconds(lambda: prefill(model, head), device)
-        else:
+        static = None
+        if phase != "prefill":
             kept = {id(model): prefill(model, head) for model in both}
-
             static = self._static(head, tail) if phase == COMPILED else None
 
-            def run(model: Any) -> float:
-                return decode(model, kept[id(model)], tail) if static is None else static(model)
+        def run(model: Any) -> float:
+            if phase == "prefill":
+                return seconds(lambda: prefill(model, head), device)
+            return decode(model, kept[id(model)], tail) if static is None else static(model)
 
         ids = head if phase == "prefill" else tail[:, :1]
-        whole = None if phase == COMPILED else everything(self.moe, self.describe(self.moe, ids.numel()))
+        whole = None if phase == COMPILED else everything(self.moe, ways(self.moe, ids.numel()))
 
         def one_round() -> list[float]:
             timed = [run(self.dense), run(self.moe)]
@@ -318,7 +313,7 @@ class Pair:
             dtype=str(self.dense.dtype).removeprefix("torch."),
             device=ids.device.type,
             threads=torch.get_num_threads(),
-            backend=self.describe(self.moe, ids.numel()),
+            backend=ways(self.moe, ids.numel()),
             runs=len(timed),
             dense_s=statistics.median(dense),
             moe_s=statistics.median(moe),
