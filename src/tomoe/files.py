@@ -22,22 +22,16 @@ from typing import Any, NoReturn
 
 from tomoe.errors import UserError, shortened
 
-# in the format that `sha256sum -c` reads
-SUMS = "SHA256SUMS"
-# bytes of a file of text; parsed it takes several times that
-_MAX_TEXT = 2**26
+SUMS = "SHA256SUMS"  # in the format that `sha256sum -c` reads
+_MAX_TEXT = 2**26  # bytes of a file of text; parsed it takes several times that
 # the card of a folder, the one file of ours that people edit; ours has its place where theirs stays
 CARD, CARD_BESIDE = "README.md", "README.tomoe.md"
-# levels of lists and objects; ours have six
-_MAX_DEPTH = 32
+_MAX_DEPTH = 32  # levels of lists and objects; ours have six
 # of a number: what 64 bits and doubles hold, and no more, so that whoever reads it may compute with it
 _MAX_DIGITS = 19
-# an escape of half a character, which no file and no terminal takes
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-# what `folders.is_ours` knows a folder by
-_FIRST = ("plan.json", "export.json")
-# the temporary names of `atomic_file`
-_LEFTOVER = re.compile(r"\..+\.[0-9]+\.tomoe\.tmp")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character, which no file and no terminal takes
+_FIRST = ("plan.json", "export.json")  # what `folders.is_ours` knows a folder by
+_LEFTOVER = re.compile(r"\..+\.[0-9]+\.tomoe\.tmp")  # the temporary names of `atomic_file`
 
 
 def atomic_write(path: Path, content: str | bytes) -> Path:

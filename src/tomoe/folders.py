@@ -65,10 +65,8 @@ _MARKS = {
     "repair/layer-000.safetensors": "",
 }
 JSON_MARK = '"format": "tomoe-'
-# bytes of a file in which its mark is looked for
-_BEGINNING = 2**24
-# names that a sentence lists
-_NAMED = 4
+_BEGINNING = 2**24  # bytes of a file in which its mark is looked for
+_NAMED = 4  # names that a sentence lists
 
 
 def is_ours(folder: Path) -> bool:

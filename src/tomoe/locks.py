@@ -17,8 +17,7 @@ from filelock import FileLock, Timeout
 from tomoe.errors import UserError, shortened
 
 LOCK_FILE = ".tomoe.lock"
-# Whoever gives the lock back at this moment is waited for.
-_PATIENCE_SECONDS = 0.3
+_PATIENCE_SECONDS = 0.3  # whoever gives the lock back at this moment is waited for
 
 
 @contextlib.contextmanager

@@ -4,8 +4,7 @@ pyproject.toml reads the version, and whatever is made records it.
 """
 
 __version__ = "0.1.0"
-# in a checkout: no package index has it
-INSTALL = "pip install ."
+INSTALL = "pip install ."  # in a checkout: no package index has it
 
 
 def install_extra(extra: str) -> str:

@@ -21,8 +21,7 @@ from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report import summary, warnings
 from tomoe.training import run_folder
 
-# the folder of a run's checkpoints: masks of a conversion, weights of a fine-tuning
-LEARNED = ("masks", "weights")
+LEARNED = ("masks", "weights")  # the folder of a run's checkpoints: masks of a conversion, weights of a fine-tuning
 
 
 def inspect(

@@ -19,8 +19,7 @@ from tomoe.files import basename
 from tomoe.moe import load as loading
 from tomoe.report import html as pages
 
-# tokens from which on the shares of experts say something
-ENOUGH = 100
+ENOUGH = 100  # tokens from which on the shares of experts say something
 # fine-grained experts that the line on a layer names
 STRONGEST = 6
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")

@@ -9,8 +9,7 @@ from tomoe.errors import shortened
 # control characters but newline and tab, changes of the writing direction, and halves of surrogate pairs
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
-# characters: a path is one word
-LONGEST_WORD = 500
+LONGEST_WORD = 500  # characters: a path is one word
 
 
 def printable(text: str) -> str:

@@ -20,8 +20,7 @@ class Stopped(BaseException):
         return f"stopped{self.advice}"
 
 
-# signals that arrived inside the `stoppable` block
-_received: list[int] = []
+_received: list[int] = []  # signals that arrived inside the `stoppable` block
 
 
 def _raise(signum: int, _frame: FrameType | None) -> None:

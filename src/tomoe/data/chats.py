@@ -23,10 +23,8 @@ _ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
-# parts of a content that are text
-_TEXT_PARTS = (None, "text", "input_text", "output_text")
-# stands for a text, to see how a template writes it
-_PROBE = "tomoeprobe"
+_TEXT_PARTS = (None, "text", "input_text", "output_text")  # parts of a content that are text
+_PROBE = "tomoeprobe"  # stands for a text, to see how a template writes it
 
 
 class RowError(ValueError):

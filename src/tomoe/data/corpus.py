@@ -31,10 +31,8 @@ from tomoe.recipe.shared import DataSection
 
 _FORMAT = 1
 _PARTS = ("train", "calibration", "evaluation")
-# held in memory to shuffle documents
-_SHUFFLE_CHARACTERS = 2**24
-# passed to the tokenizer at once
-_TOKENIZE_CHARACTERS = 2**18
+_SHUFFLE_CHARACTERS = 2**24  # held in memory to shuffle documents
+_TOKENIZE_CHARACTERS = 2**18  # passed to the tokenizer at once
 
 
 @dataclass(frozen=True, eq=False)

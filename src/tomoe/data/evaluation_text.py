@@ -12,8 +12,7 @@ from tomoe.data.corpus import Corpus, Sequences, pack
 from tomoe.data.sources import evaluation_documents
 from tomoe.errors import UserError
 
-# default context length, in tokens
-CONTEXT = 1024
+CONTEXT = 1024  # default context length, in tokens
 
 
 @dataclass(frozen=True)

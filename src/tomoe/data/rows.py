@@ -14,8 +14,7 @@ Row = Mapping[str, Any]
 
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 _INSTRUCTION = ("instruction", "input", "context", "output", "response")
-# rows that are looked at before a source counts as one without text
-_TRIED = 1000
+_TRIED = 1000  # rows that are looked at before a source counts as one without text
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,8 @@ from tomoe.model.structure import CACHE
 from tomoe.progress import StageCallback, no_stage_progress
 
 _ATTENTION = "tomoe_single_query"
-# tokens that the cache grows by
-CACHE_GROWTH = 32
-# keys and values of all rows together; bounds the batch for large models
-_CACHE_BYTES = 2**30
+CACHE_GROWTH = 32  # tokens that the cache grows by
+_CACHE_BYTES = 2**30  # keys and values of all rows together; bounds the batch for large models
 
 
 def sample_documents(

@@ -40,8 +40,7 @@ Shares = Annotated[
 ]  # [layer][expert]
 
 
-# making one takes longer than using it
-_adapter = cache(TypeAdapter)
+_adapter = cache(TypeAdapter)  # making one takes longer than using it
 
 
 def validated(kind: type[T], values: object, what: str) -> T:

@@ -27,18 +27,14 @@ class Agreement:
     """Two models on one text. Differences are of logits, or of log-probs if the engine gives no logits."""
 
     positions: int
-    # sequences
-    blocks: int
-    # over all positions and tokens of the vocabulary
-    largest_difference: float
+    blocks: int  # sequences
+    largest_difference: float  # over all positions and tokens of the vocabulary
     # median over sequences of the largest in one: a near tie of a router spoils few sequences
     typical_difference: float
     # of log-probs, mean over positions and, with the reference's probabilities, over next tokens
     expected_difference: float
-    # of the reference, absolute
-    largest_logit: float
-    # KL(reference || model), mean over positions, nats
-    kl: float
+    largest_logit: float  # of the reference, absolute
+    kl: float  # KL(reference || model), mean over positions, nats
     top1_agreement: float
     reference_perplexity: float
     perplexity: float

@@ -22,10 +22,8 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 class Options:
     """What the user may choose about the files. Raises UserError for a precision or a width that there is not."""
 
-    # Expert widths are multiples of this; None: what the target finds best.
-    width_multiple: int | None = None
-    # The type of the weights in a GGUF file.
-    precision: Precision = "f16"
+    width_multiple: int | None = None  # expert widths are multiples of this; None: what the target finds best
+    precision: Precision = "f16"  # the type of the weights in a GGUF file
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS or (self.width_multiple or 1) < 1:

@@ -48,17 +48,14 @@ from tomoe.progress import ProgressCallback, stage_callback
 # Tokens that run in the dtype of the file, and how far (KL in nats) they may be from the proof's. Near ties of routers brought
 # 0.11 in bfloat16 (SmolLM2 at 50 %, fine-grained); what overflows or is cast wrongly is off by much more.
 STORED_TOKENS, STORED_KL = 32, 1.0
-# Of far tokens, which are few: one near tie of a router weighs more among them than in a text.
-FAR_KL = 0.05
-# Of a layer's output, relative: more is not rounding, but where a difference begins.
-LAYER_DIFFERENCE = 1e-3
+FAR_KL = 0.05  # of far tokens, which are few: one near tie of a router weighs more among them than in a text
+LAYER_DIFFERENCE = 1e-3  # of a layer's output, relative: more is not rounding, but where a difference begins
 # Of the choices of a stock router, those that must be the converted model's. One in thirty is a tie at most, as seen.
 SAME_CHOICES = 29 / 30
 # KL of predictions with the planned experts, in nats: what ties may cost. 1.3e-3 was seen in float32 on 256 tokens; experts
 # that stand in another order than their routers count them cost far more, and nothing else shows them.
 PLANNED_KL = 0.05
-# Logits that decide otherwise, in units of what rounding can do.
-TIES = 2.0
+TIES = 2.0  # logits that decide otherwise, in units of what rounding can do
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,8 @@ from tomoe.moe.checkpoint import save_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback
 
-# Of which one is in memory beside the model.
-SHARD_BYTES = 10**9
-# Disk space beside the weights: tokenizer, headers, card.
-OVERHEAD = 1.02
+SHARD_BYTES = 10**9  # of which one is in memory beside the model
+OVERHEAD = 1.02  # disk space beside the weights: tokenizer, headers, card
 
 
 def check_place(out: Path, source: Path, needed: int, force: bool) -> None:

@@ -22,10 +22,8 @@ from tomoe.files import atomic_folder, sha256
 from tomoe.files import cache_folder as cache_folder
 from tomoe.version import __version__
 
-# What makes a folder a model, and is written last.
-MARKER = "config.json"
-# Unpacking takes half a minute.
-_PATIENCE_SECONDS = 300
+MARKER = "config.json"  # what makes a folder a model, and is written last
+_PATIENCE_SECONDS = 300  # unpacking takes half a minute
 
 
 @dataclass(frozen=True)

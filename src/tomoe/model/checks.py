@@ -22,12 +22,9 @@ from tomoe.model.shape import text_config
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
-# elements that no file need hold: buffers of small models
-_FREE_ELEMENTS = 2**22
-# elements that are looked at together
-_SLICE = 2**24
-# of the densest packing there is
-_ELEMENTS_PER_BYTE = 8
+_FREE_ELEMENTS = 2**22  # elements that no file need hold: buffers of small models
+_SLICE = 2**24  # elements that are looked at together
+_ELEMENTS_PER_BYTE = 8  # of the densest packing there is
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,8 @@ from tomoe.model.hooks import hooked
 from tomoe.model.mlp import decoder_layers
 from tomoe.model.shape import text_config
 
-# Tokens behind the edge of a window or of the original context.
-BEHIND = 32
-# Windows that are tried: the masks of longer ones take gigabytes.
-MAX_WINDOW = 2**13
+BEHIND = 32  # tokens behind the edge of a window or of the original context
+MAX_WINDOW = 2**13  # windows that are tried: the masks of longer ones take gigabytes
 # Operations for which all layers run, seconds on a laptop; otherwise the first ones, each kind of layer among them.
 PROBE_OPERATIONS = 10**12
 

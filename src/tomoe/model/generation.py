@@ -38,8 +38,7 @@ PLAIN = {
     "token_healing": False,
     "watermarking_config": None,
 }
-# continued to verify an export
-PROMPT = "The three most important things about the sea are"
+PROMPT = "The three most important things about the sea are"  # continued to verify an export
 
 
 def asked(tokenizer: PreTrainedTokenizerBase, question: str, begun: str = "") -> list[int]:

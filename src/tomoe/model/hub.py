@@ -20,8 +20,7 @@ from tomoe.model.names import ADAPTER, HUB_ID, check_no_adapter
 
 # the adapter first: a repository of one has no config of a model
 CONFIG_FILES = (ADAPTER, "config.json", "generation_config.json", "model.safetensors.index.json")
-# A plan of inputs is the first alone.
-PLAN_FILES = ("plan.json", "plan.safetensors")
+PLAN_FILES = ("plan.json", "plan.safetensors")  # a plan of inputs is the first alone
 
 
 def broken_connection(error: BaseException | None) -> str | None:

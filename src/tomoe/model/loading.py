@@ -25,8 +25,7 @@ from tomoe.model.stored import StoredModel, is_gguf, read_config, untie_, writab
 from tomoe.model.tokens import fit_tokenizer_
 from tomoe.model.trouble import TOKENIZER_ADVICE, one_sentence, writing
 
-# elements of a tensor that are converted at once
-_CHUNK = 2**24
+_CHUNK = 2**24  # elements of a tensor that are converted at once
 
 
 def pick_device(name: str) -> str:

@@ -16,10 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from tomoe.errors import Note, UserError, shortened
 from tomoe.model.shape import max_positions, text_config
 
-# a name of ours on a tokenizer: rows of the embeddings of its model
-_ROWS = "_tomoe_rows"
-# how a part of a character is decoded
-UNKNOWN = "\ufffd"
+_ROWS = "_tomoe_rows"  # a name of ours on a tokenizer: rows of the embeddings of its model
+UNKNOWN = "\ufffd"  # how a part of a character is decoded
 
 
 def fit_tokenizer_(tokenizer: PreTrainedTokenizerBase, rows: int, model: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -224,11 +224,14 @@ class Recipe(RunRecipe):
         return self
 
     @model_validator(mode="after")
-    def _check_inputs(self) -> Self:
+    def _check_keys_together(self) -> Self:
+        for problem in (*self._problems_of_inputs(), *self._problems_of_target(), *self._problems_of_learning()):
+            raise UserError(problem)
+        return self
+
+    def _problems_of_inputs(self) -> Iterator[str]:
         """The form `inputs` is of the dense weights: nothing is learned, refitted or pruned."""
-        if self.experts.form != "inputs":
-            return self
-        for key, found, needed in (
+        needed: tuple[tuple[str, object, object], ...] = (
             ("start", self.start, "carved"),
             ("train.steps", self.train.steps, 0),
             ("repair.mode", self.repair.mode, "none"),
@@ -236,80 +239,61 @@ class Recipe(RunRecipe):
             ("train.quantization", self.train.quantization, "none"),
             ("train.shard", self.train.shard, False),
             ("offload", self.offload, False),
-        ):
-            if found != needed:
-                raise UserError(
-                    f"experts.form = inputs keeps the dense weights as they are, so {key} must be {_shown(needed)}, not "
+        )
+        for key, found, value in needed if self.experts.form == "inputs" else ():
+            if found != value:
+                yield (
+                    f"experts.form = inputs keeps the dense weights as they are, so {key} must be {_shown(value)}, not "
                     f"{_shown(found)}; leave it out, or set experts.form to fine"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _check_target(self) -> Self:
+    def _problems_of_target(self) -> Iterator[str]:
         rules, form = TARGET_RULES[self.target], self.experts.form
         if rules.uniform and self.attention.pruning == "per_token":
-            raise UserError(
+            yield (
                 f"target {self.target} cannot choose V/O dims for each token (attention.pruning = per_token); set "
                 "attention.pruning to static or off, or target to hf"
             )
         if form not in rules.forms:
             *others, last = (name for name, other in TARGET_RULES.items() if form in other.forms)
             which = f"{', '.join(others)} or {last}" if others else last
-            raise UserError(f"target {self.target} has no place for experts.form = {form}; set target to {which}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_places(self) -> Self:
-        rules = TARGET_RULES[self.target]
+            yield f"target {self.target} has no place for experts.form = {form}; set target to {which}"
         if not rules.holds_shared and self.experts.shared:
-            raise UserError(
+            yield (
                 f"target {self.target} has no place for neurons that all tokens use (experts.shared = {self.experts.shared:g}); "
                 "set experts.shared to 0, or leave it out"
             )
         if not rules.dense_layers and self.experts.dense_layers:
-            raise UserError(
+            yield (
                 f"target {self.target} has experts in every layer, but experts.dense_layers is {self.experts.dense_layers}; set "
                 "it to 0, or leave it out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_form(self) -> Self:
+    def _problems_of_learning(self) -> Iterator[str]:
         if self.experts.form == "fine" and self.start == "random":
-            raise UserError(
+            yield (
                 "experts.form = fine needs start = carved: calibration text decides which neurons form an expert, and "
                 "learning starts from there; set start to carved, or experts.form to overlapping"
             )
         if self.start == "random" and not self.train.steps:
-            raise UserError(
+            yield (
                 "start = random leaves random masks if nothing is learned (train.steps = 0); set train.steps (--steps), or "
                 "start to carved"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_number(self) -> Self:
         if self.experts.form in USUAL_NUMBERS and not self.experts.num_experts:
-            raise UserError(
+            yield (
                 "experts.num_experts is 0, which chooses a number for fine-grained experts, but experts.form is "
                 f"{self.experts.form}; set experts.num_experts to 1 or more, or experts.form to fine"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_offload(self) -> Self:
         if self.offload and self.train.steps:
-            raise UserError(
+            yield (
                 "offload reads every layer from disk in every pass, and learning takes thousands of passes (train.steps is "
                 f"{self.train.steps}); carve only (train.steps = 0)"
             )
         if self.offload and "self" in self.data.sources:
-            raise UserError(
+            yield (
                 "offload reads every layer from disk in every pass, and the source self takes one pass per token; name a "
                 "text with data.sources (--data FILE)"
             )
         if self.offload and self.train.shard:
-            raise UserError(
-                "offload and train.shard cannot be combined: one keeps the layers on disk, the other spreads them over ranks"
-            )
-        return self
+            yield "offload and train.shard cannot be combined: one keeps the layers on disk, the other spreads them over ranks"

@@ -10,10 +10,8 @@ from pydantic import Field, field_validator, model_validator
 from tomoe.errors import UserError, shortened
 from tomoe.recipe.base import BaseRecipe, Section
 
-# AdamW divides it by a tenth in the first step, and what comes out must be a float32.
-MAX_LEARNING_RATE = 1e37
-# Unless it is said how much: sampling more would take longer than most runs.
-MOST_TOKENS = 100_000
+MAX_LEARNING_RATE = 1e37  # AdamW divides it by a tenth in the first step, and what comes out must be a float32
+MOST_TOKENS = 100_000  # unless it is said how much: sampling more would take longer than most runs
 
 
 class LoopSection(Section):

@@ -17,10 +17,8 @@ from tomoe.files import atomic_write
 
 COLORS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00")
 Texts = Sequence[tuple[str, RoutingTrace]]  # (name, trace), all of one model
-# in every page, by its layout
-MARK = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src"
-# experts listed for a token: all of them, in every layer, would be most of the page
-LISTED = 8
+MARK = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src"  # in every page, by its layout
+LISTED = 8  # experts listed for a token: all of them, in every layer, would be most of the page
 
 
 def render(template: str, script: str = "", **values: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,23 +25,17 @@ Kind = Literal[
     "worse than before",
 ]
 
-# tokens for each expert: in a page or two of one article, one that got none is not dead
-ENOUGH = 500
-# share of a layer's tokens that one of three or more experts gets
-OVERLOADED = 0.5
+ENOUGH = 500  # tokens for each expert: in a page or two of one article, one that got none is not dead
+OVERLOADED = 0.5  # share of a layer's tokens that one of three or more experts gets
 # how far a layer's choices fall on as many fine-grained experts as a token chooses: 0 if use is even, 1 if all tokens
 # choose the same. The share itself is high where a token chooses most of the experts, whatever the router does.
 COLLAPSED = 0.9
-# dead experts that a warning names
-NAMED = 8
-# share of the dims of a head that is left
-NARROW = 1 / 8
-# share of a layer's neurons that some expert uses
-UNION = 0.75
+NAMED = 8  # dead experts that a warning names
+NARROW = 1 / 8  # share of the dims of a head that is left
+UNION = 0.75  # share of a layer's neurons that some expert uses
 # share of the evaluation tokens that stand in the training text too; instructions repeat each other a little
 OVERLAP = 0.05
-# sequences of the evaluation text; with fewer the standard error itself is a guess
-FEW_SEQUENCES = 8
+FEW_SEQUENCES = 8  # sequences of the evaluation text; with fewer the standard error itself is a guess
 
 
 @dataclass(frozen=True)
@@ -55,14 +49,14 @@ class Finding:
 def find_warnings(plan: AnyPlan | None = None, rows: Sequence[Row] = ()) -> list[Finding]:
     """Find everything worth a warning in a plan and in the rows that `compare` measured, if any, in the same order each time.
     Raises UserError if the recipe of the plan is damaged."""
-    findings = []
+    findings: list[Finding] = []
     if plan is not None:
         findings += [*_budget(plan), *_fitted_context(plan)]
     of_experts = None if isinstance(plan, InputsPlan) else plan
     if of_experts is not None:
         findings += [*_attention(of_experts), *_union(of_experts), *_training(of_experts)]
     for row in rows:
-        findings += [*_routing(row.usage, of_experts), *_overlap(row), *_context(row), *_few_sequences(row)]
+        findings += [*_routing(row.usage, of_experts), *_measured(row)]
     return list(dict.fromkeys(findings))  # what is wrong with the text is wrong for every row
 
 
@@ -75,89 +69,79 @@ def find_worsening(before: Row, after: Row) -> list[Finding]:
     return [Finding("worse than before", text)]
 
 
-def _budget(plan: AnyPlan) -> list[Finding]:
+def _budget(plan: AnyPlan) -> Iterator[Finding]:
     recipe, active = recipe_of(plan), plan.active_fraction()
-    if recipe is None or abs(active - recipe.active) <= tolerance_of(TARGET_RULES[recipe.target]):
-        return []
-    text = f"{active:.1%} of the decoder parameters are active, but the recipe asks for {recipe.active:.1%}"
-    return [Finding("budget missed", text)]
+    if recipe is not None and abs(active - recipe.active) > tolerance_of(TARGET_RULES[recipe.target]):
+        text = f"{active:.1%} of the decoder parameters are active, but the recipe asks for {recipe.active:.1%}"
+        yield Finding("budget missed", text)
 
 
-def _attention(plan: Plan) -> list[Finding]:
-    findings, dims = [], plan.shape.head_dim
-    if not dims:
-        # it was left whole, for no recipe can prune it
-        return []
+def _attention(plan: Plan) -> Iterator[Finding]:
+    dims = plan.shape.head_dim
     for name, column in (("Q/K", 1), ("V/O", 2)):
-        kept = {i: widths[column] for i, widths in enumerate(plan.widths()) if widths[column] <= NARROW * dims}
+        # without dims it was left whole, for no recipe can prune it
+        kept = {i: widths[column] for i, widths in enumerate(plan.widths()) if dims and widths[column] <= NARROW * dims}
         if kept:
             least = _least(kept)
             text = (
                 f"{_layers(kept)}: hardly anything is left of {name} (layer {least}: {kept[least]} of {dims} dims); "
                 "attention there sees next to nothing"
             )
-            findings.append(Finding("narrow attention", text))
-    return findings
+            yield Finding("narrow attention", text)
 
 
-def _union(plan: Plan) -> list[Finding]:
+def _union(plan: Plan) -> Iterator[Finding]:
     shares = {i: layer.union / plan.shape.mlp_size for i, layer in enumerate(plan.counts)}
     low = {i: share for i, share in shares.items() if share < UNION}
-    if not low:
-        return []
-    least = _least(low)
-    text = (
-        f"{_layers(low)}: many neurons are in no expert (layer {least}: only {low[least]:.0%} are in use); "
-        "what they knew is lost for every token"
-    )
-    return [Finding("unused neurons", text)]
+    if low:
+        least = _least(low)
+        text = (
+            f"{_layers(low)}: many neurons are in no expert (layer {least}: only {low[least]:.0%} are in use); "
+            "what they knew is lost for every token"
+        )
+        yield Finding("unused neurons", text)
 
 
-def _fitted_context(plan: AnyPlan) -> list[Finding]:
+def _fitted_context(plan: AnyPlan) -> Iterator[Finding]:
     recipe, config = recipe_of(plan), plan.dense_config
     # of a model of text and images, the text's
     highest = (config.get("text_config") or config).get("max_position_embeddings")
-    if recipe is None or not isinstance(highest, int) or recipe.data.seq_len <= highest:
-        return []
-    text = f"it was fitted on sequences of {recipe.data.seq_len:,} tokens, but the model is made for {highest:,}"
-    return [Finding("context", text)]
+    if recipe is not None and isinstance(highest, int) and recipe.data.seq_len > highest:
+        text = f"it was fitted on sequences of {recipe.data.seq_len:,} tokens, but the model is made for {highest:,}"
+        yield Finding("context", text)
 
 
-def _training(plan: Plan) -> list[Finding]:
+def _training(plan: Plan) -> Iterator[Finding]:
     before, after = plan.notes.get("held_out_before"), plan.notes.get("held_out")
     # an edited plan may hold anything
-    if not (isinstance(before, float) and isinstance(after, float)) or after < before:
-        return []
-    text = (
-        f"training its masks for {plan.notes['steps']} steps made it no better: the loss on held-out text was {before:.3f} "
-        "before the first step and is not less after the last; leave train.steps at 0, or lower train.learning_rate"
-    )
-    return [Finding("worse than before", text)]
+    if isinstance(before, float) and isinstance(after, float) and not after < before:
+        text = (
+            f"training its masks for {plan.notes['steps']} steps made it no better: the loss on held-out text was "
+            f"{before:.3f} before the first step and is not less after the last; leave train.steps at 0, or lower "
+            "train.learning_rate"
+        )
+        yield Finding("worse than before", text)
 
 
-def _routing(usage: ExpertUsage | None, plan: Plan | None) -> list[Finding]:
+def _routing(usage: ExpertUsage | None, plan: Plan | None) -> Iterator[Finding]:
     if usage is None:
-        return []
+        return
     if usage.per_token:
-        return _fine_routing(usage, plan)
-    findings: list[Finding] = []
-    if usage.tokens < ENOUGH * max(map(len, usage.shares)):
-        return findings
-    for layer, row in enumerate(usage.shares):
-        dead = [n for n, share in enumerate(row) if share == 0]
-        if dead:
-            name = f"expert {dead[0]}" if len(dead) == 1 else "experts " + ", ".join(map(str, dead))
-            findings.append(Finding("dead experts", f"layer {layer}: {name} got none of the {usage.tokens:,} tokens"))
-        # one of two experts nearly always has more than half
-        if len(row) > 2 and max(row) > OVERLOADED:
-            text = f"layer {layer}: expert {row.index(max(row))} got {max(row):.0%} of the {usage.tokens:,} tokens"
-            findings.append(Finding("overloaded expert", text))
-    return findings
+        yield from _fine_routing(usage, plan)
+    elif usage.tokens >= ENOUGH * max(map(len, usage.shares)):
+        for layer, row in enumerate(usage.shares):
+            dead = [n for n, share in enumerate(row) if share == 0]
+            if dead:
+                name = f"expert {dead[0]}" if len(dead) == 1 else "experts " + ", ".join(map(str, dead))
+                yield Finding("dead experts", f"layer {layer}: {name} got none of the {usage.tokens:,} tokens")
+            # one of two experts nearly always has more than half
+            if len(row) > 2 and max(row) > OVERLOADED:
+                text = f"layer {layer}: expert {row.index(max(row))} got {max(row):.0%} of the {usage.tokens:,} tokens"
+                yield Finding("overloaded expert", text)
 
 
-def _fine_routing(usage: ExpertUsage, plan: Plan | None) -> list[Finding]:
+def _fine_routing(usage: ExpertUsage, plan: Plan | None) -> Iterator[Finding]:
     """Of fine-grained experts: those that no token chooses, and layers whose tokens all choose the same ones."""
-    findings: list[Finding] = []
     for layer, (top_k, row) in enumerate(zip(usage.per_token, usage.shares, strict=True)):
         # chosen for every token by their bias, which is no choice
         always = 0 if plan is None else plan.counts[layer].always_used
@@ -168,47 +152,37 @@ def _fine_routing(usage: ExpertUsage, plan: Plan | None) -> list[Finding]:
         if dead:
             names = ", ".join(map(str, dead[:NAMED])) + (", ..." if len(dead) > NAMED else "")
             text = f"layer {layer}: {len(dead)} of {len(row)} experts ({names}) got none of the {usage.tokens:,} tokens"
-            findings.append(Finding("dead experts", text))
+            yield Finding("dead experts", text)
         # a share of the choices; 1 / top_k if every token uses it
         common = sum(sorted(row, reverse=True)[always:top_k]) * top_k / free
         even = free / others
         if (common - even) / (1 - even) > COLLAPSED:
             same = f"the same {free} of {others} experts"
             text = f"layer {layer}: {common:.0%} of the choices fall on {same}; the router hardly chooses"
-            findings.append(Finding("collapsed routing", text))
-    return findings
+            yield Finding("collapsed routing", text)
 
 
-def _overlap(row: Row) -> list[Finding]:
-    if row.training_overlap is None or row.training_overlap < OVERLAP:
-        return []
-    text = (
-        f"{row.training_overlap:.1%} of the evaluation tokens stand in the text that it was fitted on, word for word; "
-        "its numbers flatter it"
-    )
-    return [Finding("training text", text)]
-
-
-def _context(row: Row) -> list[Finding]:
+def _measured(row: Row) -> Iterator[Finding]:
+    """What makes the numbers of a row say less than they seem to."""
     m, highest = row.measurement, row.facts.get("max_positions")
-    if highest is None or m.context_length <= highest:
-        return []
-    text = (
-        f"it was measured on contexts of {m.context_length:,} tokens, but is made for {highest:,}: expect a far worse "
-        "perplexity than it has"
-    )
-    return [Finding("context", text)]
-
-
-def _few_sequences(row: Row) -> list[Finding]:
-    m = row.measurement
-    if m.blocks >= FEW_SEQUENCES:
-        return []
-    text = (
-        f"it was measured on {m.blocks} sequence{'s' * (m.blocks != 1)} of text only, so its perplexity and KL are noisy; "
-        f"give a longer text, at least {FEW_SEQUENCES} sequences of {m.context_length:,} tokens"
-    )
-    return [Finding("few sequences", text)]
+    if row.training_overlap is not None and row.training_overlap >= OVERLAP:
+        text = (
+            f"{row.training_overlap:.1%} of the evaluation tokens stand in the text that it was fitted on, word for word; "
+            "its numbers flatter it"
+        )
+        yield Finding("training text", text)
+    if highest is not None and m.context_length > highest:
+        text = (
+            f"it was measured on contexts of {m.context_length:,} tokens, but is made for {highest:,}: expect a far worse "
+            "perplexity than it has"
+        )
+        yield Finding("context", text)
+    if m.blocks < FEW_SEQUENCES:
+        text = (
+            f"it was measured on {m.blocks} sequence{'s' * (m.blocks != 1)} of text only, so its perplexity and KL are noisy; "
+            f"give a longer text, at least {FEW_SEQUENCES} sequences of {m.context_length:,} tokens"
+        )
+        yield Finding("few sequences", text)
 
 
 def _least(numbers: dict[int, float] | dict[int, int]) -> int:

@@ -18,8 +18,7 @@ from tomoe.model.tokens import continuation_text
 from tomoe.progress import StageCallback, no_stage_progress
 
 ROWS = 32
-# tokens between two looks at whether a text has ended
-LOOK = 8
+LOOK = 8  # tokens between two looks at whether a text has ended
 
 Ended = Callable[[Sequence[int], Sequence[int]], bool]
 """Whether what was written after a prompt is whole; both in tokens."""

@@ -38,8 +38,7 @@ MERGED = {
     "qwen35moe": Merged("qwen35", weighs=True, shared_factor=2.0),
 }
 _ROUTERS = ("ffn_gate_inp", "exp_probs_b")
-# Rows of all types are a multiple of so many numbers: a K-quant holds them together.
-_BLOCK = 256
+_BLOCK = 256  # rows of all types are a multiple of so many numbers: a K-quant holds them together
 
 
 def _arch(reader: GGUFReader) -> str:

@@ -24,10 +24,8 @@ from tomoe.model.hooks import hooked
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import stage_callback
 
-# Positions of a sequence at which llama.cpp predicts the next token.
-NEXT_TOKENS = 8
-# Tokens that both models write from one prompt.
-WRITTEN = 24
+NEXT_TOKENS = 8  # positions of a sequence at which llama.cpp predicts the next token
+WRITTEN = 24  # tokens that both models write from one prompt
 
 
 @dataclass(frozen=True)

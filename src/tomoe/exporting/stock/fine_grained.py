@@ -27,8 +27,7 @@ from tomoe.model.hooks import hooked, input_of
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import FINE_MULTIPLE
 
-# Tokens that the reach of a router is measured on.
-PROBE_TOKENS = 256
+PROBE_TOKENS = 256  # tokens that the reach of a router is measured on
 
 
 def stock_layout(moe: ToMoEForCausalLM, multiple: int | None = None, whole_layers: bool = True) -> StockLayout:

@@ -28,8 +28,7 @@ from tomoe.exporting.stock.routers import RouterForm
 from tomoe.exporting.verify import StockRouter
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 
-# Neurons of the MLP of zeros: products of matrices without rows fail in some engines.
-ZERO_NEURONS = 64
+ZERO_NEURONS = 64  # neurons of the MLP of zeros: products of matrices without rows fail in some engines
 
 
 class Gemma4(FineGrained):

@@ -28,8 +28,7 @@ from tomoe.exporting.stock.plain_decoder import PlainDecoder, sliding_windows
 from tomoe.exporting.stock.routers import Sigmoid, Softmax
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 
-# Undoes the 1/2 that a sigmoid has at 0.
-ROUTED_SCALE = 2.0
+ROUTED_SCALE = 2.0  # undoes the 1/2 that a sigmoid has at 0
 
 
 def glm4_sizes(moe: ToMoEForCausalLM, layout: StockLayout) -> dict[str, Any]:
