@@ -74,10 +74,9 @@ def remove_leftovers(out: Path) -> None:
 def atomic_folder(out: Path, marker: str, replaced: Iterable[str]) -> Iterator[Path]:
     """A folder to write to, whose files move into `out` when all of them are there; otherwise `out` stays as it was.
 
-    Files of `out` that match the patterns `replaced` are deleted before, but for a card that was edited. `marker` is the file
-    that makes a folder a model: its old version goes first and the new one comes last, so that a kill in between leaves no
-    model of two halves; what tells that the folder is ours comes first. The files wait in `out` itself: the folder around it
-    may be on another disk or read-only. Raises OSError.
+    Files of `out` that match `replaced` go before, but for a card that was edited. `marker` makes a folder a model: its old
+    version goes first and the new one comes last, so that a kill leaves no model of two halves. The files wait in `out`
+    itself: the folder around it may be on another disk. Raises OSError.
     """
     new, part = not out.exists(), out / ".tomoe.part"
     try:

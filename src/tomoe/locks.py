@@ -22,12 +22,9 @@ _PATIENCE_SECONDS = 0.3  # whoever gives the lock back at this moment is waited 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path, verb: str) -> Iterator[None]:
-    """Keep other processes from writing to `folder`; a missing folder is made, and removed again if it stays empty.
-
-    The kernel holds the lock (flock), so a killed process holds nothing. It nests within one process, and a forked child
-    holds nothing. Of several processes that work on one folder together (torchrun), only process 0 may take it. Raises
-    UserError if another process holds the folder, naming it, or if the folder cannot be written.
-    """
+    """Keep other processes from writing to `folder`; a missing folder is made, and removed again if it stays empty. The
+    kernel holds the lock (flock), so a killed process holds nothing; it nests within one process. Under torchrun only process
+    0 may take it. Raises UserError if another process holds the folder, naming it, or if it cannot be written."""
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     path = folder.resolve() / LOCK_FILE
     lock = FileLock(path, timeout=_PATIENCE_SECONDS, is_singleton=True, thread_local=False)

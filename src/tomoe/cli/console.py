@@ -89,7 +89,7 @@ def output() -> SafeConsole:
 
 
 def show_warnings(console: SafeConsole, findings: Sequence[warnings.Finding], name: str = "") -> None:
-    """One line for each, after an empty one; nothing if there are none."""
+    """One line for each, after an empty one."""
     if findings:
         console.print()
     for finding in findings:

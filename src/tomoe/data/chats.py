@@ -55,12 +55,9 @@ def text_of(value: Any) -> str | None:
 
 
 def chat_of(value: Any, tools: Any = None, system: Any = None) -> Chat | None:
-    """The chat that a value holds; None if it holds no messages.
-
-    Messages have role and content, or ShareGPT's from and value. They come as a list, as the lists of their roles and contents
-    or as JSON text of either. `tools` (a list, or JSON text) and `system` are what the row says of them beside the chat.
-    Raises RowError for messages whose content is no text, and for tools that are neither.
-    """
+    """The chat that a value holds; None if it holds no messages (role and content, or ShareGPT's from and value): as a list,
+    as lists of their roles and contents, or as JSON text of either. `tools` and `system` are what the row says beside the
+    chat. Raises RowError for messages whose content is no text, and for tools that are no list."""
     found = _listed(from_json(value))
     if not found or not all(isinstance(message, Mapping) and _speaks(message) for message in found):
         return None
@@ -172,12 +169,9 @@ def _tools(tools: Any) -> list[Any] | None:
 
 
 class ChatWriter:
-    """Writes chats as the text that a model was trained on, by the chat template of its tokenizer.
-
-    A token that the template begins with is left out if the tokenizer puts it before every text itself. Content goes to the
-    template as text, and the arguments of calls as objects, unless it takes other types: some iterate over the parts of a
-    content, some join arguments to a text.
-    """
+    """Writes chats as the text that a model was trained on, by its chat template, without the token that the tokenizer puts
+    before every text. Content goes in as text and arguments of calls as objects, unless the template takes parts of a
+    content, or arguments as text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, origin: str):
         """Keep a tokenizer; `origin` names the chats in errors."""

@@ -192,13 +192,10 @@ def prepare(
 ) -> Corpus:
     """Training, calibration and evaluation sequences from the recipe's sources, in equal parts by tokens.
 
-    A source with its own split for evaluation uses that; of any other the first shuffled documents are held out. With
-    `data.evaluation_source` nothing is held out.
-    Calibration sequences are drawn from the rest, so they resemble the training text. If a source has fewer tokens than
-    its part, all sources shrink alike: 1:1:1 stays 1:1:1, and so does training to evaluation.
-    The source `self` needs the dense `model`; `progress` is called while it is sampled.
-
-    Raises UserError: unknown or repeated source, no text, too little of it for three sequences, hub out of reach.
+    A source with its own split for evaluation uses that; of any other the first shuffled documents are held out, unless there
+    is `data.evaluation_source`. Calibration sequences are drawn from the rest. If a source has fewer tokens than its part,
+    all shrink alike. The source `self` needs the dense `model`. Raises UserError: unknown or repeated source, no text, too
+    little of it for three sequences, hub out of reach.
     """
     if len(set(data.sources)) < len(data.sources):
         raise UserError(f"data.sources names a source twice: {', '.join(data.sources)}")

@@ -25,11 +25,9 @@ class RowReader:
     writer: ChatWriter
 
     def texts(self, rows: Iterable[Row], origin: str, column: str | None = None) -> Iterator[str]:
-        """The text of each row that holds some; `column` is where a named source has it. `origin` names the rows.
-
-        Warns with a count of the rows that are left out and with the first of them. Raises UserError if none of the first
-        thousand rows can be read, and where the model has no chat template for chats.
-        """
+        """The text of each row that holds some; `column` is where a named source has it, `origin` names the rows. Warns with
+        the number of rows that are left out. Raises UserError if none of the first thousand can be read, and without a chat
+        template for chats."""
         looked, left_out, first = 0, 0, ""
         try:
             for row in rows:

@@ -40,13 +40,10 @@ def sample_documents(
 ) -> list[list[int]]:
     """Documents of at least `tokens` tokens in total, sampled from the model at temperature 1.
 
-    A document begins as the tokenizer begins a text (with bos if it adds one), then comes one token drawn uniformly from
-    the ordinary vocabulary; the model writes the rest. Rows of `length` tokens are decoded side by side; if a document ends
-    before its row, the next one begins in its place, and no step is spent on padding. `progress` counts tokens.
-    Same model, seed and machine: same tokens, however many ranks divide the rounds of rows among them (a sharded base runs
-    in all ranks at once, so these do all rounds together).
-
-    Raises UserError if the model's logits are not finite.
+    A document begins as the tokenizer begins a text, then comes one token drawn uniformly from the ordinary vocabulary; the
+    model writes the rest. Rows of `length` tokens are decoded side by side, one document after another in each; `progress`
+    counts tokens. Same model, seed and machine: same tokens, however many ranks divide the rounds among them. Raises
+    UserError if the model's logits are not finite.
     """
     config = text_config(model.config)
     # longer rows would need a mask

@@ -171,13 +171,10 @@ def documents(
     """Documents of a source in its own order, without blank ones.
 
     A .txt file is one document, or several separated by two blank lines; longer ones come in parts of about 65,536
-    characters, cut at line ends. A row of .jsonl, .parquet or a data set on the hub is one document: its `text_column`,
-    else the first of these that holds something: its column `text`, a chat in `messages`, `conversations` or
-    `conversation`, `prompt` and `completion`, `instruction`, `input` and `output` joined by newlines. Named sources know
-    their columns and ignore `text_column`. Chats are written through the chat template of the tokenizer. Rows that cannot
-    be read are left out, with a warning that counts them. Local files have the split `train` only.
-    Raises UserError, also while iterating: no such source, hub out of reach, broken file, no row that can be read, no chat
-    template.
+    characters. A row of other sources is one: its `text_column`, else the first of these that holds something: `text`, a chat
+    in `messages`, `conversations` or `conversation`, `prompt` and `completion`, `instruction`, `input` and `output`. Named
+    sources know their columns. Rows that cannot be read are left out, with a warning. Raises UserError, also while iterating:
+    no such source, hub out of reach, broken file, no row that can be read, no chat template.
     """
     reader = RowReader(None if source in SOURCES else text_column, ChatWriter(tokenizer, source))
     return (text for text in find(source).read(split, reader) if text.strip())

@@ -31,12 +31,10 @@ def compare(
     tasks: Callable[[str, Any], Sequence[TaskScore]] | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> list[Row]:
-    """Measure (name, model) pairs on the same sequences; the first, dense one is the reference of all others.
-
-    `models` may be a generator that loads as it goes: beside the reference, which runs over the text once, one model is
-    alive at a time. If a name is a path, the row shows its last part and the size on disk. `tasks` is called with
-    (name, model) for the scores of tasks. Several processes divide the sequences among them. Raises UserError as `measure` does.
-    """
+    """Measure (name, model) pairs on the same sequences; the first, dense one, which runs once, is the reference of all
+    others. `models` may load as it goes: beside the reference one is alive at a time. A name that is a path shows as its last
+    part. `tasks` gives the scores of a (name, model). Several processes divide the sequences. Raises UserError as `measure`
+    does."""
     rows: list[Row] = []
     reference = None
     for model_name, model in models:

@@ -24,12 +24,9 @@ def shared_share(text: Sequences, fitted: Sequences, ngram: int = NGRAM) -> floa
 
 
 def shared_tokens(text: Sequences, fitted: Sequences, ngram: int = NGRAM) -> Bool[Tensor, "B S"]:
-    """True on real tokens of `text` that lie in a run of `ngram` tokens which `fitted` holds too.
-
-    Runs end where a sequence ends. Nothing is hashed, so there are no false matches: runs of 2, 4, 8, ... tokens are
-    numbered in turn, equal runs alike (prefix doubling), which takes one sort of all windows for each doubling.
-    False everywhere if sequences are shorter than `ngram`.
-    """
+    """True on real tokens of `text` that lie in a run of `ngram` tokens, within a sequence, which `fitted` holds too. Nothing
+    is hashed, so there are no false matches: runs of 2, 4, 8, ... tokens are numbered in turn, equal runs alike (prefix
+    doubling), by one sort of all windows each."""
     covered = torch.zeros_like(text.mask, device="cpu")
     if min(text.input_ids.shape[1], fitted.input_ids.shape[1]) < ngram:
         return covered

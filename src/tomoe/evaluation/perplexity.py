@@ -36,12 +36,9 @@ DEVICE_TOKENS = 8192  # of the sequences that a GPU runs together, which alone k
 
 
 class Predictions:
-    """What one model predicts for the sequences of one text, in the order of the sequences.
-
-    With `keep` nothing is computed twice: the hidden states of scored positions stay in main memory (D numbers a token),
-    so that many models can be measured against one that ran once. Models whose logits are no plain product with their
-    states would have to keep V numbers a token; these run again.
-    """
+    """What one model predicts for the sequences of one text, in their order. With `keep` the hidden states of scored
+    positions stay in main memory (D numbers a token), so that many models can be measured against one that ran once; models
+    whose logits are no plain product with their states run again."""
 
     def __init__(self, model: nn.Module, keep: bool = False):
         self.model, self.keep = model, keep
@@ -111,16 +108,13 @@ def measure(
     data: str = "",
     seed: int | None = None,
 ) -> Measurement:
-    """Score every real token that follows a real token; the first of a sequence has no prediction and is left out.
+    """Score every real token that follows a real token.
 
-    Sequences run one at a time, or some at a time on a GPU, each on its own. With `stride` they are the overlapping windows
-    of `sliding`, and each token counts once. Logits are made CHUNK positions at a time if the model allows it, and every
-    softmax is float32. The standard error takes sequences as the independent unit, see `ratio_error`. `name`, `data` and
-    `seed` are only written down. Several processes divide the sequences among them, and each gets the numbers of all; `ran`
-    is called with the indices of the sequences that ran here together, `progress` with the sequences done by all of them.
-
-    Raises UserError if no token can be scored, if the text, the model and the reference do not have one vocabulary, or
-    if the model's output is not finite.
+    Sequences run one at a time, or some at a time on a GPU; with `stride` they are the windows of `sliding`, and each token
+    counts once. Logits are made CHUNK positions at a time if the model allows it, in float32. `name`, `data` and `seed` are
+    only written down. Several processes divide the sequences, and each gets all numbers; `ran` is called with the indices of
+    those that ran here together, `progress` with how many are done. Raises UserError if no token can be scored, for different
+    vocabularies, or if the output is not finite.
     """
     predictions = model if isinstance(model, Predictions) else Predictions(model)
     ref = Predictions(reference) if isinstance(reference, nn.Module) else reference

@@ -74,19 +74,15 @@ def export(
     say: Callable[[str], None] = lambda message: None,
     on_progress: ProgressCallback = no_progress,
 ) -> Exported:
-    """Write a converted model in another form, and verify on real text that the two predict the same.
+    """Write a converted model in another form, and verify on real text, and on tokens beyond windows and the original
+    context, that the two predict the same.
 
-    folder: what `convert` wrote. name: mixtral, glm4_moe, gguf, hf or another of `choice.TARGETS`; auto takes the first stock
-    architecture that holds the model, else hf. out: the folder to write; with `force` it replaces an earlier export there.
-    text: a text file or source to verify on (default: what the conversion held out), at most `tokens` tokens of it, run in
-    `dtype` on `device`. options: width of experts, type of GGUF weights. unverified: compare nothing, and say so in the card
-    and in export.json. say: called with each notice for the user before anything is written.
-
-    The text is not all: the models also run tokens beyond sliding windows and beyond the original context.
-
-    Raises UserError if the target cannot hold the model, `out` is taken, the disk is too full, there is no text, or nothing to
-    run a GGUF file with (xllamacpp), or if what was written, loaded from disk, predicts otherwise than the converted folder.
-    Then `out` is as it was.
+    folder: what `convert` wrote. name: one of `choice.TARGETS`, or auto: the first stock architecture that holds the model,
+    else hf. out: the folder to write; with `force` it replaces an earlier export. text: a file or source to verify on
+    (default: what the conversion held out), at most `tokens` tokens of it, in `dtype` on `device`. options: width of experts,
+    type of GGUF weights. unverified: compare nothing, and say so. say: called with each notice for the user before anything
+    is written. Raises UserError, and leaves `out` as it was, if the target cannot hold the model, `out` is taken, the disk is
+    too full, there is no text, no xllamacpp for a GGUF file, or if the export predicts otherwise.
     """
     folder, out, options = Path(folder), Path(out), options or Options()
     dtype_of(dtype)

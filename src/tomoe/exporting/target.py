@@ -32,11 +32,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an export will be, before it is written.
-
-    bytes: of the weights; words: their layout, "8 experts of 896 neurons in each of 30 layers"; copies: whether neurons that
-    experts share are stored more than once, or experts are padded; zeros: experts of zeros in the layer with most of them.
-    """
+    """What an export will be; bytes: of the weights; words: their layout; copies: whether neurons that experts share are
+    stored more than once, or experts are padded; zeros: experts of zeros in the layer with most of them."""
 
     bytes: int
     words: str

@@ -112,13 +112,10 @@ class StockRouter:
 
 @dataclass(frozen=True)
 class RouterAgreement:
-    """Routers of the converted model and of the export, on the same inputs.
-
-    choices: tokens times layers; same: share of them in which both choose the same experts; furthest_logits: by how much the
-    logit of an expert that the export leaves out is above that of one that it chooses, at most; furthest: the same in units of
-    what rounding can do; weight_error: largest distance of a weight from 1; weight_bound: what it may be; layer: with the
-    furthest choice.
-    """
+    """Routers of the converted model and of the export, on the same inputs; choices: tokens times layers; same: share of them
+    with the same experts; furthest_logits: how far the logit of an expert that is left out is above that of one that is
+    chosen, at most (in `layer`); furthest: in units of what rounding can do; weight_error: largest distance of a weight from
+    1; weight_bound: what it may be."""
 
     choices: int
     same: float
@@ -207,11 +204,10 @@ class RouterCheck:
 class Proof:
     """How far the export's predictions are from the converted model's.
 
-    problem: what is wrong with them, or None; how: "float32 in transformers"; written: what both write after one prompt;
-    far: on tokens beyond windows and the original context; stored: None if the proof ran in the stored dtype.
-
-    Of fine-grained experts in a stock form: routers, and agreement if tokens use all experts, None if there was no room to run
-    it. Then `agreement`, with the planned experts, may be off by what ties of routers cost.
+    problem: what is wrong with them; how: "float32 in transformers"; written: what both write after one prompt; far: on
+    tokens beyond windows and the original context; stored: if the proof ran in another dtype. Of fine-grained experts:
+    routers, and all_experts, if there was room to run them; then `agreement`, with the planned experts, may be off by what
+    ties of routers cost.
     """
 
     agreement: Agreement

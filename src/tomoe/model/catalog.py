@@ -84,11 +84,9 @@ def fetch(name: str) -> Path:
 
 
 def unpacked(name: str, write: Callable[[Path], None]) -> Path:
-    """The folder that a known model was unpacked to by `write`, once and for all; it lies beside the .gguf file.
-
-    transformers reads a folder ten times as fast. The name of the folder holds a hash of the .gguf file and of the versions
-    that unpacked it. If it cannot be written, the .gguf file itself is returned, with a note. Raises UserError as `fetch`.
-    """
+    """The folder that a known model was unpacked to by `write`, once and for all, named by hashes of the .gguf file and of
+    what unpacked it: transformers reads it ten times as fast. If it cannot be written, the .gguf file, with a note. Raises
+    UserError as `fetch`."""
     gguf = fetch(name)
     made_by = [f"{package} {version(package)}" for package in ("gguf", "tokenizers", "transformers")]
     key = " ".join([MODELS[name].gguf_sha256, f"tomoe {__version__}", *made_by])

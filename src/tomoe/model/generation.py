@@ -66,13 +66,10 @@ def generate(
     chat: bool = False,
     on_text: Callable[[str], None] | None = None,
 ) -> str:
-    """The continuation of a prompt, or with `chat` the answer to it, asked through the model's chat template.
-
-    Temperature 0 takes the most likely tokens, a higher one samples with the seed. `on_text` gets the text in pieces, as it
-    is written. Raises UserError for a prompt without a token, or with one that the model has no row for, for a text that
-    would be longer than the positions that it has learned, without a chat template where one is needed, and for numbers that
-    mean nothing.
-    """
+    """The continuation of a prompt, or with `chat` the answer to it, asked through the model's chat template; at temperature
+    0 of the most likely tokens, else sampled with the seed. `on_text` gets the text in pieces. Raises UserError for a prompt
+    without a token, or with one that has no row, for a text longer than the learned positions, without a chat template, and
+    for numbers that mean nothing."""
     if not isinstance(prompt, str):
         raise UserError(f"the prompt is a {type(prompt).__name__}, but it should be one text; call again for each")
     if max_new_tokens < 1:

@@ -78,17 +78,14 @@ def load_dense(
     quantization: str = "none",
     num_experts_per_tok: int | None = None,
 ) -> PreTrainedModel:
-    """The causal language model, frozen and in evaluation mode, with weights of `dtype`.
+    """The causal language model, frozen and in evaluation mode, with weights of `dtype`; what is stored quantized is
+    dequantized.
 
-    shards: ranks that load it together, each its part of every layer (FSDP2).
-    offload: keep the layers on disk and read each when it runs (offload.py), with the same numbers; None: if possible.
-    quantization: none, or int8 or nf4 for the projections within the layers (quantized.py).
-    num_experts_per_tok: for a MoE, instead of the number in its config.
-
-    Only safetensors and GGUF are read, and no code that comes with a model is run. What is stored quantized is dequantized.
-    The sizes that a folder claims are checked before anything is allocated, and its tensors are those of its config.
-    Raises UserError: no such model, hub out of reach, damaged, incomplete or left over weights, unknown architecture,
-    quantized weights that transformers cannot turn back.
+    shards: ranks that load it together, each its part of every layer (FSDP2). offload: keep the layers on disk and read each
+    when it runs; None: if possible. quantization: none, int8 or nf4, of the projections within the layers.
+    num_experts_per_tok: for a MoE, instead of the number in its config. No code that comes with a model is run, and the sizes
+    that a folder claims are checked first. Raises UserError: no such model, hub out of reach, damaged, incomplete or left
+    over weights, unknown architecture, quantized weights that transformers cannot turn back.
     """
     place = _locate(model)
     changes = {} if num_experts_per_tok is None else {"num_experts_per_tok": num_experts_per_tok}

@@ -65,12 +65,9 @@ class Cost(TypedDict, total=False):
 def write_reports(
     out: Path, on_progress: ProgressCallback = no_progress, dense: PreTrainedModel | None = None, again: bool = True
 ) -> list[Row]:
-    """Measure a conversion beside its dense model on the text it held out; write evaluation.json, README.md, report.html.
-
-    `dense` is the dense model if the caller has it loaded. With `again` false, what was measured of this plan before
-    (evaluation.json, report.json) is shown as it is. Several processes measure together, and process 0 writes. Raises
-    UserError if `out` holds no conversion, holds damaged files, or cannot be written.
-    """
+    """Measure a conversion beside its dense model (`dense`, if it is loaded) on the text it held out; write evaluation.json,
+    README.md, report.html. With `again` false, what was measured of this plan before is shown as it is. Process 0 writes.
+    Raises UserError if `out` holds no conversion, holds damaged files, or cannot be written."""
     plan, recipe = read_plan(out), Recipe.load(out / "recipe.json")
     rows, observed = ([], None) if again else _kept(out)
     if observed is None:

@@ -40,11 +40,10 @@ def write_card(
 ) -> Path:
     """Write OUT/README.md, or README.tomoe.md beside one that was edited, with a `Note`; returns which.
 
-    `rows` are the dense model and the converted ones, dense first, or empty if not measured.
-    `base_model` (default: the recipe's) is named in the metadata if its hub id is known. The license is the dense model's
-    if a file on this disk tells it, otherwise the card asks the reader to look it up. `export` is for a folder of another
-    architecture: its name, a phrase on its sizes, and how it was verified; with `dialed`, fine-grained experts can be used in
-    other numbers there. Names are escaped. Raises UserError if the folder cannot be written.
+    `rows`: the dense model and the converted ones, or none. `base_model` (default: the recipe's) is named if its hub id is
+    known, and so is its license, if a file on this disk tells it. `export`, of another architecture: its name, a phrase on
+    its sizes, and how it was verified; `dialed`: other numbers of experts can be used there. Names are escaped. Raises
+    UserError if the folder cannot be written.
     """
     recipe = recipe_of(plan)
     base = base_model or (recipe.model if recipe else "")

@@ -37,11 +37,9 @@ def benchmark(
 ) -> Benchmark:
     """Time both models beside each other on the same text: without `text`, on what the MoE held out.
 
-    `active`: let tokens of the MoE use this fraction of the decoder parameters, as `tomoe.load` does.
-    `batches` are rows and `prompts` tokens of a row; each pair of sizes is timed `pairs` times: dense, MoE, and the MoE
-    with all experts or inputs in the same kernel, in turn.
-    Cells that would take longer than `seconds` are left out. On a GPU decoding is timed once more, compiled and with a static
-    cache. Raises UserError if a model or text is not found.
+    Each pair of `batches` rows and `prompts` tokens is timed `pairs` times: dense, MoE (at `active`, as in `tomoe.load`), and
+    the MoE with all experts or inputs in the same kernel, in turn. Cells that would take longer than `seconds` are left out.
+    On a GPU decoding is timed once more, compiled and with a static cache. Raises UserError if a model or text is not found.
     """
     setting = None if active is None else dial_of(moe).nearest(active)
     if threads is not None:

@@ -194,12 +194,8 @@ def _unread(choices: Sequence[Choice]) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: Kept = ()) -> int:
-    """Bytes of weights that one pass over these tokens reads after what is kept, if each is read once.
-
-    That is the rows of these tokens in the input embedding, the neurons of experts that some token needs, those that all
-    tokens share, the inputs of projections that some token chooses, and everything else. `budget.Decoding` estimates the
-    same of one token from a plan alone.
-    """
+    """Bytes of weights that one pass over these tokens reads after what is kept, if each is read once: their rows of the
+    input embedding, neurons that some token needs or all share, inputs that some token chooses, and everything else."""
     table = model.get_input_embeddings().weight
     tied = table is model.get_output_embeddings().weight
     rows = 0 if tied else len(ids.unique())

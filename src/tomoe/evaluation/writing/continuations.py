@@ -33,12 +33,9 @@ def continuations(
     rows: int = ROWS,
     progress: StageCallback = no_stage_progress,
 ) -> list[list[int]]:
-    """The most likely tokens after each prompt, at most `most`, in the order of the prompts.
-
-    A text ends with an end-of-text token, which is left out, when `ended` says so of what was written, which is looked at
-    every few tokens, or at the end of the model's context. `rows` prompts are continued at a time, those of like length
-    together; `progress` counts those that are done.
-    """
+    """The most likely tokens after each prompt, at most `most`, in the order of the prompts. A text ends with an end-of-text
+    token, which is left out, when `ended` says so, which is asked every few tokens, or at the end of the context. `rows`
+    prompts of like length are continued at a time; `progress` counts those that are done."""
     written: list[list[int]] = [[] for _ in prompts]
 
     def over(prompt: Sequence[int], ids: Sequence[int]) -> bool:

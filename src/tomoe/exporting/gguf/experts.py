@@ -71,12 +71,9 @@ def read_routers(file: Path, form: RouterForm) -> dict[int, StockRouter]:
 
 
 def merge_experts(file: Path, merged: Path) -> Path:
-    """Write the file `merged`, in which shared part and experts of each layer are one MLP; return it.
-
-    No number changes, except for factors that undo weights: rows are put one after the other as they are stored. llama.cpp
-    wants MLPs of one size, so where layers differ (by experts of zeros, or because the first ones are whole) the smaller ones
-    are filled up with neurons of zeros.
-    """
+    """Write the file `merged`, in which shared part and experts of each layer are one MLP; return it. Rows are put one after
+    the other as they are stored, times what undoes weights; llama.cpp wants MLPs of one size, so smaller ones are filled up
+    with neurons of zeros."""
     reader = GGUFReader(file)
     arch, how = _arch(reader), MERGED[_arch(reader)]
     writer = GGUFWriter(merged, how.arch)

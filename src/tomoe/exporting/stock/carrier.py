@@ -74,13 +74,9 @@ class FamilyDecoder(Decoder):
 
 @dataclass(frozen=True)
 class StockLayout:
-    """Sizes that every layer of the export has, but for the first ones, which may be whole.
-
-    width: w; shared: of the shared expert, a multiple of w; experts: all that are stored; top_k: experts of a token, all of
-    these counted; zeros: how many of them are of zeros in the layer that needs most, because it chooses fewest itself; whole:
-    how many of the first layers use all experts, and are written as plain MLPs; always: how many experts hold the shared part,
-    if there is no shared expert.
-    """
+    """Sizes of all layers; width: w; shared: of the shared expert, a multiple of w; experts: all that are stored; top_k: of a
+    token; zeros: how many of these are of zeros in the layer that chooses fewest itself; whole: first layers that use all
+    experts and are written as plain MLPs; always: experts that hold the shared part, if there is no shared expert."""
 
     width: int
     shared: int
