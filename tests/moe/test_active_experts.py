@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 import tomoe as package
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine, refused
-from tomoe.cli.sanitize import printable
+from tomoe.cli.console import printable
 from tomoe.errors import UserError
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.moe.active_experts import dial_of, use_

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from tomoe.errors import UserError
+from tomoe.recipe.base import presets
 from tomoe.recipe.conversion import Recipe, RepairSection, TrainSection
-from tomoe.recipe.files import presets
 from tomoe.recipe.finetuning import FinetuneRecipe
 
 

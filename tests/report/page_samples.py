@@ -9,8 +9,8 @@ import torch
 
 from conftest import make_pico, make_plan
 from tomoe.evaluation.compare import compare
+from tomoe.evaluation.perplexity import TokenLosses
 from tomoe.evaluation.speed.timings import Cell
-from tomoe.evaluation.token_losses import TokenLosses
 from tomoe.evaluation.writing.loops import Variety
 from tomoe.moe.fold import fold
 from tomoe.recipe.conversion import Recipe

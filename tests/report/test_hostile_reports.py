@@ -14,9 +14,9 @@ from test_card import measured, plan_of
 
 from damage import odd_copies
 from tomoe.errors import UserError
+from tomoe.evaluation.perplexity import TokenLosses
 from tomoe.evaluation.results import to_json
 from tomoe.evaluation.speed.timings import Cell
-from tomoe.evaluation.token_losses import TokenLosses
 from tomoe.evaluation.writing.loops import Variety
 from tomoe.files import sha256
 from tomoe.recipe.conversion import Recipe

@@ -12,8 +12,8 @@ from test_card import measured
 from test_warnings import row
 
 from conftest import make_pico, make_plan, tokens
+from tomoe.evaluation.perplexity import TokenLosses, token_losses
 from tomoe.evaluation.results import Row, TaskScore
-from tomoe.evaluation.token_losses import TokenLosses, token_losses
 from tomoe.evaluation.writing.loops import Variety
 from tomoe.moe.fold import fold
 from tomoe.report.verdict import gained, loss_sentence, lost

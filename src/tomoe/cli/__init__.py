@@ -87,7 +87,7 @@ from tomoe import distributed
 from tomoe.cli.apply import apply
 from tomoe.cli.benchmark import benchmark
 from tomoe.cli.carve import carve
-from tomoe.cli.console import only_notes
+from tomoe.cli.console import one_line, only_notes
 from tomoe.cli.convert import convert
 from tomoe.cli.doctor import doctor
 from tomoe.cli.evaluate import evaluate
@@ -99,7 +99,6 @@ from tomoe.cli.plan import plan
 from tomoe.cli.repair import repair
 from tomoe.cli.report import report
 from tomoe.cli.route import route
-from tomoe.cli.sanitize import one_line
 from tomoe.cli.train import train
 
 

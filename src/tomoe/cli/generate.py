@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from tomoe.cli import options
-from tomoe.cli.console import quiet_libraries
-from tomoe.cli.sanitize import printable
+from tomoe.cli.console import printable, quiet_libraries
 from tomoe.model import generation
 from tomoe.moe import active_experts
 from tomoe.moe import load as loading

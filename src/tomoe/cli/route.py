@@ -11,8 +11,7 @@ from rich.text import Text
 
 from tomoe import folders
 from tomoe.cli import options
-from tomoe.cli.console import output, quiet_libraries
-from tomoe.cli.sanitize import printable
+from tomoe.cli.console import output, printable, quiet_libraries
 from tomoe.errors import UserError
 from tomoe.evaluation import routing_trace
 from tomoe.files import basename

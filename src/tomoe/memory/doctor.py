@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tomoe.budget import Decoding, file_bytes, mlp_params
+from tomoe.errors import UserError
 from tomoe.memory.estimate import (
     AvailableMemory,
     MemoryEstimate,
@@ -15,11 +17,13 @@ from tomoe.memory.estimate import (
     main_memory,
     sizes_of,
 )
-from tomoe.memory.works import works
 from tomoe.model import quantized
+from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import check_loading, load_config, pick_device
 from tomoe.pruning.layouts import FineLayout, Layout
 from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.finetuning import FinetuneRecipe
+from tomoe.training.tuning_memory import Tuning
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def examine(recipe: Recipe) -> Diagnosis:
         decoding,
         _one_expert(sizes, layout, recipe.active),
         file_bytes(sizes.total + decoding.routers),
-        works(sizes, recipe, least, num_experts),
+        _works(sizes, recipe, least, num_experts),
     )
 
 
@@ -84,3 +88,24 @@ def _remedies(sizes: Sizes, recipe: Recipe, layout: Layout | None, free: int) ->
     if recipe.train.quantization == "none" and not recipe.train.shard and quantized.available():
         settings += [f"train.quantization={bits}" for bits in quantized.BITS]
     return [setting for setting in settings if least_memory(sizes, recipe.changed([setting]), layout)[0].fits(free)]
+
+
+def _works(sizes: Sizes, recipe: Recipe, least: Sequence[MemoryEstimate], num_experts: int) -> dict[str, int]:
+    """Bytes that each kind of work takes, about; fine-tuning with one sequence a step."""
+    found = {"conversion": max(need.total for need in least)}
+    try:
+        paper = Recipe.load("paper", [f"model={recipe.model}", f"active={recipe.active}", f"device={recipe.device}"])
+        found["the paper's training"] = least_memory(sizes, paper, layout_of(paper, sizes.shape))[0].total
+    except UserError:
+        # its layout does not fit this model or budget
+        pass
+    if not num_experts:
+        return found
+    tuned, itemsize = FinetuneRecipe(), BaseWeights.of(recipe).compute.itemsize
+    full = Tuning(sizes.shape, sizes.total - sizes.decoder_params, sizes.output, num_experts, itemsize)
+    kinds = {
+        f"LoRA of rank {tuned.lora.rank}": replace(full, rank=tuned.lora.rank),
+        "full fine-tuning with train.optimizer=adamw8bit": replace(full, eight_bit=True),
+        "full fine-tuning": full,
+    }
+    return found | {name: tuning.total(tuned.data.seq_len) for name, tuning in kinds.items()}

@@ -14,9 +14,9 @@ from tomoe import distributed
 from tomoe.data.evaluation_text import EvaluationText, held_out_text
 from tomoe.errors import UserError
 from tomoe.evaluation.evaluate import compare_on
+from tomoe.evaluation.perplexity import TokenLosses, token_losses
 from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, read_rows, to_json, validated
 from tomoe.evaluation.speed.timings import Cell
-from tomoe.evaluation.token_losses import TokenLosses, token_losses
 from tomoe.evaluation.writing.loops import TOPICS, Variety, opening, question
 from tomoe.evaluation.writing.tasks import LOOP_LENGTH, LoopTask
 from tomoe.files import atomic_write, read_json, sha256

@@ -9,10 +9,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tomoe.evaluation.perplexity import TokenLosses
 from tomoe.evaluation.results import Row
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.tables import footnote, table, task_footnote, task_table
-from tomoe.evaluation.token_losses import TokenLosses
 from tomoe.evaluation.writing.loops import Variety
 from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.plan import AnyPlan

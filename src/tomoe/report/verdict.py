@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tomoe.evaluation.perplexity import TokenLosses
 from tomoe.evaluation.results import Row
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.tables import count
-from tomoe.evaluation.token_losses import TokenLosses
 from tomoe.evaluation.writing.loops import Variety
 from tomoe.report.summary import self_sampled
 
