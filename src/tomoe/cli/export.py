@@ -66,7 +66,6 @@ def export(
 
 
 def _show(exported: exporting.Exported) -> None:
-    """The verification, and how to load what was written."""
     console, proof = output(), exported.proof
     if proof is None:
         console.say("Not verified: nothing was compared with the converted model.")

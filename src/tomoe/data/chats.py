@@ -137,7 +137,6 @@ def _content(content: Any, role: str) -> str:
 
 
 def _part(part: Any) -> str | None:
-    """The text of one part of a content; None if it is none."""
     if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS:
         part = part.get("text")
     return part if isinstance(part, str) else None

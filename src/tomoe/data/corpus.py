@@ -253,7 +253,6 @@ class _SourceTokens:
         return share if self.held_out is None else min(share, len(self.held_out) / self.held_out_requested)
 
     def split(self, fraction: float, data: DataSection, pad: int, generator: torch.Generator) -> dict[str, Sequences]:
-        """Disjoint parts of `fraction` of the requested tokens."""
         sequences = _cut(self.stream[: round(self.requested * fraction)], data.seq_len, pad)
         holds_out = self.held_out is None and data.evaluation_source is None
         needed = 3 if holds_out else 2

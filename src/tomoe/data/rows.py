@@ -72,7 +72,6 @@ def document_of(row: Row, column: str | None = None) -> str | Chat:
 
 
 def _value(row: Row, column: str, system: Any = None) -> str | Chat:
-    """What one column holds."""
     if column not in row:
         raise RowError(f"has no column {column!r}, its columns are {', '.join(map(repr, row)) or 'none'}")
     value = row[column]

@@ -100,7 +100,6 @@ def _write_rows(
     draws: _RandomDraws,
     report: Callable[[int], None],
 ) -> None:
-    """Fill the rows with what the model writes, one token of each at a time."""
     rows, length = ids.shape
     cache = Cache(layers=[_GrowingLayer() for _ in range(text_config(model.config).num_hidden_layers)])
     # Tokens of each row's current document so far. The first ones are the opening and a random token (-1 here).

@@ -157,7 +157,6 @@ def _dense_of(folder: str) -> str:
 def _evaluation_text(
     models: Sequence[str], text: str | None, context: int | None, stride: int | None, tokens: int | None
 ) -> EvaluationText:
-    """The text to measure on, see `evaluate`."""
     if text is not None:
         assert context is not None
         if stride is not None and not 0 < stride <= context:

@@ -128,7 +128,6 @@ def _check_asked(folder: Path, tokens: int) -> None:
 
 
 def _notices(choice: Choice, sizes: Sizes, moe: ToMoEForCausalLM, name: str) -> Iterator[str]:
-    """What the user should know before anything is written."""
     stored = sum(p.nbytes for p in moe.parameters())
     yield f"{choice.target.name}: {choice.reason}."
     yield f"It takes {format_bytes(sizes.bytes)} ({sizes.words}); {name} takes {format_bytes(stored)}."
@@ -175,7 +174,6 @@ def _proof_text(folder: Path, text: str | None, tokens: int) -> EvaluationText:
 
 
 def _metadata(exported: Exported, text: EvaluationText | None) -> dict[str, Any]:
-    """What export.json holds."""
     not_run = {"same": None, "problem": NOT_RUN}
     return {
         "format": FORMAT,

@@ -82,7 +82,6 @@ class StoredRun:
 
     @property
     def result(self) -> str:
-        """The number, in words."""
         return f"{self.dtype}, as stored: KL {self.kl or 0.0:.2g} nats to that on {self.tokens} tokens"
 
 
@@ -127,7 +126,6 @@ class RouterAgreement:
 
     @property
     def result(self) -> str:
-        """The numbers, in words."""
         return (
             f"routers choose the same experts in {self.same:.2%} of {self.choices:,} choices, and where they do not, logits "
             f"differ by at most {self.furthest_logits:.2g}; weights are within {self.weight_error:.2g} of 1"
@@ -192,7 +190,6 @@ class RouterCheck:
         self.weight_error = max(self.weight_error, float((weights.float() - 1).abs().amax()))
 
     def result(self) -> RouterAgreement:
-        """What was counted."""
         bound = max((router.form.weight_error for router in self.routers.values()), default=0.0)
         same = self.same / max(1, self.choices)
         return RouterAgreement(
@@ -221,7 +218,6 @@ class Proof:
 
     @property
     def result(self) -> str:
-        """One line of numbers."""
         far = "".join(f"; {f.what} largest difference {f.agreement.largest_difference:.2g}" for f in self.far)
         return self.compared + far + (f"; {self.stored.result}" if self.stored else "")
 
@@ -269,7 +265,6 @@ class Check:
 
     @property
     def how(self) -> str:
-        """In words."""
         return f"{self.dtype} in transformers {transformers.__version__}"
 
     def load(self, folder: Path, num_experts_per_tok: int | None = None) -> Any:
@@ -285,7 +280,6 @@ class Check:
         )
 
     def agree(self, reference: Recorded, predicted: Recorded) -> Agreement:
-        """Compare what two models predicted for the text."""
         return agree(reference, predicted, self.text.sequences.input_ids, self.text.sequences.mask)
 
     @property

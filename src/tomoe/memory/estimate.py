@@ -170,7 +170,6 @@ def _choosing_inputs(sizes: Sizes, recipe: Recipe, dtype: torch.dtype) -> Memory
 
 
 def _refitted(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
-    """The refitted projections of a plan, in main memory."""
     if recipe.repair.mode == "none" or recipe.experts.form == "inputs":
         return {}
     itemsize = getattr(torch, recipe.train.dtype).itemsize

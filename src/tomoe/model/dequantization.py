@@ -82,6 +82,5 @@ def _entry(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _scaled_float8(dtypes: Mapping[str, str]) -> bool:
-    """Whether float8 weights have scales beside them."""
     weights = [name for name, dtype in dtypes.items() if dtype.startswith("F8_") and name.endswith(".weight")]
     return any(name + scale in dtypes for name in weights for scale in _SCALES)

@@ -73,7 +73,6 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """As llama.cpp calls it."""
         return str(self.keys.get("general.architecture"))
 
     @property
@@ -117,7 +116,6 @@ class GgufFile:
         self._refuse(f"{self.architecture}.{name} = {value}")
 
     def _stretch_(self, config: PreTrainedConfig, scaling: dict[str, Any]) -> None:
-        """Scale the rotary embedding as the file says."""
         said = {k: v for k, v in scaling.items() if k not in ("type", "finetuned")}
         kind = scaling.get("type", "linear" if said.get("factor", 1.0) != 1.0 else "none")
         rope: Any = getattr(config, "rope_parameters", None)

@@ -215,7 +215,6 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def _why_no_mlp(layers: nn.ModuleList) -> str:
-    """The reason in words why no layer has an MLP that can be converted."""
     if any(_holds_experts(layer) for layer in layers):
         return "its MLPs are Mixtures of Experts already; ToMoE starts from a dense model"
     for layer in layers:

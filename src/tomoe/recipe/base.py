@@ -92,7 +92,6 @@ def _flatten(recipe: BaseRecipe) -> Iterator[tuple[str, Any]]:
 
 
 def _apply(values: dict[str, Any], override: str, recipe: type[BaseRecipe]) -> None:
-    """Write one `section.key=value` into the values of a whole recipe."""
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key:

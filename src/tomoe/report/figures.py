@@ -188,12 +188,10 @@ def throughput_figure(cells: Sequence[Cell]) -> CaptionedFigure | None:
 
 
 def _end(cell: Cell) -> float:
-    """Of what is drawn of a cell."""
     return max(cell.ratio, cell.ratio_high, cell.dense_s / (cell.same_kernel_s or math.inf))
 
 
 def _draw_phase(axes: Axes, phase: str, cells: Sequence[Cell]) -> None:
-    """A bar for each size."""
     for y, cell in enumerate(cells):
         faster = cell.ratio >= 1
         axes.barh(

@@ -87,7 +87,6 @@ def _summary(plan: AnyPlan) -> list[tuple[str, str]]:
 
 
 def _cost(cost: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the conversion took, as far as that is known."""
     seconds, tokens, device = cost.get("seconds", {}), cost.get("tokens", {}), cost.get("device")
     stages = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
     time = f"{duration(sum(seconds.values()))} ({stages})" if seconds else "not known"
@@ -109,7 +108,6 @@ def duration(seconds: float) -> str:
 
 
 def _benchmark_command(out: Path, plan: AnyPlan) -> str:
-    """The commands that measure speed and add it to the page."""
     recipe, name = recipe_of(plan), shlex.quote(basename(out))
     dense = shlex.quote((recipe and shown_name(recipe.model)) or "DENSE")
     return f"tomoe benchmark {dense} {name} --json {name}/benchmark.json\ntomoe report {name}"

@@ -91,7 +91,6 @@ def _summary_of_inputs(plan: InputsPlan) -> list[tuple[str, str]]:
 
 
 def _origin(plan: AnyPlan, recipe: Recipe) -> list[tuple[str, str]]:
-    """Text, seed and versions."""
     sources = ", ".join(shown_name(source) for source in recipe.data.sources)
     return [
         ("Text", f"{sources} (sampled from the dense model itself)" if sources == "self" else sources),
@@ -129,7 +128,6 @@ def _decoding(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _repair(plan: Plan) -> list[tuple[str, str]]:
-    """One line if projections were refitted to the masks: which, on how much text, with what gain."""
     note = plan.notes.get(REPAIRED)
     if not note:
         return []
@@ -144,7 +142,6 @@ def _repair(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _finetuning(plan: Plan) -> list[tuple[str, str]]:
-    """One line if the weights were fine-tuned after the conversion."""
     note = plan.notes.get(FINETUNED)
     if not note:
         return []

@@ -31,7 +31,6 @@ class BestWeights:
     checked: int = -1
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
         return {"start": self.start, "loss": self.loss, "step": self.step, "checked": self.checked}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -60,5 +60,4 @@ class Tuning:
         return max(0, min(fit, max(1, MOST_TOKENS // (seq_len * passes))))
 
     def total(self, tokens: int) -> int:
-        """Bytes in a pass of so many tokens."""
         return sum(self.parts(tokens).values())

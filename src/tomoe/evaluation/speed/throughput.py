@@ -156,7 +156,6 @@ _FORMULAS = {
 
 
 def _outputs(choice: Choice) -> int:
-    """Numbers that the projections of a choice make of each input."""
     return sum(matrix_of(projection).shape[0] for projection in choice.projections)
 
 

@@ -68,7 +68,6 @@ def batchable(model: Any) -> bool:
 
 @torch.no_grad()
 def _alone(model: Any, prompt: Sequence[int], most: int, ended: Ended) -> list[int]:
-    """Write on by the family's own code, one row."""
     positions = max_positions(model.config) or len(prompt) + most
     if (most := min(most, positions - len(prompt))) < 1:
         return []

@@ -118,7 +118,6 @@ class LoopTask:
         rows: int = ROWS,
         progress: StageCallback = no_stage_progress,
     ) -> Written:
-        """What the model writes on each topic."""
         prompts = [Prompt(question(topic), "", opening(topic)) for topic in self.topics]
         return write(model, tokenizer, prompts, self.length, rows=rows, progress=progress)
 

@@ -126,7 +126,6 @@ class GgufArch(ABC):
             yield from self._expert_entries(mlp, layout, prefix, entry)
 
     def _expert_entries(self, mlp: ToMoEMLP, layout: StockLayout, prefix: str, entry: MakeEntry) -> Iterator[Entry]:
-        """Experts and shared part of a layer."""
         hidden = mlp.up_proj.shape[1]
 
         def stacked(part: int) -> Tensor:
@@ -206,7 +205,6 @@ class PlainArch(GgufArch):
             yield from self.layer_entries(layer, f"blk.{i}.", entry)
 
     def layer_entries(self, layer: Any, prefix: str, entry: MakeEntry) -> Iterator[Entry]:
-        """Norms and attention of a layer."""
         yield entry(f"{prefix}attn_norm.weight", lambda: layer.input_layernorm.weight)
         yield entry(f"{prefix}{self.mlp_norm}.weight", lambda: layer.post_attention_layernorm.weight)
         for name, t in self.attention(layer.self_attn).items():

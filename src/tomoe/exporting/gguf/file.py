@@ -44,7 +44,6 @@ class Entry:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape with rows counted in bytes."""
         return tuple(quants.quant_shape_to_byte_shape(self.shape, self.type))
 
     @property

@@ -80,7 +80,6 @@ class Gguf(Target):
 
     @staticmethod
     def file(folder: Path, options: Options) -> Path:
-        """The path of the file in an export."""
         return folder / f"model-{options.precision}.gguf"
 
 

@@ -41,7 +41,6 @@ class Comparison:
 
     @property
     def how(self) -> str:
-        """In words."""
         return f"log-probs, {self.precision} in llama.cpp (xllamacpp {binding().__version__})"
 
     @property
@@ -52,7 +51,6 @@ class Comparison:
         return sequences.input_ids[:, :context], sequences.mask[:, :context]
 
     def open(self, file: Path) -> LlamaCpp:
-        """Load a file into llama.cpp."""
         letter = self.tokenizer("a", add_special_tokens=False).input_ids[-1]
         return LlamaCpp(file, self.moe.config.vocab_size, self.text[0].shape[1] + WRITTEN, letter)
 

@@ -115,7 +115,6 @@ class FineGrained(Carrier):
         return of_layer
 
     def _expert_tensors(self, mlp: ToMoEMLP, layout: StockLayout) -> Iterator[tuple[str, Tensor]]:
-        """Shared and other experts of a layer by name."""
         if self.shared_gate:
             yield self.shared_gate, mlp.up_proj.new_zeros(1, mlp.up_proj.shape[1])
         if layout.shared:
