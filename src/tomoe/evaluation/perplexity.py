@@ -123,7 +123,9 @@ def measure(
     predictions = model if isinstance(model, Predictions) else Predictions(model)
     ref = Predictions(reference) if isinstance(reference, nn.Module) else reference
     model, ref_model = predictions.model, None if ref is None else ref.model
-    _check(model, input_ids, mask)
+    if not bool((mask[:, 1:] & mask[:, :-1]).any()):
+        raise UserError(f"none of the {len(input_ids)} sequences has two real tokens in a row to score; give more text")
+    check_ids(input_ids, model)
     with torch.no_grad(), evaluating(model), evaluating(ref_model):
         sums = _sum_sequences(predictions, ref, input_ids, mask, stride, ran, progress)
     by_span, sums = sums.sum(0), sums.sum(1)
@@ -255,12 +257,6 @@ def model_name(model: nn.Module) -> str:
     """Hub id, or the last part of a local path; the class if neither is known."""
     name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
     return basename(name) if Path(name).exists() else name
-
-
-def _check(model: nn.Module, input_ids: Tensor, mask: Tensor) -> None:
-    if not bool((mask[:, 1:] & mask[:, :-1]).any()):
-        raise UserError(f"none of the {len(input_ids)} sequences has two real tokens in a row to score; give more text")
-    check_ids(input_ids, model)
 
 
 @contextmanager

@@ -7,8 +7,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -104,7 +103,7 @@ class TaskSet:
             self.lm_eval: Any = import_module("lm_eval")
         except ImportError as error:
             raise UserError(f"the task {min(others)} needs lm-eval ({error}); {install_extra('eval')}") from error
-        with _silent():
+        with contextlib.redirect_stderr(io.StringIO()):
             manager = self._manager(others, folder)
             self.tasks = [(spec, loaded or _load(manager, spec)) for spec, loaded in self.tasks]
 
@@ -146,7 +145,8 @@ class TaskSet:
         for task in loaded["tasks"].values():
             # again, or the next model sees other examples
             task.set_fewshot_seed(seed=SEED)
-        with _silent():
+        # its bars and advice; progress has a callback of its own
+        with contextlib.redirect_stderr(io.StringIO()):
             lm = _wrapped(model, tokenizer, self.batch_size, progress)
             results = self.lm_eval.evaluate(
                 lm=lm, task_dict=loaded, limit=self.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
@@ -231,10 +231,3 @@ def _score(spec: TaskSpec, tasks: dict[str, Any], results: dict[str, Any], trunc
         harness=harness,
         seed=SEED,
     )
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Keep lm-eval's bars and advice off the terminal; progress has a callback of its own."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield

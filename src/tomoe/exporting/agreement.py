@@ -158,8 +158,3 @@ def judge(a: Agreement, bounds: Bounds, typical: str = "in a typical sequence") 
     if not a.kl <= bounds.kl:
         return f"its predictions differ by a KL of {a.kl:.2g} nats, the limit is {bounds.kl:.2g}"
     return None
-
-
-def first_problem(problems: Iterable[str | None]) -> str | None:
-    """The first that is one."""
-    return next((problem for problem in problems if problem), None)

@@ -32,7 +32,6 @@ from tomoe.exporting.agreement import (
     Positions,
     Recorded,
     agree,
-    first_problem,
     judge,
     record,
     summarize,
@@ -303,6 +302,10 @@ class Check:
             for far, ours, theirs in zip(self.far, reference, predicted, strict=True)
         ]
 
+    def far_problem(self, far: Sequence[FarAgreement]) -> str | None:
+        """The first that is wrong with these, as half a sentence; None if nothing is."""
+        return next((problem for f in far if (problem := f.problem(self.bounds))), None)
+
     def place(self, reference: Callable[[], Any], exported: Callable[[], Any]) -> str:
         """Where two models that predict differently begin to differ, in words."""
         longest = int(self.text.sequences.mask.sum(1).argmax())
@@ -344,12 +347,10 @@ def verify_exactly(folder: Path, out: Path, check: Check) -> Proof:
     agreement = check.agree(check.run(moe, "converted"), predicted)
     far = check.agree_far(check.run_far(moe), predicted_far)
     del moe
-    problem = first_problem([judge(agreement, check.bounds), *(f.problem(check.bounds) for f in far)])
+    problem = judge(agreement, check.bounds) or check.far_problem(far)
     if problem is not None:
         problem = f"{problem}; {check.place(converted, lambda: check.load(out))}"
-    return Proof(
-        agreement, first_problem([problem, stored.problem if stored else None]), check.how, far=far, stored=stored
-    )
+    return Proof(agreement, problem or (stored and stored.problem), check.how, far=far, stored=stored)
 
 
 def parts_problems(planned: Agreement, whole: Agreement | None, bounds: Bounds) -> tuple[str | None, str | None]:
@@ -400,9 +401,9 @@ def verify_by_parts(
     far = check.agree_far(reference_far, check.run_far(exported))
     del exported
     with_all, planned = parts_problems(agreement, whole, check.bounds)
-    differs = first_problem([with_all, *(f.problem(check.bounds) for f in far)])
+    differs = with_all or check.far_problem(far)
     if differs is not None:
         differs = f"{differs}; {check.place(converted, everything)}"
     agreed = routers.result()
-    problem = first_problem([agreed.problem, differs, planned, stored.problem if stored else None])
+    problem = agreed.problem or differs or planned or (stored and stored.problem)
     return Proof(agreement, problem, check.how, far=far, stored=stored, routers=agreed, all_experts=whole)

@@ -10,14 +10,12 @@ from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from tomoe.errors import UserError
 from tomoe.files import format_bytes
 from tomoe.folders import holds
 from tomoe.locks import LOCK_FILE
-from tomoe.moe.checkpoint import save_tokenizer
-from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback
 
 SHARD_BYTES = 10**9  # of which one is in memory beside the model
@@ -100,11 +98,3 @@ def older_keys(config: PreTrainedConfig) -> dict[str, Any]:
     if "partial_rotary_factor" in rope:
         older["partial_rotary_factor"] = rope["partial_rotary_factor"]
     return older
-
-
-def write_tokenizer(moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Write the generation config and the tokenizer, chat template included."""
-    if moe.generation_config is not None:
-        moe.generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, folder)

@@ -95,11 +95,18 @@ def load_dense(
         if by_layer:
             loaded = load_offloaded(stored, dtype, torch.device(device))
         else:
-            settings = _quantization_arguments(stored, quantization, dtype, device)
+            settings = _shard_arguments(stored, dtype, shards)
+            if quantization != "none":
+                if kind := stored.packing.method:
+                    raise UserError(
+                        f"{stored.place} is stored quantized already ({kind}); use train.quantization = none"
+                    )
+                settings["quantization_config"] = quantization_config(quantization, dtype)
+                settings["device_map"] = {"": str(device)}
             # tensor by tensor to a GPU: main memory need not hold all of them
             if shards == 1 and not stored.packing.unpacked_whole and torch.device(device).type != "cpu":
                 settings["device_map"] = {"": str(device)}
-            loaded = stored.load(dtype, **settings | _shard_arguments(stored, dtype, shards))
+            loaded = stored.load(dtype, **settings)
             if stored.packing.unpacked_whole:
                 loaded = loaded.dequantize(dtype)
                 cast_(loaded, dtype)
@@ -236,16 +243,6 @@ def _shard_arguments(stored: StoredModel, dtype: torch.dtype, shards: int) -> di
     plan |= {name: "free_full_weight" for name in bare.fsdp_plan if name in names.values() and "*" not in name}
     plan[names[cast(Any, bare.get_output_embeddings())]] = "keep_full_weight"
     return {"distributed_config": DistributedConfig(fsdp_size=shards, fsdp_plan=plan)}
-
-
-def _quantization_arguments(
-    stored: StoredModel, quantization: str, dtype: torch.dtype, device: str | torch.device
-) -> dict[str, Any]:
-    if quantization == "none":
-        return {}
-    if kind := stored.packing.method:
-        raise UserError(f"{stored.place} is stored quantized already ({kind}); use train.quantization = none")
-    return {"quantization_config": quantization_config(quantization, dtype), "device_map": {"": str(device)}}
 
 
 def _title(model: str, place: Path | str) -> str | None:

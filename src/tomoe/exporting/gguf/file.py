@@ -59,20 +59,15 @@ def wanted_type(name: str, shape: tuple[int, ...], precision: Precision) -> GGML
     return TYPES["q6_k" if precision == "q4_k" and name in ("token_embd.weight", "output.weight") else precision]
 
 
-def type_of(name: str, shape: tuple[int, ...], precision: Precision) -> GGMLQuantizationType:
-    """The wanted type, or the next that its rows are long enough for."""
-    kind = wanted_type(name, shape, precision)
-    while shape[-1] % GGML_QUANT_SIZES[kind][0]:
-        kind = COARSER_ROWS[kind]
-    return kind
-
-
 def make_entry(
     name: str, precision: Precision, make: Callable[[], Tensor], shape: tuple[int, ...] | None = None
 ) -> Entry:
-    """A tensor of the file, in the type that suits its name and its rows."""
+    """A tensor of the file, in the type that suits its name, or the next that its rows are long enough for."""
     shape = tuple(make().shape) if shape is None else shape
-    return Entry(name, shape, type_of(name, shape, precision), make)
+    kind = wanted_type(name, shape, precision)
+    while shape[-1] % GGML_QUANT_SIZES[kind][0]:
+        kind = COARSER_ROWS[kind]
+    return Entry(name, shape, kind, make)
 
 
 def larger_rows(entries: Iterable[Entry], precision: Precision) -> str:

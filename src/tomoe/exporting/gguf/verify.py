@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tomoe.exporting.agreement import BOUNDS, Agreement, first_problem, judge, record
+from tomoe.exporting.agreement import BOUNDS, Agreement, judge, record
 from tomoe.exporting.gguf.experts import merge_experts, read_routers
 from tomoe.exporting.gguf.llama_cpp import LlamaCpp, agree_on_next_tokens, binding
 from tomoe.exporting.stock.routers import RouterForm
@@ -98,5 +98,6 @@ def verify_file(comparison: Comparison, form: RouterForm | None) -> Proof:
         with TemporaryDirectory(dir=file.parent) as place:
             whole = comparison.agree(comparison.open(merge_experts(file, Path(place) / file.name)))
     agreed = routers.result()
-    problem = first_problem([problem, agreed.problem, *parts_problems(agreement, whole, bounds)])
+    with_all, planned = parts_problems(agreement, whole, bounds)
+    problem = problem or agreed.problem or with_all or planned
     return Proof(agreement, problem, comparison.how, written, routers=agreed, all_experts=whole)

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tomoe.exporting.stock.routers import RouterForm
 from tomoe.exporting.target import Options, Sizes, Target
-from tomoe.exporting.writing import write_checkpoint, write_config, write_tokenizer
+from tomoe.exporting.writing import write_checkpoint, write_config
 from tomoe.model.mlp import converted_mlps, decoder_layers, named_layers
+from tomoe.moe.checkpoint import save_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.progress import StageCallback
 from tomoe.recipe.target_rules import TARGET_RULES, TargetRules
@@ -194,7 +195,10 @@ class Carrier(Target):
     ) -> None:
         layout = self.layout(moe, options.width_multiple)
         write_config(self.config(moe, layout), folder)
-        write_tokenizer(moe, tokenizer, folder)
+        if moe.generation_config is not None:
+            moe.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, folder)
         write_checkpoint(self.tensors(moe, layout), folder, self.bytes(moe, layout), on_progress)
 
 
