@@ -69,18 +69,14 @@ class _LoadedLater(ModuleType):
         return getattr(self, name)
 
 
-def _load_later(name: str) -> None:
-    if name not in sys.modules:
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        module.__class__ = _LoadedLater
-        parent, _, child = name.rpartition(".")
-        setattr(sys.modules[parent], child, module)
-
-
-for _name in LOADED_LATER:
-    _load_later(f"tomoe.{_name}")
+for _name in (f"tomoe.{later}" for later in LOADED_LATER):
+    if _name not in sys.modules:
+        _spec = importlib.util.find_spec(_name)
+        assert _spec is not None
+        _module = sys.modules[_name] = importlib.util.module_from_spec(_spec)
+        _module.__class__ = _LoadedLater
+        _parent, _, _child = _name.rpartition(".")
+        setattr(sys.modules[_parent], _child, _module)
 
 # ruff: noqa: E402  (the verbs come after the modules that they load later)
 from tomoe import distributed

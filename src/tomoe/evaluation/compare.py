@@ -39,7 +39,11 @@ def compare(
     reference = None
     for model_name, model in models:
         path = Path(model_name)
-        name = (basename(path) if path.exists() else model_name) + _other_number(model)
+        name = basename(path) if path.exists() else model_name
+        number = experts_per_token(model)
+        if number is not None and number != model.config.planned_top_k:
+            # else rows of one folder had one name
+            name += f", {number} of {model.config.tomoe_num_experts} experts"
         counter = ExpertCounter(model)
 
         def count(group: list[int], counter: ExpertCounter = counter) -> None:
@@ -64,7 +68,7 @@ def compare(
         with choosing_all(model):
             scores = tuple(tasks(model_name, model)) if tasks else ()
         facts = model_facts(model, path if path.exists() else None)
-        rows.append(Row(measured, facts, counter.usage(), None, scores, experts_per_token(model)))
+        rows.append(Row(measured, facts, counter.usage(), None, scores, number))
         reference = reference or predictions
         del model, predictions, counter, count  # before the next one is loaded
     return rows
@@ -73,11 +77,3 @@ def compare(
 def experts_per_token(model: Any) -> int | None:
     """The most fine-grained experts that a token uses in any layer; None for other models."""
     return getattr(model.config, model.config.top_k_key) if is_fine(getattr(model, "config", None)) else None
-
-
-def _other_number(model: Any) -> str:
-    """What tells rows of one folder apart: the number of experts, unless it is the planned one."""
-    number = experts_per_token(model)
-    if number is None or number == model.config.planned_top_k:
-        return ""
-    return f", {number} of {model.config.tomoe_num_experts} experts"

@@ -45,7 +45,9 @@ def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Pack
         method = f"bitsandbytes_{4 if entry.get('load_in_4bit') else 8}bit"
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         drop_entry_(config)
-        if not _scaled_float8(dtypes):
+        # float8 weights with scales beside them
+        weights = [name for name, dtype in dtypes.items() if dtype.startswith("F8_") and name.endswith(".weight")]
+        if not any(name + scale in dtypes for name in weights for scale in _SCALES):
             return Packing()
         config.quantization_config = {"quant_method": "fp8", "dequantize": True}
         return Packing("fp8", _RENAMED_SCALES)
@@ -79,8 +81,3 @@ def _entry(config: PreTrainedConfig) -> dict[str, Any]:
         if isinstance(entry, dict):
             return entry
     return {}
-
-
-def _scaled_float8(dtypes: Mapping[str, str]) -> bool:
-    weights = [name for name, dtype in dtypes.items() if dtype.startswith("F8_") and name.endswith(".weight")]
-    return any(name + scale in dtypes for name in weights for scale in _SCALES)

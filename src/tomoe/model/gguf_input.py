@@ -86,7 +86,10 @@ class GgufFile:
         own = {k.removeprefix(prefix): v for k, v in self.keys.items() if k.startswith(prefix)}
         scaling = {k.removeprefix("rope.scaling."): v for k, v in own.items() if k.startswith("rope.scaling.")}
         self._stretch_(config, scaling)
-        self._give_biases_(config)
+        # those that the file lacks are zero (`is_zero`)
+        for key, parts in _BIASES.items():
+            if self._biases(parts) and getattr(config, key, None) is False:
+                setattr(config, key, True)
         read = _READ.get(str(config.model_type).removesuffix("_text"))
         if read is None or not self._by_table:
             return
@@ -155,12 +158,6 @@ class GgufFile:
                     "original_max_position_embeddings": original,
                 }
         self._refuse(ROPE_FACTORS)
-
-    def _give_biases_(self, config: PreTrainedConfig) -> None:
-        """Let the config ask for the biases that the file has; those that it lacks are zero (`is_zero`)."""
-        for key, parts in _BIASES.items():
-            if self._biases(parts) and getattr(config, key, None) is False:
-                setattr(config, key, True)
 
     def _biases(self, parts: tuple[str, ...]) -> bool:
         return any(name.endswith(tuple(f".{part}.bias" for part in parts)) for name in self.tensors)

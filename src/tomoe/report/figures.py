@@ -94,7 +94,12 @@ def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
         if len(points) <= LABELLED:
             axes.annotate(f"{y:.3g}", (x, y), (0, 7), ha="center", **NUMBER)
     axes.axhline(dense, color=INK, linewidth=1, linestyle=":", label=f"dense model, {dense:.2f}")
-    _perplexity_axis(axes, [dense, *perplexities])
+    axes.set_ylabel("perplexity, lower is better")
+    if max(dense, *perplexities) > 4 * min(dense, *perplexities):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("active share of the decoder parameters")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.margins(x=0.08, y=0.14)
@@ -110,16 +115,6 @@ def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
         + (refitted if {REPAIRED, FINETUNED} & plan.notes.keys() else ""),
         figure,
     )
-
-
-def _perplexity_axis(axes: Axes, perplexities: Sequence[float]) -> None:
-    """Logarithmic where they are far apart."""
-    axes.set_ylabel("perplexity, lower is better")
-    if max(perplexities) > 4 * min(perplexities):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(ScalarFormatter())
 
 
 @styled

@@ -54,6 +54,9 @@ class PageFacts:
 def write_page(out: Path, facts: PageFacts) -> Path:
     """Write OUT/report.html; the same facts give the same bytes. Raises UserError if it cannot be written."""
     words = WORDS[facts.plan.form]
+    recipe = recipe_of(facts.plan)
+    known = {"Dense weights": facts.plan.source, "Recipe": recipe and recipe.digest()}
+    hashes = [(name, f"sha256 {digest[:16]}") for name, digest in known.items() if digest]
     page = render(
         "page.html.j2",
         title=facts.title,
@@ -74,16 +77,10 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         generations=facts.generations,
         method=svg_uri(drawing(facts.plan.form)),
         drawn=words.drawn,
-        summary=[*_summary(facts.plan), *_cost(facts.cost)],
+        summary=[*conversion_summary(facts.plan), *hashes, *_cost(facts.cost)],
         version=__version__,
     )
     return atomic_write(out / PAGE, page)
-
-
-def _summary(plan: AnyPlan) -> list[tuple[str, str]]:
-    hashes = [("Dense weights", f"sha256 {plan.source[:16]}")] if plan.source else []
-    recipe = recipe_of(plan)
-    return [*conversion_summary(plan), *hashes, *([("Recipe", f"sha256 {recipe.digest()[:16]}")] if recipe else [])]
 
 
 def _cost(cost: Mapping[str, Any]) -> list[tuple[str, str]]:

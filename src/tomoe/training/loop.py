@@ -142,8 +142,9 @@ class Training:
                 with self._saved_if_interrupted():
                     row = self.one_step()
                     row |= self._check()
-                    if self.step % train.log_every == 0 or self.step == train.steps or row["skipped"]:
-                        self._log(row)
+                    due = self.step % train.log_every == 0 or self.step == train.steps or row["skipped"]
+                    if due and distributed.rank() == 0:
+                        self.run.append_metrics(row)
                     if on_step:
                         on_step(row)
                 if self.nonfinite_steps >= train.max_nonfinite_steps:
@@ -154,19 +155,16 @@ class Training:
                     )
                 # not after a skipped step: only the last checkpoint may count any in a row
                 if self.step == train.steps or (self.step % train.save_every == 0 and not row["skipped"]):
-                    self._refuse_nonfinite()
+                    # the update before a checkpoint, whose loss no step has seen
+                    if not self._learned_is_finite():
+                        raise UserError(
+                            f"what was learned is not finite after step {self.step}; the last good checkpoint is kept in "
+                            f"{self.run.checkpoints}: resume with a smaller train.learning_rate or train.weight_decay"
+                        )
                     self.save()
 
     def _check(self) -> dict[str, float]:
         return self.best.check(self.step) if self.best else {}
-
-    def _refuse_nonfinite(self) -> None:
-        """Raises UserError if the update before a checkpoint, whose loss no step has seen, left values that are not finite."""
-        if not self._learned_is_finite():
-            raise UserError(
-                f"what was learned is not finite after step {self.step}; the last good checkpoint is kept in "
-                f"{self.run.checkpoints}: resume with a smaller train.learning_rate or train.weight_decay"
-            )
 
     def _learned_is_finite(self) -> bool:
         return all(bool(p.isfinite().all()) for p in self.net.parameters())
@@ -181,10 +179,6 @@ class Training:
             if whole and self.step > self.saved and self._learned_is_finite():
                 self.save()
             raise
-
-    def _log(self, row: Row) -> None:
-        if distributed.rank() == 0:
-            self.run.append_metrics(row)
 
     def one_step(self) -> Row:
         """Run the forward passes of a step (this process its share), then one update, unless something is not finite."""
