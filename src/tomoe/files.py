@@ -78,7 +78,8 @@ def atomic_folder(out: Path, marker: str, replaced: Iterable[str]) -> Iterator[P
     version goes first and the new one comes last, so that a kill leaves no model of two halves. The files wait in `out`
     itself: the folder around it may be on another disk. Raises OSError.
     """
-    new, part = not out.exists(), out / ".tomoe.part"
+    new = not out.exists()
+    part = out / ".tomoe.part"
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)

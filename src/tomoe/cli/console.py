@@ -192,7 +192,8 @@ class Screen:
 
     def _say_loading(self) -> None:
         """Print a line now and then until a stage reports: a large model may take minutes to load, and a log stays empty."""
-        began, seconds = time.monotonic(), PLAIN_SECONDS
+        began = time.monotonic()
+        seconds = PLAIN_SECONDS
         while not self.loaded.wait(seconds):
             self.say(f"loading  {duration(time.monotonic() - began)} so far")
             seconds *= 2

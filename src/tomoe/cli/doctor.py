@@ -37,7 +37,9 @@ def doctor(chosen: options.RecipeOptions, as_json: options.AsJson = False) -> No
 
 
 def _show(diagnosis: examination.Diagnosis, active: float) -> None:
-    console, sizes, available = output(), diagnosis.sizes, diagnosis.available
+    console = output()
+    sizes = diagnosis.sizes
+    available = diagnosis.available
     shape = sizes.shape
     console.say(
         f"The structure fits: {shape.num_layers} layers of {shape.hidden_size} x {shape.mlp_size}, "

@@ -66,7 +66,8 @@ def export(
 
 
 def _show(exported: exporting.Exported) -> None:
-    console, proof = output(), exported.proof
+    console = output()
+    proof = exported.proof
     if proof is None:
         console.say("Not verified: nothing was compared with the converted model.")
     else:

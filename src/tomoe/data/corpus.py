@@ -288,14 +288,16 @@ def _read_source(
     progress: StageCallback,
 ) -> _SourceTokens:
     """The part of one source, as long as there is text, in tokens of whole sequences."""
-    requested, eos = _whole_sequences(data.tokens / len(data.sources), data.seq_len), tokenizer.eos_token_id
+    requested = _whole_sequences(data.tokens / len(data.sources), data.seq_len)
+    eos = tokenizer.eos_token_id
     if source == SELF:
         if model is None:
             raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
         sampled = sample_documents(model, tokenizer, requested, seed, progress=progress)
         return _SourceTokens(source, _stream(sampled, eos, requested), requested)
     held_out_split = find(source).held_out if data.evaluation_source is None else None
-    held_out, held_out_requested = None, 0
+    held_out = None
+    held_out_requested = 0
     if held_out_split is not None:
         held_out_requested = _whole_sequences(data.evaluation_tokens / len(data.sources), data.seq_len)
         texts = documents(source, held_out_split, data.text_column, tokenizer)

@@ -53,7 +53,8 @@ def sample_documents(
     row_bytes = 2 * config.num_hidden_layers * num_kv_heads(config) * head_dim(config) * length * model.dtype.itemsize
     rounds = ceil_div(count, max(1, min(batch_size, _CACHE_BYTES // row_bytes)))
     rows = ceil_div(count, rounds)
-    opening, vocabulary = _opening(tokenizer), ordinary_tokens(tokenizer)
+    opening = _opening(tokenizer)
+    vocabulary = ordinary_tokens(tokenizer)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.zeros(rounds, rows, length, dtype=torch.long)
     divided = distributed.world_size() > 1 and not distributed.is_sharded(model)

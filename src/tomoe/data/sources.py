@@ -36,10 +36,12 @@ LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 _PART_CHARACTERS = 2**16
 
 # Of the documentation of Python: paragraphs of a document, and characters of a docstring that is worth reading.
-_PARAGRAPHS, _LONG_DOCSTRING = 16, 500
+_PARAGRAPHS = 16
+_LONG_DOCSTRING = 500
 
 # Of the installed packages: what is text, and the bytes of a file that is worth reading and is no table of data.
-_PACKAGE_SUFFIXES, _PACKAGE_FILE = (".py", ".rst", ".md"), (500, 200_000)
+_PACKAGE_SUFFIXES = (".py", ".rst", ".md")
+_PACKAGE_FILE = (500, 200_000)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def _docstrings() -> Iterator[str]:
 def _python_packages(split: str, _: RowReader) -> Iterator[str]:
     """Programs and documentation of the installed packages, each text once, in the order of the hashes of their paths, so
     that any number of them is a mixture of all packages."""
-    root, seen = Path(sysconfig.get_path("purelib")), set[bytes]()
+    root = Path(sysconfig.get_path("purelib"))
+    seen = set[bytes]()
     files = [file for file in root.rglob("*") if file.suffix in _PACKAGE_SUFFIXES and file.is_file()]
     for file in sorted(files, key=lambda file: sha256(file.relative_to(root).as_posix().encode()).digest()):
         if not _PACKAGE_FILE[0] <= file.stat().st_size <= _PACKAGE_FILE[1]:

@@ -30,7 +30,8 @@ def shared_tokens(text: Sequences, fitted: Sequences, ngram: int = NGRAM) -> Boo
     covered = torch.zeros_like(text.mask, device="cpu")
     if min(text.input_ids.shape[1], fitted.input_ids.shape[1]) < ngram:
         return covered
-    numbers, width = [sequences.input_ids.long().cpu() for sequences in (text, fitted)], 1
+    numbers = [sequences.input_ids.long().cpu() for sequences in (text, fitted)]
+    width = 1
     while width < ngram:
         step = min(width, ngram - width)
         highest = max(int(ids.max()) for ids in numbers) + 1

@@ -84,7 +84,9 @@ def export(
     is written. Raises UserError, and leaves `out` as it was, if the target cannot hold the model, `out` is taken, the disk is
     too full, there is no text, no xllamacpp for a GGUF file, or if the export predicts otherwise.
     """
-    folder, out, options = Path(folder), Path(out), options or Options()
+    folder = Path(folder)
+    out = Path(out)
+    options = options or Options()
     dtype_of(dtype)
     _check_asked(folder, tokens)
     if name in TARGETS and not unverified:
@@ -198,7 +200,8 @@ def _write_card(exported: Exported, folder: Path, text: EvaluationText | None) -
     """Write the card, if the converted folder has the plan that it tells of."""
     if not (folder / "plan.json").is_file():
         return
-    target, proof = exported.choice.target, exported.proof
+    target = exported.choice.target
+    proof = exported.proof
     sentence = f"Not verified: {NOT_RUN}."
     if proof is not None and text is not None:
         sentence = f"It predicts the same: {proof.result}, on {text.name}."

@@ -46,7 +46,8 @@ from tomoe.progress import ProgressCallback, stage_callback
 
 # Tokens that run in the dtype of the file, and how far (KL in nats) they may be from the proof's. Near ties of routers brought
 # 0.11 in bfloat16 (SmolLM2 at 50 %, fine-grained); what overflows or is cast wrongly is off by much more.
-STORED_TOKENS, STORED_KL = 32, 1.0
+STORED_TOKENS = 32
+STORED_KL = 1.0
 FAR_KL = 0.05  # of far tokens, which are few: one near tie of a router weighs more among them than in a text
 LAYER_DIFFERENCE = 1e-3  # of a layer's output, relative: more is not rounding, but where a difference begins
 # Of the choices of a stock router, those that must be the converted model's. One in thirty is a tie at most, as seen.
@@ -170,7 +171,8 @@ class RouterCheck:
     @torch.no_grad()
     def _note(self, i: int, mlp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(mlp, ToMoEMLP)
-        x, router = input_of(args, kwargs).flatten(0, -2).float(), self.routers[i]
+        x = input_of(args, kwargs).flatten(0, -2).float()
+        router = self.routers[i]
         logits = mlp.router(x).float()
         ours = torch.zeros_like(logits).scatter_(1, route(logits, mlp.top_k)[0], 1.0)
         ids, weights = router.choose(x)
@@ -223,7 +225,8 @@ class Proof:
     @property
     def compared(self) -> str:
         """The line without the run in the stored dtype."""
-        a, whole = self.agreement, self.all_experts
+        a = self.agreement
+        whole = self.all_experts
         perplexities = f"perplexity {a.perplexity:.4f} (converted folder: {a.reference_perplexity:.4f})"
         end = f"{perplexities}, {a.positions:,} positions, {self.how}"
         if self.routers is None:
@@ -268,7 +271,8 @@ class Check:
 
     def load(self, folder: Path, num_experts_per_tok: int | None = None) -> Any:
         """An export, fresh from its folder."""
-        dtype, device = getattr(torch, self.dtype), pick_device(self.device)
+        dtype = getattr(torch, self.dtype)
+        device = pick_device(self.device)
         return load_dense(str(folder), dtype, device, num_experts_per_tok=num_experts_per_tok)
 
     def run(self, model: Any, what: str) -> Recorded:

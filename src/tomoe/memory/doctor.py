@@ -101,7 +101,8 @@ def _works(sizes: Sizes, recipe: Recipe, least: Sequence[MemoryEstimate], num_ex
         pass
     if not num_experts:
         return found
-    tuned, itemsize = FinetuneRecipe(), BaseWeights.of(recipe).compute.itemsize
+    tuned = FinetuneRecipe()
+    itemsize = BaseWeights.of(recipe).compute.itemsize
     full = Tuning(sizes.shape, sizes.total - sizes.decoder_params, sizes.output, num_experts, itemsize)
     kinds = {
         f"LoRA of rank {tuned.lora.rank}": replace(full, rank=tuned.lora.rank),

@@ -111,9 +111,12 @@ def layout_of(recipe: Recipe, shape: ModelShape) -> Layout | None:
 def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None, shards: int = 1) -> tuple[MemoryEstimate, ...]:
     """Return what each stage takes in one process, of a GPU if there is one: training (or carving), with `shards` of them,
     repair if any, folding."""
-    t, shape, computing = recipe.train, sizes.shape, BaseWeights.of(recipe).compute
+    t = recipe.train
+    shape = sizes.shape
+    computing = BaseWeights.of(recipe).compute
     stored: torch.dtype = getattr(torch, t.dtype)
-    name, quantized = str(computing).removeprefix("torch."), t.quantization != "none"
+    name = str(computing).removeprefix("torch.")
+    quantized = t.quantization != "none"
     one_layer = layer_bytes(sizes, stored)
     by_layer = recipe.offload or t.shard or quantized
     original = {f"weights in {name}": one_layer if by_layer else weight_bytes(sizes, computing)}
@@ -130,7 +133,8 @@ def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None, shards: in
         "masks, routers and their optimizer": trainable_bytes(net, t.steps > 0),
     }
     if t.steps:
-        tokens, pruning = t.batch_size * recipe.data.seq_len, recipe.attention.pruning
+        tokens = t.batch_size * recipe.data.seq_len
+        pruning = recipe.attention.pruning
         start["activations for the backward pass"] = activation_bytes(
             shape, computing, tokens, t.gradient_checkpointing, pruning, layout.num_experts
         )
@@ -159,7 +163,8 @@ def main_memory(sizes: Sizes, recipe: Recipe) -> MemoryEstimate:
 
 
 def _choosing_inputs(sizes: Sizes, recipe: Recipe, dtype: torch.dtype) -> MemoryEstimate:
-    shape, tokens = sizes.shape, min(recipe.data.seq_len, recipe.data.calibration_tokens)
+    shape = sizes.shape
+    tokens = min(recipe.data.seq_len, recipe.data.calibration_tokens)
     parts = {
         f"weights in {str(dtype).removeprefix('torch.')}": weight_bytes(sizes, dtype),
         "activations of one sequence": activation_bytes(shape, dtype, tokens),
@@ -214,7 +219,8 @@ def activation_bytes(
     """Bytes of the activations of one forward pass that are kept for the backward pass; with checkpointing the input and the
     masks of every layer, and all activations of one."""
     # of one token in one layer; where they are float32, a mask in the model's own dtype is the mask itself
-    own, masks = dtype.itemsize, _FLOAT32 if dtype != torch.float32 else 0
+    own = dtype.itemsize
+    masks = _FLOAT32 if dtype != torch.float32 else 0
     heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     values = {"off": 0, "static": heads + 2 * kv, "per_token": 2 * heads + 3 * kv}[pruning]
     layer = (
@@ -235,7 +241,10 @@ def activation_bytes(
 
 def calibration_bytes(s: ModelShape, dtype: torch.dtype, layout: Layout, data: DataSection) -> int:
     """Bytes of what the carve of one layer holds of all calibration tokens."""
-    own, size, hidden, tokens = dtype.itemsize, s.mlp_size, s.hidden_size, data.calibration_tokens
+    own = dtype.itemsize
+    size = s.mlp_size
+    hidden = s.hidden_size
+    tokens = data.calibration_tokens
     # the layer's input, the input and output of the MLP; before it is carved, three matrices of activations
     rest, running = 3 * hidden * own, 3 * size * own
     # its activations; its input in float32

@@ -141,7 +141,8 @@ def _formula(
     module: Any = parts.module
     inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     inputs |= inputs.get("kwargs", {})
-    scale, head_dim = getattr(module, "scaling", None), getattr(module, "head_dim", None)
+    scale = getattr(module, "scaling", None)
+    head_dim = getattr(module, "head_dim", None)
     if inputs.get("position_embeddings") is None or scale is None or head_dim is None:
         raise _refuse(model, "it does not get cos and sin of RoPE in every layer, or has no scaling and head_dim")
     x, (cos, sin), mask = inputs["hidden_states"], inputs["position_embeddings"], inputs.get("attention_mask")

@@ -31,7 +31,8 @@ class BaseWeights:
     def of(cls, recipe: Recipe, model: str = "", stored: str = "") -> Self:
         """The weights that a recipe asks for, with the current ranks; model, stored: their name and dtype, if not the
         recipe's. Raises UserError for a device that does not exist."""
-        train, device = recipe.train, pick_device(recipe.device)
+        train = recipe.train
+        device = pick_device(recipe.device)
         dtype = getattr(torch, stored or train.dtype)
         # weights that are read, sharded or unpacked layer by layer keep their dtype
         partial = recipe.offload or train.shard or train.quantization != "none"

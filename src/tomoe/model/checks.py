@@ -86,7 +86,8 @@ def check_claims(folder: Path, tensors: Mapping[str, Header]) -> None:
 
 def check_causal(place: Path | str, config: PreTrainedConfig) -> None:
     """Raises UserError if transformers knows the type of model, but has no causal language model of it, or half of one."""
-    kind, text = config.model_type, text_config(config)
+    kind = config.model_type
+    text = text_config(config)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
         # transformers would load its decoder alone, which was never trained so, with embeddings drawn anew
         if getattr(config, "is_encoder_decoder", False):

@@ -51,7 +51,8 @@ def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Pack
             return Packing()
         config.quantization_config = {"quant_method": "fp8", "dequantize": True}
         return Packing("fp8", _RENAMED_SCALES)
-    settings, quantizer = AUTO_QUANTIZATION_CONFIG_MAPPING[method], AUTO_QUANTIZER_MAPPING[method]
+    settings = AUTO_QUANTIZATION_CONFIG_MAPPING[method]
+    quantizer = AUTO_QUANTIZER_MAPPING[method]
     while_read = "dequantize" in inspect.signature(settings).parameters
     whole = getattr(quantizer, "_dequantize", None) is not HfQuantizer._dequantize
     if not while_read and not whole:

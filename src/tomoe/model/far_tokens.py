@@ -57,7 +57,8 @@ def near_tokens(model: Any) -> FarTokens:
 
 def far_tokens(model: Any) -> list[FarTokens]:
     """What a model has to be tried on: one run for each edge that it has."""
-    config, layers = text_config(model.config), decoder_layers(model)
+    config = text_config(model.config)
+    layers = decoder_layers(model)
     found = []
     for window in sorted(windows(config)):
         size = sum(p.numel() for p in layers.parameters())

@@ -133,7 +133,8 @@ def load_dense(
 def load_model(name: str, dtype: str | torch.dtype, device: str = "auto", offload: bool = False) -> PreTrainedModel:
     """`load_dense` with dtype and device by name; dtype `auto`: bfloat16 weights, which compute in float32 where that is much
     faster. Raises UserError as it does."""
-    device, stored = pick_device(device), torch.bfloat16 if dtype == "auto" else dtype_of(dtype)
+    device = pick_device(device)
+    stored = torch.bfloat16 if dtype == "auto" else dtype_of(dtype)
     model = load_dense(name, stored, device, offload=offload)
     if dtype == "auto" and not offload and (compute := compute_dtype("auto", stored, device)) != stored:
         cast_(model, compute)

@@ -75,7 +75,8 @@ def load_offloaded(stored: StoredModel, dtype: torch.dtype, device: torch.device
 def _device_map(model: PreTrainedModel, device: torch.device) -> dict[str, str]:
     """`disk` for the decoder layers, the device for every other part."""
     path = named_layers(model)[0]
-    places, parent = {path: "disk"}, ""
+    places = {path: "disk"}
+    parent = ""
     for step in path.split("."):
         module = model.get_submodule(parent)
         parts = [n for n, _ in (*module.named_children(), *module.named_parameters(recurse=False))]

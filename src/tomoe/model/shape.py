@@ -58,7 +58,8 @@ class ModelShape:
             return f"its value rotation has shape {tuple(rotation.shape)}, the model needs {self.rotation_shape}"
         orthogonal = bool((abs(rotation) <= 1 + ORTHOGONAL).all())
         if orthogonal:
-            product, dims = rotation.swapaxes(1, 2) @ rotation, range(self.head_dim)
+            product = rotation.swapaxes(1, 2) @ rotation
+            dims = range(self.head_dim)
             product[:, dims, dims] -= 1
             orthogonal = float(abs(product).max()) <= ORTHOGONAL
         return None if orthogonal else "its value rotation is not orthogonal"

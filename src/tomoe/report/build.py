@@ -159,7 +159,8 @@ def _observe(
     offload: bool,
 ) -> Observed:
     """What the dense model and the MoE write on some topics, and what the tokens of a passage cost them."""
-    names, task = [row.name for row in rows], _text_task(models[0], offload)
+    names = [row.name for row in rows]
+    task = _text_task(models[0], offload)
     written = [task.write(model, tokenizer) for model in models]
     ask = question if written[0].chat else opening
     generations = [

@@ -47,7 +47,8 @@ def write_card(
     """
     recipe = recipe_of(plan)
     base = base_model or (recipe.model if recipe else "")
-    info, name = base_model_info(base), basename(out)
+    info = base_model_info(base)
+    name = basename(out)
     repeat = f"tomoe convert {shlex.quote(shown_name(base) or 'MODEL')} --recipe recipe.json -o {shlex.quote(name)}"
     data = ModelCardData(
         base_model=info.hub_id,
@@ -83,9 +84,7 @@ def write_card(
     )
     written = write_card_file(out, str(card))
     if written.name == CARD_BESIDE:
-        words = (
-            f"{out / CARD} was edited (or tomoe did not write it), so it stays as it is; the new card is {written.name}"
-        )
+        words = f"{out / CARD} was edited (or tomoe did not write it), so it stays; the new card is {written.name}"
         warnings.warn(words, Note, stacklevel=2)
     return written
 

@@ -105,7 +105,8 @@ def duration(seconds: float) -> str:
 
 
 def _benchmark_command(out: Path, plan: AnyPlan) -> str:
-    recipe, name = recipe_of(plan), shlex.quote(basename(out))
+    recipe = recipe_of(plan)
+    name = shlex.quote(basename(out))
     dense = shlex.quote((recipe and shown_name(recipe.model)) or "DENSE")
     return f"tomoe benchmark {dense} {name} --json {name}/benchmark.json\ntomoe report {name}"
 

@@ -74,7 +74,8 @@ def conversion_summary(plan: AnyPlan) -> list[tuple[str, str]]:
 
 
 def _summary_of_inputs(plan: InputsPlan) -> list[tuple[str, str]]:
-    recipe, active = recipe_of(plan), plan.active_fraction()
+    recipe = recipe_of(plan)
+    active = plan.active_fraction()
     lines = [
         ("Dense model", shown_name(recipe.model if recipe else "") or "not named"),
         ("Active params", f"{active:.1%} of the decoder parameters work on each token"),

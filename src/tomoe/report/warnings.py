@@ -70,7 +70,8 @@ def find_worsening(before: Row, after: Row) -> list[Finding]:
 
 
 def _budget(plan: AnyPlan) -> Iterator[Finding]:
-    recipe, active = recipe_of(plan), plan.active_fraction()
+    recipe = recipe_of(plan)
+    active = plan.active_fraction()
     if recipe is not None and abs(active - recipe.active) > tolerance_of(TARGET_RULES[recipe.target]):
         text = f"{active:.1%} of the decoder parameters are active, but the recipe asks for {recipe.active:.1%}"
         yield Finding("budget missed", text)
@@ -103,7 +104,8 @@ def _union(plan: Plan) -> Iterator[Finding]:
 
 
 def _fitted_context(plan: AnyPlan) -> Iterator[Finding]:
-    recipe, config = recipe_of(plan), plan.dense_config
+    recipe = recipe_of(plan)
+    config = plan.dense_config
     # of a model of text and images, the text's
     highest = (config.get("text_config") or config).get("max_position_embeddings")
     if recipe is not None and isinstance(highest, int) and recipe.data.seq_len > highest:
@@ -164,7 +166,8 @@ def _fine_routing(usage: ExpertUsage, plan: Plan | None) -> Iterator[Finding]:
 
 def _measured(row: Row) -> Iterator[Finding]:
     """What makes the numbers of a row say less than they seem to."""
-    m, highest = row.measurement, row.facts.get("max_positions")
+    m = row.measurement
+    highest = row.facts.get("max_positions")
     if row.training_overlap is not None and row.training_overlap >= OVERLAP:
         text = (
             f"{row.training_overlap:.1%} of the evaluation tokens stand in the text that it was fitted on, word for word; "

@@ -59,7 +59,8 @@ class FineWords(FormWords):
         return f"a shared part and {plan.num_experts} experts, {span(_top_ks(plan))} of them for each token"
 
     def experts(self, plan: Plan) -> str:
-        widths, size = [layer.width for layer in plan.counts], plan.shape.mlp_size
+        widths = [layer.width for layer in plan.counts]
+        size = plan.shape.mlp_size
         shared, sizes = ([getattr(layer, name) for layer in plan.counts] for name in ("shared_size", "expert_size"))
         always = max(layer.always_used for layer in plan.counts)
         same = f" (up to {always} of them the same ones for all tokens)" if always else ""
@@ -77,7 +78,8 @@ class FineWords(FormWords):
         )
 
     def bars(self, plan: Plan) -> dict[str, list[float]]:
-        layers, size = plan.describe(), plan.shape.mlp_size
+        layers = plan.describe()
+        size = plan.shape.mlp_size
         return {
             "other experts": [1.0] * len(layers),
             "experts that a token chooses": [row["width_share"] for row in layers],
@@ -110,7 +112,8 @@ class OverlappingWords(FormWords):
         return f"{plan.num_experts} experts, one for each token"
 
     def experts(self, plan: Plan) -> str:
-        widths, size = [layer.width for layer in plan.counts], plan.shape.mlp_size
+        widths = [layer.width for layer in plan.counts]
+        size = plan.shape.mlp_size
         unions = [layer.union for layer in plan.counts]
         return (
             f"{plan.num_experts} per layer, one for each token, {span(widths)} of {size:,} neurons wide; "

@@ -26,7 +26,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: Head, token_loss: Callable[..., tuple[Tensor, Tensor]], *per_token: Tensor
     ) -> Tensor:
-        total, grads = hidden.new_zeros((), dtype=torch.float32), []
+        total = hidden.new_zeros((), dtype=torch.float32)
+        grads = []
         size = CHUNK if hidden.device.type == "cpu" else CHUNK_ON_DEVICE
         for chunk in zip(hidden.split(size), *(t.split(size) for t in per_token), strict=True):
             with torch.enable_grad():

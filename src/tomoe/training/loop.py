@@ -76,7 +76,8 @@ def make_optimizer(
 
 def check_accumulation(train: LoopSection) -> None:
     """Raises UserError if the processes cannot divide the forward passes of a step evenly."""
-    passes, processes = train.gradient_accumulation_steps, distributed.world_size()
+    passes = train.gradient_accumulation_steps
+    processes = distributed.world_size()
     if train.steps and passes % processes:
         raise UserError(
             f"a step has {passes} forward passes (train.gradient_accumulation_steps), which {processes} processes cannot "
@@ -182,12 +183,14 @@ class Training:
 
     def one_step(self) -> Row:
         """Run the forward passes of a step (this process its share), then one update, unless something is not finite."""
-        start, train = time.perf_counter(), self.loop
+        start = time.perf_counter()
+        train = self.loop
         rate = learning_rate(train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["scale"]
         self.optimizer.zero_grad(set_to_none=True)
-        rows, tokens = [], 0
+        rows = []
+        tokens = 0
         for micro in range(distributed.rank(), train.gradient_accumulation_steps, distributed.world_size()):
             batch = self.corpus.batch(self.step, micro, train.batch_size, train.gradient_accumulation_steps, self.seed)
             tokens += int(batch.mask.sum())

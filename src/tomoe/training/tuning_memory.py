@@ -9,7 +9,8 @@ from tomoe.model.shape import ModelShape
 from tomoe.training.distillation import CHUNK_ON_DEVICE
 
 # Tokens of a step from which more make nothing faster, and the part of what is free that a batch may fill.
-MOST_TOKENS, FILLED = 32_768, 0.9
+MOST_TOKENS = 32_768
+FILLED = 0.9
 _FLOAT32 = 4
 
 
@@ -29,7 +30,8 @@ class Tuning:
 
     def parts(self, tokens: int) -> dict[str, int]:
         """Bytes in a forward and backward pass of so many tokens, by what they are for."""
-        s, decoder = self.shape, decoder_params(self.shape)
+        s = self.shape
+        decoder = decoder_params(self.shape)
         heads = (s.num_heads + s.num_kv_heads) * s.head_dim
         # of Q, K, V, O and the three matrices of the MLP: an adapter has a row for each input and one for each output
         sides = s.num_layers * (4 * s.hidden_size + 2 * heads + 3 * (s.hidden_size + s.mlp_size))

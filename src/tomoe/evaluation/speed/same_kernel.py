@@ -46,7 +46,8 @@ def everything(model: Any, way: str) -> Changes | None:
         return None if way == ALL_INPUTS else [(choice, "instead", choice.width) for choice in choices]
     if way not in WAYS["experts"]:
         return None
-    config, mlps = model.config, model.mlps()
+    config = model.config
+    mlps = model.mlps()
     changes: list[tuple[Any, str, Any]] = [(config, "tomoe_expert_backend", way)]
     # What an MLP keeps is kept for both, so that no timed run makes it again.
     changes += [(mlp, "_cache", {}) for mlp in mlps]

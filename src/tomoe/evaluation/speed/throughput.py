@@ -162,7 +162,8 @@ def _outputs(choice: Choice) -> int:
 @torch.no_grad()
 def count_flops(model: Any, ids: Int[Tensor, "1 S"]) -> tuple[int, int]:
     """Count operations (multiplications and additions) of matrix products: to prefill one row, and of one step after it."""
-    cache, counted = DynamicCache(), []
+    cache = DynamicCache()
+    counted = []
     for some in (ids, ids[:, -1:]):
         with plain_ways(model), FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
             model(some, use_cache=True, logits_to_keep=1, **{CACHE: cache})
@@ -239,7 +240,8 @@ class Pair:
         """Time a cell; if it would take too long, return a line that says so."""
         ids = self.rows(batch, prompt + STEPS)
         head, tail = ids[:, :prompt], ids[:, prompt:]
-        device, both = head.device, (self.dense, self.moe)
+        device = head.device
+        both = (self.dense, self.moe)
         kept: dict[int, Kept] = {id(model): () for model in both}
         static = None
         if phase != "prefill":
@@ -272,7 +274,8 @@ class Pair:
     def _static(self, head: Int[Tensor, "B S"], tail: Int[Tensor, "B K"]) -> Callable[[Any], float]:
         """Seconds of one step with a static cache, which all runs of a model share, as its graph has its address."""
         assert self.compiled is not None
-        both, length = (self.dense, self.moe), head.shape[1] + tail.shape[1]
+        both = (self.dense, self.moe)
+        length = head.shape[1] + tail.shape[1]
         caches = {id(model): StaticCache(model.config, length) for model in both}
         steps = {id(model): self.compiled(model) for model in both}
 
@@ -299,7 +302,8 @@ class Pair:
         dense, moe, *whole = zip(*timed, strict=True)
         ratios = _ratios(dense, moe)
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        batch, step = len(ids), phase != "prefill"
+        batch = len(ids)
+        step = phase != "prefill"
         flops = [count_flops(model, self.rows(1, prompt))[step] * batch for model in (self.dense, self.moe)]
         return Cell(
             phase=phase,

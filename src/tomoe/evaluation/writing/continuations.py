@@ -110,7 +110,8 @@ def _continue(
     report: Callable[[int], None],
 ) -> None:
     """Write on, all rows in one batch, until each has ended. Padding is on the left, and masked."""
-    width, ends = max(map(len, prompts)), end_tokens(model)
+    width = max(map(len, prompts))
+    ends = end_tokens(model)
     positions = max_positions(model.config) or width + most
     numbered = "position_ids" in inspect.signature(model.forward).parameters
     tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=model.device)

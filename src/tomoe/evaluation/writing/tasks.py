@@ -37,7 +37,8 @@ class Written:
 
     def score(self, task: str, metric: str, hits: Sequence[bool], more: Mapping[str, float]) -> TaskScore:
         """The share of `hits` as a score of a task, with its standard error."""
-        count, tokens = len(hits), sum(map(len, self.ids))
+        count = len(hits)
+        tokens = sum(map(len, self.ids))
         share = sum(hits) / count
         how = "asked through the chat template" if self.chat else "the text continued, for want of a chat template"
         return TaskScore(

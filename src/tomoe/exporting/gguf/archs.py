@@ -60,7 +60,8 @@ class GgufArch(ABC):
         return self.decoder.problem(dense) or self.engine_problem(dense)
 
     def _layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
-        used, most = self.layout(moe, 1).top_k, MAX_EXPERTS_PER_TOKEN
+        used = self.layout(moe, 1).top_k
+        most = MAX_EXPERTS_PER_TOKEN
         if used <= most:
             return self.carrier.layout_problem(moe)
         return f"a token would use {used} experts of a layer, and llama.cpp takes {most}; convert with target = {self.own_target}"
@@ -103,7 +104,8 @@ class GgufArch(ABC):
     def entries(self, moe: ToMoEForCausalLM, layout: StockLayout, entry: MakeEntry) -> Iterator[Entry]:
         """Yield every tensor of the file in order."""
         yield from self.decoder_entries(moe, entry)
-        form, mlps = self.carrier.form, moe.mlps()
+        form = self.carrier.form
+        mlps = moe.mlps()
 
         @cache
         def scales() -> list[float]:

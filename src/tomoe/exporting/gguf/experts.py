@@ -75,7 +75,8 @@ def merge_experts(file: Path, merged: Path) -> Path:
     the other as they are stored, times what undoes weights; llama.cpp wants MLPs of one size, so smaller ones are filled up
     with neurons of zeros."""
     reader = GGUFReader(file)
-    arch, how = _arch(reader), MERGED[_arch(reader)]
+    arch = _arch(reader)
+    how = MERGED[_arch(reader)]
     writer = GGUFWriter(merged, how.arch)
     layers = _number(reader, "block_count")
     factors = {
@@ -96,7 +97,8 @@ def merge_experts(file: Path, merged: Path) -> Path:
         if field.name.startswith("GGUF.") or field.name == "general.architecture":
             continue
         name = field.name if key == field.name else f"{how.arch}.{key}"
-        kind, sub = field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        kind = field.types[0]
+        sub = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
         writer.add_key_value(name, changed.pop(key, field.contents()), kind, sub)
     for key, value in changed.items():
         writer.add_uint32(f"{how.arch}.{key}", value)

@@ -73,7 +73,8 @@ def make_entry(
 def larger_rows(entries: Iterable[Entry], precision: Precision) -> str:
     """How many of the numbers need a larger type, in words; empty if none do."""
     numbers: Counter[str] = Counter()
-    total, wanted = 0, TYPES[precision]
+    total = 0
+    wanted = TYPES[precision]
     for entry in entries:
         total += math.prod(entry.shape)
         if entry.type != wanted_type(entry.name, entry.shape, precision):
@@ -95,7 +96,8 @@ def write_tensors(writer: GGUFWriter, path: Path, entries: Sequence[Entry], on_p
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    total, written = sum(entry.nbytes for entry in entries), 0
+    total = sum(entry.nbytes for entry in entries)
+    written = 0
     for entry in entries:
         data = quantize(entry.make().detach().float().cpu().contiguous().numpy(), entry.type)
         writer.write_tensor_data(data)

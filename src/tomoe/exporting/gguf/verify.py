@@ -84,11 +84,13 @@ class Comparison:
 def verify_file(comparison: Comparison, form: RouterForm | None) -> Proof:
     """The file predicts what the converted model predicts. With routers of a form, these choose as the converted model's, and
     with all experts both predict the same."""
-    file, bounds = comparison.file, BOUNDS[comparison.precision]
+    file = comparison.file
+    bounds = BOUNDS[comparison.precision]
     routers = RouterCheck(read_routers(file, form)) if form else None
     llama = comparison.open(file)
     agreement = comparison.agree(llama, routers)
-    problem, written = comparison.text_problem(llama), comparison.written(llama)
+    problem = comparison.text_problem(llama)
+    written = comparison.written(llama)
     if routers is None:
         return Proof(agreement, judge(agreement, bounds) or problem, comparison.how, written)
     del llama

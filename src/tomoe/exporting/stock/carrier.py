@@ -168,7 +168,8 @@ class Carrier(Target):
     @torch.no_grad()
     def tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of every tensor of the checkpoint: only one layer's copies are alive at a time."""
-        mlp_tensors, prefix = self.mlp_tensors(moe, layout), named_layers(moe)[0]
+        mlp_tensors = self.mlp_tensors(moe, layout)
+        prefix = named_layers(moe)[0]
         yield from self.decoder.tensors(moe)
         for i in range(len(moe.mlps())):
             yield from ((f"{prefix}.{i}.{name}", t) for name, t in mlp_tensors(i))

@@ -78,7 +78,8 @@ class FineGrained(Carrier):
         return HalfPrecisionSigmoid(dtype) if self.coarse_scores and dtype != torch.float32 else self.form
 
     def layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
-        mlps, advice = moe.mlps(), f"convert with target = {self.name}"
+        mlps = moe.mlps()
+        advice = f"convert with target = {self.name}"
         if moe.dtype == torch.float16 and not self.float32_routers:
             return "its weights are float16, which has no numbers as small as this class needs in a router"
         if not self.rules.holds_shared and any(mlp.shared_size for mlp in mlps):
@@ -100,7 +101,8 @@ class FineGrained(Carrier):
         return layout if self.rules.holds_shared else replace(layout, shared=0)
 
     def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
-        form, mlps = self.form_in(moe.dtype), moe.mlps()
+        form = self.form_in(moe.dtype)
+        mlps = moe.mlps()
         scales = router_scales(moe, form)
 
         def of_layer(i: int) -> Iterator[tuple[str, Tensor]]:

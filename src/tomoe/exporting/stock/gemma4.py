@@ -35,7 +35,8 @@ class Gemma4(FineGrained):
     """Every layer has experts, and none a shared part."""
 
     def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
-        of_layer, layers = super().mlp_tensors(moe, layout), moe.model.layers
+        of_layer = super().mlp_tensors(moe, layout)
+        layers = moe.model.layers
         eps = moe.config.rms_norm_eps
 
         def with_norms(i: int) -> Iterator[tuple[str, Tensor]]:
@@ -58,7 +59,8 @@ class Gemma4(FineGrained):
         return {i: layer.router for i, layer in enumerate(exported.model.layers)}
 
     def stock_router(self, layer: Any, gate: Any, form: RouterForm) -> StockRouter:
-        norm, factor = layer.pre_feedforward_layernorm.weight.clone(), layer.pre_feedforward_layernorm.eps**0.5
+        norm = layer.pre_feedforward_layernorm.weight.clone()
+        factor = layer.pre_feedforward_layernorm.eps**0.5
 
         def choose(x: Tensor) -> tuple[Tensor, Tensor]:
             # its own norm, of what is normalized already, changes nothing
