@@ -9,35 +9,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError as UserError
 from tomoe.moe.registration import register_when_imported
-from tomoe.version import __version__
+from tomoe.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tomoe.conversion.convert import convert
-    from tomoe.evaluation.evaluate import evaluate
-    from tomoe.exporting.export import export
-    from tomoe.finetuning.finetune import finetune
-    from tomoe.model.generation import generate
-    from tomoe.moe.load import load
-    from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
-    from tomoe.plan import Plan
-    from tomoe.recipe.conversion import Recipe
-
-__all__ = [
-    "Plan",
-    "Recipe",
-    "ToMoEConfig",
-    "ToMoEForCausalLM",
-    "UserError",
-    "__version__",
-    "convert",
-    "evaluate",
-    "export",
-    "finetune",
-    "generate",
-    "load",
-]
+    from tomoe.conversion.convert import convert as convert
+    from tomoe.evaluation.evaluate import evaluate as evaluate
+    from tomoe.exporting.export import export as export
+    from tomoe.finetuning.finetune import finetune as finetune
+    from tomoe.model.generation import generate as generate
+    from tomoe.moe.load import load as load
+    from tomoe.moe.modeling_tomoe import ToMoEConfig as ToMoEConfig
+    from tomoe.moe.modeling_tomoe import ToMoEForCausalLM as ToMoEForCausalLM
+    from tomoe.plan import Plan as Plan
+    from tomoe.recipe.conversion import Recipe as Recipe
 
 _MODULES = {
     "Plan": "tomoe.plan",
@@ -51,6 +37,7 @@ _MODULES = {
     "generate": "tomoe.model.generation",
     "load": "tomoe.moe.load",
 }
+__all__ = ["UserError", "__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
