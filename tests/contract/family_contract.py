@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import transformers
 from margins import CLEAR, clear_prompts, clear_tokens, least_margin
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -29,12 +31,15 @@ from pico_files import FINE, SMALL
 from pico_tokenizer import make_tokenizer
 from tomoe.budget import decoder_params, mlp_params
 from tomoe.conversion.convert import convert
+from tomoe.model.hooks import hooked
+from tomoe.model.projections import groups_of
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEConfig
+from tomoe.plan.inputs import Counts
 from tomoe.plan.manifest import REPAIRED
-from tomoe.pruning.inputs import inputs_masked, plan_inputs
+from tomoe.pruning.inputs import column_norms, plan_inputs
 from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe, RepairSection
@@ -274,3 +279,32 @@ def hold(dense: PreTrainedModel, folder: Path, text: Path) -> dict[str, Any]:
     repair = repair_plan(plan, dense, ids, everything, RepairSection(mode="full")).notes[REPAIRED]
     assert repair["error_after"] < repair["error_before"], repair
     return {"layers": plan.shape.num_layers, "active": plan.active_fraction(), "repair": repair}
+
+
+def mask_of(x_TD: Tensor, norms_D: Tensor, count: int) -> Tensor:
+    """The `count` inputs of each token with the largest |x_i| norms_i, equal ones by position."""
+    # x_i alone would not do: what an input adds to the output is x_i times a column of the matrix
+    order_TD = (x_TD.float().abs() * norms_D).argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(x_TD, dtype=torch.bool).scatter(-1, order_TD[..., :count], True)
+
+
+@contextmanager
+def inputs_masked(model: PreTrainedModel, counts: Counts) -> Iterator[None]:
+    """Inside the block every projection of a dense model uses so many of its inputs for a token."""
+
+    def hooks() -> Iterator[RemovableHandle]:
+        for i, layer in enumerate(groups_of(model)):
+            for kind, group in layer.items():
+                count = counts[kind][i]
+                if count == group.width:
+                    continue
+                norms = column_norms(group)
+
+                def choose(_: object, args: tuple[Tensor], norms: Tensor = norms, count: int = count) -> tuple[Tensor]:
+                    return (args[0] * mask_of(args[0], norms, count),)
+
+                for module in group.modules:
+                    yield module.register_forward_pre_hook(choose)
+
+    with hooked(list(hooks())):
+        yield

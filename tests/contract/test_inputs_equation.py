@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_contract import inputs_masked
 from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -23,7 +24,7 @@ from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import FEW_TOKENS, ToMoEForCausalLM, choices_of, choosing_all
 from tomoe.plan import InputsPlan
-from tomoe.pruning.inputs import column_norms, inputs_masked, plan_inputs
+from tomoe.pruning.inputs import column_norms, plan_inputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 TOLERANCE = 1e-5  # of the largest logit, float32

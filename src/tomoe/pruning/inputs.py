@@ -1,4 +1,4 @@
-"""The form `inputs`: its masks on the dense model, and how many inputs each projection gets of a budget.
+"""The form `inputs`: how many inputs each projection gets of a budget.
 
 Shapes, and the letters at the ends of names: T tokens, D inputs of a projection.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from tomoe.model.hooks import hooked
 from tomoe.model.mlp import Linear
 from tomoe.model.projections import KINDS, Group, Kind, Layer, groups_of
 from tomoe.model.shape import ModelShape
-from tomoe.plan.inputs import Counts, InputsPlan, Knot
+from tomoe.plan.inputs import InputsPlan, Knot
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.pruning.layouts import LEAST_INPUTS
 
@@ -35,35 +34,6 @@ def column_norms(group: Group) -> Float[Tensor, " D"]:
 def kinds_of(layers: Sequence[Layer]) -> list[Kind]:
     """The kinds of projections that any of these layers has."""
     return [kind for kind in KINDS if any(kind in layer for layer in layers)]
-
-
-def mask_of(x_TD: Float[Tensor, "*T D"], norms_D: Float[Tensor, " D"], count: int) -> Bool[Tensor, "*T D"]:
-    """The `count` inputs of each token with the largest |x_i| norms_i, equal ones by position."""
-    # x_i alone would not do: what an input adds to the output is x_i times a column of the matrix
-    order_TD = (x_TD.float().abs() * norms_D).argsort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(x_TD, dtype=torch.bool).scatter(-1, order_TD[..., :count], True)
-
-
-@contextmanager
-def inputs_masked(model: PreTrainedModel, counts: Counts) -> Iterator[None]:
-    """Inside the block every projection of a dense model uses so many of its inputs for a token."""
-
-    def hooks() -> Iterator[RemovableHandle]:
-        for i, layer in enumerate(groups_of(model)):
-            for kind, group in layer.items():
-                count = counts[kind][i]
-                if count == group.width:
-                    continue
-                norms = column_norms(group)
-
-                def choose(_: object, args: tuple[Tensor], norms: Tensor = norms, count: int = count) -> tuple[Tensor]:
-                    return (args[0] * mask_of(args[0], norms, count),)
-
-                for module in group.modules:
-                    yield module.register_forward_pre_hook(choose)
-
-    with hooked(list(hooks())):
-        yield
 
 
 LEVELS = tuple(i / 40 for i in range(40, round(40 * LEAST_INPUTS) - 1, -1))
