@@ -45,8 +45,7 @@ def active_params(shape: ModelShape, widths: Iterable[tuple[Any, Any, Any]]) -> 
 
 @dataclass(frozen=True)
 class Decoding:
-    """The weights that writing one token reads, but for norms and biases: one sequence is written as fast as they come from
-    memory."""
+    """The weights that writing one token reads, but for norms and biases: they bound how fast one sequence is written."""
 
     decoder: int  # projection weights of all decoder layers
     attention: int  # those of them that every token uses: of attention, and of layers without experts

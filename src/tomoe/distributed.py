@@ -52,8 +52,7 @@ def world_size() -> int:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Connect the processes that torchrun started, if it did: by gloo on the CPU, and NCCL beside it if there is CUDA. Raises
-    UserError if the others do not answer."""
+    """Connect the processes that torchrun started, if it did. Raises UserError if the others do not answer."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
         return

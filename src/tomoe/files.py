@@ -168,8 +168,7 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in an untrusted JSON file. Raises UserError as `read_text` does, for what `parse_json` refuses, and if it is
-    not an object."""
+    """The object in an untrusted JSON file. Raises UserError as `read_text` and `parse_json` do, and if it is no object."""
     text = read_text(path)
     try:
         values = parse_json(text)

@@ -40,8 +40,7 @@ LONGEST_WORD = 500  # characters: a path is one word
 
 
 def printable(text: str) -> str:
-    """The text with control characters as escape sequences: what strangers wrote must not move the cursor or color the
-    terminal."""
+    """The text with control characters as escape sequences: what strangers wrote must not move the cursor."""
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
@@ -133,8 +132,7 @@ def _decimal(value: object, digits: int = 3) -> str:
 
 
 class Screen:
-    """Progress of one command: bars with the time left on a terminal, a line every ten seconds elsewhere. Libraries are
-    silent from here on."""
+    """Progress of one command: bars on a terminal, a line every ten seconds elsewhere. Libraries are silent from here on."""
 
     def __init__(self, console: Console | None = None) -> None:
         quiet_libraries()

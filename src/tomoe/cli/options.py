@@ -175,8 +175,7 @@ class RecipeOptions:
     repair: Repair = None
 
     def make(self, **more: object) -> Recipe:
-        """The named recipe with these options and the keys `more`, then `--set`. Raises UserError for a wrong key or
-        value."""
+        """The recipe with these options and the keys `more`, then `--set`. Raises UserError for a wrong key or value."""
         named = {
             "model": self.model,
             "active": self.active,

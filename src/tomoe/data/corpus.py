@@ -223,8 +223,7 @@ def prepare(
 
 
 def evaluation_part(data: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Sequences] | tuple[None, None]:
-    """Name and sequences of the recipe's text to evaluate on, if it names one. Raises UserError if there is none, or if it is
-    among the sources."""
+    """The recipe's text to evaluate on, if it names one. Raises UserError if there is none, or if it is among the sources."""
     if data.evaluation_source is None:
         return None, None
     if data.evaluation_source in data.sources:

@@ -105,8 +105,7 @@ def _instruction(row: Row) -> str:
 
 
 def without_filled_nulls(row: Row) -> dict[str, Any]:
-    """A row of Arrow without the nulls inside its values: one schema for a column gives every object the keys of all
-    others."""
+    """A row of Arrow without the nulls inside its values: a column's schema gives every object the keys of all others."""
     return {name: _pruned(value) for name, value in row.items()}
 
 

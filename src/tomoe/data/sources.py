@@ -184,8 +184,7 @@ def documents(
 
 
 def evaluation_documents(source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Iterable[str]]:
-    """Name and documents of a text to evaluate on: the split for evaluation, if the source has one, as it is published.
-    Raises UserError as `documents` does."""
+    """Name and documents of a text to evaluate on, as it is published. Raises UserError as `documents` does."""
     split = find(source).held_out or "train"
     name = basename(source) if Path(source).exists() else f"{source} ({split})"
     texts: Iterable[str] = documents(source, split, tokenizer=tokenizer)

@@ -20,8 +20,8 @@ _EXPERTS = ".experts."
 
 
 def model_facts(model: nn.Module, path: Path | None = None) -> ModelFacts:
-    """Count a model's weights; of fine-grained experts, or inputs, as many are active as tokens use now. `path`: the file or
-    folder of the model, for its size on disk."""
+    """Count a model's weights; of fine-grained experts, or inputs, as many are active as tokens use now. `path`: of its
+    file."""
     total = sum(p.numel() for p in model.parameters())
     config: Any = getattr(model, "config", None)
     share: float | None

@@ -274,8 +274,8 @@ def evaluating(model: nn.Module | None) -> Iterator[None]:
 
 
 def forward_sequences(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], inner: bool) -> Any:
-    """Run sequences through the model, or through its inner part, which ends at the hidden states; without padding no mask is
-    passed, which is faster."""
+    """Run sequences through the model, or its inner part, which ends at the hidden states; without padding no mask is
+    passed."""
     device = next(model.parameters()).device
     attention_mask = None if bool(mask.all()) else mask.long().to(device)
     part: Any = model.base_model if inner else model

@@ -41,8 +41,8 @@ class Agreement:
 
 
 def summarize(sequences: Iterable[Iterable[Positions]]) -> Agreement:
-    """The agreement over sequences of chunks of positions, taken one by one. Raises UserError if there is no position, or if
-    a number is not finite."""
+    """The agreement over sequences of chunks of positions. Raises UserError if there is none, or for numbers that are not
+    finite."""
     largest_in_sequence: list[float] = []
     largest_logit = 0.0
     # positions, reference nll, nll, KL, agreements, differences

@@ -47,8 +47,8 @@ NOT_RUN = "not compared with the converted model, as asked"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and its proof, if one was wanted; dialed: whether another number of experts can be asked for when it
-    is loaded."""
+    """What was written, and its proof, if any; dialed: whether another number of experts can be asked for when it is
+    loaded."""
 
     folder: Path
     choice: Choice

@@ -42,8 +42,7 @@ class Sizes:
 
 
 class Target(ABC):
-    """One form that a converted model can take; name: as `--format` knows it; tried_with: older versions of transformers that
-    computed the same."""
+    """One form that a converted model can take; tried_with: older versions of transformers that computed the same."""
 
     name: str
     tried_with: tuple[str, ...] = ()
@@ -54,8 +53,8 @@ class Target(ABC):
 
     @abstractmethod
     def supports_dense(self, dense: PreTrainedModel, form: str) -> str | None:
-        """Why no MoE with experts of this form (experts.form), made from this dense model, could take this form, judging by
-        the model's parts; None if it might."""
+        """Why no MoE of this dense model, with experts of this form, could take it, by the model's parts; None if one
+        might."""
 
     @abstractmethod
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:

@@ -255,8 +255,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class Check:
-    """How an export is verified in transformers; stored: the dtype of the converted folder's weights; far: what both models
-    run beside the text."""
+    """How an export is verified; stored: the dtype of the converted folder's weights; far: what runs beside the text."""
 
     text: EvaluationText
     dtype: str
@@ -319,8 +318,7 @@ class Check:
         return first_difference(ours, theirs, LAYER_DIFFERENCE)
 
     def run_as_stored(self, out: Path, proved: Recorded) -> StoredRun | None:
-        """Run the first tokens of the longest sequence as who loads the export will, if the proof (`proved`) ran in another
-        dtype."""
+        """Run a few tokens as who loads the export will, if the proof (`proved`) ran in another dtype."""
         if self.stored == getattr(torch, self.dtype):
             return None
         ids, mask = self.text.sequences.input_ids, self.text.sequences.mask

@@ -77,8 +77,7 @@ def write_checkpoint(
 
 
 def write_config(config: PreTrainedConfig, folder: Path) -> None:
-    """Write config.json with the keys of transformers 4, too: who reads those alone takes defaults without a word where they
-    are missing."""
+    """Write config.json with the keys of transformers 4, too: who reads those alone would take defaults without a word."""
     config.save_pretrained(folder)
     file = folder / "config.json"
     values = json.loads(file.read_text("utf-8"))

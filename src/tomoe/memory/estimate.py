@@ -109,8 +109,7 @@ def layout_of(recipe: Recipe, shape: ModelShape) -> Layout | None:
 
 
 def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None, shards: int = 1) -> tuple[MemoryEstimate, ...]:
-    """Return what each stage takes in one process, of a GPU if there is one: training (or carving), with `shards` of them,
-    repair if any, folding."""
+    """Return what each stage takes in one process, of a GPU if there is one, with `shards` of them in training."""
     t = recipe.train
     shape = sizes.shape
     computing = BaseWeights.of(recipe).compute
@@ -262,8 +261,7 @@ def calibration_bytes(s: ModelShape, dtype: torch.dtype, layout: Layout, data: D
 
 
 def equation_bytes(shape: ModelShape) -> int:
-    """Bytes of one layer's normal equations while they are solved: Gram matrix, other side and solution in float32 and
-    float64, and a factor."""
+    """Bytes of one layer's normal equations: Gram matrix, other side and solution in float32 and float64, and a factor."""
     return shape.mlp_size * (shape.mlp_size + shape.hidden_size) * (_FLOAT32 + 2 * _FLOAT64)
 
 

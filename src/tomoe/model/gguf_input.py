@@ -66,8 +66,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Raises UserError if the file cannot be parsed, or is a part of a model, an adapter or anything else that is no
-        language model."""
+        """Raises UserError if the file cannot be parsed, or is a part of a model, an adapter or no language model."""
         status = path.stat()
         return _read(path, status.st_mtime_ns, status.st_size)
 

@@ -200,8 +200,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def strip_remote_code_(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make `save_pretrained` write no `auto_map`: it names code that whoever loads the folder with trust_remote_code would
-    run."""
+    """Make `save_pretrained` write no `auto_map`, which names code that who loads the folder may run."""
     tokenizer.init_kwargs.pop("auto_map", None)
     # transformers writes it from these, too
     tokenizer._auto_map = tokenizer._auto_class = None

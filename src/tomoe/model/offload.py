@@ -36,8 +36,7 @@ class _LayerHook(AlignDevicesHook):
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system: glibc keeps pieces of medium size that the next layer cannot use, some MB per
-    layer."""
+    """Return freed memory to the system: glibc keeps pieces that the next layer cannot use, some MB per layer."""
     # other C libraries have no malloc_trim
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)

@@ -91,8 +91,7 @@ def layer_parts(model: nn.Module) -> list[LayerParts]:
 
 
 def shape_of(model: nn.Module) -> ModelShape:
-    """Sizes read from the modules; those of attention are 0 where ToMoE cannot prune it. Raises UserError if no MLP can be
-    converted."""
+    """Sizes read from the modules; of attention 0 where it cannot be pruned. Raises UserError if no MLP can be converted."""
     mlps = converted_mlps(model)
     heads = _attention_sizes(model, mlps)
     known = ModelShape(

@@ -133,8 +133,7 @@ class _Warnings(logging.Handler):
 
 @contextmanager
 def _listening(place: Path | str, model: str) -> Iterator[None]:
-    """Take the messages and bars of transformers, unless its verbosity is info; what it warns of and nobody has handled
-    becomes a `Note`."""
+    """Take the messages and bars of transformers, unless its verbosity is info; what nobody has handled becomes a `Note`."""
     bars = transformers_logging.is_progress_bar_enabled()
     if transformers_logging.get_verbosity() <= logging.INFO:
         yield

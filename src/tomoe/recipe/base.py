@@ -19,8 +19,7 @@ from tomoe.files import atomic_write, parse_json, read_text
 
 
 class Section(BaseModel):
-    """Frozen keys; an unknown key is an error, and so is an infinity: pydantic's ValidationError, or within a recipe a
-    UserError."""
+    """Frozen keys; an unknown key is an error (pydantic's, or within a recipe a UserError), and so is an infinity."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, defer_build=True
@@ -170,8 +169,7 @@ def _folder() -> Traversable:
 
 
 def read_recipe(path_or_preset: str | Path) -> tuple[dict[str, Any], str]:
-    """The raw values of a recipe file or preset, and how errors name it. Raises UserError: no such preset or file, not a
-    recipe."""
+    """The raw values of a recipe file or preset, and how errors name it. Raises UserError if it is no recipe."""
     if str(path_or_preset) in presets():
         name = str(path_or_preset)
         return tomllib.loads(_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8")), f"preset {name}"

@@ -119,8 +119,7 @@ def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
 
 @styled
 def training_figure(metrics: Metrics) -> CaptionedFigure | None:
-    """The distillation loss by step, without skipped steps; None with fewer than two rows of metrics.jsonl whose loss is a
-    finite number."""
+    """The distillation loss by step, without skipped steps; None with fewer than two finite numbers."""
     points = [
         (row["step"], row["distill"])
         for row in metrics

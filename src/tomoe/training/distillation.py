@@ -102,8 +102,7 @@ def distill_loss(
     mask: Bool[Tensor, "B S"] | None,
     head: Head,
 ) -> Float[Tensor, ""]:
-    """Return the KL to the teacher's predictions, or without a teacher the cross-entropy to the next token; without a mask no
-    token is padding."""
+    """Return the KL to the teacher, or without one the cross-entropy to the next token; without a mask nothing is padding."""
     if teacher is not None:
         return kl_loss(student, teacher, head, None if mask is None else mask.flatten())
     targets, valid = shift_targets(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask)

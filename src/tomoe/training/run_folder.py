@@ -128,8 +128,7 @@ class RunFolder:
         recipe.save(self.recipe)
 
     def origin_fingerprint(self) -> str:
-        """Return the fingerprint of the model that the run started from; empty if none was recorded. Raises UserError if its
-        file is damaged."""
+        """Return the fingerprint of the run's model; empty if none was recorded. Raises UserError if its file is damaged."""
         return read_text(self.origin).strip() if self.origin.exists() else ""
 
     def check_origin(self, fingerprint: str, name: str) -> None:
@@ -173,8 +172,7 @@ class RunFolder:
             shutil.rmtree(old, ignore_errors=True)
 
     def last(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint, or None if there is no checkpoint. Raises UserError if there are some, but none
-        is whole."""
+        """Return the newest whole checkpoint, if there are any. Raises UserError if none of them is whole."""
         folders = self.steps()[::-1]
         for folder in folders:
             if checkpoint := self._read(folder):

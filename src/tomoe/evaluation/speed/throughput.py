@@ -39,8 +39,7 @@ Kept = Sequence[tuple[Tensor, Tensor]]  # keys and values of every layer
 
 
 def resident_bytes(device: torch.device) -> int | None:
-    """Bytes of memory that this process, or on a GPU its tensors, takes now, without pages of files; None where that is not
-    told."""
+    """Bytes that this process, or on a GPU its tensors, takes now, without pages of files; None where that is not told."""
     gc.collect()
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -336,8 +335,7 @@ def _ratios(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
 def run_cells(
     pair: Pair, batches: Sequence[int], prompts: Sequence[int], progress: StageCallback = no_stage_progress
 ) -> tuple[list[Cell], list[str]]:
-    """Time all cells, small ones first; return them, and a line for each that would take too long. Nothing larger than a
-    prefill that took too long is tried."""
+    """Time all cells, small ones first; return them, and a line for each that would take too long."""
     cells: list[Cell] = []
     left_out: list[str] = []
     sizes = sorted(((b, p) for b in batches for p in prompts), key=lambda size: size[0] * size[1])

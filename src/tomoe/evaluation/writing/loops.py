@@ -53,8 +53,7 @@ def opening(topic: str) -> str:
 
 
 def loops(ids: Sequence[int]) -> bool:
-    """Whether the tokens end in one stretch, again and again; one that repeats with other numbers in it, as in a list, shows
-    in `distinct`."""
+    """Whether the tokens end in one stretch, again and again; one with other numbers in it shows in `distinct`."""
     for period in range(1, LONGEST + 1):
         # so many tokens at the end equal the one a period before
         equal = next((n for n in range(len(ids) - period) if ids[-1 - n] != ids[-1 - n - period]), len(ids) - period)

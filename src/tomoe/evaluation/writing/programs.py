@@ -27,8 +27,8 @@ exec(compile(sys.stdin.read(), "program", "exec"), {{"__name__": "__main__"}})
 
 
 def runs(program: str, seconds: float = SECONDS) -> bool:
-    """Whether a Python program comes to its end without an error, in an empty folder and environment: it has to reach a last
-    line that is added here."""
+    """Whether a program comes to its end without an error, in an empty folder: it has to reach a last line that is added
+    here."""
     word = secrets.token_hex(16)
     command = [sys.executable, "-I", "-S", "-B", "-c", _LIMITED]
     with tempfile.TemporaryDirectory() as folder:

@@ -52,8 +52,7 @@ class Entry:
 
 
 def wanted_type(name: str, shape: tuple[int, ...], precision: Precision) -> GGMLQuantizationType:
-    """Routers, norms, biases and convolutions are small and stay float32; embeddings and output matrix are not made coarser
-    than Q6_K."""
+    """What is small stays float32; embeddings and output matrix are not made coarser than Q6_K."""
     if len(shape) == 1 or any(part in name for part in ("ffn_gate_inp", "conv1d", "shortconv.conv")):
         return GGMLQuantizationType.F32
     return TYPES["q6_k" if precision == "q4_k" and name in ("token_embd.weight", "output.weight") else precision]

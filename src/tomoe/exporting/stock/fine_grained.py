@@ -214,8 +214,8 @@ def router_scales(moe: ToMoEForCausalLM, form: RouterForm) -> list[float]:
 def router_tensors(
     mlp: ToMoEMLP, layout: StockLayout, eps: float, form: RouterForm
 ) -> tuple[Float[Tensor, "n D"], Float[Tensor, " n"]]:
-    """u and c in float32. Behind the router's experts stand those of the shared part, and those of zeros, of which as many as
-    are missing to k are chosen."""
+    """u and c in float32. Of the experts of zeros, behind those of the shared part, as many as are missing to k are
+    chosen."""
     needed = layout.top_k - experts_per_token(mlp)
     others = layout.experts - mlp.num_experts
     return stored_router(form, mlp.router.weight, mlp.router.bias, eps, needed, others - needed)
