@@ -142,8 +142,8 @@ class TrainSection(LoopSection):
     shard: bool = False
     """Shard the frozen base over the ranks of torchrun (FSDP2)."""
     compile: Literal["auto"] | bool = "auto"
-    """Whether decoder layers and noise run by torch.compile: the same numbers but for rounding. With fine-grained experts only the
-    teacher's layers are. `auto`: on CUDA, unless the base is quantized or sharded."""
+    """Whether decoder layers and noise run by torch.compile: the same numbers but for rounding. With fine-grained experts only
+    the teacher's layers are. `auto`: on CUDA, unless the base is quantized or sharded."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
