@@ -103,11 +103,18 @@ class Training:
         best: BestWeights | None = None,
         eight_bit: bool = False,
     ):
-        self.model, self.net, self.loop, self.seed, self.corpus, self.run = model, net, loop, seed, corpus, run
+        self.model = model
+        self.net = net
+        self.loop = loop
+        self.seed = seed
+        self.corpus = corpus
+        self.run = run
+        self.step_fn = step_fn
+        self.best = best
         self.optimizer = make_optimizer(net, loop, fused, scales, eight_bit)
-        self.step_fn, self.best = step_fn, best
-        self.step, self.nonfinite_steps = 0, 0
-        self.saved, self.updating = -1, False
+        self.step = self.nonfinite_steps = 0
+        self.saved = -1
+        self.updating = False
 
     def resume(self) -> bool:
         """Load the newest whole checkpoint; returns False if there is none yet."""
