@@ -102,10 +102,14 @@ def _origin(plan: AnyPlan, recipe: Recipe) -> list[tuple[str, str]]:
 
 def layer_table(plan: AnyPlan) -> tuple[list[str], list[list[str]]]:
     """Titles and cells, one line for each layer."""
-    titles, cells = WORDS[plan.form].columns(plan)
-    return ["layer", *titles, "active params"], [
-        [str(row["layer"]), *own, f"{row['active']:.1%}"] for row, own in zip(plan.describe(), cells, strict=True)
-    ]
+    rows = plan.describe()
+    titles = {"layer": "layer", **WORDS[plan.form].titles, "active": "active params"}
+    shown = [key for key in titles if key in rows[0]]
+    return [titles[key] for key in shown], [[_cell(row[key]) for key in shown] for row in rows]
+
+
+def _cell(value: int | float | None) -> str:
+    return "-" if value is None else f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
 def _output_weights(plan: AnyPlan) -> int | None:

@@ -7,16 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from tomoe.model.projections import Kind
 from tomoe.plan import InputsPlan, Plan
+
+DIMS = {"qk_dims": "Q/K dims", "value_dims": "V/O dims"}
 
 
 class FormWords(ABC):
     """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; measured: of what
-    the figure of the layers shows shares."""
+    the figure of the layers shows shares; titles: of columns of `plan.describe()`."""
 
     drawing: ClassVar[str]
     drawn: ClassVar[str]
+    titles: ClassVar[Mapping[str, str]]
     product: ClassVar[str] = "a Mixture-of-Experts"
     measured: ClassVar[str] = "of the neurons or dims"
 
@@ -31,10 +33,6 @@ class FormWords(ABC):
     @abstractmethod
     def card(self, plan: Any, dialed: bool) -> str:
         """The same for the card, where the sentence begins with "in every layer"; dialed: other numbers can be asked for."""
-
-    @abstractmethod
-    def columns(self, plan: Any) -> tuple[list[str], list[list[str]]]:
-        """Titles and cells of a table of layers, without the number of the layer."""
 
     def bars(self, plan: Any) -> dict[str, list[float]]:
         """For each layer, parts of the MLP that lie within each other, as shares of its neurons; the whole first."""
@@ -54,6 +52,14 @@ class FineWords(FormWords):
         "The neurons of a dense MLP, all of which every token uses, are sorted into a shared part and small experts. Each token "
         "uses the shared part and the few experts that a router chooses for it."
     )
+    titles = {
+        "shared": "shared part",
+        "expert_size": "expert size",
+        "top_k": "of a token",
+        "width": "neurons of a token",
+        "width_share": "of neurons",
+        **DIMS,
+    }
 
     def routing(self, plan: Plan) -> str:
         return f"a shared part and {plan.num_experts} experts, {span(_top_ks(plan))} of them for each token"
@@ -86,20 +92,6 @@ class FineWords(FormWords):
             "shared by all tokens": [row["shared"] / size for row in layers],
         }
 
-    def columns(self, plan: Plan) -> tuple[list[str], list[list[str]]]:
-        titles = ["shared part", "experts", "of a token", "neurons of a token", "of neurons", *DIMS]
-        return titles, [
-            [
-                f"{row['shared']:,}",
-                f"{plan.num_experts} x {row['expert_size']}",
-                str(row["top_k"]),
-                f"{row['width']:,}",
-                f"{row['width_share']:.1%}",
-                *_dims(row),
-            ]
-            for row in plan.describe()
-        ]
-
 
 class OverlappingWords(FormWords):
     drawing = "method-overlapping.svg"
@@ -107,6 +99,7 @@ class OverlappingWords(FormWords):
         "The neurons of a dense MLP, all of which every token uses, are gathered into experts that share neurons. Each token "
         "uses the one expert that a router chooses for it; neurons of no expert are dropped."
     )
+    titles = {"width": "expert width", "width_share": "of neurons", "union_share": "in any expert", **DIMS}
 
     def routing(self, plan: Plan) -> str:
         return f"{plan.num_experts} experts, one for each token"
@@ -134,15 +127,8 @@ class OverlappingWords(FormWords):
             "in the expert of a token": [row["width_share"] for row in layers],
         }
 
-    def columns(self, plan: Plan) -> tuple[list[str], list[list[str]]]:
-        titles = ["expert width", "of neurons", "in any expert", *DIMS]
-        return titles, [
-            [f"{row['width']:,}", f"{row['width_share']:.1%}", f"{row['union_share']:.1%}", *_dims(row)]
-            for row in plan.describe()
-        ]
 
-
-KIND_NAMES: dict[Kind, str] = {
+KIND_NAMES: dict[str, str] = {
     "attention": "Q, K, V",
     "output": "attention output",
     "up": "gate and up",
@@ -158,6 +144,7 @@ class InputsWords(FormWords):
     )
     product = "a model that uses the largest inputs of its projections"
     measured = "of its inputs"
+    titles = KIND_NAMES
 
     def routing(self, plan: InputsPlan) -> str:
         return "dense projections, of whose inputs a token uses the largest"
@@ -184,18 +171,8 @@ class InputsWords(FormWords):
         rows = plan.describe()
         return {KIND_NAMES[kind]: [math.nan if row[kind] is None else row[kind] for row in rows] for kind in plan.names}
 
-    def columns(self, plan: InputsPlan) -> tuple[list[str], list[list[str]]]:
-        return [KIND_NAMES[kind] for kind in plan.names], [
-            ["-" if row[kind] is None else f"{row[kind]:.1%}" for kind in plan.names] for row in plan.describe()
-        ]
-
 
 WORDS: dict[str, FormWords] = {"fine": FineWords(), "overlapping": OverlappingWords(), "inputs": InputsWords()}
-DIMS = ("Q/K dims", "V/O dims")
-
-
-def _dims(row: Mapping[str, Any]) -> list[str]:
-    return [str(row["qk_dims"]), str(row["value_dims"])]
 
 
 def _top_ks(plan: Plan) -> list[int]:
