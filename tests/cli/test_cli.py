@@ -50,7 +50,6 @@ def test_defaults_that_the_command_line_repeats() -> None:
         target.Options.precision,
     )
     exporting = importlib.import_module("tomoe.cli.export")
-    assert get_args(exporting.Precision) == get_args(target.Precision)
     assert set(get_args(exporting.Format)) == {"auto", *choice.TARGETS}
     assert inspect.signature(evaluate).parameters["batch_size"].default == BATCH
 

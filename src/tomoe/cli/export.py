@@ -13,7 +13,6 @@ from tomoe.exporting import target
 from tomoe.recipe import target_rules
 
 Format = Literal["auto", target_rules.Format]
-Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"]
 
 
 def export(
@@ -40,7 +39,7 @@ def export(
             show_default="64; for fine-grained experts 8, in GGUF none",
         ),
     ] = None,
-    weights: Annotated[Precision, typer.Option("--weights", help="Precision of a GGUF file.")] = "f16",
+    weights: Annotated[target_rules.Precision, typer.Option("--weights", help="Precision of a GGUF file.")] = "f16",
     unverified: Annotated[
         bool, typer.Option("--unverified", help="Write without a comparison; without llama.cpp GGUF needs it.")
     ] = False,

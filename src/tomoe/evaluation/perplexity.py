@@ -350,11 +350,10 @@ def token_losses(dense: nn.Module, moe: nn.Module, ids: Sequence[int]) -> TokenL
     """Run the tokens through both models once; None for fewer than two tokens."""
     if len(ids) < 2:
         return None
-    return TokenLosses(*(_losses(model, ids).tolist() for model in (dense, moe)))
-
-
-def _losses(model: Any, ids: Sequence[int]) -> Float[Tensor, " T"]:
-    tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
-    with torch.no_grad(), evaluating(model), choosing_all(model):
-        logits = model(tokens, use_cache=False).logits[0, :-1].float()
-    return F.cross_entropy(logits, tokens[0, 1:].to(logits.device), reduction="none")
+    losses = []
+    for model in (dense, moe):
+        tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
+        with torch.no_grad(), evaluating(model), choosing_all(model):
+            logits = model(tokens, use_cache=False).logits[0, :-1].float()
+        losses.append(F.cross_entropy(logits, tokens[0, 1:].to(logits.device), reduction="none").tolist())
+    return TokenLosses(*losses)

@@ -61,26 +61,22 @@ def summarize(sequences: Iterable[Iterable[Positions]]) -> Agreement:
             count = torch.tensor(float(len(targets)))
             sums += torch.stack([count, ref_nll, nll, kl, agreements, differences]).double()
         largest_in_sequence.append(largest)
-    return _agreement(sums.tolist(), largest_in_sequence, largest_logit)
-
-
-def _agreement(sums: list[float], largest_in_sequence: list[float], largest_logit: float) -> Agreement:
-    count, ref_nll, nll, kl_sum, agreements, differences = sums
-    if not count:
+    if not (total := float(sums[0])):
         raise UserError("the text holds no token to compare the models on; give more text")
-    if not (math.isfinite(nll) and math.isfinite(kl_sum)):
-        raise UserError(f"the export's predictions are not finite numbers (mean loss {nll / count})")
+    ref_loss, loss, divergence, agreed, off = (sums[1:] / total).tolist()
+    if not (math.isfinite(loss) and math.isfinite(divergence)):
+        raise UserError(f"the export's predictions are not finite numbers (mean loss {loss})")
     return Agreement(
-        positions=int(count),
+        positions=int(total),
         blocks=len(largest_in_sequence),
         largest_difference=max(largest_in_sequence),
         typical_difference=sorted(largest_in_sequence)[len(largest_in_sequence) // 2],
-        expected_difference=differences / count,
+        expected_difference=off,
         largest_logit=largest_logit,
-        kl=max(0.0, kl_sum / count),
-        top1_agreement=agreements / count,
-        reference_perplexity=math.exp(min(ref_nll / count, 700.0)),
-        perplexity=math.exp(min(nll / count, 700.0)),
+        kl=max(0.0, divergence),
+        top1_agreement=agreed,
+        reference_perplexity=math.exp(min(ref_loss, 700.0)),
+        perplexity=math.exp(min(loss, 700.0)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,8 +13,8 @@ from tomoe.errors import UserError
 from tomoe.exporting.verify import Check, Proof
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback
+from tomoe.recipe.target_rules import Precision as Precision
 
-Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 

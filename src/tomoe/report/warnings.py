@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from tomoe.evaluation.results import ExpertUsage, Row
 from tomoe.plan import AnyPlan, InputsPlan, Plan
 from tomoe.pruning.layouts import tolerance_of
 from tomoe.recipe.target_rules import TARGET_RULES
 from tomoe.report.summary import recipe_of
-
-Kind = Literal[
-    "dead experts",
-    "overloaded expert",
-    "collapsed routing",
-    "narrow attention",
-    "unused neurons",
-    "budget missed",
-    "context",
-    "training text",
-    "few sequences",
-    "worse than before",
-]
 
 ENOUGH = 500  # tokens for each expert: in a page or two of one article, one that got none is not dead
 OVERLOADED = 0.5  # share of a layer's tokens that one of three or more experts gets
@@ -42,7 +28,7 @@ FEW_SEQUENCES = 8  # sequences of the evaluation text; with fewer the standard e
 class Finding:
     """One warning. `kind` is for programs, `text` for people: a sentence without full stop that names layers and numbers."""
 
-    kind: Kind
+    kind: str
     text: str
 
 
