@@ -220,11 +220,9 @@ class Proof:
     @property
     def result(self) -> str:
         far = "".join(f"; {f.what} largest difference {f.agreement.largest_difference:.2g}" for f in self.far)
-        return self.compared + far + (f"; {self.stored.result}" if self.stored else "")
+        return self._compared() + far + (f"; {self.stored.result}" if self.stored else "")
 
-    @property
-    def compared(self) -> str:
-        """The line without the run in the stored dtype."""
+    def _compared(self) -> str:
         a = self.agreement
         whole = self.all_experts
         perplexities = f"perplexity {a.perplexity:.4f} (converted folder: {a.reference_perplexity:.4f})"
@@ -268,11 +266,9 @@ class Check:
     def how(self) -> str:
         return f"{self.dtype} in transformers {transformers.__version__}"
 
-    def load(self, folder: Path, num_experts_per_tok: int | None = None) -> Any:
+    def load(self, folder: Path) -> Any:
         """An export, fresh from its folder."""
-        dtype = getattr(torch, self.dtype)
-        device = pick_device(self.device)
-        return load_dense(str(folder), dtype, device, num_experts_per_tok=num_experts_per_tok)
+        return load_dense(str(folder), getattr(torch, self.dtype), pick_device(self.device))
 
     def run(self, model: Any, what: str) -> Recorded:
         """What a model predicts for the text."""
