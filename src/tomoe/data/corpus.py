@@ -41,7 +41,6 @@ class Sequences:
 
     input_ids: Int[Tensor, "B S"]
     mask: Bool[Tensor, "B S"]  # True on real tokens, False on padding (at the end of a sequence only)
-    source_ids: Int[Tensor, " B"] | None = None  # index into `Corpus.sources`; None if unknown
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -53,8 +52,7 @@ class Sequences:
 
     def select(self, indices: Int[Tensor, " n"]) -> Sequences:
         """The sequences with these indices, in that order."""
-        sources = None if self.source_ids is None else self.source_ids[indices]
-        return Sequences(self.input_ids[indices], self.mask[indices], sources)
+        return Sequences(self.input_ids[indices], self.mask[indices])
 
     def truncate(self, tokens: int) -> Sequences:
         """As many of the first sequences as this many tokens fill, at least one."""
@@ -63,14 +61,20 @@ class Sequences:
 
 def _read_part(tensors: dict[str, Tensor], part: str) -> Sequences:
     """One part of a corpus file. Raises KeyError or ValueError if it holds no sequences."""
-    ids, mask, sources = (tensors.get(f"{part}.{name}") for name in ("input_ids", "mask", "source_ids"))
-    if ids is None or mask is None:
-        raise KeyError(part)
+    ids = tensors[f"{part}.input_ids"]
+    mask = tensors[f"{part}.mask"]
     valid = ids.dim() == 2 and ids.shape == mask.shape and ids.dtype == torch.int32 and mask.dtype == torch.bool
-    sources_valid = sources is None or (sources.dtype == torch.int32 and sources.shape == ids.shape[:1])
-    if not valid or not sources_valid or bool((ids < 0).any()):
+    if not valid or bool((ids < 0).any()):
         raise ValueError(f"{part} is {tuple(ids.shape)} of {ids.dtype}")
-    return Sequences(ids.long(), mask, sources)
+    return Sequences(ids.long(), mask)
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha.update(f"{name} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.numpy().tobytes())
+    return sha.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,11 +109,7 @@ class Corpus:
 
     def digest(self) -> str:
         """SHA-256 (hex) of all ids and masks."""
-        sha = hashlib.sha256()
-        for name, tensor in sorted(self._tensors().items()):
-            sha.update(f"{name} {tuple(tensor.shape)}".encode())
-            sha.update(tensor.numpy().tobytes())
-        return sha.hexdigest()
+        return _digest(self._tensors())
 
     def save(self, path: str | Path) -> None:
         """Write one .safetensors file, atomically. Raises UserError if that fails."""
@@ -154,7 +154,7 @@ class Corpus:
                 seed=seed,
                 evaluation_name=metadata.get("evaluation_name"),
             )
-            unaltered = corpus.digest() == metadata["sha256"]
+            unaltered = _digest(tensors) == metadata["sha256"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{path} holds no token sequences ({shortened(error)}); prepare them again") from None
         if not unaltered:
@@ -167,8 +167,6 @@ class Corpus:
             sequences: Sequences = getattr(self, part)
             tensors[f"{part}.input_ids"] = sequences.input_ids.int().contiguous()
             tensors[f"{part}.mask"] = sequences.mask.contiguous()
-            if sequences.source_ids is not None:
-                tensors[f"{part}.source_ids"] = sequences.source_ids.int().contiguous()
         return tensors
 
 
@@ -366,13 +364,13 @@ def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def joined(texts: Sequence[Sequences]) -> Sequences:
-    """All sequences, padded to the longest; their source ids number the texts."""
+    """All sequences, padded to the longest."""
     length = max(text.input_ids.shape[1] for text in texts)
     ids, masks = (
         torch.cat([torch.nn.functional.pad(t, (0, length - t.shape[1])) for t in tensors])
         for tensors in zip(*((text.input_ids, text.mask) for text in texts), strict=True)
     )
-    return Sequences(ids, masks, torch.cat([torch.full((len(text),), i) for i, text in enumerate(texts)]))
+    return Sequences(ids, masks)
 
 
 @lru_cache(maxsize=4)
