@@ -174,7 +174,8 @@ class ChatWriter:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, origin: str):
         """Keep a tokenizer; `origin` names the chats in errors."""
-        self.tokenizer, self.origin = tokenizer, origin
+        self.tokenizer = tokenizer
+        self.origin = origin
 
     def write(self, chat: Chat) -> str:
         """The text. Raises UserError if there is no template, and RowError if it refuses this chat."""

@@ -327,7 +327,8 @@ def _windows(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
         size += len(text)
         if size >= characters:
             yield window
-            window, size = [], 0
+            window = []
+            size = 0
     if window:
         yield window
 

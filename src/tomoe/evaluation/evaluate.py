@@ -129,12 +129,14 @@ def _loaded(
     settings: Sequence[tuple[str, Setting | None]], dtype: str, device: str, offload: bool
 ) -> Iterator[tuple[str, PreTrainedModel]]:
     """Load each model when it is asked for, once for all of its points."""
-    before, model = "", None
+    before = ""
+    model = None
     for name, point in settings:
         if name != before:
             # the one before must be gone
             model = None
-            before, model = name, load_model(name, dtype, device, offload)
+            before = name
+            model = load_model(name, dtype, device, offload)
         assert model is not None
         if point is not None:
             use_(model, point)

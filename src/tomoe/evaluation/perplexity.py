@@ -45,7 +45,8 @@ class Predictions:
     whose logits are no plain product with their states run again."""
 
     def __init__(self, model: nn.Module, keep: bool = False):
-        self.model, self.keep = model, keep
+        self.model = model
+        self.keep = keep
         self.chunked: bool | None = None
         self.kept: dict[int, Tensor] = {}
         # of the sequences that ran last

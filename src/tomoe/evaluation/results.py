@@ -18,7 +18,8 @@ FORMAT = "tomoe-comparison-2"
 # in the folder of a model with fine-grained experts: the dense model, then the model with several numbers of experts
 DIAL = "dial.json"
 # metrics of tasks whose answers are written
-LOOP_METRIC, TOKENS_PER_S = "ends in a loop", "tokens_per_s"
+LOOP_METRIC = "ends in a loop"
+TOKENS_PER_S = "tokens_per_s"
 T = TypeVar("T")
 
 

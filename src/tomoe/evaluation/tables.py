@@ -37,7 +37,8 @@ def count(number: int) -> str:
 
 def cells(row: Row) -> dict[str, str]:
     """One row of every table, by column title."""
-    m, f = row.measurement, row.facts
+    m = row.measurement
+    f = row.facts
     error = "" if m.standard_error is None else f" ± {m.standard_error:.2f}"
     return {
         "model": row.name,
@@ -184,7 +185,8 @@ def to_rich(rows: Sequence[Row]) -> Table:
     titles, body = table(rows)
     kept = [i for i, title in enumerate(titles) if title not in ("tokens", "context")]
     shown = _rich([titles[i].replace(" ", "\n", 1) for i in kept], [[values[i] for i in kept] for values in body])
-    shown.caption, shown.caption_justify = escape(footnote(rows)), "left"
+    shown.caption = escape(footnote(rows))
+    shown.caption_justify = "left"
     return shown
 
 

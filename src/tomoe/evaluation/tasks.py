@@ -89,7 +89,8 @@ class TaskSet:
         and not installed, or a task, the folder or the data are not found."""
         if folder is not None and not folder.is_dir():
             raise UserError(f"there is no folder {folder} to read task files from")
-        self.limit, self.batch_size = limit, batch_size
+        self.limit = limit
+        self.batch_size = batch_size
         self.tasks: list[tuple[TaskSpec, Any]] = [
             (spec, writing.load(spec.name, folder, limit, run_code) if _is_written(spec) else None) for spec in specs
         ]

@@ -145,7 +145,9 @@ def _formula(
     head_dim = getattr(module, "head_dim", None)
     if inputs.get("position_embeddings") is None or scale is None or head_dim is None:
         raise _refuse(model, "it does not get cos and sin of RoPE in every layer, or has no scaling and head_dim")
-    x, (cos, sin), mask = inputs["hidden_states"], inputs["position_embeddings"], inputs.get("attention_mask")
+    x = inputs["hidden_states"]
+    cos, sin = inputs["position_embeddings"]
+    mask = inputs.get("attention_mask")
     size = cos.shape[-1]
 
     def heads(projection: nn.Module, norm: nn.Module | None, rotated: bool) -> Float[Tensor, "1 h S C"]:

@@ -113,7 +113,9 @@ class _Streamer(BaseStreamer):
     """Hands over what is written, in whole characters."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int], on_text: Callable[[str], None]):
-        self.tokenizer, self.prompt, self.on_text = tokenizer, prompt, on_text
+        self.tokenizer = tokenizer
+        self.prompt = prompt
+        self.on_text = on_text
         self.written: list[int] = []
         self.begun = False
         self.shown = 0

@@ -143,7 +143,8 @@ class GgufFile:
     def _llama3(self, theta: float) -> dict[str, Any]:
         """The parameters of Llama 3.1 that give these factors; the file holds their result alone."""
         assert self.factors is not None
-        count, factor = len(self.factors), float(self.factors.max())
+        count = len(self.factors)
+        factor = float(self.factors.max())
         waves = 2 * math.pi * theta ** (torch.arange(count, dtype=torch.float64) / count)
         for original in (2**n for n in range(5, 21)):
             low, high = 1.0, 4.0

@@ -57,7 +57,8 @@ def _unpack(known: str, folder: Path) -> None:
     """Write a known model as a folder that loads as its .gguf file does, in every dtype."""
     gguf = str(resolve(known))
     # as exact as the file
-    dense, tokenizer = load_dense(gguf, torch.float32), load_tokenizer(gguf)
+    dense = load_dense(gguf, torch.float32)
+    tokenizer = load_tokenizer(gguf)
     with one_sentence(known, folder), writing(f"the folder {folder}"):
         dense.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -143,7 +143,8 @@ class RunRecipe(BaseRecipe):
 
     def _with_enough_text(self) -> DataSection:
         """The text, with a number for `data.tokens` if it is 0; it still counts as not given."""
-        train, data = self.train, self.data
+        train = self.train
+        data = self.data
         if data.tokens:
             return data
         # a repair is fitted to the calibration text, too

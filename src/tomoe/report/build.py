@@ -35,7 +35,8 @@ from tomoe.training.run_folder import RunFolder
 
 FORMAT = "tomoe-report-1"
 WRITTEN, SHOWN = 8, 3  # texts that each model writes, and those that the page shows
-SLOW, SHORT = 2e9, 64  # weights from which on a CPU writes short texts, and their tokens
+SLOW = 2e9  # weights from which on a CPU writes short texts
+SHORT = 64  # tokens of those
 PAIRED = 512  # tokens of its first sequence whose losses are compared; their logits are in memory together
 
 
@@ -68,7 +69,8 @@ def write_reports(
     """Measure a conversion beside its dense model (`dense`, if it is loaded) on the text it held out; write evaluation.json,
     README.md, report.html. With `again` false, what was measured of this plan before is shown as it is. Process 0 writes.
     Raises UserError if `out` holds no conversion, holds damaged files, or cannot be written."""
-    plan, recipe = read_plan(out), Recipe.load(out / "recipe.json")
+    plan = read_plan(out)
+    recipe = Recipe.load(out / "recipe.json")
     rows, observed = ([], None) if again else _kept(out)
     if observed is None:
         rows, observed = _measure(out, recipe, dense, on_progress)
@@ -105,7 +107,8 @@ def _measure(
     # and one that was quantized or offloaded fits layer by layer only
     offload = recipe.offload or recipe.train.quantization != "none"
     dense = dense if dense is not None else load_model(recipe.model, recipe.train.dtype, device, offload)
-    moe, tokenizer = load_model(str(out), recipe.train.dtype, device, offload), load_tokenizer(str(out))
+    moe = load_model(str(out), recipe.train.dtype, device, offload)
+    tokenizer = load_tokenizer(str(out))
     base = BaseWeights.of(recipe)
     dense, moe = base.computing_(dense), base.computing_(moe)
     text = held_out_text([str(out)])
@@ -123,7 +126,8 @@ def _kept(out: Path) -> tuple[list[Row], Observed | None]:
     path = out / "report.json"
     if not path.exists():
         return [], None
-    values, rows = read_json(path), read_rows(out)
+    values = read_json(path)
+    rows = read_rows(out)
     if not rows or (values.get("format"), values.get("plan")) != (FORMAT, _plan_hash(out)):
         return [], None
     return rows, _checked(path, Observed, values)

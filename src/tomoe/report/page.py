@@ -84,7 +84,9 @@ def write_page(out: Path, facts: PageFacts) -> Path:
 
 
 def _cost(cost: Mapping[str, Any]) -> list[tuple[str, str]]:
-    seconds, tokens, device = cost.get("seconds", {}), cost.get("tokens", {}), cost.get("device")
+    seconds = cost.get("seconds", {})
+    tokens = cost.get("tokens", {})
+    device = cost.get("device")
     stages = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
     time = f"{duration(sum(seconds.values()))} ({stages})" if seconds else "not known"
     used = cost.get("threads") if device == "cpu" else None

@@ -74,7 +74,8 @@ def loss_sentence(losses: TokenLosses) -> str:
     """How the difference in loss is spread over the tokens of the passage."""
     grown = sorted((moe - dense for dense, moe in zip(losses.dense, losses.moe, strict=True)), reverse=True)
     tenth = max(1, len(grown) // 10)
-    mean, rest = sum(grown) / len(grown), sum(grown[tenth:]) / max(1, len(grown) - tenth)
+    mean = sum(grown) / len(grown)
+    rest = sum(grown[tenth:]) / max(1, len(grown) - tenth)
     return (
         f"Of {len(grown):,} tokens of the held-out text {sum(g > 0 for g in grown):,} cost it more than the dense model, "
         f"{mean:+.2f} nats on average; without the tenth that cost most more, {rest:+.2f}."

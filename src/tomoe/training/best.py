@@ -45,7 +45,8 @@ class BestWeights:
         due = step % ceil_div(max(1, self.steps), self.checks) == 0 or step == self.steps
         if not due or step == self.checked:
             return {}
-        loss, self.checked = self.held_out_loss(), step
+        loss = self.held_out_loss()
+        self.checked = step
         if step == 0:
             self.start = self.loss = loss
         elif loss < self.loss:

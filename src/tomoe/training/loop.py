@@ -122,7 +122,8 @@ class Training:
         if checkpoint is None:
             return False
         self.run.restore(checkpoint, self.net, self.optimizer)
-        self.step, self.nonfinite_steps = checkpoint.step, int(checkpoint.state[_NONFINITE])
+        self.step = checkpoint.step
+        self.nonfinite_steps = int(checkpoint.state[_NONFINITE])
         if self.best:
             self.best.restore(checkpoint.state.get(CHECKED, {}))
         distributed.on_rank_zero(lambda: self.run.forget_metrics_after(self.step))

@@ -76,9 +76,11 @@ class RunFolder:
     that says what was being written."""
 
     def __init__(self, path: Path, kind: str = "masks"):
-        self.path, self.checkpoints = path, path / kind
+        self.path = path
+        self.checkpoints = path / kind
         self.tensors = (f"{kind}.safetensors", "optimizer.safetensors")
-        self.recipe, self.origin = path / "recipe.json", path / "origin.sha256"
+        self.recipe = path / "recipe.json"
+        self.origin = path / "origin.sha256"
         self.corpus, self.metrics = path / "corpus.safetensors", path / "metrics.jsonl"
         self.best = path / "best.safetensors"
         # why no model becomes of a run that is over

@@ -339,7 +339,8 @@ def run_cells(
     cells: list[Cell] = []
     left_out: list[str] = []
     sizes = sorted(((b, p) for b in batches for p in prompts), key=lambda size: size[0] * size[1])
-    per_token, phases = 0.0, pair.phases  # seconds of prefilling with both models, as last seen
+    per_token = 0.0  # seconds of prefilling with both models, as last seen
+    phases = pair.phases
     for done, (batch, prompt) in enumerate(sizes):
         expected = per_token * batch * prompt
         for i, phase in enumerate(phases):

@@ -118,7 +118,8 @@ class GgufArch(ABC):
             return router_tensors(mlps[i], layout, scales()[i], form)[part]
 
         for i, mlp in enumerate(mlps):
-            prefix, (f, d) = f"blk.{i}.ffn_", mlp.up_proj.shape
+            prefix = f"blk.{i}.ffn_"
+            f, d = mlp.up_proj.shape
             if i < layout.whole:
                 yield from mlp_entries(f"{prefix}{{}}.weight", partial(_whole, mlp), f, d, entry)
                 continue

@@ -70,7 +70,8 @@ class Gguf(Target):
             )
 
     def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
-        moe, tokenizer = load_moe(folder, "float32", check.device), load_tokenizer(str(folder))
+        moe = load_moe(folder, "float32", check.device)
+        tokenizer = load_tokenizer(str(folder))
         arch = _arch(moe)
         file = self.file(out, options)
         comparison = Comparison(file, options.precision, moe, tokenizer, arch.context_length(moe), check)

@@ -210,10 +210,12 @@ def mlp_problem(model: PreTrainedModel) -> str | None:
     biases: list[Any]
     if isinstance(model, ToMoEForCausalLM):
         mlps = model.mlps()
-        gate, biases = mlps[0].gate_proj, [mlps[0].gate_bias, mlps[0].up_bias, mlps[0].down_bias]
+        gate = mlps[0].gate_proj
+        biases = [mlps[0].gate_bias, mlps[0].up_bias, mlps[0].down_bias]
     else:
         mlps = converted_mlps(model)
-        gate, biases = mlps[0].gate, [part and part.bias for part in (mlps[0].gate, mlps[0].up, mlps[0].down)]
+        gate = mlps[0].gate
+        biases = [part and part.bias for part in (mlps[0].gate, mlps[0].up, mlps[0].down)]
     if len(mlps) < len(decoder_layers(model)):
         return "some of its layers have no MLP that is converted"
     if gate is None:
