@@ -1,12 +1,14 @@
 """What a user would take instead: milliseconds a token, and bytes read for it, of one sequence in all of them.
 
-The dense model in PyTorch; each converted folder as it is and, where tokens choose, with everything in the same kernel, which
-tells what the kernel gives from what the choice gives; and GGUF files in llama.cpp. All are opened at once and take turns: a
-prompt of PROMPT tokens of the text, then TOKENS more, whose processor seconds on one thread are told as the median of the
-rounds and, in brackets, the lowest and the highest. One line of Markdown a row, and RESULTS in JSON.
+The dense model in PyTorch, in bfloat16 and in float32; each converted folder as it is and, where tokens choose, with everything
+in the same kernel, which tells what the kernel gives from what the choice gives; and GGUF files in llama.cpp. All are opened at
+once and take turns: a prompt of PROMPT tokens of the text, then TOKENS more, whose processor seconds on one thread are told as
+the median of the rounds and, in brackets, the lowest and the highest. One line of Markdown a row, and RESULTS in JSON. With
+--problems the GGUF files also solve HumanEval, as `tomoe evaluate` lets models in PyTorch do.
 
     python benchmarks/rivals.py RESULTS DENSE --text TEXT [--folder NAME=FOLDER[@ACTIVE]] [--gguf NAME=FILE] [--rounds 9]
-    python benchmarks/rivals.py --q8_0 FILE OUT    # the weights of a GGUF file, in 8 bits
+        [--problems FOLDER --solve 41]
+    python benchmarks/rivals.py --write Q8_0 FILE OUT    # the weights of a GGUF file in 8 bits, or BF16, F16
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ from tomoe.evaluation.speed import throughput
 from tomoe.evaluation.speed.benchmark import in_own_memory
 from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
 from tomoe.evaluation.speed.throughput import prefill
+from tomoe.evaluation.writing.tasks import LoadedTask, load
 from tomoe.exporting.gguf.llama_cpp import LlamaCpp
 from tomoe.files import format_bytes
+from tomoe.model.generation import asked
+from tomoe.model.loading import load_tokenizer
 
 PROMPT, TOKENS = 128, 8
 Decode = Callable[[], float]
@@ -72,6 +77,7 @@ def rows_of(args: argparse.Namespace) -> dict[str, tuple[Decode, int]]:
     ids = torch.tensor(tokenizer(args.text.read_text()[: 16 * (PROMPT + TOKENS)])["input_ids"])[None]
 
     rows = {"dense, PyTorch": in_torch(in_own_memory(dense), ids)}
+    rows["dense, PyTorch, float32"] = in_torch(in_own_memory(tomoe.load(args.dense, "float32")[0]), ids)
     for name, folder, active in args.folder:
         model = in_own_memory(tomoe.load(folder, active=active)[0])
         decode, _ = rows[name] = in_torch(model, ids)
@@ -86,8 +92,20 @@ def rows_of(args: argparse.Namespace) -> dict[str, tuple[Decode, int]]:
     return rows | {name: in_llama_cpp(Path(file), ids[0].tolist()) for name, file in args.gguf}
 
 
-def write_q8_0(source: Path, out: Path) -> None:
-    """Write the weights of a GGUF file in 8 bits: those of matrices, as llama.cpp's own Q8_0 files have them."""
+def solved(path: Path, dense: str, problems: Path, limit: int | None) -> str:
+    """How many problems of HumanEval a GGUF file solves, greedily and through the chat template of the dense model."""
+    loaded = load("humaneval", problems, limit, run_code=True)
+    assert isinstance(loaded, LoadedTask)
+    tokenizer, task = load_tokenizer(dense), loaded.task
+    prompts = [task.prompt(row) for row in loaded.rows]
+    ids = [asked(tokenizer, prompt.question, prompt.begun) for prompt in prompts]
+    engine = LlamaCpp(path, 1, max(map(len, ids)) + task.most, letter=0, threads=1)
+    hits = [task.solved(row, engine.write(begun, task.most)) for row, begun in zip(loaded.rows, ids, strict=True)]
+    return f"{sum(hits)} of {len(hits)}"
+
+
+def write_as(kind: GGMLQuantizationType, source: Path, out: Path) -> None:
+    """Write the matrices of a GGUF file in another type, and its vectors in float32, as llama.cpp's own files have them."""
     reader = GGUFReader(source)
     writer = GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
     for name, field in reader.fields.items():
@@ -97,8 +115,8 @@ def write_q8_0(source: Path, out: Path) -> None:
         writer.add_key_value(name, field.contents(), field.types[0], inner)
     for tensor in reader.tensors:
         values = quants.dequantize(tensor.data, tensor.tensor_type)
-        kind = GGMLQuantizationType.Q8_0 if values.ndim > 1 else GGMLQuantizationType.F32
-        writer.add_tensor(tensor.name, quants.quantize(values, kind), raw_dtype=kind)
+        stored = kind if values.ndim > 1 else GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, quants.quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -121,13 +139,18 @@ def measure(args: argparse.Namespace) -> None:
             # the first round warms up
             if round_:
                 times[name].append(seconds)
+    answers = {}
+    if args.problems:
+        answers = {name: solved(Path(file), args.dense, args.problems, args.solve) for name, file in args.gguf}
     versions = {m.__name__: str(m.__version__) for m in (torch, transformers, tomoe)}
     out = {
         "dense": Path(args.dense).name,
         "processor": processor(),
         "versions": versions,
         "rows": {name: {"ms": [1e3 * t for t in times[name]], "bytes": size} for name, (_, size) in rows.items()},
+        "solved": answers,
     }
+    print(answers)
     args.results.write_text(json.dumps(out, indent=1) + "\n")
     first = times["dense, PyTorch"]
     print("| | ms a token | read for a token | x dense |\n|---|---|---|---|")
@@ -158,10 +181,13 @@ def main() -> None:
     parser.add_argument("--folder", type=dialed, action="append", default=[], metavar="NAME=FOLDER[@ACTIVE]")
     parser.add_argument("--gguf", type=pair, action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--q8_0", type=Path, nargs=2, metavar=("FILE", "OUT"))
+    parser.add_argument("--problems", type=Path, help="folder with humaneval/*.jsonl")
+    parser.add_argument("--solve", type=int, help="problems, evenly spread; all if none is given")
+    parser.add_argument("--write", nargs=3, metavar=("TYPE", "FILE", "OUT"))
     args = parser.parse_args()
-    if args.q8_0:
-        write_q8_0(*args.q8_0)
+    if args.write:
+        kind, source, out = args.write
+        write_as(GGMLQuantizationType[kind], Path(source), Path(out))
     else:
         measure(args)
 

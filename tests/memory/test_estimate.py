@@ -97,13 +97,14 @@ def test_what_waits_for_the_backward_pass(
     recipe = a_recipe(f"attention.pruning={attention}", "attention.rotate_values=false")
     shape = shape_of(make_pico(family, **WIDE))
     kept = kept_for_backward(family, recipe, dtype, monkeypatch)
+    drawn = estimate.mask_bytes(shape, LAYOUT)
     counted = estimate.activation_bytes(shape, dtype, 256, False, attention, 4)
-    assert counted == pytest.approx(kept, rel=estimate.MARGIN)
+    assert counted + drawn == pytest.approx(kept, rel=estimate.MARGIN)
     checkpointed = recipe.changed(["train.gradient_checkpointing=true"])
     kept = kept_for_backward(family, checkpointed, dtype, monkeypatch)
     # and a layer that runs again
     counted = estimate.activation_bytes(shape, dtype, 256, True, attention, 4) - counted * 2 // 11
-    assert counted == pytest.approx(kept, rel=estimate.MARGIN)
+    assert counted + drawn == pytest.approx(kept, rel=estimate.MARGIN)
 
 
 @pytest.mark.parametrize("attention", ["off", "static", "per_token"])

@@ -41,9 +41,10 @@ def compare(
         path = Path(model_name)
         name = basename(path) if path.exists() else model_name
         number = experts_per_token(model)
-        if number is not None and number != model.config.planned_top_k:
+        config: Any = model.config
+        if number is not None and number != config.planned_top_k:
             # else rows of one folder had one name
-            name += f", {number} of {model.config.tomoe_num_experts} experts"
+            name += f", {number} of {config.tomoe_num_experts} experts"
         counter = ExpertCounter(model)
 
         def count(group: list[int], counter: ExpertCounter = counter) -> None:

@@ -348,7 +348,7 @@ def verify_exactly(folder: Path, out: Path, check: Check) -> Proof:
     problem = judge(agreement, check.bounds) or check.far_problem(far)
     if problem is not None:
         problem = f"{problem}; {check.place(converted, lambda: check.load(out))}"
-    return Proof(agreement, problem or (stored and stored.problem), check.how, far=far, stored=stored)
+    return Proof(agreement, problem or (stored.problem if stored else None), check.how, far=far, stored=stored)
 
 
 def parts_problems(planned: Agreement, whole: Agreement | None, bounds: Bounds) -> tuple[str | None, str | None]:
@@ -403,5 +403,5 @@ def verify_by_parts(
     if differs is not None:
         differs = f"{differs}; {check.place(converted, everything)}"
     agreed = routers.result()
-    problem = agreed.problem or differs or planned or (stored and stored.problem)
+    problem = agreed.problem or differs or planned or (stored.problem if stored else None)
     return Proof(agreement, problem, check.how, far=far, stored=stored, routers=agreed, all_experts=whole)

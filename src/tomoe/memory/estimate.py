@@ -137,6 +137,7 @@ def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None, shards: in
         start["activations for the backward pass"] = activation_bytes(
             shape, computing, tokens, t.gradient_checkpointing, pruning, layout.num_experts
         )
+        start["masks of experts"] = mask_bytes(shape, layout)
         start["logits"] = 4 * CHUNK * sizes.output // shape.hidden_size * _FLOAT32
     elif recipe.start == "carved":
         start["activations of one layer"] = calibration_bytes(shape, computing, layout, recipe.data)
@@ -215,16 +216,15 @@ def trainable_bytes(net: MaskNetwork, learns: bool) -> int:
 def activation_bytes(
     s: ModelShape, dtype: torch.dtype, tokens: int, checkpointing: bool = False, pruning: str = "off", experts: int = 0
 ) -> int:
-    """Bytes of the activations of one forward pass that are kept for the backward pass; with checkpointing the input and the
-    masks of every layer, and all activations of one."""
-    # of one token in one layer; where they are float32, a mask in the model's own dtype is the mask itself
+    """Bytes of the activations of one forward pass that are kept for the backward pass; with checkpointing the inputs of all
+    layers, what their tokens chose, and all activations of one."""
+    # of one token in one layer; masks stay in the model's own dtype
     own = dtype.itemsize
-    masks = _FLOAT32 if dtype != torch.float32 else 0
     heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     values = {"off": 0, "static": heads + 2 * kv, "per_token": 2 * heads + 3 * kv}[pruning]
     layer = (
         # gate, activated gate, up, their product, its mask
-        s.mlp_size * ((5 if s.gated else 3) * own + masks)
+        s.mlp_size * (5 if s.gated else 3) * own
         # q, k, v and the result; q, k and v before their masks, the masks of values
         + (2 * (heads + kv) + values) * own
         # the input of both norms, of the router, of the router of values
@@ -233,9 +233,16 @@ def activation_bytes(
         + 3 * experts * _FLOAT32
     )
     if checkpointing:
-        return tokens * (s.num_layers * (own * s.hidden_size + _FLOAT32 * s.mlp_size) + layer)
+        chosen = 3 * experts + (2 * s.head_dim if pruning == "per_token" else 0)
+        return tokens * (s.num_layers * (own * s.hidden_size + _FLOAT32 * chosen) + layer)
     # the first layer has nothing below it that learns
     return tokens * (2 * s.num_layers - 1) * layer // 2
+
+
+def mask_bytes(s: ModelShape, layout: Layout) -> int:
+    """Bytes of the masks of the experts of all layers in one step; learned ones keep what they were drawn from."""
+    copies = 1 if isinstance(layout, FineLayout) else 8
+    return copies * _FLOAT32 * s.num_layers * layout.num_experts * s.mlp_size
 
 
 def calibration_bytes(s: ModelShape, dtype: torch.dtype, layout: Layout, data: DataSection) -> int:

@@ -93,7 +93,7 @@ class LlamaCpp:
         log_probs[torch.tensor([top["id"] for top in tops])] = torch.tensor([top["logprob"] for top in tops])
         return log_probs
 
-    def write(self, prompt: str, tokens: int) -> str:
+    def write(self, prompt: Sequence[int] | str, tokens: int) -> str:
         """Continue a prompt greedily."""
         return str(self._complete(prompt, n_predict=tokens)["choices"][0]["text"])
 

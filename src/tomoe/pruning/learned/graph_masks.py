@@ -50,7 +50,10 @@ class LayerTensors:
         self.neurons = self.assignment @ self.neuron_masks
 
     def masked(self, hidden: Tensor) -> Tensor:
-        neurons, self.neurons = self.neurons, None
+        neurons = self.neurons
+        assert neurons is not None
+        # it is not needed until the next pass, and takes 4 bytes a neuron and token
+        self.neurons = None
         return times(hidden, neurons)
 
     def settle_(self) -> None:
@@ -149,7 +152,7 @@ class _MasksO:
 
 
 @cache
-def _masking(role: type, family: type) -> type:
+def _masking(role: type, family: Any) -> type:
     """The class of the family that masks in a role; one for all layers, as a graph is of one class."""
     return type(f"{family.__name__}{role.__name__}", (role, family), {})
 
@@ -181,17 +184,19 @@ def masked_in_graphs(
     What it yields is called after the forward pass: then the masks know what the tokens chose, as the losses ask.
     """
     tensors = []
-    changed: list[tuple[Any, type]] = []
+    changed: list[tuple[Any, Any]] = []
     try:
         for parts, masks in zip(layer_parts(model), sampled, strict=True):
             assert isinstance(masks.experts, SampledOverlapping)
             tensors.append(LayerTensors(masks, masks.experts, tokens))
             for module, role, read in _roles(parts, tensors[-1]):
-                changed.append((module, type(module)))
-                module.__class__ = _masking(role, type(module))
-                module.tensors = read
+                part: Any = module
+                family: Any = type(part)
+                changed.append((part, family))
+                part.__class__ = _masking(role, family)
+                part.tensors = read
         yield lambda: _settle_(tensors)
     finally:
-        for module, family in changed:
-            module.__class__ = family
-            del module.tensors
+        for part, family in changed:
+            part.__class__ = family
+            del part.tensors
