@@ -170,7 +170,7 @@ class Bench:
         return {
             "perplexity": found.perplexity, "error": found.standard_error, "kl": found.kl, "top1": found.top1_agreement,
             "tokens": found.tokens, "active": facts["active_share"], "active_params": facts["active_params"],
-            "total_params": facts["total_params"], "bytes": weight_bytes(loaded),
+            "total_params": facts["total_params"], "bytes": weight_bytes(loaded) * 2 // loaded.dtype.itemsize,
         }  # fmt: skip
 
     def written(self, name: str, limit: int | None, model: PreTrainedModel) -> Cell:

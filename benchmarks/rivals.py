@@ -57,9 +57,14 @@ def in_torch(model: Any, ids: Tensor) -> tuple[Decode, int]:
 
 def in_llama_cpp(path: Path, ids: list[int]) -> tuple[Decode, int]:
     """The same in llama.cpp, and the bytes of the weights of a token; what TOKENS take longer than one."""
-    tensors = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(path).tensors}
+    reader = GGUFReader(path)
+    tensors = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
     if "output.weight" in tensors:
         del tensors["token_embd.weight"]
+    counts = {name.rpartition(".")[2]: field for name, field in reader.fields.items() if ".expert_" in name}
+    if "expert_count" in counts:
+        used, number = (int(counts[name].contents()) for name in ("expert_used_count", "expert_count"))
+        tensors |= {name: size * used // number for name, size in tensors.items() if "_exps." in name}
     engine = LlamaCpp(path, 1, PROMPT + 2 * TOKENS, letter=0, threads=1)
 
     def seconds(tokens: int) -> float:

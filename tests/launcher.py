@@ -18,6 +18,7 @@ from pico_files import small
 
 # What the command line loads when it is first used, and what transformers does: a forked process has it then.
 EVERYTHING = """
+import sys
 import gguf, torch, torch.distributed, torch.profiler
 import tomoe.conversion.convert, tomoe.conversion.verbs, tomoe.data.corpus, tomoe.evaluation.evaluate, tomoe.finetuning.finetune
 import tomoe.report.build, tomoe.training.loop
@@ -25,11 +26,18 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 from tomoe.cli import main
 """
 
+ALWAYS_BETTER = "always better: "
+"""The word before a command whose processes take every step of fine-tuning for better."""
 # Does what torchrun does without importing torch in every process: for each line of JSON on stdin it forks that many
 # processes, tells each its rank, and sends the signal to the victims as soon as there is a checkpoint after that of step 0.
 FORK = (
     EVERYTHING
+    + f"""
+ALWAYS_BETTER = {ALWAYS_BETTER!r}
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+"""
     + """
+import pico_files, pytest
 import json, os, resource, signal, socket, sys, time
 from pathlib import Path
 
@@ -52,6 +60,9 @@ for line in sys.stdin:
             os.dup2(log, 2)
             if rank in limits:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limits[rank], limits[rank]))
+            if command[0] == ALWAYS_BETTER:
+                pico_files.always_better(pytest.MonkeyPatch())
+                del command[0]
             try:
                 main(command)
             except SystemExit as left:

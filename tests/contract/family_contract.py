@@ -276,7 +276,7 @@ def hold(dense: PreTrainedModel, folder: Path, text: Path) -> dict[str, Any]:
         assert_same(moe(**batch).logits[0, -1], moe(**alone).logits[0, -1], "a padded row against the row alone")
 
     everything = torch.ones_like(ids, dtype=torch.bool)
-    repair = repair_plan(plan, dense, ids, everything, RepairSection(mode="full")).notes[REPAIRED]
+    repair = repair_plan(plan, dense.float(), ids, everything, RepairSection(mode="full")).notes[REPAIRED]
     assert repair["error_after"] < repair["error_before"], repair
     return {"layers": plan.shape.num_layers, "active": plan.active_fraction(), "repair": repair}
 

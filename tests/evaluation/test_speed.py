@@ -98,7 +98,13 @@ def test_bytes_of_a_batch_are_those_of_the_experts_that_it_needs(pair: Pair) -> 
     assert throughput.touched_bytes(pair.moe, ids) == meant
     after = throughput.touched_bytes(pair.moe, ids[:, 4:], throughput.prefill(pair.moe, ids[:, :4]))
     assert after < meant
-    assert after != throughput.touched_bytes(pair.moe, ids[:, 4:]), "routing depends on what came before"
+    # routing depends on what came before, though some tokens need the same experts without it
+    differ = []
+    for length in range(5, 17):
+        rows = pair.rows(3, length)
+        behind = throughput.touched_bytes(pair.moe, rows[:, 4:], throughput.prefill(pair.moe, rows[:, :4]))
+        differ.append(behind != throughput.touched_bytes(pair.moe, rows[:, 4:]))
+    assert any(differ)
 
 
 def test_bytes_of_fine_grained_experts_hold_the_shared_part(pair: Pair) -> None:

@@ -146,7 +146,12 @@ def test_the_pseudo_moe_becomes_the_same_model(family: str, form: str, tmp_path:
     was, theirs = dict(before.named_parameters()), dict(folded.named_parameters())
     for name, p in moe.named_parameters():
         # a bias of K shifts all scores of a query alike: its gradient is rounding, which AdamW blows up, to no effect
-        if not name.endswith("k_proj.bias"):
+        if form == "fine" and name.endswith("router.weight"):
+            # numbers of bfloat16: the two have trained in float32, and few lie beside a border, of which they take either side
+            apart = (p - theirs[name]).abs()
+            assert bool((apart <= 2**-7 * p.abs()).all()), name
+            assert float((apart > 0).float().mean()) <= 0.02, name
+        elif not name.endswith("k_proj.bias"):
             assert (p - theirs[name]).norm() <= 1e-3 * (p - was[name]).norm() + 1e-6, name
     for i, (a, b) in enumerate(zip(plan.layers, other.layers, strict=True)):
         router = moe.model.layers[i].mlp.router.weight

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launcher import Launcher, assert_same_run, masks, train
-from pico_files import leave_head_room, rows_from, small, write_pico, write_text
+from launcher import ALWAYS_BETTER, Launcher, assert_same_run, masks, train
+from pico_files import rows_from, small, write_pico, write_text
 from tomoe.conversion.convert import convert
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
@@ -137,8 +137,6 @@ def test_two_processes_fine_tune_what_one_does(run: Launcher, tmp_path: Path) ->
     text, dense, out = write_text(tmp_path / "text.txt"), write_pico(tmp_path / "dense"), tmp_path / "out"
     sets = [option for option in small(train_steps="0") if option != "--set"]
     convert(Recipe.load(None, [f"model={dense}", f"data.sources={text}", *sets]), out)
-    # over eight seeds every step lowers the held-out loss, by 0.006 to 0.037 in all
-    leave_head_room(out)
     settings = (
         "train.steps=3",
         "train.gradient_accumulation_steps=2",
@@ -152,8 +150,8 @@ def test_two_processes_fine_tune_what_one_does(run: Launcher, tmp_path: Path) ->
         for word in ("--set", setting)
     ]
     command = ["finetune", out, "--data", text, *words, "-o"]
-    assert run(1, *command, tmp_path / "one") == [0], (tmp_path / "one.0.log").read_text()
-    assert run(2, *command, tmp_path / "two") == [0, 0], (tmp_path / "two.0.log").read_text()
+    assert run(1, ALWAYS_BETTER, *command, tmp_path / "one") == [0], (tmp_path / "one.0.log").read_text()
+    assert run(2, ALWAYS_BETTER, *command, tmp_path / "two") == [0, 0], (tmp_path / "two.0.log").read_text()
     one, two, was = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two", "out"))
     for name, weight in one.items():
         if weight.is_floating_point():

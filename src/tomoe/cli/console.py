@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import threading
@@ -74,7 +75,8 @@ def quiet_libraries() -> None:
     check()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    for name in ("torch", "bitsandbytes"):
+    # of several processes the first speaks for all
+    for name in ("torch", "bitsandbytes", *(("tomoe",) if os.environ.get("RANK", "0") != "0" else ())):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
