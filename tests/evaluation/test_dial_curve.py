@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pico_files import CommandLine, refused, rows_from
+from pico_files import CommandLine, pico_recipe, refused, rows_from, write_pico, write_text
+from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
 from tomoe.evaluation.evaluate import dial_settings, evaluate, save_dials
 from tomoe.evaluation.results import DIAL, read_rows
@@ -55,6 +56,23 @@ def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert 'id="figure-dial"' in page
     assert all(f"{row.measurement.perplexity:.4g} at {row.facts['active_share']:.0%}" in page for row in rows[1:])
+
+
+def test_shares_of_inputs(tomoe: CommandLine, tmp_path: Path) -> None:
+    """Without a dense model named, the one of the plan is the reference, and with all inputs they are the same."""
+    write_pico(tmp_path / "dense")
+    write_text(tmp_path / "text.txt")
+    out = tmp_path / "out"
+    convert(
+        pico_recipe(tmp_path, "experts.form=inputs", "train.steps=0", "attention.pruning=off", "repair.mode=none"), out
+    )
+    found = tmp_path / "rows.json"
+    done = tomoe("evaluate", out, "--active", "0.7,1", "--dtype", "float32", "--json", found)
+    assert done.code == 0, done.err
+    rows = rows_from(found.read_text())
+    assert [row.facts["active_share"] for row in rows] == pytest.approx([1, 0.7, 1], abs=0.01)
+    assert rows[1].measurement.kl > 1e-6
+    assert rows[2].measurement.kl < 1e-9
 
 
 def test_a_single_point_and_a_strange_reference_are_not_kept(converted_fine: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ Dials = Annotated[
     Any,
     typer.Option(
         "--active",
-        help="Measure fine-grained experts at each of these active fractions: 0.3,0.5,0.7,1.",
+        help="Measure fine-grained experts, or inputs, at each of these active fractions: 0.5,0.7,1.",
         parser=fractions,
         metavar="FRACTION,...",
     ),
@@ -102,7 +102,7 @@ Dial = Annotated[
     float | None,
     typer.Option(
         "--active",
-        help="Let tokens use as many fine-grained experts as make this fraction active: 0.4 or 40%.",
+        help="Let tokens use as many fine-grained experts, or inputs, as make this fraction active: 0.4 or 40%.",
         parser=fraction,
         metavar="FRACTION",
     ),

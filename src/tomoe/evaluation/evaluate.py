@@ -25,7 +25,7 @@ from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
 from tomoe.model.shape import max_positions
 from tomoe.moe.active_experts import Setting, dial_of, use_
-from tomoe.plan.manifest import Manifest
+from tomoe.plan import read_plan
 from tomoe.progress import ProgressCallback, no_progress
 
 
@@ -146,7 +146,7 @@ def _loaded(
 def _dense_of(folder: str) -> str:
     """The dense model that a converted folder was made from. Raises UserError if it is not known or not found."""
     plan = Path(folder) / "plan.json"
-    name = str(Manifest.read(plan.parent).metadata["recipe"].get("model", "")) if plan.is_file() else ""
+    name = str(read_plan(plan.parent).recipe.get("model", "")) if plan.is_file() else ""
     try:
         if name:
             resolve(name)
