@@ -87,7 +87,7 @@ setup_engines() {
 }
 
 demo() {
-    local measured="--set data.evaluation_source=python-docs --set data.evaluation_tokens=8192"
+    local measured="--set data.evaluation_source=python-docs --set data.evaluation_tokens=4096"
     # shellcheck disable=SC2086 # options, not one word
     demonstrate inputs --form inputs $measured
     demonstrate experts --recipe demo
