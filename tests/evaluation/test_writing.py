@@ -24,7 +24,7 @@ from tomoe.evaluation.writing.continuations import continuations
 from tomoe.evaluation.writing.loops import distinct, loops
 from tomoe.evaluation.writing.problems import Prompt, answer_of, body, function_ended
 from tomoe.evaluation.writing.programs import runs
-from tomoe.evaluation.writing.tasks import write
+from tomoe.evaluation.writing.run import write
 from tomoe.model.generation import asked, generate
 from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.model.tokens import continuation_text
@@ -133,7 +133,7 @@ def test_what_is_written_keeps_its_first_space(llama: PreTrainedModel, monkeypat
 
     monkeypatch.setattr("tomoe.evaluation.writing.continuations._alone", alone)
     continuations(llama, tokenizer, [prompt], 3, lambda text: seen.append(text) is not None)
-    monkeypatch.setattr("tomoe.evaluation.writing.tasks.continuations", lambda *_: [written])
+    monkeypatch.setattr("tomoe.evaluation.writing.run.continuations", lambda *_: [written])
     assert write(None, tokenizer, [Prompt("", "", "sea\n")], 9).texts == [*seen] == ["  a b é c"]
 
 
@@ -256,7 +256,7 @@ def test_answers_are_scored(model: Path, problems: Path, monkeypatch: pytest.Mon
         said = solved if "def f" in seen[0] else ["#### 0", "0 and\n#### 5", "2"]
         return [tokenizer(text)["input_ids"] for text in said]
 
-    monkeypatch.setattr("tomoe.evaluation.writing.tasks.continuations", write)
+    monkeypatch.setattr("tomoe.evaluation.writing.run.continuations", write)
     (score,) = TaskSet(parse_tasks("humaneval"), problems, limit=4, run_code=True).run(dense, tokenizer)
     assert [text[:7] for text in seen] == ["def f0(", "def f1(", "def f2(", "def f3("]
     assert (score.value, score.examples, score.metric) == (0.75, 4, "pass@1")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
 from tomoe.evaluation.results import TaskScore
-from tomoe.evaluation.writing import tasks as writing
+from tomoe.evaluation.writing import run as writing
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, stage_callback
 from tomoe.version import install_extra
 

@@ -18,7 +18,7 @@ from tomoe.evaluation.perplexity import TokenLosses, token_losses
 from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, read_rows, to_json, validated
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.writing.loops import TOPICS, Variety, opening, question
-from tomoe.evaluation.writing.tasks import LOOP_LENGTH, LoopTask
+from tomoe.evaluation.writing.run import LOOP_LENGTH, LoopTask
 from tomoe.files import atomic_write, read_json, sha256
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_model, load_tokenizer
