@@ -66,8 +66,8 @@ class PrunedAttention(nn.Module):
         """Return the logits of the V/O dims of each token (Eq. 5, Sec. 3.3)."""
         projection = self.dims[i]
         c = self.shape.head_dim
-        hidden = F.gelu(projection.norm(F.linear(x.float(), self.token_embeddings[i].weight, embedding)))
-        return F.linear(hidden, projection.linear.weight[:c], projection.start[:c])
+        out = projection.linear.weight[:c], projection.start[:c]
+        return value_logits(x, self.token_embeddings[i].weight, embedding, projection.norm, *out)
 
     def value_router(self, i: int, embedding: Float[Tensor, " E"]) -> ValueLogits:
         """Return the module that gives the same logits, as the plan keeps it: embedding and start become biases."""
@@ -89,6 +89,14 @@ class PrunedAttention(nn.Module):
     def value_rotation(self, i: int) -> Float[Tensor, "G C C"] | None:
         """Return the basis that the V/O masks of layer i act in; None: the model's own."""
         return self.value_rotations[i] if self.section.rotate_values else None
+
+
+# Without shapes, as torch.compile traces it.
+def value_logits(
+    x: Tensor, project_in: Tensor, embedding: Tensor, norm: nn.Module, project_out: Tensor, start: Tensor
+) -> Tensor:
+    """`PrunedAttention.value_logits` of one layer's tensors: x [T, D], logits [T, C]."""
+    return F.linear(F.gelu(norm(F.linear(x.float(), project_in, embedding))), project_out, start)
 
 
 class SampledAttention:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from tomoe.model.heads import turned
 from tomoe.model.hooks import input_of
 from tomoe.model.structure import LayerParts, layer_parts
-from tomoe.pruning.learned.attention import SampledAttention
+from tomoe.pruning.learned.attention import SampledAttention, value_logits
 from tomoe.pruning.learned.attention_masks import times_heads
 from tomoe.pruning.learned.gumbel import sigmoid_sample, softmax_sample, uniform_noise
 from tomoe.pruning.learned.overlapping import SampledOverlapping
@@ -84,9 +84,8 @@ class AttentionTensors:
         """The V/O dims of each token (Eq. 5, Sec. 3.3)."""
         if self.noise is None:
             return
-        x = hidden.flatten(0, -2)
-        normed = self.norm(F.linear(x.float(), self.project_in, self.embedding))
-        logits = F.linear(F.gelu(normed), self.project_out, self.start)
+        x, out = hidden.flatten(0, -2), (self.project_out, self.start)
+        logits = value_logits(x, self.project_in, self.embedding, self.norm, *out)
         self.values = sigmoid_sample(logits, self.noise, self.temperature, self.keep_bias)
 
     def values_of(self, y: Tensor) -> Tensor:
@@ -107,8 +106,8 @@ class AttentionTensors:
             self.sampled.note_values(self.values)
 
 
-class _ChoosesNeurons:
-    tensors: LayerTensors
+class _Chooses:
+    tensors: LayerTensors | AttentionTensors
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.tensors.choose_(input_of(args, kwargs))
@@ -120,14 +119,6 @@ class _MasksNeurons:
 
     def forward(self, hidden: Tensor) -> Any:
         return super().forward(self.tensors.masked(hidden))  # type: ignore[misc]
-
-
-class _ChoosesValues:
-    tensors: AttentionTensors
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensors.choose_(input_of(args, kwargs))
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 class _MasksQK:
@@ -160,12 +151,12 @@ def _masking(role: type, family: Any) -> type:
 def _roles(parts: LayerParts, masks: LayerTensors) -> list[tuple[nn.Module, type, Any]]:
     """The modules of a layer that mask, in which role, and what each reads."""
     roles: list[tuple[Any, type, Any]] = [
-        (parts.mlp, _ChoosesNeurons, masks),
+        (parts.mlp, _Chooses, masks),
         (parts.down.module, _MasksNeurons, masks),
     ]
     if masks.attention is not None:
         own = masks.attention
-        roles += [(parts.attention, _ChoosesValues, own), (parts.q.module, _MasksQK, own)]
+        roles += [(parts.attention, _Chooses, own), (parts.q.module, _MasksQK, own)]
         roles += [(parts.k.module, _MasksQK, own), (parts.v.module, _MasksV, own), (parts.o.module, _MasksO, own)]
     return roles
 
