@@ -1068,8 +1068,8 @@ def run_masked(mlp: ToMoEMLP, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: T
     masks_NF = (
         None if mlp.fine else x_TD.new_zeros(mlp.num_experts, len(mlp.up_proj)).scatter_(1, mlp.expert_rows.long(), 1)
     )
-    # Rows of a few numbers, which a CPU is slow at, save a mask as large as h.
-    narrow = mlp.fine and not (on_cpu or learns)
+    # Rows of a few numbers save a mask as large as h; a CPU is slow at them, but for a few tokens making the mask is slower.
+    narrow = mlp.fine and not learns and (not on_cpu or len(x_TD) <= FEW_TOKENS)
     pieces = []
     for first in range(0, max(len(x_TD), 1), tokens):
         # A piece of the tokens, t of them: all activations at once would be the largest tensor of the model.
@@ -1077,10 +1077,8 @@ def run_masked(mlp: ToMoEMLP, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: T
         h_tF, ids_tk = mlp.activations(x_TD[some], slice(None)), expert_ids_Tk[some]
         own = h_tF[:, mlp.shared_size :].unflatten(1, (mlp.num_experts, -1)) if narrow else h_tF
         if masks_NF is None:
-            ones_tk = (
-                torch.ones_like(ids_tk, dtype=x_TD.dtype) if weights_Tk is None else weights_Tk[some].to(x_TD.dtype)
-            )
-            mask = x_TD.new_zeros(len(ids_tk), mlp.num_experts).scatter(1, ids_tk, ones_tk)
+            mask = x_TD.new_zeros(len(ids_tk), mlp.num_experts)
+            mask = mask.scatter(1, ids_tk, 1 if weights_Tk is None else weights_Tk[some].to(x_TD.dtype))
             if not narrow:
                 # From experts to their neurons, and ones for the shared part, which stands first.
                 mask = F.pad(mask.repeat_interleave(mlp.expert_rows.shape[1], 1), (mlp.shared_size, 0), value=1.0)
