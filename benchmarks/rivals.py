@@ -4,11 +4,15 @@ The dense model in PyTorch, in bfloat16 and in float32; each converted folder as
 in the same kernel, which tells what the kernel gives from what the choice gives; and GGUF files in llama.cpp. All are opened at
 once and take turns: a prompt of PROMPT tokens of the text, then TOKENS more, whose processor seconds on one thread are told as
 the median of the rounds and, in brackets, the lowest and the highest. One line of Markdown a row, and RESULTS in JSON. With
---problems the GGUF files also solve HumanEval, as `tomoe evaluate` lets models in PyTorch do.
+--problems the GGUF files also solve HumanEval, as `tomoe evaluate` lets models in PyTorch do, and RESULTS keep how many they
+solve: in a call of their own, without TEXT, so that nothing is timed meanwhile.
 
     python benchmarks/rivals.py RESULTS DENSE --text TEXT [--folder NAME=FOLDER[@ACTIVE]] [--gguf NAME=FILE] [--rounds 9]
-        [--problems FOLDER --solve 41]
+    python benchmarks/rivals.py RESULTS DENSE --problems FOLDER --solve 41 --gguf NAME=FILE
+    python benchmarks/rivals.py RESULTS --draw FOLDER --headline HEADLINE    # HumanEval over milliseconds a token
     python benchmarks/rivals.py --write Q8_0 FILE OUT    # the weights of a GGUF file in 8 bits, or BF16, F16
+
+The figure takes problems that models in PyTorch solve from the results of headline.py, where a row is called "MODEL NAME".
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import argparse
 import json
 import platform
 import statistics
+import string
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,8 +42,10 @@ from tomoe.exporting.gguf.llama_cpp import LlamaCpp
 from tomoe.files import format_bytes
 from tomoe.model.generation import asked
 from tomoe.model.loading import load_tokenizer
+from tomoe.report.style import COLORS, MARKERS, CaptionedFigure, canvas, save, styled
 
 PROMPT, TOKENS = 128, 8
+SAME_KERNEL = ": everything, same kernel"
 Decode = Callable[[], float]
 """Processor seconds of one token."""
 
@@ -93,20 +100,23 @@ def rows_of(args: argparse.Namespace) -> dict[str, tuple[Decode, int]]:
                 with set_to(changes):
                     return decode()
 
-            rows[f"{name}: everything, same kernel"] = whole, rows["dense, PyTorch"][1]
+            rows[f"{name}{SAME_KERNEL}"] = whole, rows["dense, PyTorch"][1]
     return rows | {name: in_llama_cpp(Path(file), ids[0].tolist()) for name, file in args.gguf}
 
 
-def solved(path: Path, dense: str, problems: Path, limit: int | None) -> str:
-    """How many problems of HumanEval a GGUF file solves, greedily and through the chat template of the dense model."""
+def solved(path: Path, dense: str, problems: Path, limit: int | None) -> tuple[int, int]:
+    """How many problems of HumanEval a GGUF file solves, greedily and through the chat template of the dense model; of how
+    many."""
     loaded = load("humaneval", problems, limit, run_code=True)
     assert isinstance(loaded, LoadedTask)
     tokenizer, task = load_tokenizer(dense), loaded.task
     prompts = [task.prompt(row) for row in loaded.rows]
     ids = [asked(tokenizer, prompt.question, prompt.begun) for prompt in prompts]
     engine = LlamaCpp(path, 1, max(map(len, ids)) + task.most, letter=0, threads=1)
-    hits = [task.solved(row, engine.write(begun, task.most)) for row, begun in zip(loaded.rows, ids, strict=True)]
-    return f"{sum(hits)} of {len(hits)}"
+    # llama.cpp stops at texts, not at expressions: where a line that begins so ends the function
+    stop = [f"\n{character}" for character in string.printable if task.ended(f"\n{character}")]
+    hits = [task.solved(row, engine.write(begun, task.most, stop)) for row, begun in zip(loaded.rows, ids, strict=True)]
+    return sum(hits), len(hits)
 
 
 def write_as(kind: GGMLQuantizationType, source: Path, out: Path) -> None:
@@ -134,6 +144,26 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def kept(results: Path) -> dict[str, Any]:
+    """What a file of results holds; nothing if there is none."""
+    return json.loads(results.read_text()) if results.exists() else {}
+
+
+def write(args: argparse.Namespace, **more: Any) -> None:
+    versions = {m.__name__: str(m.__version__) for m in (torch, transformers, tomoe)}
+    out = kept(args.results) | {"dense": Path(args.dense).name, "processor": processor(), "versions": versions} | more
+    args.results.write_text(json.dumps(out, indent=1) + "\n")
+
+
+def solve(args: argparse.Namespace) -> None:
+    """How many problems GGUF files solve, one after another."""
+    answers = kept(args.results).get("solved", {})
+    for name, file in args.gguf:
+        answers[name] = solved(Path(file), args.dense, args.problems, args.solve)
+        print(f"{name}: {answers[name][0]} of {answers[name][1]}", flush=True)
+        write(args, solved=answers)
+
+
 def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rows = rows_of(args)
@@ -144,19 +174,7 @@ def measure(args: argparse.Namespace) -> None:
             # the first round warms up
             if round_:
                 times[name].append(seconds)
-    answers = {}
-    if args.problems:
-        answers = {name: solved(Path(file), args.dense, args.problems, args.solve) for name, file in args.gguf}
-    versions = {m.__name__: str(m.__version__) for m in (torch, transformers, tomoe)}
-    out = {
-        "dense": Path(args.dense).name,
-        "processor": processor(),
-        "versions": versions,
-        "rows": {name: {"ms": [1e3 * t for t in times[name]], "bytes": size} for name, (_, size) in rows.items()},
-        "solved": answers,
-    }
-    print(answers)
-    args.results.write_text(json.dumps(out, indent=1) + "\n")
+    write(args, rows={name: {"ms": [1e3 * t for t in times[name]], "bytes": size} for name, (_, size) in rows.items()})
     first = times["dense, PyTorch"]
     print("| | ms a token | read for a token | x dense |\n|---|---|---|---|")
     for name, (_, size) in rows.items():
@@ -165,6 +183,41 @@ def measure(args: argparse.Namespace) -> None:
         print(
             f"| {name} | {statistics.median(ms):.0f} ({ms[0]:.0f} to {ms[-1]:.0f}) | {format_bytes(size)} | {ratio:.2f} |"
         )
+
+
+@styled
+def figure(results: dict[str, Any], headline: dict[str, Any]) -> CaptionedFigure:
+    """Solved problems over milliseconds a token, of the rows for which both are known."""
+    by_row = {
+        row.partition(" ")[2]: found["humaneval"] for row, found in headline["rows"].items() if "humaneval" in found
+    }
+    dense = by_row["dense 100%"]
+    points = []
+    for name, row in results["rows"].items():
+        kind = "llama.cpp" if name in results["solved"] else "dense weights"
+        if name in results["solved"]:
+            hits, of = results["solved"][name]
+        elif name.startswith("dense") or name.endswith(SAME_KERNEL):
+            hits, of = dense["solved"], dense["examples"]
+        elif name in by_row:
+            kind = "tomoe"
+            hits, of = by_row[name]["solved"], by_row[name]["examples"]
+        else:
+            continue
+        points.append((name, kind, statistics.median(row["ms"]), hits, of))
+    drawn, (axis,) = canvas(3.2)
+    for kind, color, marker in zip(("tomoe", "dense weights", "llama.cpp"), COLORS, MARKERS, strict=False):
+        own = [point for point in points if point[1] == kind]
+        axis.plot([p[2] for p in own], [p[3] for p in own], linestyle="none", marker=marker, color=color, markersize=6)
+    for name, _, ms, hits, _ in points:
+        axis.annotate(name, (ms, hits), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=7)
+    axis.set_xlim(left=0)
+    axis.set_ylim(0, 1.2 * max(point[3] for point in points))
+    axis.set_xlabel("milliseconds a token, one thread")
+    axis.set_ylabel(f"problems of HumanEval solved, of {points[0][4]}")
+    said = "; ".join(f"{name}: {ms:.0f} ms, {hits:.0f} of {of}" for name, _, ms, hits, of in points)
+    caption = "Upper left is better. Circles: tomoe; squares: dense weights in PyTorch; triangles: llama.cpp."
+    return CaptionedFigure("rivals", "Problems solved and milliseconds a token", said, caption, drawn)
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -188,11 +241,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--problems", type=Path, help="folder with humaneval/*.jsonl")
     parser.add_argument("--solve", type=int, help="problems, evenly spread; all if none is given")
+    parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw the figure, and measure nothing")
+    parser.add_argument("--headline", type=Path, help="with --draw: results of headline.py")
     parser.add_argument("--write", nargs=3, metavar=("TYPE", "FILE", "OUT"))
     args = parser.parse_args()
     if args.write:
         kind, source, out = args.write
         write_as(GGMLQuantizationType[kind], Path(source), Path(out))
+    elif args.draw:
+        save(figure(kept(args.results), kept(args.headline)), args.draw)
+    elif args.problems:
+        solve(args)
     else:
         measure(args)
 

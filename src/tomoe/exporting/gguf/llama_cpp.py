@@ -93,9 +93,9 @@ class LlamaCpp:
         log_probs[torch.tensor([top["id"] for top in tops])] = torch.tensor([top["logprob"] for top in tops])
         return log_probs
 
-    def write(self, prompt: Sequence[int] | str, tokens: int) -> str:
-        """Continue a prompt greedily."""
-        return str(self._complete(prompt, n_predict=tokens)["choices"][0]["text"])
+    def write(self, prompt: Sequence[int] | str, tokens: int, stop: Sequence[str] = ()) -> str:
+        """Continue a prompt greedily, up to one of the texts in `stop`, which is left out."""
+        return str(self._complete(prompt, n_predict=tokens, stop=list(stop))["choices"][0]["text"])
 
     def run(self, prompt: Sequence[int], tokens: int, fresh: bool = True) -> None:
         """Generate exactly so many tokens, and if `fresh` reuse nothing of an earlier prompt: for timing."""
