@@ -40,7 +40,7 @@ from tomoe.evaluation.results import Measurement
 from tomoe.evaluation.speed.benchmark import benchmark
 from tomoe.evaluation.speed.throughput import weight_bytes
 from tomoe.evaluation.tasks import TaskSet, parse_tasks
-from tomoe.files import atomic_write, format_bytes
+from tomoe.files import atomic_write
 from tomoe.model.loading import load_dense, load_model, load_tokenizer
 from tomoe.moe.modeling_tomoe import choices_of
 from tomoe.recipe.conversion import Recipe
@@ -282,18 +282,17 @@ def cells_of(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"HumanEval, of {solved['examples']}", f"{solved['solved']:.0f}"
     if loops := row.get("loops"):
         yield f"loops, of {loops['examples']}", f"{loops['value'] * loops['examples']:.0f}"
-        yield "distinct 4-grams", f"{loops['distinct_4']:.0%}"
-    for task, (value, error, examples) in row.get("tasks", {}).items():
-        yield f"{task} ({examples})", f"{100 * value:.1f} ± {100 * error:.1f}"
+    if tasks := row.get("tasks"):
+        total = sum(value for value, *_ in tasks.values())
+        error = sum(error**2 for _, error, _ in tasks.values()) ** 0.5
+        yield f"mean of {len(tasks)} tasks", f"{100 * total / len(tasks):.1f} ± {100 * error / len(tasks):.1f}"
     if speed := row.get("speed"):
-        yield "decoding, x dense", f"{speed['ratio']:.2f} ({speed['low']:.2f} to {speed['high']:.2f})"
+        ratio = f"{speed['ratio']:.2f} ({speed['low']:.2f} to {speed['high']:.2f})"
+        yield "decoding, x dense; bound", f"{ratio}; {speed['bound']:.2f}"
         if same := speed.get("same_kernel_ms"):
             yield "x all, same kernel", f"{same / speed['moe_ms']:.2f}"
-        yield "decoding, at most", f"{speed['bound']:.2f}"
     for end, (perplexity, kl) in row.get("positions", {}).items():
         yield f"to {int(end):,}", f"{perplexity:.1f}" if kl is None else f"{perplexity:.1f}, KL {kl:.3f}"
-    if text:
-        yield "weights", format_bytes(text["bytes"])
 
 
 def sweet_spot(rows: Sequence[dict[str, Any]], name: str) -> str:
