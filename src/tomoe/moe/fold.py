@@ -59,7 +59,7 @@ def moe_config(dense: PreTrainedModel, plan: AnyPlan, version: str) -> ToMoEConf
     dropped = {"architectures", "auto_map", "model_type", "quantization_config"}
     dropped |= {key for key in RESERVED if key not in type(config).__dataclass_fields__}
     values = {k: v for k, v in config.to_dict().items() if k not in dropped and not k.startswith("tomoe_")}
-    mlps = [parts.of_mlp for parts in layer_parts(dense)]
+    mlps = [parts.mlp for parts in layer_parts(dense)]
     names = mlps[0].names
     sizes = _input_sizes(plan) if isinstance(plan, InputsPlan) else _expert_sizes(plan)
     made: ToMoEConfig = make(
@@ -170,7 +170,7 @@ class FoldedLayers(Mapping[str, Tensor]):
         self.plan, self.device, self.number, self.state = plan, dense.device, -1, dict[str, Tensor]()
         # tokens that choose inputs find all layers as they are
         layers = [] if isinstance(plan, InputsPlan) else list(zip(layer_parts(dense), plan.layers, strict=True))
-        self.converted = {parts.of_mlp.number: (parts, layer) for parts, layer in layers}
+        self.converted = {parts.mlp.number: (parts, layer) for parts, layer in layers}
 
     def layer(self, i: int) -> dict[str, Tensor]:
         """All tensors of decoder layer i, named as in its modules."""
@@ -187,12 +187,12 @@ class FoldedLayers(Mapping[str, Tensor]):
         if i not in self.converted:
             return state
         parts, plan = self.converted[i]
-        names = parts.of_mlp.names
-        replaced = {parts.of_mlp.name.rpartition(".")[2]: mlp_state(parts.of_mlp, plan, self.plan.shape)}
+        names = parts.mlp.names
+        replaced = {parts.mlp.name.rpartition(".")[2]: mlp_state(parts.mlp, plan, self.plan.shape)}
         if names.flat:
-            replaced |= {names.down: {}, str(parts.of_mlp.activation_name): {}}
+            replaced |= {names.down: {}, str(parts.mlp.activation_name): {}}
         if self.plan.prunes_attention:
-            replaced["self_attn"] = attention_state(parts.prunable, plan, self.plan.shape)
+            replaced["self_attn"] = attention_state(parts.attention, plan, self.plan.shape)
         folded = {name: t for name, t in state.items() if name.partition(".")[0] not in replaced}
         return folded | {f"{module}.{name}": t for module, own in replaced.items() for name, t in own.items()}
 

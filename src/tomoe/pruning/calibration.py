@@ -74,11 +74,11 @@ class Calibration:
             activations.clear()
             self.progress(i + 1, self.num_layers)
 
-        yield parts.layer.register_forward_pre_hook(record_weight, with_kwargs=True)
-        yield record_input(parts.mlp, "x")
-        yield record_input(parts.down, "h")
+        yield parts.mlp.layer.register_forward_pre_hook(record_weight, with_kwargs=True)
+        yield record_input(parts.mlp.module, "x")
+        yield record_input(parts.mlp.down, "h")
         # the MLP is the last part of a layer; an offloaded layer has no weights any more after it has run
-        yield parts.down.register_forward_hook(carve)
+        yield parts.mlp.down.register_forward_hook(carve)
 
     def _carve_experts(
         self, i: int, x_TD: Float[Tensor, "T D"], h_TF: Float[Tensor, "T F"], weight_T: Float[Tensor, " T"]
@@ -86,5 +86,5 @@ class Calibration:
         if self._owner(i) != distributed.rank():
             self.experts.append(self.net.blank_start(x_TD.device))
             return
-        down_DF = self.parts[i].down.weight.float()
+        down_DF = self.parts[i].mlp.down.weight.float()
         self.experts.append(self.net.carve(i, x_TD, h_TF, weight_T, down_DF, self.seed))

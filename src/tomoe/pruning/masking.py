@@ -89,8 +89,8 @@ def mask_hooks(parts: LayerParts, masks: LayerMasks) -> Iterator[RemovableHandle
         # a mask of float32 for each layer is more than memory should hold until the next step
         return (_fused_times(args[0], now.pop("neurons")),)
 
-    yield parts.mlp.register_forward_pre_hook(choose_neurons, with_kwargs=True)
-    yield parts.down.register_forward_pre_hook(mask_neurons)
+    yield parts.mlp.module.register_forward_pre_hook(choose_neurons, with_kwargs=True)
+    yield parts.mlp.down.register_forward_pre_hook(mask_neurons)
     if isinstance(masks, PlannedLayerMasks):
         yield from _refit_hooks(parts, masks)
     if masks.attention is not None:
@@ -101,9 +101,9 @@ def _refit_hooks(parts: LayerParts, masks: PlannedLayerMasks) -> Iterator[Remova
     """Let the projections that the plan refitted compute with their new matrices."""
     names = {name.partition(".")[0] for name in masks.layer.refit}
     if "down" in names:
-        yield with_weight(parts.down, partial(masks.refitted, "down"))
+        yield with_weight(parts.mlp.down, partial(masks.refitted, "down"))
     if "output" in names:
-        yield with_weight(parts.o, partial(masks.refitted, "output"))
+        yield with_weight(parts.attention.o, partial(masks.refitted, "output"))
 
 
 def with_weight(projection: Linear, weight: Callable[[Tensor], Tensor] | Tensor) -> RemovableHandle:

@@ -50,12 +50,12 @@ class AttentionRanking:
 
         def rank(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             attended = real_tokens(input_of(args, kwargs), valid)
-            self._rank(activations["q"], activations["k"], attended, parts.o.weight)
+            self._rank(activations["q"], activations["k"], attended, parts.attention.o.weight)
             activations.clear()
 
-        yield record(parts.q, "q")
-        yield record(parts.k, "k")
-        yield parts.o.register_forward_pre_hook(rank, with_kwargs=True)
+        yield record(parts.attention.q, "q")
+        yield record(parts.attention.k, "k")
+        yield parts.attention.o.register_forward_pre_hook(rank, with_kwargs=True)
 
     def _rank(self, q: Tensor, k: Tensor, o: Tensor, weight: Tensor) -> None:
         if self.net.section.rotate_values:

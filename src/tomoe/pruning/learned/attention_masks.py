@@ -94,8 +94,8 @@ def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[Remova
         kept = _fused_times_heads(args[0], now.pop("values"))
         return (kept if rotation is None else rotate_heads(kept, rotation, inverse=True),)
 
-    yield parts.attention.register_forward_pre_hook(choose, with_kwargs=True)
-    yield parts.q.register_forward_hook(mask_qk)
-    yield parts.k.register_forward_hook(mask_qk)
-    yield parts.v.register_forward_hook(mask_v)
-    yield parts.o.register_forward_pre_hook(mask_o)
+    yield parts.attention.module.register_forward_pre_hook(choose, with_kwargs=True)
+    yield parts.attention.q.register_forward_hook(mask_qk)
+    yield parts.attention.k.register_forward_hook(mask_qk)
+    yield parts.attention.v.register_forward_hook(mask_v)
+    yield parts.attention.o.register_forward_pre_hook(mask_o)

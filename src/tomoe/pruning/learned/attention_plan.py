@@ -50,7 +50,7 @@ class ExtractedAttention:
                     tokens = input_of(args, kwargs).flatten(0, -2)[row_valid.flatten()]
                     logits[i].append(self.net.value_logits(i, tokens, self.embeddings[i]))
 
-                yield parts.attention.register_forward_pre_hook(record, with_kwargs=True)
+                yield parts.attention.module.register_forward_pre_hook(record, with_kwargs=True)
 
         with hooked(hooks()), masked(model, planned_masks(plan, ids.device)) if plan else nullcontext():
             for row, row_valid in zip(ids.split(1), valid.split(1), strict=True):

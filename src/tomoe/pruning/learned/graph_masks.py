@@ -151,13 +151,13 @@ def _masking(role: type, family: Any) -> type:
 def _roles(parts: LayerParts, masks: LayerTensors) -> list[tuple[nn.Module, type, Any]]:
     """The modules of a layer that mask, in which role, and what each reads."""
     roles: list[tuple[Any, type, Any]] = [
-        (parts.mlp, _Chooses, masks),
-        (parts.down.module, _MasksNeurons, masks),
+        (parts.mlp.module, _Chooses, masks),
+        (parts.mlp.down.module, _MasksNeurons, masks),
     ]
     if masks.attention is not None:
-        own = masks.attention
-        roles += [(parts.attention, _Chooses, own), (parts.q.module, _MasksQK, own)]
-        roles += [(parts.k.module, _MasksQK, own), (parts.v.module, _MasksV, own), (parts.o.module, _MasksO, own)]
+        own, dense = masks.attention, parts.attention
+        roles += [(dense.module, _Chooses, own), (dense.q.module, _MasksQK, own), (dense.k.module, _MasksQK, own)]
+        roles += [(dense.v.module, _MasksV, own), (dense.o.module, _MasksO, own)]
     return roles
 
 

@@ -88,7 +88,7 @@ def value_rotations(
                 rotations.append(head_rotations(attended, weight, s.num_kv_heads, s.head_dim))
                 on_progress(len(rotations), s.num_layers)
 
-            yield parts.o.register_forward_pre_hook(rotate)
+            yield parts.attention.o.register_forward_pre_hook(rotate)
 
     with hooked(hooks()):
         run_model(model, ids, mask)

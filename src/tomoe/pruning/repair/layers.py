@@ -69,9 +69,9 @@ def repaired(model: nn.Module, repairs: Sequence[LayerRepair | None]) -> Iterato
     with ExitStack() as stack:
         for parts, layer in zip(layer_parts(model), repairs, strict=True):
             if layer is not None:
-                stack.callback(with_weight(parts.down, layer.down.weight).remove)
+                stack.callback(with_weight(parts.mlp.down, layer.down.weight).remove)
             if layer is not None and layer.output is not None:
-                stack.callback(with_weight(parts.o, layer.output.weight).remove)
+                stack.callback(with_weight(parts.attention.o, layer.output.weight).remove)
         yield
 
 
@@ -121,7 +121,7 @@ class _Repairing:
         share = self.share if gain else 0.0
         if sums is not None:
             out_tD = real(ours["out"]).float()
-            lost_bSD = F.linear(ours["whole h"] - ours["h"], streams.parts[i].down.weight)
+            lost_bSD = F.linear(ours["whole h"] - ours["h"], streams.parts[i].mlp.down.weight)
             gap_tD = (1 - share) * real(lost_bSD).float()
             if share and theirs is not None:
                 gap_tD += share / cast(float, gain) * (real(theirs).float() - out_tD)
@@ -140,7 +140,7 @@ class _Repairing:
         streams = self.streams
         with held(streams.layers[i]):
             made = self._refit(i, say) if finished is None else self._pass(i, finished)
-            change = (made.down.weight - streams.parts[i].down.weight).to(streams.model.dtype)
+            change = (made.down.weight - streams.parts[i].mlp.down.weight).to(streams.model.dtype)
             gain = streams.gain(i)
             for chunk in streams.chunks:
                 if gain:
@@ -160,8 +160,8 @@ class _Repairing:
         if self.settings.output:
             size = s.num_heads * s.head_dim
             take = partial(self._take_attention, i)
-            output = self._fit(parts.o, size, take, lambda said: say(f"its output projection: {said}"))
-        return LayerRepair(self._fit(parts.down, s.mlp_size, partial(self._take_mlp, i, output), say), output)
+            output = self._fit(parts.attention.o, size, take, lambda said: say(f"its output projection: {said}"))
+        return LayerRepair(self._fit(parts.mlp.down, s.mlp_size, partial(self._take_mlp, i, output), say), output)
 
     def _pass(self, i: int, finished: LayerRepair) -> LayerRepair:
         for chunk in self.streams.chunks:

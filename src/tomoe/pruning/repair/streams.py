@@ -113,7 +113,7 @@ class Streams:
     ):
         self.model, self.both, self.attention = model, both, attention
         self.layers, self.shape = decoder_layers(model), shape_of(model)
-        self.parts = {parts.of_mlp.number: parts for parts in layer_parts(model)}
+        self.parts = {parts.mlp.number: parts for parts in layer_parts(model)}
         self.masks = dict(zip(self.parts, masks, strict=True))
         self.device = model.device
         self.gains = dict[type[nn.Module], float | None]()
@@ -170,19 +170,19 @@ class Streams:
 
         with ExitStack() as stack:
             if parts is not None:
-                stack.callback(parts.down.register_forward_pre_hook(took("whole h")).remove)
+                stack.callback(parts.mlp.down.register_forward_pre_hook(took("whole h")).remove)
             if parts is not None:
                 if masked_too:
                     stack.enter_context(hooked(mask_hooks(parts, self.masks[i])))
                 if output is not None:
-                    stack.callback(with_weight(parts.o, output).remove)
+                    stack.callback(with_weight(parts.attention.o, output).remove)
                 if down is not None:
-                    stack.callback(with_weight(parts.down, down).remove)
-                stack.callback(parts.down.register_forward_pre_hook(took("h")).remove)
-                stack.callback(parts.down.register_forward_hook(gave("mlp")).remove)
+                    stack.callback(with_weight(parts.mlp.down, down).remove)
+                stack.callback(parts.mlp.down.register_forward_pre_hook(took("h")).remove)
+                stack.callback(parts.mlp.down.register_forward_hook(gave("mlp")).remove)
                 if self.attention:
-                    stack.callback(parts.o.register_forward_pre_hook(took("o")).remove)
-                    stack.callback(parts.o.register_forward_hook(gave("attention")).remove)
+                    stack.callback(parts.attention.o.register_forward_pre_hook(took("o")).remove)
+                    stack.callback(parts.attention.o.register_forward_hook(gave("attention")).remove)
             handed = self.handed[chunk.start, stream is self.converted][i]
             out = self.layers[i](stream[chunk].to(self.device), *handed.args, **handed.kwargs)
         seen["out"] = out[0] if isinstance(out, tuple | list) else out
@@ -213,7 +213,7 @@ class Streams:
 
     def _out_of_mlp_output(self, i: int, value: Tensor) -> Float[Tensor, "b S D"]:
         """The output of layer i on the first chunk if its MLP gave one number everywhere."""
-        with hooked([self.parts[i].down.register_forward_hook(lambda _, __, y: torch.full_like(y, float(value)))]):
+        with hooked([self.parts[i].mlp.down.register_forward_hook(lambda _, __, y: torch.full_like(y, float(value)))]):
             return self.run(i, self.chunks[0], self.converted, False)["out"].float()
 
     def skip(self, i: int) -> None:
