@@ -5,7 +5,7 @@ Shapes: C dims of a head, Q choices of a head (one per rotary pair or unrotated 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,9 +63,6 @@ class ModelShape:
             product[:, dims, dims] -= 1
             orthogonal = float(abs(product).max()) <= ORTHOGONAL
         return None if orthogonal else "its value rotation is not orthogonal"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def ceil_div(number: int, divisor: int) -> int:

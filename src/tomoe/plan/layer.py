@@ -9,7 +9,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tomoe.model.shape import ModelShape
-from tomoe.plan.stored_form import FINE, FORMS, OVERLAPPING, ExpertForm
 from tomoe.plan.tensors import FIELDS, always_used, layer_shapes, refit_shapes, router_shapes
 from tomoe.recipe.target_rules import Form
 
@@ -67,10 +66,10 @@ class LayerCounts:
             return "an expert has no neuron"
         if self.expert_size != self.widest:
             return f"its experts have unequal widths ({self.expert_size} to {self.widest})"
-        form = FORMS[self.form]
-        if not 1 <= self.top_k <= form.most_per_token(self.num_experts):
+        fine = self.form == "fine"
+        if not 1 <= self.top_k <= (self.num_experts if fine else 1):
             return f"a token uses {self.top_k} of its {self.num_experts} experts"
-        if form.partitions and not self.members == self.union == shape.mlp_size:
+        if fine and not self.members == self.union == shape.mlp_size:
             return "a neuron is in no expert, or in several"
         if shape.head_dim and (not self.qk_dims or not 1 <= self.value_top_k <= self.value_dims):
             return f"it keeps no Q/K dim, or K = {self.value_top_k} of {self.value_dims} V/O dims"
@@ -123,9 +122,9 @@ class LayerPlan:
         return weight
 
     @property
-    def form(self) -> ExpertForm:
+    def form(self) -> Form:
         """The form of the experts, which the tensors tell."""
-        return OVERLAPPING if self.shared_mask is None else FINE
+        return "overlapping" if self.shared_mask is None else "fine"
 
     @property
     def always_used(self) -> Bool[Tensor, " N"]:
@@ -145,7 +144,7 @@ class LayerPlan:
             expert_size=int(widths.min()),
             widest=int(widths.max()),
             shared_size=shared,
-            form=self.form.name,
+            form=self.form,
             top_k=self.top_k,
             union=int(used.sum()),
             members=int(widths.sum()) + shared,

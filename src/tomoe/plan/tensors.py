@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tomoe.model.shape import ModelShape, ceil_div
-from tomoe.plan.stored_form import FINE, OVERLAPPING, ExpertForm, Shape
+from tomoe.recipe.target_rules import Form
 
+Shape = tuple[int, ...]
 StoredTensor = tuple[Shape, str]
 """Shape and dtype, as a safetensors file names it."""
 
@@ -22,10 +23,13 @@ TENSORS = {
     "qk_kept": "qk_kept",
     "value_kept": "value_kept",
 }
-# the same, for tensors that only layers with rotated values have
+# the same, for tensors that only layers with fine-grained experts have, or with rotated values
+FINE = {"shared_mask": "shared_neurons", "router_bias": "router_bias"}
 ROTATION = {"value_rotation": "value_rotation"}
-FIELDS = {name: field for field, name in (TENSORS | FINE.fields).items()}
-MASKS = (*FINE.packed, "qk_kept", "value_kept")
+FIELDS = {name: field for field, name in (TENSORS | FINE).items()}
+# masks that fine-grained experts store as bits
+PACKED = ("expert_neurons", "shared_neurons")
+MASKS = (*PACKED, "qk_kept", "value_kept")
 ROUTER = "value_router."
 REFIT = "refit."
 FLOATS: tuple[str, ...] = ("F32", "BF16", "F16")
@@ -45,7 +49,7 @@ def packed_shape(mask: Shape) -> Shape:
     return (*rows, ceil_div(neurons, 8))
 
 
-def layer_shapes(s: ModelShape, n: int, form: ExpertForm) -> dict[str, Shape]:
+def layer_shapes(s: ModelShape, n: int, form: Form) -> dict[str, Shape]:
     """Shapes of what every layer with n experts of a form has."""
     shapes: dict[str, Shape] = {
         "expert_neurons": (n, s.mlp_size),
@@ -53,7 +57,7 @@ def layer_shapes(s: ModelShape, n: int, form: ExpertForm) -> dict[str, Shape]:
         "qk_kept": (s.num_qk_choices,),
         "value_kept": (s.head_dim,),
     }
-    return shapes | form.shapes(s, n)
+    return shapes | ({"shared_neurons": (s.mlp_size,), "router_bias": (n,)} if form == "fine" else {})
 
 
 def router_shapes(s: ModelShape, e: int) -> dict[str, Shape]:
@@ -101,8 +105,8 @@ def checked_layers(stored: dict[str, StoredTensor], s: ModelShape) -> Iterator[l
 def _expected(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> dict[str, tuple[Shape, tuple[str, ...]]]:
     """Shape and possible dtypes of a layer's tensors, by its number of experts and the embedding size of its value router."""
     (experts, *_), _ = stored[f"{prefix}router_weight"]
-    form = FINE if any(f"{prefix}{name}" in stored for name in FINE.fields.values()) else OVERLAPPING
-    shapes = layer_shapes(s, experts, form)
+    fine = any(f"{prefix}{name}" in stored for name in FINE.values())
+    shapes, packed = layer_shapes(s, experts, "fine" if fine else "overlapping"), PACKED if fine else ()
     if any(name.startswith(prefix + ROUTER) for name in stored):
         (embedding, *_), _ = stored[f"{prefix}{ROUTER}norm.bias"]
         shapes |= {ROUTER + name: size for name, size in router_shapes(s, embedding).items()}
@@ -110,5 +114,5 @@ def _expected(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> di
     refit = prefix + REFIT
     stored_refit = {name.removeprefix(refit): size for name, (size, _) in stored.items() if name.startswith(refit)}
     shapes |= {REFIT + name: size for name, size in refit_shapes(s, stored_refit).items()}
-    dtypes = dict.fromkeys(shapes, FLOATS) | dict.fromkeys(MASKS, ("BOOL",)) | dict.fromkeys(form.packed, ("U8",))
-    return {name: (packed_shape(size) if name in form.packed else size, dtypes[name]) for name, size in shapes.items()}
+    dtypes = dict.fromkeys(shapes, FLOATS) | dict.fromkeys(MASKS, ("BOOL",)) | dict.fromkeys(packed, ("U8",))
+    return {name: (packed_shape(size) if name in packed else size, dtypes[name]) for name, size in shapes.items()}

@@ -53,4 +53,4 @@ def mask_network(
 
 def planned_experts(layer: LayerPlan, device: torch.device) -> Experts:
     """Return the experts of one layer of a plan."""
-    return PLANNED[layer.form.name](layer, device)
+    return PLANNED[layer.form](layer, device)
