@@ -22,11 +22,11 @@ from tomoe.errors import UserError
 from tomoe.model.loading import load_dense
 from tomoe.model.mlp import decoder_layers
 from tomoe.model.structure import layer_parts
-from tomoe.pruning.masking import LayerMasks, masked, planned_masks
+from tomoe.pruning.masking import LayerMasks, masked, planned_masks, with_weight
 from tomoe.pruning.repair import layers as repairing
 from tomoe.pruning.repair import streams
 from tomoe.pruning.repair.equations import MOST_RAISES, NormalEquations, low_rank, refit, solve
-from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair_layers, repaired
+from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair_layers
 from tomoe.pruning.repair.streams import layer_inputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -62,8 +62,11 @@ def run_whole(
     with ExitStack() as stack:
         if masks:
             stack.enter_context(masked(model, masks))
-        stack.enter_context(repaired(model, repairs))
         for i, (parts, layer) in enumerate(zip(layer_parts(model), decoder_layers(model), strict=True)):
+            if (refitted := repairs[i]) is not None:
+                stack.callback(with_weight(parts.mlp.down, refitted.down.weight).remove)
+            if refitted is not None and refitted.output is not None:
+                stack.callback(with_weight(parts.attention.o, refitted.output.weight).remove)
             for part, name in (
                 (layer, "in"),
                 (parts.mlp.module, "mlp in"),

@@ -12,12 +12,12 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
-from accelerate.utils import PrefixedDataset, align_module_device
+from accelerate.utils import PrefixedDataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -122,11 +122,6 @@ def _persistent(layer: nn.Module) -> Iterator[None]:
             module._non_persistent_buffers_set = names
         for (module, name), value in values.items():
             module._buffers[name] = value
-
-
-def materialized(layer: nn.Module) -> AbstractContextManager[None]:
-    """A context in which the layer's tensors are in memory, whether the model is offloaded or not."""
-    return align_module_device(layer)
 
 
 def iter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:

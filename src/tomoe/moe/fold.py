@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
+from accelerate.utils import align_module_device
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ from tomoe.model.attention import Attention
 from tomoe.model.heads import rotate_weights
 from tomoe.model.loading import free_on_device
 from tomoe.model.mlp import Mlp, named_layers
-from tomoe.model.offload import cast_, materialized, offload_layers_
+from tomoe.model.offload import cast_, offload_layers_
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_output, layer_parts, shape_of
 from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
@@ -177,7 +178,7 @@ class FoldedLayers(Mapping[str, Tensor]):
         if i != self.number:
             # first, so that two layers are never held
             self.state = {}
-            with torch.no_grad(), materialized(self.layers[i]):
+            with torch.no_grad(), align_module_device(self.layers[i]):
                 self.number, self.state = i, {name: t.to(self.device) for name, t in self._folded(i).items()}
         return self.state
 

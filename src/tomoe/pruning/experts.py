@@ -26,7 +26,7 @@ class Experts(ABC):
 class SampledExperts(Experts):
     """Those of a step of learning."""
 
-    neuron_masks: Float[Tensor, "N F"] | None = None
+    neuron_masks: Float[Tensor, "N F"] | None
     """Masks of experts that together have to cover the layer; None: every neuron has its place already."""
 
     @property

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tomoe.pruning.layouts import FineLayout
+from tomoe.pruning.network import Activations
 from tomoe.pruning.routing import bfloat16_values
 
 SHARED = -1
@@ -112,15 +113,9 @@ class FineStart:
     """Relative squared error of the MLP's output, summed over tokens, with 0, 1, .. N experts per token (float64), convex."""
 
 
-def carve_fine(
-    x_TD: Float[Tensor, "T D"],
-    h_TF: Float[Tensor, "T F"],
-    weight_T: Float[Tensor, " T"],
-    down_DF: Float[Tensor, "D F"],
-    layout: FineLayout,
-    seed: int,
-) -> FineStart:
-    """Carve the experts of one layer. `weight_T` is 1 / |residual|^2 of a token; `h_TF` may be of any dtype."""
+def carve_fine(seen: Activations, layout: FineLayout, seed: int) -> FineStart:
+    """Carve the experts of one layer."""
+    x_TD, h_TF, weight_T, down_DF = seen.x_TD, seen.h_TF, seen.weight_T, seen.down_DF
     # what neuron f adds to the output of a token has the length |h_f| |column f of down|
     norms_F = down_DF.norm(dim=0)
     # a piece at a time: of many tokens the activations in float32 are the largest matrix there is

@@ -116,19 +116,15 @@ def settle_layout(recipe: Recipe, shape: ModelShape) -> Layout:
     """The layout that a recipe of experts asks for.
 
     Raises UserError if it is known without the masks that no plan can meet the budget."""
-    settle = FORMS[recipe.experts.form].settle
-    return settle(shape, recipe.experts, recipe.attention, recipe.active, recipe.target)
+    return FORMS[recipe.experts.form].settle(shape, recipe)
 
 
-def _overlapping_layout(
-    shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, target: str
-) -> OverlappingLayout:
-    uniform = TARGET_RULES[target].uniform
-    multiple = experts.width_multiple
-    least = least_active(shape, experts, attention, target)
-    _check_least(least, attention, active)
-    layout = OverlappingLayout(experts.num_experts, multiple, max(STOCK_MULTIPLE, multiple) if uniform else 0)
-    if attention.pruning == "off" and not uniform and shape.mlp_size % multiple == 0:
+def _overlapping_layout(shape: ModelShape, recipe: Recipe) -> OverlappingLayout:
+    uniform, active = TARGET_RULES[recipe.target].uniform, recipe.active
+    multiple = recipe.experts.width_multiple
+    least = _checked_least(shape, recipe)
+    layout = OverlappingLayout(recipe.experts.num_experts, multiple, max(STOCK_MULTIPLE, multiple) if uniform else 0)
+    if recipe.attention.pruning == "off" and not uniform and shape.mlp_size % multiple == 0:
         # every layer has one unit at least, and all units cost the same: the plan has the nearest number of them
         total, unit = decoder_params(shape), int(mlp_params(shape, multiple))
         smallest = round(least * total)
@@ -137,34 +133,26 @@ def _overlapping_layout(
     return layout
 
 
-def _fine_layout(
-    shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, target: str
-) -> FineLayout:
-    rules = TARGET_RULES[target]
+def _fine_layout(shape: ModelShape, recipe: Recipe) -> FineLayout:
+    rules, experts, asked = TARGET_RULES[recipe.target], recipe.experts, recipe.active
     dense_layers = min(experts.dense_layers, shape.num_layers - 1) if rules.uniform else 0
 
     def search(active: float) -> _Search:
-        return _search(shape, experts, attention, active, rules, dense_layers)
+        return _search(shape, experts, recipe.attention, active, rules, dense_layers)
 
     numbers = _numbers_to_try(shape, experts, rules)
-    layout = search(active).best(numbers)
+    layout = search(asked).best(numbers)
     if layout is None:
-        least = least_active(shape, experts, attention, target)
-        _check_least(least, attention, active)
-        nearby = (near for near in _near(active) if near >= least)
-        raise search(active).refusal(numbers[-1], next((near for near in nearby if search(near).best(numbers)), None))
+        least = _checked_least(shape, recipe)
+        nearby = (near for near in _near(asked) if near >= least)
+        raise search(asked).refusal(numbers[-1], next((near for near in nearby if search(near).best(numbers)), None))
     if rules.bounded and layout.top_k > MAX_EXPERTS_PER_TOKEN:
         raise UserError(
             f"a token would use {layout.top_k} experts of {layout.expert_size} neurons, and llama.cpp takes at most "
             f"{MAX_EXPERTS_PER_TOKEN}; leave experts.expert_size out, or make it larger"
         )
-    return replace(
-        layout,
-        uniform=rules.uniform,
-        dense_layers=dense_layers,
-        router_bias=rules.router_bias,
-        leaves_whole=not rules.wide,
-    )
+    settled = replace(layout, uniform=rules.uniform, dense_layers=dense_layers)
+    return replace(settled, router_bias=rules.router_bias, leaves_whole=not rules.wide)
 
 
 def _near(active: float) -> Iterator[float]:
@@ -372,23 +360,22 @@ def least_active(shape: ModelShape, experts: ExpertsSection, attention: Attentio
     return float(layer * shape.num_layers + shape.other_params) / decoder_params(shape)
 
 
-def _least_overlapping_width(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> int:
-    return experts.width_multiple
-
-
 def _least_fine_width(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> int:
     """The shared part and one expert."""
     sizes = {n: experts.expert_size or max(1, shape.mlp_size // n) for n in _numbers_to_try(shape, experts, rules)}
     return min(shape.mlp_size - (n - 1) * size for n, size in sizes.items())
 
 
-def _check_least(least: float, attention: AttentionSection, active: float) -> None:
-    if active < least:
-        condition = " with attention kept whole (attention.pruning = off)" if attention.pruning == "off" else ""
+def _checked_least(shape: ModelShape, recipe: Recipe) -> float:
+    """`least_active`. Raises UserError if the recipe asks for less."""
+    least = least_active(shape, recipe.experts, recipe.attention, recipe.target)
+    if recipe.active < least:
+        condition = " with attention kept whole (attention.pruning = off)" if recipe.attention.pruning == "off" else ""
         raise UserError(
-            f"active is {active}, but this model{condition} can be cut to {math.ceil(1000 * least) / 1000:.3f} of its "
+            f"active is {recipe.active}, but this model{condition} can be cut to {math.ceil(1000 * least) / 1000:.3f} of its "
             "decoder parameters and no further; set a larger active"
         )
+    return least
 
 
 def tolerance_of(rules: TargetRules) -> float:
@@ -408,7 +395,7 @@ def check_tolerance(nearest: float, active: float, tolerance: float, layout: Lay
 class FormRules:
     """How one form of experts divides a layer."""
 
-    settle: Callable[[ModelShape, ExpertsSection, AttentionSection, float, str], Layout]
+    settle: Callable[[ModelShape, Recipe], Layout]
     least_width: Callable[[ModelShape, ExpertsSection, TargetRules], int]
     """The fewest neurons of a layer that a token can use."""
     for_one_budget: bool
@@ -417,5 +404,5 @@ class FormRules:
 
 FORMS: dict[Form, FormRules] = {
     "fine": FormRules(_fine_layout, _least_fine_width, for_one_budget=True),
-    "overlapping": FormRules(_overlapping_layout, _least_overlapping_width, for_one_budget=False),
+    "overlapping": FormRules(_overlapping_layout, lambda _, experts, __: experts.width_multiple, for_one_budget=False),
 }

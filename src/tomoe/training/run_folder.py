@@ -112,15 +112,8 @@ class RunFolder:
         try:
             if not resume:
                 # by its origin the folder is known as ours to the last
-                for old in (
-                    self.recipe,
-                    self.corpus,
-                    self.metrics,
-                    self.best,
-                    self.no_model,
-                    *self.steps(),
-                    self.origin,
-                ):
+                files = (self.recipe, self.corpus, self.metrics, self.best, self.no_model)
+                for old in (*files, *self.steps(), self.origin):
                     shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -124,9 +124,6 @@ class SampledAttention:
         # of the real tokens, filled in by the forward pass
         self.value_masks: Float[Tensor, "T C"] | None = None
 
-    def qk(self) -> Float[Tensor, " C"]:
-        return self.qk_mask
-
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
         if self.static_values is not None:
             return self.static_values

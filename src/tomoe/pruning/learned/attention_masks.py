@@ -27,7 +27,8 @@ class AttentionMasks(Protocol):
     def value_rotation(self) -> Float[Tensor, "G C C"] | None:
         """The basis that `values` cuts in; None: the model's own."""
 
-    def qk(self) -> Float[Tensor, " C"]: ...
+    @property
+    def qk_mask(self) -> Float[Tensor, " C"]: ...
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]: ...
 
 
@@ -51,9 +52,6 @@ class PlannedAttention:
         """The masks of a layer; None if its attention stays whole."""
         whole = bool(layer.qk_kept.all()) and layer.value_top_k == shape.head_dim and layer.value_rotation is None
         return None if whole else cls(layer, shape, device)
-
-    def qk(self) -> Float[Tensor, " C"]:
-        return self.qk_mask
 
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
         if self.value_logits is None:
@@ -81,10 +79,9 @@ def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[Remova
 
     def choose(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         now["values"] = masks.values(input_of(args, kwargs).flatten(0, -2))
-        now["qk"] = masks.qk()
 
     def mask_qk(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
-        return _fused_times_heads(y, now["qk"])
+        return _fused_times_heads(y, masks.qk_mask)
 
     def mask_v(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         turned = y if rotation is None else rotate_heads(y, rotation)

@@ -33,14 +33,10 @@ class ExtractedAttention:
         # V/O logits of calibration tokens, if each token chooses
         self.token_logits: list[Float[Tensor, "t C"]] | None = None
 
-    def read(self, model: Any, ids: Int[Tensor, "B S"], valid: Bool[Tensor, "B S"], plan: Plan | None) -> None:
-        """Take up the V/O logits of calibration tokens on dense activations, or on those of a plan's masked model."""
-        self.token_logits = self.value_logits(model, ids, valid, plan)
-
     def value_logits(
         self, model: Any, ids: Int[Tensor, "B S"], valid: Bool[Tensor, "B S"], plan: Plan | None
     ) -> list[Float[Tensor, "t C"]]:
-        """Return the V/O logits of the real tokens in every layer."""
+        """The V/O logits of real tokens in every layer, on dense activations, or on those of a plan's masked model."""
         logits: list[list[Tensor]] = [[] for _ in range(self.shape.num_layers)]
 
         def hooks() -> Iterator[RemovableHandle]:

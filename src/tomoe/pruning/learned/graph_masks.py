@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tomoe.model.heads import turned
+from tomoe.model.heads import rotate_heads
 from tomoe.model.hooks import input_of
 from tomoe.model.structure import LayerParts, layer_parts
 from tomoe.pruning.learned.attention import SampledAttention, value_logits
@@ -91,14 +91,14 @@ class AttentionTensors:
     def values_of(self, y: Tensor) -> Tensor:
         """The values [.., G C] that V gave, masked in their basis."""
         assert self.values is not None
-        rotated = y if self.rotation is None else turned(y, self.rotation)
+        rotated = y if self.rotation is None else rotate_heads(y, self.rotation)
         return times_heads(rotated, self.values)
 
     def turned_back(self, y: Tensor) -> Tensor:
         """The mixed values [.., H C], masked, in the model's own basis."""
         assert self.values is not None
         kept = times_heads(y, self.values)
-        return kept if self.rotation is None else turned(kept, self.rotation, inverse=True)
+        return kept if self.rotation is None else rotate_heads(kept, self.rotation, inverse=True)
 
     def settle_(self) -> None:
         if self.noise is not None:
@@ -161,11 +161,6 @@ def _roles(parts: LayerParts, masks: LayerTensors) -> list[tuple[nn.Module, type
     return roles
 
 
-def _settle_(tensors: Sequence[LayerTensors]) -> None:
-    for layer in tensors:
-        layer.settle_()
-
-
 @contextmanager
 def masked_in_graphs(
     model: PreTrainedModel, sampled: Sequence[SampledLayerMasks], tokens: int
@@ -174,7 +169,12 @@ def masked_in_graphs(
 
     What it yields is called after the forward pass: then the masks know what the tokens chose, as the losses ask.
     """
-    tensors = []
+    tensors: list[LayerTensors] = []
+
+    def settle() -> None:
+        for layer in tensors:
+            layer.settle_()
+
     changed: list[tuple[Any, Any]] = []
     try:
         for parts, masks in zip(layer_parts(model), sampled, strict=True):
@@ -186,7 +186,7 @@ def masked_in_graphs(
                 changed.append((part, family))
                 part.__class__ = _masking(role, family)
                 part.tensors = read
-        yield lambda: _settle_(tensors)
+        yield settle
     finally:
         for part, family in changed:
             part.__class__ = family

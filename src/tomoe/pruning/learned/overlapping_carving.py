@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tomoe.pruning.network import Activations
+
 KMEANS_STEPS = 20
 ROUTER_CONFIDENCE = 0.9
 """Mean probability of the expert that a token chooses: high enough that noise seldom sends it elsewhere."""
@@ -31,19 +33,12 @@ class OverlappingStart:
     """Relative squared error of the MLP's output, summed over experts, at each of the widths that were asked for (float64)."""
 
 
-def carve_overlapping(
-    x: Float[Tensor, "T D"],
-    h: Float[Tensor, "T F"],
-    weight: Float[Tensor, " T"],
-    down: Float[Tensor, "D F"],
-    num_experts: int,
-    widths: Sequence[int],
-    seed: int,
-) -> OverlappingStart:
-    """Carve the experts of one layer. `weight` is 1 / |residual|^2 of a token, which makes losses of layers comparable."""
-    router = spherical_kmeans(x, num_experts, seed)
-    logits = x @ router.T
-    ranks, loss = rank_neurons(h.float(), logits.argmax(-1), weight, down, num_experts, widths)
+def carve_overlapping(seen: Activations, num_experts: int, widths: Sequence[int], seed: int) -> OverlappingStart:
+    """Carve the experts of one layer. The weight of a token makes losses of layers comparable."""
+    router = spherical_kmeans(seen.x_TD, num_experts, seed)
+    logits = seen.x_TD @ router.T
+    chosen_T, h_TF = logits.argmax(-1), seen.h_TF.float()
+    ranks, loss = rank_neurons(h_TF, chosen_T, seen.weight_T, seen.down_DF, num_experts, widths)
     return OverlappingStart(router * confident_scale(logits), ranks, loss)
 
 

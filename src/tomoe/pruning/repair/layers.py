@@ -13,7 +13,6 @@ attention is refitted by the same equations before the MLP that reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,14 +22,13 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.model.mlp import Linear
-from tomoe.model.structure import layer_parts
-from tomoe.pruning.masking import LayerMasks, with_weight
+from tomoe.pruning.masking import LayerMasks
 from tomoe.pruning.repair.equations import NormalEquations, Refit, refit
 from tomoe.pruning.repair.streams import Streams, held
 
@@ -61,18 +59,6 @@ class LayerRepair:
 
     down: Refit
     output: Refit | None = None
-
-
-@contextmanager
-def repaired(model: nn.Module, repairs: Sequence[LayerRepair | None]) -> Iterator[None]:
-    """Inside the block refitted projections compute with their new matrices. With `masked` around it: the repaired model."""
-    with ExitStack() as stack:
-        for parts, layer in zip(layer_parts(model), repairs, strict=True):
-            if layer is not None:
-                stack.callback(with_weight(parts.mlp.down, layer.down.weight).remove)
-            if layer is not None and layer.output is not None:
-                stack.callback(with_weight(parts.attention.o, layer.output.weight).remove)
-        yield
 
 
 class _Repairing:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,7 +20,6 @@ from tomoe import distributed
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.loading import free_on_device
 from tomoe.model.mlp import decoder_layers
-from tomoe.model.offload import materialized
 from tomoe.model.running import replaced_forward
 from tomoe.model.structure import layer_parts, shape_of
 from tomoe.pruning.masking import LayerMasks, mask_hooks, with_weight
@@ -35,7 +35,7 @@ MEMORY = 4 * 2**30
 @contextmanager
 def held(layer: nn.Module) -> Iterator[None]:
     """Inside the block the layer keeps its weights from one run to the next, also where accelerate drops them after each."""
-    with materialized(layer):
+    with align_module_device(layer):
         streamed, plain = layer.__dict__.get("forward"), layer.__dict__.get("_old_forward")
         try:
             if plain is not None:
