@@ -91,8 +91,7 @@ def _accumulate_into_master(master: nn.Parameter, weight: nn.Parameter) -> None:
     weight.grad = None
 
 
-Balance = Callable[[], Float[Tensor, ""]]
-"""The balance term of the forward pass before."""
+Balance = Callable[[], Float[Tensor, ""]]  # the balance term of the forward pass before
 
 
 class MoEStudent:

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-ORTHOGONAL = 1e-4
-"""Largest error of the product of a rotation and its transpose; those of float32 are off by some 1e-6."""
+ORTHOGONAL = 1e-4  # largest error of the product of a rotation and its transpose; those of float32 are off by some 1e-6
 
 
 @dataclass(frozen=True)

@@ -28,36 +28,24 @@ Counts = Mapping[Kind, Sequence[int]]
 class Knot:
     """One point of the path from all inputs to few."""
 
-    active: float
-    """The fraction of the decoder parameters that is active."""
-    inputs: Counts
-    """Inputs of a token."""
+    active: float  # the fraction of the decoder parameters that is active
+    inputs: Counts  # inputs of a token
 
 
 @dataclass(frozen=True)
 class InputsPlan:
     """A validated plan of the form `inputs`. Raises UserError at construction if its parts contradict each other."""
 
-    shape: ModelShape
-    """Sizes of the dense model."""
-    names: Mapping[Kind, Sequence[str]]
-    """The projections of each kind, named from the decoder layer on."""
-    widths: Counts
-    """Inputs of each projection."""
-    columns: Counts
-    """Weights that belong to one input."""
-    path: tuple[Knot, ...]
-    """From all inputs to the fewest, each knot with fewer than the one before."""
-    active: float
-    """The fraction of the decoder parameters to use."""
-    source: str = ""
-    """Fingerprint of the dense weights."""
-    dense_config: dict[str, Any] = field(default_factory=dict)
-    """Config of the dense model, as transformers writes it."""
-    recipe: dict[str, Any] = field(default_factory=dict)
-    """The recipe of the conversion."""
-    notes: dict[str, Any] = field(default_factory=dict)
-    """How the plan was made."""
+    shape: ModelShape  # sizes of the dense model
+    names: Mapping[Kind, Sequence[str]]  # the projections of each kind, named from the decoder layer on
+    widths: Counts  # inputs of each projection
+    columns: Counts  # weights that belong to one input
+    path: tuple[Knot, ...]  # from all inputs to the fewest, each knot with fewer than the one before
+    active: float  # the fraction of the decoder parameters to use
+    source: str = ""  # fingerprint of the dense weights
+    dense_config: dict[str, Any] = field(default_factory=dict)  # config of the dense model, as transformers writes it
+    recipe: dict[str, Any] = field(default_factory=dict)  # the recipe of the conversion
+    notes: dict[str, Any] = field(default_factory=dict)  # how the plan was made
 
     def __post_init__(self) -> None:
         if error := self._error():

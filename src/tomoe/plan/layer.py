@@ -17,38 +17,22 @@ from tomoe.recipe.target_rules import Form
 class LayerCounts:
     """What one decoder layer keeps, in numbers."""
 
-    num_experts: int
-    """N"""
-    expert_size: int
-    """Neurons of one expert (of the narrowest one, should they differ)."""
-    widest: int
-    """Neurons of the widest expert."""
-    shared_size: int
-    """Neurons of the shared part; 0 for overlapping experts."""
-    form: Form
-    """Of the experts."""
-    top_k: int
-    """Experts of a token."""
-    union: int
-    """Neurons that some token can use."""
-    members: int
-    """Neurons of all experts and of the shared part, counted once for each expert that has them."""
-    always_used: int
-    """Fine-grained experts that every token uses."""
-    rotary_pairs: int
-    """Rotary pairs that Q and K keep."""
-    unpaired_dims: int
-    """Dims that RoPE does not rotate, which Q and K keep."""
-    value_dims: int
-    """Dims of V and O that any token uses."""
-    value_top_k: int
-    """Value dims of one token."""
-    value_embedding: int
-    """Numbers in the embedding of the value router; 0 if tokens choose no value dims."""
-    rotated: bool
-    """Whether value dims are in a basis of their own."""
-    router_params: int
-    """Numbers in the routers."""
+    num_experts: int  # N
+    expert_size: int  # neurons of one expert (of the narrowest one, should they differ)
+    widest: int  # neurons of the widest expert
+    shared_size: int  # neurons of the shared part; 0 for overlapping experts
+    form: Form  # of the experts
+    top_k: int  # experts of a token
+    union: int  # neurons that some token can use
+    members: int  # neurons of all experts and of the shared part, counted once for each expert that has them
+    always_used: int  # fine-grained experts that every token uses
+    rotary_pairs: int  # rotary pairs that Q and K keep
+    unpaired_dims: int  # dims that RoPE does not rotate, which Q and K keep
+    value_dims: int  # dims of V and O that any token uses
+    value_top_k: int  # value dims of one token
+    value_embedding: int  # numbers in the embedding of the value router; 0 if tokens choose no value dims
+    rotated: bool  # whether value dims are in a basis of their own
+    router_params: int  # numbers in the routers
 
     @property
     def width(self) -> int:

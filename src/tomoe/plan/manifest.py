@@ -15,12 +15,9 @@ from tomoe.model.shape import ModelShape
 
 FORMATS = {"overlapping": ("tomoe-plan-1", "tomoe-plan-3"), "fine": ("tomoe-plan-4", "tomoe-plan-4")}
 """Formats of a plan of experts, without and with rotated values: versions that know less must refuse it."""
-FORMAT = FORMATS["overlapping"][0]
-"""The first format, in which a token uses one expert."""
-OF_INPUTS = "tomoe-plan-5"
-"""The format of a plan whose tokens choose inputs (`plan.inputs`)."""
-REPAIRED = "repair"
-"""The note of a plan whose projections were refitted: how, on what text, with what gain."""
+FORMAT = FORMATS["overlapping"][0]  # the first format, in which a token uses one expert
+OF_INPUTS = "tomoe-plan-5"  # the format of a plan whose tokens choose inputs (`plan.inputs`)
+REPAIRED = "repair"  # the note of a plan whose projections were refitted: how, on what text, with what gain
 FINETUNED = "finetuned"
 """The note of a plan whose weights were fine-tuned after folding: which weights, how, from which model."""
 # no model is larger: a plan with such sizes is an attack

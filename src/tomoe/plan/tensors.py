@@ -13,8 +13,7 @@ from tomoe.model.shape import ModelShape, ceil_div
 from tomoe.recipe.target_rules import Form
 
 Shape = tuple[int, ...]
-StoredTensor = tuple[Shape, str]
-"""Shape and dtype, as a safetensors file names it."""
+StoredTensor = tuple[Shape, str]  # shape and dtype, as a safetensors file names it
 
 # field of LayerPlan -> name of its tensor in plan.safetensors
 TENSORS = {

@@ -55,10 +55,8 @@ def evened(units: Sequence[int], most: int) -> list[int]:
 class Site:
     """One width that extraction chooses, counted in units (a multiple of neurons, a Q/K choice, a V/O dim)."""
 
-    expected_units: Callable[[float], float]
-    """Units that sampling would keep on average at a common logit offset."""
-    params: Callable[[int], int]
-    """Parameters of a number of units."""
+    expected_units: Callable[[float], float]  # units that sampling would keep on average at a common logit offset
+    params: Callable[[int], int]  # parameters of a number of units
     max_units: int
 
     def clipped_units(self, offset: float) -> float:

@@ -38,8 +38,7 @@ class SampledExperts(Experts):
 class ExtractedExperts(ABC):
     """The experts of all layers without noise, as extraction needs them."""
 
-    params: int = 0
-    """Parameters of MLPs whose width is settled already."""
+    params: int = 0  # parameters of MLPs whose width is settled already
 
     @abstractmethod
     def sites(self, i: int) -> list[Site]:

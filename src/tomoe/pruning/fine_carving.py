@@ -24,17 +24,13 @@ from tomoe.pruning.layouts import FineLayout
 from tomoe.pruning.network import Activations
 from tomoe.pruning.routing import bfloat16_values
 
-SHARED = -1
-"""Number of the expert of neurons that every token uses."""
+SHARED = -1  # number of the expert of neurons that every token uses
 CLUSTER_STEPS, REASSIGNMENTS = 8, 2
 CLUSTER_TOKENS, ERROR_TOKENS = 4096, 2048
 """Tokens that neurons are compared on, and that the error of a choice is measured on."""
-PIECE_TOKENS = 4096
-"""Tokens whose activations are held in float32 at once."""
-ERROR_POINTS = 12
-"""Numbers of experts per token at which the error is measured; between them it is interpolated."""
-ROUTER_RIDGE = 1e-3
-"""Relative to the mean of the diagonal of the inputs' covariance."""
+PIECE_TOKENS = 4096  # tokens whose activations are held in float32 at once
+ERROR_POINTS = 12  # numbers of experts per token at which the error is measured; between them it is interpolated
+ROUTER_RIDGE = 1e-3  # relative to the mean of the diagonal of the inputs' covariance
 
 
 def balanced_assignment(scores: Float[Tensor, "n N"], size: int) -> Int[Tensor, " n"]:
@@ -107,8 +103,7 @@ class FineStart:
 
     router_weight: Float[Tensor, "N D"]
     router_bias: Float[Tensor, " N"]
-    expert_of_neuron: Int[Tensor, " F"]
-    """The expert of each neuron, or SHARED."""
+    expert_of_neuron: Int[Tensor, " F"]  # the expert of each neuron, or SHARED
     loss: Float[Tensor, " N1"]
     """Relative squared error of the MLP's output, summed over tokens, with 0, 1, .. N experts per token (float64), convex."""
 

@@ -32,8 +32,7 @@ class FineNetwork(MaskNetwork):
     """A mask network whose experts are where the carve put them."""
 
     layout: FineLayout
-    expert_of_neuron: Int[Tensor, "L F"]
-    """The expert that each neuron is in, or SHARED."""
+    expert_of_neuron: Int[Tensor, "L F"]  # the expert that each neuron is in, or SHARED
     experts_per_token: Int[Tensor, " L"]
 
     def __init__(self, shape: ModelShape, layout: FineLayout, sampling: SamplingSection):

@@ -38,8 +38,7 @@ def kinds_of(layers: Sequence[Layer]) -> list[Kind]:
 
 LEVELS = tuple(i / 40 for i in range(40, round(40 * LEAST_INPUTS) - 1, -1))
 """Shares of its inputs that a projection can get, from all of them down to a tenth."""
-KNOTS = tuple(i / 20 for i in range(19, 1, -1))
-"""Active fractions at which the path is recorded, as far as it goes."""
+KNOTS = tuple(i / 20 for i in range(19, 1, -1))  # active fractions at which the path is recorded, as far as it goes
 THINNED = 4
 """Of so many tokens in a row one is looked at: neighbours tell much the same, and sorting takes as long as the model does."""
 REACH = 6

@@ -28,18 +28,15 @@ from tomoe.recipe.target_rules import (
 FINE_EXPERTS = (256, 128, 64)
 """Numbers of fine-grained experts unless the recipe gives one: more are better (docs/lab/log.md), but a router costs a token as
 much as a third of a gated neuron for each. Any model and any stock format takes the last number."""
-GPU_NUMBERS = (256, 128, 64, 32, 16)
-"""The same for a GPU, whose kernels want a power of two."""
+GPU_NUMBERS = (256, 128, 64, 32, 16)  # the same for a GPU, whose kernels want a power of two
 NEURONS_PER_EXPERT = 6
 """Neurons of a layer that there must be for each of the larger numbers: the router then costs at most 1/18 of the dense MLP."""
 FEWER_EXPERTS = 0.25
 """Share of the fine-grained experts that a stock format may do without, to be held without zeros and to meet the budget."""
 SHARED_SLACK = 0.25
 """How far the shared part may be from the wanted one, as a share of a token's neurons, to get a rounder expert size."""
-LEAST_INPUTS = 0.1
-"""The smallest share of its inputs that a projection gets (form `inputs`)."""
-NEAR_ACTIVE = 0.05
-"""How far from an active that no layout meets another is looked for."""
+LEAST_INPUTS = 0.1  # the smallest share of its inputs that a projection gets (form `inputs`)
+NEAR_ACTIVE = 0.05  # how far from an active that no layout meets another is looked for
 STORED_ZEROS = 0.02
 """Neurons of zeros that a stock format may hold, as a share of a layer's, if another layout needs no more than that."""
 
@@ -49,12 +46,10 @@ class OverlappingLayout:
     """Experts of which a token uses one; the calibration text decides their width and which neurons they share."""
 
     num_experts: int
-    width_multiple: int
-    """Neurons that widths are multiples of."""
+    width_multiple: int  # neurons that widths are multiples of
     common_multiple: int = 0
     """Divisor of the width that all layers share if the budget allows; 0: layers may differ in width."""
-    leaves_whole: ClassVar[bool] = True
-    """Whether a layer stays whole that the lowest total error would leave whole."""
+    leaves_whole: ClassVar[bool] = True  # whether a layer stays whole that the lowest total error would leave whole
 
     @property
     def uniform(self) -> bool:
@@ -78,16 +73,11 @@ class FineLayout:
     num_experts: int
     expert_size: int
     shared: int
-    top_k: int
-    """Experts of a token if layers use equally many."""
-    uniform: bool = False
-    """Whether they must."""
-    dense_layers: int = 0
-    """If they must: so many of the first layers use all experts instead."""
-    router_bias: bool = True
-    """Whether routers have biases."""
-    leaves_whole: bool = True
-    """Whether a layer stays whole that the lowest total error would leave whole."""
+    top_k: int  # experts of a token if layers use equally many
+    uniform: bool = False  # whether they must
+    dense_layers: int = 0  # if they must: so many of the first layers use all experts instead
+    router_bias: bool = True  # whether routers have biases
+    leaves_whole: bool = True  # whether a layer stays whole that the lowest total error would leave whole
 
     @property
     def advice(self) -> str:
@@ -203,8 +193,7 @@ class _Search:
     mlp_size: int
     width: float
     slack: float
-    layers: int
-    """1: all use equally many experts."""
+    layers: int  # 1: all use equally many experts
 
     def best(self, numbers: Sequence[int]) -> FineLayout | None:
         """The layout that there is for the first of these numbers of experts, or for a GPU for any of them."""
@@ -398,8 +387,7 @@ class FormRules:
     settle: Callable[[ModelShape, Recipe], Layout]
     least_width: Callable[[ModelShape, ExpertsSection, TargetRules], int]
     """The fewest neurons of a layer that a token can use."""
-    for_one_budget: bool
-    """Whether a run is for the budget that its neurons were divided for."""
+    for_one_budget: bool  # whether a run is for the budget that its neurons were divided for
 
 
 FORMS: dict[Form, FormRules] = {

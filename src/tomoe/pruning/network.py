@@ -41,10 +41,8 @@ class MaskNetwork(nn.Module, ABC):
 
     # an nn.ModuleList, typed as what it holds
     routers: Sequence[ExpertRouter]
-    hypernetwork: HyperNetwork | None
-    """Gives embeddings to the masks that are learned; None if none are, as by default."""
-    attention: PrunedAttention | None
-    """The dims of attention that a token uses, if it is pruned, too."""
+    hypernetwork: HyperNetwork | None  # gives embeddings to the masks that are learned; None if none are, as by default
+    attention: PrunedAttention | None  # the dims of attention that a token uses, if it is pruned, too
 
     def __init__(self, shape: ModelShape, layout: Layout, sampling: SamplingSection):
         super().__init__()

@@ -24,10 +24,8 @@ from tomoe.training.best import BestWeights
 from tomoe.training.run_folder import RunFolder
 
 Row = dict[str, Any]
-_NONFINITE = "bad_steps"
-"""The key of state.json that counts steps in a row without a finite loss."""
-CHECKED = "best"
-"""The key of state.json that says what the checks on held-out text found."""
+_NONFINITE = "bad_steps"  # the key of state.json that counts steps in a row without a finite loss
+CHECKED = "best"  # the key of state.json that says what the checks on held-out text found
 
 
 @runtime_checkable

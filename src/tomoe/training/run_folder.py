@@ -32,8 +32,7 @@ from tomoe.recipe.base import BaseRecipe
 
 # Of AdamW, in 32 and in 8 bits: of the shape of their parameter.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
-KEEP = 2
-"""Checkpoints that are kept: the last and the one before it."""
+KEEP = 2  # checkpoints that are kept: the last and the one before it
 
 
 @dataclass(frozen=True)

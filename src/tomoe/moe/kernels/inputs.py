@@ -170,8 +170,7 @@ def _like(x: Tensor, norms: Tensor, weight: Tensor, bias: Tensor | None, count: 
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-Product = Callable[[Tensor, int], Tensor]
-"""y [.., n] of x [.., D] and the number of its inputs that each token uses."""
+Product = Callable[[Tensor, int], Tensor]  # y [.., n] of x [.., D] and the number of its inputs that each token uses
 Kernel = Callable[[Tensor, Tensor, Tensor | None], Product]
 """The product by a matrix, of norms [D], the matrix [D, n] and its bias [n]; it does not keep the matrix alive."""
 

@@ -45,8 +45,7 @@ class OverlappingMembers:
 
     tokens: ClassVar[dict[int, int]] = dict.fromkeys(Way, 256 if PROCESSOR.get("avx512_f") else 128)
     """Tokens whose activations are kept at once."""
-    numbers_of_three: ClassVar[int] = 8
-    """How many different numbers three experts give."""
+    numbers_of_three: ClassVar[int] = 8  # how many different numbers three experts give
 
     @staticmethod
     def numbers(expert_rows: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:

@@ -113,7 +113,7 @@ def largest(logits: Tensor, top_k: int) -> Tensor:
 def finder() -> Callable[..., int] | None:
     """The compiled search for the largest logits, if the kernel could be compiled and computes what PyTorch computes."""
     library = load(SOURCE) if kernel() else None
-    return library and function(library, "tomoe_largest", [POINTER, INT64, INT32, INT32, POINTER])
+    return None if library is None else function(library, "tomoe_largest", [POINTER, INT64, INT32, INT32, POINTER])
 
 
 Multiplier = Callable[[Tensor, Tensor, Tensor | None, Way], Tensor]

@@ -24,8 +24,7 @@ class PrunedAttention(nn.Module):
 
     # these are nn.ModuleLists, typed as what they hold
     token_embeddings: Sequence[nn.Linear]
-    dims: Sequence[Projection]
-    """The first C logits are V/O dims, the rest Q/K choices."""
+    dims: Sequence[Projection]  # the first C logits are V/O dims, the rest Q/K choices
     inputs: Tensor
     value_rotations: Tensor
     """[L, G, C, C], if the recipe rotates values; the model's own basis until the start sets another."""

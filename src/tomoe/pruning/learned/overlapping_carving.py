@@ -27,8 +27,7 @@ class OverlappingStart:
     """The carved start of one layer."""
 
     router_weight: Float[Tensor, "N D"]
-    ranks: Int[Tensor, "N F"]
-    """The rank of each neuron in each expert; 0 is dropped last."""
+    ranks: Int[Tensor, "N F"]  # the rank of each neuron in each expert; 0 is dropped last
     loss: Float[Tensor, " u"]
     """Relative squared error of the MLP's output, summed over experts, at each of the widths that were asked for (float64)."""
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from tomoe.model.compiled import fused
 from tomoe.pruning.learned.gumbel import keep_logit, keep_probability
 
-LOGIT_SCALE = 4.0
-"""Mask logits per standard deviation of the rank: decided at both ends, open in the middle."""
+LOGIT_SCALE = 4.0  # mask logits per standard deviation of the rank: decided at both ends, open in the middle
 
 
 class Projection(nn.Module):

@@ -45,12 +45,9 @@ class RepairSettings:
     target: Literal["local", "half"] = "half"
     """`local`: each part gives what the dense one gives on the same input; `half`: the mean of that and of what brings the
     stream back to the dense model's, errors of earlier layers included."""
-    ridge: float = 1e-2
-    """Relative to the mean of diag G; holds the matrix to the dense one."""
-    rank: int = 0
-    """Rank of the change, 0: whole."""
-    output: bool = False
-    """Refit the output projections of the attention, too: for plans that prune it."""
+    ridge: float = 1e-2  # relative to the mean of diag G; holds the matrix to the dense one
+    rank: int = 0  # rank of the change, 0: whole
+    output: bool = False  # refit the output projections of the attention, too: for plans that prune it
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from tomoe.pruning.repair.equations import Refit
 from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair_layers
 from tomoe.recipe.conversion import RepairSection
 
-KEPT = "repair"
-"""Subfolder of a run that keeps the layers of an unfinished repair."""
+KEPT = "repair"  # subfolder of a run that keeps the layers of an unfinished repair
 
 
 def repair_plan(

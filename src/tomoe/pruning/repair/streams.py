@@ -24,10 +24,8 @@ from tomoe.model.running import replaced_forward
 from tomoe.model.structure import layer_parts, shape_of
 from tomoe.pruning.masking import LayerMasks, mask_hooks, with_weight
 
-CHUNK_TOKENS = 4096
-"""Tokens that run through a layer at once."""
-ADDITIVE = 2e-2
-"""Relative error, in 16 bits too, up to which a layer adds what its MLP gives."""
+CHUNK_TOKENS = 4096  # tokens that run through a layer at once
+ADDITIVE = 2e-2  # relative error, in 16 bits too, up to which a layer adds what its MLP gives
 MEMORY = 4 * 2**30
 """Bytes of hidden states to keep in main memory, if a device has no room for them; if there are more, they go to a file."""
 
