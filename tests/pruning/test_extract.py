@@ -20,7 +20,7 @@ from tomoe.pruning.allocation import Site, common_offset, whole_units
 from tomoe.pruning.extract import Extraction, extract_plan
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import least_active, settle_layout
-from tomoe.pruning.learned.value_logits import top_values
+from tomoe.pruning.learned.attention_masks import top_values
 from tomoe.pruning.masking import planned_masks
 from tomoe.pruning.network import MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe

@@ -40,8 +40,7 @@ from tomoe.recipe.shared import DataSection
 from tomoe.training.distillation import CHUNK
 
 _CGROUPS = Path("/sys/fs/cgroup")
-# bytes
-_FLOAT32, _FLOAT64 = 4, 8
+_FLOAT32, _FLOAT64 = 4, 8  # bytes
 MARGIN = 0.2
 
 

@@ -31,15 +31,10 @@ class _LayerHook(AlignDevicesHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         result = super().post_forward(module, output)
-        trim_heap()
+        # glibc keeps pieces that the next layer cannot use, some MB per layer; other C libraries have no such function
+        if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+            trim(0)
         return result
-
-
-def trim_heap() -> None:
-    """Return freed memory to the system: glibc keeps pieces that the next layer cannot use, some MB per layer."""
-    # other C libraries have no malloc_trim
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
 
 
 def load_offloaded(stored: StoredModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

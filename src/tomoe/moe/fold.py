@@ -46,8 +46,7 @@ def fine_order(layer: LayerPlan) -> Int[Tensor, " U"]:
     return torch.cat([shared, *(row.nonzero().squeeze(1) for row in layer.expert_masks)])
 
 
-# What folding and comparing takes on a GPU beside the dense model, of its size.
-ROOM = 2.2
+ROOM = 2.2  # what folding and comparing takes on a GPU beside the dense model, of its size
 # What the config of a dense model may hold beside its family's own keys, and the converted model must not take over: keys of
 # other Mixtures of Experts, which engines and trainers would read as the converted model's.
 RESERVED = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
@@ -209,10 +208,7 @@ class FoldedLayers(Mapping[str, Tensor]):
 
 
 def has_room(dense: PreTrainedModel) -> bool:
-    """Whether the GPU that the dense model is on has room for the MoE and for a copy that is loaded to be compared with it.
-
-    There all layers are folded once, on the GPU; elsewhere lazily, again whenever one is written or runs.
-    """
+    """Whether the GPU that the dense model is on has room for the MoE and for a copy that is loaded to be compared with it."""
     if dense.device.type == "cpu" or any(p.is_meta for p in dense.parameters()):
         return False
     if empty_cache := getattr(torch.get_device_module(dense.device), "empty_cache", None):

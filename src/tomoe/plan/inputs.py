@@ -136,11 +136,7 @@ class InputsPlan:
             "active": self.active,
             "active_fraction": self.active_fraction(),
             "projections": {
-                kind: {
-                    "names": list(self.names[kind]),
-                    "widths": list(self.widths[kind]),
-                    "columns": list(self.columns[kind]),
-                }
+                kind: {part: list(getattr(self, part)[kind]) for part in ("names", "widths", "columns")}
                 for kind in self.names
             },
             "path": [

@@ -89,7 +89,6 @@ class Plan:
 
     @property
     def form(self) -> Form:
-        """The form of the experts."""
         return self.counts[0].form
 
     @property

@@ -26,8 +26,7 @@ TENSORS = {
 FINE = {"shared_mask": "shared_neurons", "router_bias": "router_bias"}
 ROTATION = {"value_rotation": "value_rotation"}
 FIELDS = {name: field for field, name in (TENSORS | FINE).items()}
-# masks that fine-grained experts store as bits
-PACKED = ("expert_neurons", "shared_neurons")
+PACKED = ("expert_neurons", "shared_neurons")  # masks that fine-grained experts store as bits
 MASKS = (*PACKED, "qk_kept", "value_kept")
 ROUTER = "value_router."
 REFIT = "refit."
@@ -40,12 +39,6 @@ ALWAYS = 1024.0
 def always_used(router_bias: Any) -> Any:
     """The experts [N] that every token uses, from the biases of a router: those near ALWAYS, which training may have moved."""
     return router_bias >= ALWAYS / 2
-
-
-def packed_shape(mask: Shape) -> Shape:
-    """Shape of a neuron mask [..., F] that is stored as bytes of eight neurons, the first of them in the lowest bit."""
-    *rows, neurons = mask
-    return (*rows, ceil_div(neurons, 8))
 
 
 def layer_shapes(s: ModelShape, n: int, form: Form) -> dict[str, Shape]:
@@ -84,10 +77,8 @@ def refit_shapes(s: ModelShape, stored: dict[str, Shape]) -> dict[str, Shape]:
 
 
 def checked_layers(stored: dict[str, StoredTensor], s: ModelShape) -> Iterator[list[str]]:
-    """The names of each layer's tensors, within the layer.
-
-    Raises ValueError or KeyError for a wrong tensor before any is read: it may be of any size.
-    """
+    """The names of each layer's tensors, within the layer. Raises ValueError or KeyError for a wrong tensor before any is
+    read: it may be of any size."""
     unread = dict(stored)
     for i in range(s.num_layers):
         prefix = f"layers.{i}."
@@ -114,4 +105,6 @@ def _expected(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> di
     stored_refit = {name.removeprefix(refit): size for name, (size, _) in stored.items() if name.startswith(refit)}
     shapes |= {REFIT + name: size for name, size in refit_shapes(s, stored_refit).items()}
     dtypes = dict.fromkeys(shapes, FLOATS) | dict.fromkeys(MASKS, ("BOOL",)) | dict.fromkeys(packed, ("U8",))
-    return {name: (packed_shape(size) if name in packed else size, dtypes[name]) for name, size in shapes.items()}
+    # bytes of eight neurons, the first of them in the lowest bit
+    shapes |= {name: (*shapes[name][:-1], ceil_div(shapes[name][-1], 8)) for name in packed}
+    return {name: (size, dtypes[name]) for name, size in shapes.items()}

@@ -71,10 +71,8 @@ class Site:
 
 
 def common_offset(sites: Sequence[Site], target: int) -> float:
-    """Find the logit offset at which all sites together are expected to have `target` parameters.
-
-    Raises UserError if even the smallest widths cost more than the target.
-    """
+    """Find the logit offset at which all sites together are expected to have `target` parameters. Raises UserError if even
+    the smallest widths cost more."""
     least = sum(site.params(1) for site in sites)
     if least > target:
         raise UserError(

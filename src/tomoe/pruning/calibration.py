@@ -34,8 +34,7 @@ class Calibration:
     def __init__(self, net: MaskNetwork, model: nn.Module, seed: int, progress: StageCallback):
         self.net, self.num_layers, self.seed, self.progress = net, net.shape.num_layers, seed, progress
         self.parts = layer_parts(model)
-        # as `net.carve` gives them
-        self.experts: list[Any] = []
+        self.experts: list[Any] = []  # as `net.carve` gives them
 
     @torch.no_grad()
     def run(

@@ -48,10 +48,8 @@ class ExtractedExperts(ABC):
     def choose(
         self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
     ) -> list[tuple[int, list[int]]]:
-        """Choose the MLP width of every layer, and the units of all others of its sites; see `allocation`.
-
-        All together have `target` parameters as nearly as units allow; a uniform layout is content within `slack`.
-        """
+        """Choose the MLP width of every layer, and the units of all others of its sites: all together have `target` parameters
+        as nearly as units allow; a uniform layout is content within `slack`."""
 
     @abstractmethod
     def fields(self, i: int, width: int) -> dict[str, Any]:

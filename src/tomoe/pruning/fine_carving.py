@@ -141,10 +141,8 @@ def _routed_experts(
     layout: FineLayout,
     seed: int,
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, "N D"], Float[Tensor, " N"]]:
-    """Return the expert of each routed neuron, and weight and bias of the router; clusters start on some of the tokens.
-
-    Numbers of all tokens have no names here, so that as few of them as can be are held at once.
-    """
+    """Return the expert of each routed neuron, and weight and bias of the router; clusters start on some of the tokens."""
+    # numbers of all tokens have no names here, so that as few of them as can be are held at once
     regression = RidgeRegression(x_TD, layout.router_bias)
     # neurons that work on the same tokens belong together: then a token needs few experts
     assigned_n = balanced_clusters(F.normalize(energy_Tn[some_t].sqrt().T, dim=1), layout.num_experts, seed)

@@ -79,7 +79,6 @@ class FineNetwork(MaskNetwork):
         return self._known[1]
 
     def width(self, i: int) -> int:
-        """Return how many neurons of layer i a token uses."""
         return self.layout.width(int(self.experts_per_token[i]))
 
     def sample_experts(

@@ -153,7 +153,6 @@ class _Search:
         return min(steps, default=None)
 
     def step(self) -> None:
-        """Take the cheapest step."""
         _, i, kind, level = heapq.heappop(self.steps)
         self.saved += self._saving((i, kind), level)
         self.levels[i, kind] = level
@@ -225,10 +224,8 @@ def plan_inputs(
     seed: int = 0,
     progress: StageCallback = no_stage_progress,
 ) -> InputsPlan:
-    """Choose how many inputs every projection uses, on calibration text, for `active` and for every budget around it.
-
-    Raises UserError if no projection fits, or if so little cannot be reached.
-    """
+    """Choose how many inputs every projection uses, on calibration text, for `active` and for every budget around it. Raises
+    UserError if no projection fits, or if so little cannot be reached."""
     layers = groups_of(model)
     check_reach(layers, decoder_params(shape), active)
     costs = input_costs(model, layers, ids, mask, seed, progress)

@@ -103,9 +103,7 @@ Layout = OverlappingLayout | FineLayout
 
 
 def settle_layout(recipe: Recipe, shape: ModelShape) -> Layout:
-    """The layout that a recipe of experts asks for.
-
-    Raises UserError if it is known without the masks that no plan can meet the budget."""
+    """The layout that a recipe of experts asks for. Raises UserError where no plan can meet the budget, whatever its masks."""
     return FORMS[recipe.experts.form].settle(shape, recipe)
 
 

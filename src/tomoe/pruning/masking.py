@@ -24,7 +24,7 @@ from tomoe.model.mlp import Linear
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts, layer_parts
 from tomoe.plan import LayerPlan, Plan
-from tomoe.pruning.forms import planned_experts
+from tomoe.pruning.forms import PLANNED
 from tomoe.pruning.learned.attention_masks import AttentionMasks, PlannedAttention, attention_hooks
 from tomoe.pruning.routing import Routing
 
@@ -44,12 +44,10 @@ class PlannedLayerMasks:
     """The masks of a plan: no noise, the decisions of inference."""
 
     def __init__(self, layer: LayerPlan, shape: ModelShape, device: torch.device):
-        self.layer, self.experts = layer, planned_experts(layer, device)
+        self.layer, self.experts = layer, PLANNED[layer.form](layer, device)
         self.attention = PlannedAttention.of(layer, shape, device)
-        # refitted matrices that were copied to a device, by projection
-        self.copied: dict[str, Tensor] = {}
-        # of the last forward pass
-        self.routing: Routing | None = None
+        self.copied: dict[str, Tensor] = {}  # refitted matrices that were copied to a device, by projection
+        self.routing: Routing | None = None  # of the last forward pass
 
     def neurons(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         self.routing, neurons = self.experts.choose(x_TD)

@@ -82,8 +82,7 @@ class RunFolder:
         self.origin = path / "origin.sha256"
         self.corpus, self.metrics = path / "corpus.safetensors", path / "metrics.jsonl"
         self.best = path / "best.safetensors"
-        # why no model becomes of a run that is over
-        self.no_model = path / "no-model.txt"
+        self.no_model = path / "no-model.txt"  # why no model becomes of a run that is over
 
     def resumes(self, recipe: BaseRecipe, resume: bool, force: bool) -> bool:
         """Return whether the existing run resumes; if not, a new one may start. Writes nothing. Raises UserError if neither

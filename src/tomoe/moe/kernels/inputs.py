@@ -38,10 +38,7 @@ def obstacle(projection: Choosing, x: Tensor) -> str | None:
 
 
 def product(projection: Choosing, x: Tensor) -> Tensor:
-    """What a projection gives whose tokens choose their inputs, by the kernel.
-
-    Inside torch.compile it is the operator `tomoe::inputs`, one node of the graph.
-    """
+    """What a projection gives whose tokens choose their inputs, by the kernel."""
     choice = projection.choice
     if torch.compiler.is_compiling():
         bias = getattr(projection, "bias", None)
@@ -100,8 +97,7 @@ class Ready:
         y = self.run(x, count).split(self.sizes, -1)
         parts = dict(zip(self.choice.projections, y, strict=True))
         part = parts.pop(projection)
-        # one tuple, so that another thread never finds half of it
-        self.left = x, stamp_of(x), count, parts
+        self.left = x, stamp_of(x), count, parts  # one tuple, so that another thread never finds half of it
         return part
 
 

@@ -18,10 +18,8 @@ from tomoe.moe.modeling_tomoe import FEW_TOKENS
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., V].
 def suits(head: Any, config: Any, x: Tensor) -> bool:
-    """Whether the kernel can compute the logits, and was faster than PyTorch on such a processor.
-
-    With all inputs a model is the dense one, bit by bit.
-    """
+    """Whether the kernel can compute the logits, and was faster than PyTorch on such a processor."""
+    # with all inputs a model is the dense one, bit by bit
     whole = config.chooses_inputs and config.tomoe_active == 1
     if whole or torch.compiler.is_compiling() or PROCESSOR.get("amx_bf16"):
         return False

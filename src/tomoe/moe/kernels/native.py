@@ -22,13 +22,11 @@ from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked, stamp_of
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
-# Membership of a neuron in experts that overlap is the bits of one number.
-MAX_OVERLAPPING = 64
+MAX_OVERLAPPING = 64  # membership of a neuron in experts that overlap is the bits of one number
 PROCESSOR = torch.cpu.get_capabilities()
 # On a processor with matrix units for bfloat16 (AMX), experts are faster in products of tiles from this many tokens on.
 MATRIX_TOKENS = 8
-# The kernel takes this many dims at once to such a product.
-MATRIX_DIMS = 32
+MATRIX_DIMS = 32  # the kernel takes this many dims at once to such a product
 # In the order of the kernel's own list.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, lambda x: F.gelu(x, approximate="tanh"))
 
@@ -160,10 +158,7 @@ def _recognized(activation: Callable[[Tensor], Tensor]) -> int | None:
 
 
 def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, way: Way | None = None) -> Tensor:
-    """All experts in one call of the compiled kernel, the fastest way if none is given; `masked` if it cannot run this.
-
-    Inside torch.compile it is the operator `tomoe::experts`, one node of the graph.
-    """
+    """All experts in one call of the compiled kernel, the fastest way if none is given; `masked` if it cannot run this."""
     kind = working_kind(mlp) if len(x) and fits(mlp, x) else None
     if kind is None:
         return run_masked(mlp, x, expert_ids)
@@ -211,22 +206,10 @@ SCHEMA = (
 
 
 @torch.library.custom_op("tomoe::experts", mutates_args=(), schema=SCHEMA)
-def experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_rows: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    kind: int,
-    fine: bool,
-    way: int,
-) -> Tensor:
-    """The kernel as a PyTorch operator, for graphs."""
-    members = _members_of(expert_rows, len(up), fine)
-    return call(x, expert_ids, members, (gate, up, down, gate_bias, up_bias), kind, fine, way)
+def experts(x: Tensor, expert_ids: Tensor, expert_rows: Tensor, *rest: Any) -> Tensor:
+    """The kernel as a PyTorch operator, for graphs; `rest` as in SCHEMA."""
+    *weights, kind, fine, way = rest
+    return call(x, expert_ids, _members_of(expert_rows, len(weights[1]), fine), weights, kind, fine, way)
 
 
 @experts.register_fake
@@ -265,8 +248,7 @@ def kernel() -> Kernel | None:
     return run
 
 
-# What the compiled `tomoe_tiles` returns where matrix units multiply tiles.
-MATRIX_UNITS = 2
+MATRIX_UNITS = 2  # what the compiled `tomoe_tiles` returns where matrix units multiply tiles
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

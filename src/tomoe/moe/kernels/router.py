@@ -52,12 +52,10 @@ def precise_logits(router: Router, x: Tensor) -> Tensor:
 
 @contextmanager
 def exact_products(router: Router, dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block products of float32 on a GPU take its matrix units (TF32) only where that rounds no factor.
-
-    That is where tokens are of 16 bits and the router's weights bfloat16 values: TF32 holds both.
-    """
+    """Inside the block products of float32 on a GPU take its matrix units (TF32) only where that rounds no factor."""
     settings: Any = torch.backends.cuda.matmul
     before = settings.fp32_precision
+    # TF32 holds tokens of 16 bits, and bfloat16 values
     exact = dtype in (torch.bfloat16, torch.float16) and holds_bfloat16(router)
     settings.fp32_precision = "tf32" if exact else "ieee"
     try:

@@ -31,10 +31,8 @@ class AttentionRanking:
 
     def __init__(self, net: PrunedAttention, model: nn.Module):
         self.net, self.shape, self.parts = net, net.shape, layer_parts(model)
-        # of Q/K choices and of V/O dims
-        self.importance: list[tuple[Tensor, Tensor]] = []
-        # if values are rotated
-        self.rotations: list[Tensor] = []
+        self.importance: list[tuple[Tensor, Tensor]] = []  # of Q/K choices and of V/O dims
+        self.rotations: list[Tensor] = []  # if values are rotated
 
     def hooks(self, i: int, valid: Bool[Tensor, " BS"] | None) -> Iterator[RemovableHandle]:
         """Record what the projections of layer i give, and rank its dims before the last of them runs."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -16,7 +17,6 @@ from tomoe.model.hooks import input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts
 from tomoe.plan import LayerPlan
-from tomoe.pruning.learned.value_logits import ValueLogits, top_values
 
 
 @runtime_checkable
@@ -30,6 +30,28 @@ class AttentionMasks(Protocol):
     @property
     def qk_mask(self) -> Float[Tensor, " C"]: ...
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]: ...
+
+
+class ValueLogits(nn.Module):
+    """Gives one logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3), in float32.
+
+    `project_in` is Proj_E, and its bias is the mean expert embedding of the site; `norm` and `project_out` are the V/O part
+    of Proj_D, and their bias is the start.
+    """
+
+    def __init__(self, hidden_size: int, embedding_size: int, head_dim: int):
+        super().__init__()
+        self.project_in = nn.Linear(hidden_size, embedding_size)
+        self.norm = nn.LayerNorm(embedding_size)
+        self.project_out = nn.Linear(embedding_size, head_dim)
+
+    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T C"]:
+        return self.project_out(F.gelu(self.norm(self.project_in(x.float()))))
+
+
+def top_values(logits: Float[Tensor, "T C"], top_k: int) -> Float[Tensor, "T C"]:
+    """Keep exactly the K dims of each token that have the largest logits (Sec. 3.3)."""
+    return torch.zeros_like(logits).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1.0)
 
 
 class PlannedAttention:
@@ -70,10 +92,7 @@ _fused_times_heads = fused(times_heads)
 
 
 def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[RemovableHandle]:
-    """Hook the attention of one layer.
-
-    Values are rotated behind V and back before O: activations, not weights, which may be packed or refitted.
-    """
+    """Hook the attention of one layer. Activations are rotated behind V and back before O, as weights may be packed."""
     rotation = masks.value_rotation
     now: dict[str, Tensor] = {}
 

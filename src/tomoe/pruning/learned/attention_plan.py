@@ -28,8 +28,7 @@ class ExtractedAttention:
     def __init__(self, net: PrunedAttention, of_experts: Float[Tensor, "sites N E"]):
         self.net, self.shape = net, net.shape
         self.embeddings = net.embeddings(of_experts)
-        # of V/O dims and Q/K choices
-        self.dim_logits = [dims(self.embeddings[i]) for i, dims in enumerate(net.dims)]
+        self.dim_logits = [dims(self.embeddings[i]) for i, dims in enumerate(net.dims)]  # of V/O dims and Q/K choices
         # V/O logits of calibration tokens, if each token chooses
         self.token_logits: list[Float[Tensor, "t C"]] | None = None
 
@@ -81,8 +80,7 @@ class ExtractedAttention:
         if not self.net.per_token:
             values = _first(dims[:c].argsort(descending=True, stable=True), value_dims)
         elif value_dims < c:
-            state = self.net.value_router(i, self.embeddings[i]).state_dict()
-            router = {name: t.detach().clone().cpu() for name, t in state.items()}
+            router = self.net.value_router(i, self.embeddings[i])
         rotation = self.net.value_rotation(i) if value_dims < c else None
         return {
             "qk_kept": _first(dims[c:].argsort(descending=True, stable=True), qk_units),

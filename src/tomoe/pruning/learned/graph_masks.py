@@ -52,8 +52,7 @@ class LayerTensors:
     def masked(self, hidden: Tensor) -> Tensor:
         neurons = self.neurons
         assert neurons is not None
-        # it is not needed until the next pass, and takes 4 bytes a neuron and token
-        self.neurons = None
+        self.neurons = None  # it is not needed until the next pass, and takes 4 bytes a neuron and token
         return times(hidden, neurons)
 
     def settle_(self) -> None:
@@ -73,8 +72,7 @@ class AttentionTensors:
         self.sampled, self.embedding = sampled, sampled.embedding
         self.temperature, self.keep_bias = net.sampling.temperature, net.sampling.keep_bias
         self.qk, self.rotation = sampled.qk_mask, sampled.value_rotation
-        # of static values the mask, else [T, C] of the last pass
-        self.values = sampled.static_values
+        self.values = sampled.static_values  # of static values the mask, else [T, C] of the last pass
         projection, dims = net.dims[index], net.shape.head_dim
         self.project_in, self.norm = net.token_embeddings[index].weight, projection.norm
         self.project_out, self.start = projection.linear.weight[:dims], projection.start[:dims]
@@ -165,10 +163,8 @@ def _roles(parts: LayerParts, masks: LayerTensors) -> list[tuple[nn.Module, type
 def masked_in_graphs(
     model: PreTrainedModel, sampled: Sequence[SampledLayerMasks], tokens: int
 ) -> Iterator[Callable[[], None]]:
-    """Apply the masks of a step of T tokens as `masking.masked` does, inside the `with` block.
-
-    What it yields is called after the forward pass: then the masks know what the tokens chose, as the losses ask.
-    """
+    """Apply the masks of a step of T tokens as `masking.masked` does. What it yields is called after the forward pass: then
+    the masks know what the tokens chose, as the losses ask."""
     tensors: list[LayerTensors] = []
 
     def settle() -> None:

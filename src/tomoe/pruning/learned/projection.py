@@ -49,12 +49,12 @@ def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float) ->
     size = ranks.shape[-1]
     quantile = 1 - (torch.arange(size, dtype=torch.float64) + 0.5) / size
     scores = LOGIT_SCALE * torch.special.ndtri(quantile)
-    whole = keep_logit(torch.tensor(1 - 1e-6, dtype=torch.float64), keep_bias)
+    if width >= size:
+        whole = keep_logit(torch.tensor(1 - 1e-6, dtype=torch.float64), keep_bias)
+        return torch.full(ranks.shape, float(whole))
     low, high = -200.0, 200.0
     for _ in range(80):
         middle = (low + high) / 2
         kept = float(keep_probability(scores + middle, keep_bias).sum())
         low, high = (middle, high) if kept < width else (low, middle)
-    if width >= size:
-        return torch.full(ranks.shape, float(whole))
     return (scores + high).float()[ranks.cpu()]

@@ -71,10 +71,8 @@ def _power(a: Float[Tensor, "G C C"], exponent: float) -> Float[Tensor, "G C C"]
 def value_rotations(
     model: Any, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], on_progress: StageCallback = no_stage_progress
 ) -> list[Float[Tensor, "G C C"]]:
-    """The rotation of every layer from one pass over calibration text; padding (mask 0) does not count.
-
-    Needs the original weights, not packed ones.
-    """
+    """The rotation of every layer from one pass over calibration text, with weights that are not packed; padding (mask 0)
+    does not count."""
     s = shape_of(model)
     layers = layer_parts(model)
     rotations: list[Tensor] = []

@@ -91,10 +91,8 @@ class _Repairing:
         sums.add(real(ours["o"]), gap_tD, x_tD)
 
     def _take_mlp(self, i: int, output: Refit | None, chunk: slice, sums: NormalEquations | None) -> None:
-        """Gap of the MLP: what the masks took away, or of the stream behind the layer. Both streams go on.
-
-        Without `sums` nothing is fitted: the streams go through a layer that is finished.
-        """
+        """Gap of the MLP: what the masks took away, or of the stream behind the layer. Both streams go on; without `sums`
+        they go through a layer that is finished."""
         streams = self.streams
         real = partial(streams.real_tokens, chunk)
         gain = streams.gain(i)
@@ -122,7 +120,10 @@ class _Repairing:
         """Refit layer i, unless it is `finished`, and take both streams behind it."""
         streams = self.streams
         with held(streams.layers[i]):
-            made = self._refit(i, say) if finished is None else self._pass(i, finished)
+            made = finished or self._refit(i, say)
+            if finished is not None:
+                for chunk in streams.chunks:
+                    self._take_mlp(i, finished.output, chunk, None)
             change = (made.down.weight - streams.parts[i].mlp.down.weight).to(streams.model.dtype)
             gain = streams.gain(i)
             for chunk in streams.chunks:
@@ -145,11 +146,6 @@ class _Repairing:
             take = partial(self._take_attention, i)
             output = self._fit(parts.attention.o, size, take, lambda said: say(f"its output projection: {said}"))
         return LayerRepair(self._fit(parts.mlp.down, s.mlp_size, partial(self._take_mlp, i, output), say), output)
-
-    def _pass(self, i: int, finished: LayerRepair) -> LayerRepair:
-        for chunk in self.streams.chunks:
-            self._take_mlp(i, finished.output, chunk, None)
-        return finished
 
 
 def repair_layers(

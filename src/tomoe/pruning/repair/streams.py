@@ -56,10 +56,8 @@ class Handed:
 def layer_inputs(
     model: PreTrainedModel, ids: Int[Tensor, "b S"], real: Bool[Tensor, "b S"]
 ) -> tuple[Float[Tensor, "b S D"], list[Handed]]:
-    """What the model hands to its first layer, and what it hands to every layer beside the hidden states.
-
-    The model's own code runs, with layers that do nothing: whatever a family computes for its layers is right.
-    """
+    """What the model hands to its first layer, and what it hands to every layer beside the hidden states: its own code runs,
+    with layers that do nothing."""
     layers = decoder_layers(model)
     first = list[Tensor]()
     handed = list[Handed]()
@@ -153,10 +151,8 @@ class Streams:
         output: Tensor | None = None,
         down: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Decoder layer i on one chunk of a stream: its output, and what its parts took and gave, each [b, S, size].
-
-        `output`, `down`: matrices instead of the model's own.
-        """
+        """Decoder layer i on one chunk of a stream: its output, and what its parts took and gave, each [b, S, size]; with
+        `output` and `down` in place of its own matrices."""
         parts = self.parts.get(i)
         seen = dict[str, Tensor]()
 
@@ -169,7 +165,6 @@ class Streams:
         with ExitStack() as stack:
             if parts is not None:
                 stack.callback(parts.mlp.down.register_forward_pre_hook(took("whole h")).remove)
-            if parts is not None:
                 if masked_too:
                     stack.enter_context(hooked(mask_hooks(parts, self.masks[i])))
                 if output is not None:
@@ -192,10 +187,8 @@ class Streams:
         return x[self.real[chunk]] if self.padded else x.flatten(0, 1)
 
     def gain(self, i: int) -> float | None:
-        """How many times a layer adds what its MLP gives to the stream; None if it does more to it (a norm behind it).
-
-        Layers of one class are alike.
-        """
+        """How many times a layer adds what its MLP gives to the stream; None if it does more to it (a norm behind it)."""
+        # layers of one class are alike
         kind = type(self.layers[i])
         if kind not in self.gains:
             # Much larger than the stream, so that rounding to 16 bits hides nothing.
