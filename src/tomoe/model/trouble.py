@@ -51,10 +51,7 @@ def one_sentence(model: str, place: Path | str, part: str = "model") -> Iterator
     where = " from the hub" if isinstance(place, str) else ""
     # a .gguf file is its own tokenizer
     advice = TOKENIZER_ADVICE if part == "tokenizer" and Path(place).suffix != ".gguf" else ""
-    with (
-        _raising(f"cannot load the {part} {model}{where}", bool(where), advice),
-        _listening(place, model),
-    ):
+    with _raising(f"cannot load the {part} {model}{where}", bool(where), advice), _listening(place, model):
         yield
 
 

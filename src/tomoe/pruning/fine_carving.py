@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tomoe.pruning.layouts import FineLayout
 from tomoe.pruning.network import Activations
-from tomoe.pruning.routing import bfloat16_values
+from tomoe.pruning.routing import bfloat16_values, largest
 
 SHARED = -1  # number of the expert of neurons that every token uses
 CLUSTER_STEPS, REASSIGNMENTS = 8, 2
@@ -151,14 +151,9 @@ def _routed_experts(
         router_ND, router_bias_N = regression.fit(F.normalize((energy_Tn @ experts_nN).sqrt(), dim=1))
         if step < REASSIGNMENTS:
             # a router errs, so neurons move to where it sends the tokens that need them
-            needs_nN = energy_Tn.T @ _chosen(x_TD @ router_ND.T + router_bias_N, layout.top_k)
+            needs_nN = energy_Tn.T @ largest(x_TD @ router_ND.T + router_bias_N, layout.top_k)
             assigned_n = balanced_assignment(needs_nN, layout.expert_size)
     return assigned_n, router_ND, router_bias_N
-
-
-def _chosen(logits: Float[Tensor, "T N"], top_k: int) -> Float[Tensor, "T N"]:
-    """Return 1 for the experts of each token, 0 for the others."""
-    return torch.zeros_like(logits).scatter_(1, logits.topk(top_k, dim=1, sorted=False).indices, 1.0)
 
 
 def error_curve(

@@ -33,6 +33,11 @@ class Routing:
         return self if valid is None else Routing(self.assignment[valid], self.probs[valid], self.top_k)
 
 
+def largest(logits: Float[Tensor, "T n"], k: int) -> Float[Tensor, "T n"]:
+    """1 at the k largest numbers of each token, 0 elsewhere."""
+    return torch.zeros_like(logits).scatter_(-1, logits.topk(k, dim=-1).indices, 1.0)
+
+
 def _top_k(logits: Float[Tensor, "T N"], top_k: int, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the choice of the `top_k` largest logits, 0/1, and sigmoid((z - threshold) / temperature) of all experts [T, N].
 

@@ -17,6 +17,7 @@ from tomoe.model.hooks import input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts
 from tomoe.plan import LayerPlan
+from tomoe.pruning.routing import largest
 
 
 @runtime_checkable
@@ -49,11 +50,6 @@ class ValueLogits(nn.Module):
         return self.project_out(F.gelu(self.norm(self.project_in(x.float()))))
 
 
-def top_values(logits: Float[Tensor, "T C"], top_k: int) -> Float[Tensor, "T C"]:
-    """Keep exactly the K dims of each token that have the largest logits (Sec. 3.3)."""
-    return torch.zeros_like(logits).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1.0)
-
-
 class PlannedAttention:
     """The masks of a plan: no noise, the decisions of inference."""
 
@@ -78,7 +74,7 @@ class PlannedAttention:
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
         if self.value_logits is None:
             return self.value_mask
-        return top_values(self.value_logits(x), self.top_k)
+        return largest(self.value_logits(x), self.top_k)
 
 
 # Without shapes, as torch.compile traces it.

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tomoe.pruning.allocation import bisected
 from tomoe.pruning.network import Activations
 
 KMEANS_STEPS = 20
@@ -82,12 +83,7 @@ def confident_scale(logits: Float[Tensor, "T N"]) -> float:
 
     Cosines differ by hundredths, Gumbel noise by ones: without the factor, sampling would route at random.
     """
-    low, high = 0.0, 1e4
-    for _ in range(50):
-        middle = (low + high) / 2
-        confidence = float((middle * logits).softmax(-1).amax(-1).mean())
-        low, high = (middle, high) if confidence < ROUTER_CONFIDENCE else (low, middle)
-    return high
+    return bisected(0.0, 1e4, 50, lambda x: float((x * logits).softmax(-1).amax(-1).mean()) < ROUTER_CONFIDENCE)
 
 
 def backward_elimination(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"], Float[Tensor, " F1"]]:
