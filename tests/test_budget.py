@@ -15,9 +15,8 @@ from tomoe.moe.fold import fold
 def test_decoder_params_are_all_projection_weights(dense: PreTrainedModel) -> None:
     counted = 0
     for p in layer_parts(dense):
-        counted += sum(
-            m.weight.numel() for m in (p.of_mlp.gate, p.of_mlp.up, p.down, p.q, p.k, p.v, p.o) if m is not None
-        )
+        of_attention = (p.attention.q, p.attention.k, p.attention.v, p.attention.o)
+        counted += sum(m.weight.numel() for m in (p.mlp.gate, p.mlp.up, p.mlp.down, *of_attention) if m is not None)
     assert decoder_params(shape_of(dense)) == counted
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from tomoe.model.shape import ModelShape
 
-BUDGET_TOLERANCE = 0.002
-"""Largest distance between the active fraction of a plan and the requested one."""
+BUDGET_TOLERANCE = 0.002  # largest distance between the active fraction of a plan and the requested one
 
 
 def mlp_params(shape: ModelShape, width: Any) -> Any:
@@ -89,8 +88,7 @@ class Decoding:
         )
 
 
-FILE_BITS = {"bf16": 16.0, "Q8_0": 8.5, "Q4_K": 4.5}
-"""Bits of a weight in files, with the scales of its block."""
+FILE_BITS = {"bf16": 16.0, "Q8_0": 8.5, "Q4_K": 4.5}  # bits of a weight in files, with the scales of its block
 
 
 def file_bytes(weights: int) -> dict[str, int]:

@@ -26,8 +26,7 @@ from tomoe.errors import UserError, shortened
 from tomoe.files import remove_leftovers
 from tomoe.locks import folder_lock
 
-# rank 0 prepares text, runs tasks and folds while the others wait
-TIMEOUT = timedelta(hours=12)
+TIMEOUT = timedelta(hours=12)  # rank 0 prepares text, runs tasks and folds while the others wait
 RESUME = "run the same command with --resume"
 RESTART = "run the same command again"
 

@@ -8,8 +8,7 @@ from typing import Any
 ProgressCallback = Callable[[str, int, int, Mapping[str, Any]], None]
 """Called as (stage, done, total, info) whenever a stage advances; `info` holds loss terms and the like."""
 
-StageCallback = Callable[[int, int], None]
-"""Called as (done, total) by a single stage, which does not know its name."""
+StageCallback = Callable[[int, int], None]  # called as (done, total) by a single stage, which does not know its name
 
 
 def no_progress(stage: str, done: int, total: int, info: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ def hold_inputs(dense: PreTrainedModel, folder: Path) -> set[str]:
     dense, ids = dense.double(), tokens(2, 40)
     everything = torch.ones_like(ids, dtype=torch.bool)
     plan = plan_inputs(dense, shape_of(dense), ids, everything, active=1.0)
-    plan = plan.at((1 + plan.path[-1].active) / 2)
+    plan = replace(plan, active=(1 + plan.path[-1].active) / 2)
     out = folder / "inputs"
     folded = fold(dense, plan)
     save_moe(folded, plan, None, out)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -159,7 +159,7 @@ def test_the_share_is_chosen_when_loading(llama: PreTrainedModel, tmp_path: Path
     plan = make_inputs_plan(llama)
     save_moe(fold(llama, plan), plan, None, tmp_path / "moe")
     moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", tomoe_active=active)
-    other = plan.at(active)
+    other = replace(plan, active=active)
     ids = clear_tokens(llama, other)
     assert abs(other.active_fraction() - active) < 0.01  # an input of a pico model is 0.3 %
     assert {c.count for c in choices_of(moe)} <= {n for numbers in other.inputs().values() for n in numbers}

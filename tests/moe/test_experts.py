@@ -268,7 +268,7 @@ def test_every_size_of_a_few_tokens_has_a_graph_of_its_own(monkeypatch: pytest.M
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for tokens_, top_k in itertools.product((1, 2, 3, 4), (1, 2, 6)):
             x, ids = torch.randn(tokens_, 32), torch.rand(tokens_, 6).topk(top_k).indices
-            y = gpu.compiled(tokens_, top_k)(x, ids, *weights, mlp.shared_size, 6, gpu.ACTIVATIONS[0])
+            y = gpu.compiled(tokens_, top_k)(x, ids, weights, mlp.shared_size, 6, gpu.ACTIVATIONS[0])
             torch.testing.assert_close(y, gpu.run_few(mlp, x, ids))
     gpu.compiled.cache_clear()
 

@@ -49,7 +49,7 @@ def test_it_computes_its_definition(dtype: torch.dtype, tokens: int, width: int,
     )
     for count in (1, width // 3, width // 2, width - 1, width):
         meant = defined(x, norms, count, weight, bias)
-        found = inputs.call(x, norms, weight, bias, count)
+        found = inputs.kernel()(norms, weight, bias)(x, count)
         assert float((found.double() - meant).abs().max()) <= DTYPES[dtype] * float(meant.abs().max()), count
 
 
@@ -60,7 +60,7 @@ def test_equal_scores_are_taken_by_position(dtype: torch.dtype) -> None:
     weight = torch.eye(60, dtype=dtype)
     order = sorted(range(60), key=lambda i: (-float(x[0, i]), i))
     for count in (1, 7, 20, 33, 40, 59):
-        found = inputs.call(x, torch.ones(60), weight, None, count)
+        found = inputs.kernel()(torch.ones(60), weight, None)(x, count)
         chosen = [i for i in order[:count] if x[0, i]]
         assert found[0].nonzero().flatten().tolist() == sorted(chosen)
         masked = modeling_tomoe.chosen_inputs(x, torch.ones(60), count)
@@ -74,7 +74,7 @@ def test_any_number_of_threads_gives_the_same_bytes() -> None:
     try:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
-            results.append(inputs.call(x, norms, weight, None, 400))
+            results.append(inputs.kernel()(norms, weight, None)(x, 400))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])

@@ -20,9 +20,9 @@ from tomoe.pruning.allocation import Site, common_offset, whole_units
 from tomoe.pruning.extract import Extraction, extract_plan
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import least_active, settle_layout
-from tomoe.pruning.learned.value_logits import top_values
 from tomoe.pruning.masking import planned_masks
 from tomoe.pruning.network import MaskNetwork
+from tomoe.pruning.routing import largest
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
 
 MULTIPLE = 8
@@ -93,7 +93,7 @@ def test_every_token_keeps_exactly_k() -> None:
             assert layer.value_top_k < 16
             assert torch.equal(actual.sum(-1), torch.full((200,), float(layer.value_top_k)))
             assert len(actual.unique(dim=0)) > 1
-    tied = top_values(torch.zeros(5, 16), 3)
+    tied = largest(torch.zeros(5, 16), 3)
     assert torch.equal(tied.sum(-1), torch.full((5,), 3.0))
 
 

@@ -33,7 +33,7 @@ from tomoe.pruning.fine_carving import (
 )
 from tomoe.pruning.layouts import FineLayout, OverlappingLayout, _Search, _search, settle_layout, stored_zeros
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.network import MaskNetwork
+from tomoe.pruning.network import Activations, MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
 from tomoe.recipe.target_rules import TARGET_RULES
 
@@ -480,7 +480,7 @@ def planted(
     )
     down = torch.randn(hidden, len(block), generator=generator)
     down = down / down.norm(dim=0)
-    start = carve_fine(x, h, torch.ones(count), down, FineLayout(blocks, SIZE, ALWAYS_ON, 1), seed=seed)
+    start = carve_fine(Activations(x, h, torch.ones(count), down), FineLayout(blocks, SIZE, ALWAYS_ON, 1), seed=seed)
     return start, x, kind, block
 
 
@@ -503,8 +503,8 @@ def test_activations_stay_as_they_are_and_may_be_bfloat16() -> None:
     x, h, down = (torch.randn(*shape, generator=generator) for shape in ((400, 16), (400, 40), (16, 40)))
     weight, layout = torch.rand(400, generator=generator), FineLayout(8, 4, 8, 2)
     stored = h.bfloat16()
-    start = carve_fine(x, stored, weight, down, layout, seed=0)
-    same = carve_fine(x, h.bfloat16().float(), weight, down, layout, seed=0)
+    start = carve_fine(Activations(x, stored, weight, down), layout, seed=0)
+    same = carve_fine(Activations(x, h.bfloat16().float(), weight, down), layout, seed=0)
     assert torch.equal(stored, h.bfloat16())
     for name, tensor in vars(start).items():
         assert torch.equal(tensor, getattr(same, name)), name

@@ -22,11 +22,11 @@ from tomoe.errors import UserError
 from tomoe.model.loading import load_dense
 from tomoe.model.mlp import decoder_layers
 from tomoe.model.structure import layer_parts
-from tomoe.pruning.masking import LayerMasks, masked, planned_masks
+from tomoe.pruning.masking import LayerMasks, masked, planned_masks, with_weight
 from tomoe.pruning.repair import layers as repairing
 from tomoe.pruning.repair import streams
 from tomoe.pruning.repair.equations import MOST_RAISES, NormalEquations, low_rank, refit, solve
-from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair_layers, repaired
+from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair_layers
 from tomoe.pruning.repair.streams import layer_inputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -62,11 +62,19 @@ def run_whole(
     with ExitStack() as stack:
         if masks:
             stack.enter_context(masked(model, masks))
-        stack.enter_context(repaired(model, repairs))
         for i, (parts, layer) in enumerate(zip(layer_parts(model), decoder_layers(model), strict=True)):
-            for part, name in ((layer, "in"), (parts.mlp, "mlp in"), (parts.down, "h"), (parts.o, "o")):
+            if (refitted := repairs[i]) is not None:
+                stack.callback(with_weight(parts.mlp.down, refitted.down.weight).remove)
+            if refitted is not None and refitted.output is not None:
+                stack.callback(with_weight(parts.attention.o, refitted.output.weight).remove)
+            for part, name in (
+                (layer, "in"),
+                (parts.mlp.module, "mlp in"),
+                (parts.mlp.down, "h"),
+                (parts.attention.o, "o"),
+            ):
                 stack.callback(part.register_forward_pre_hook(keep(i, name, True)).remove)
-            for part, name in ((layer, "out"), (parts.mlp, "mlp"), (parts.o, "attention")):
+            for part, name in ((layer, "out"), (parts.mlp.module, "mlp"), (parts.attention.o, "attention")):
                 stack.callback(part.register_forward_hook(keep(i, name, False)).remove)
         model.model(input_ids=ids, attention_mask=real.long(), use_cache=False)
     return seen
@@ -87,14 +95,14 @@ def direct_down(
 ) -> Tensor:
     """The down projection of layer i, from whole-model passes with the layers before it repaired."""
     parts = layer_parts(model)[i]
-    prefix = [*made[:i], LayerRepair(refit_nothing(parts.down.weight), made[i].output)]
+    prefix = [*made[:i], LayerRepair(refit_nothing(parts.mlp.down.weight), made[i].output)]
     ours = run_whole(model, masks, [*prefix, *[None] * (len(made) - i - 1)])[i]
     theirs = run_whole(model, None, [None] * len(made))[i]
     residual = ours["out"] - ours["mlp"]
-    local = parts.mlp(ours["mlp in"].float()).double()
-    bias = 0 if parts.down.bias is None else parts.down.bias.double()
+    local = parts.mlp.module(ours["mlp in"].float()).double()
+    bias = 0 if parts.mlp.down.bias is None else parts.mlp.down.bias.double()
     wanted = (1 - share) * local + share * (theirs["out"] - residual) - bias
-    return least_squares(ours["h"], wanted, parts.down.weight, residual, RepairSettings.ridge)
+    return least_squares(ours["h"], wanted, parts.mlp.down.weight, residual, RepairSettings.ridge)
 
 
 def refit_nothing(weight: Tensor) -> Any:
@@ -118,7 +126,7 @@ def off_by(family: str, target: str = "half") -> float:
     """How far the repair of the last layer is from direct least squares, relative to how much it changed."""
     model, masks, made = make_repair(family, target=target)
     i = len(made) - 1
-    dense = layer_parts(model)[i].down.weight
+    dense = layer_parts(model)[i].mlp.down.weight
     return relative(made[i].down.weight - dense, direct_down(model, masks, made, i, SHARE[target]) - dense)
 
 
@@ -127,7 +135,7 @@ def off_by(family: str, target: str = "half") -> float:
 def test_every_layer_solves_the_least_squares_problem(family: str, target: str, form: str) -> None:
     model, masks, made = make_repair(family, form=form, target=target)
     for i, layer in enumerate(made):
-        dense = layer_parts(model)[i].down.weight
+        dense = layer_parts(model)[i].mlp.down.weight
         meant = direct_down(model, masks, made, i, SHARE[target])
         assert relative(layer.down.weight, dense) > 0.05
         assert relative(layer.down.weight - dense, meant - dense) < RED / 100
@@ -135,7 +143,7 @@ def test_every_layer_solves_the_least_squares_problem(family: str, target: str, 
 
 def dense_attention(model: PreTrainedModel, i: int, masks: list[LayerMasks], made: list[LayerRepair]) -> Tensor:
     """What attention i gives without masks, behind layers that are masked and repaired."""
-    whole = [Everything(parts.down.in_features) for parts in layer_parts(model)]
+    whole = [Everything(parts.mlp.down.in_features) for parts in layer_parts(model)]
     mixed = [*masks[:i], *whole[i:]]
     return run_whole(model, mixed, [*made, *[None] * (len(masks) - i)])[i]["attention"]
 
@@ -149,13 +157,13 @@ def test_output_projections_solve_theirs_where_attention_is_pruned(family: str, 
     for i, (layer, parts) in enumerate(zip(made, layer_parts(model), strict=True)):
         ours = run_whole(model, masks, [*made[:i], *[None] * (len(made) - i)])[i]
         x = ours["in"]
-        bias = 0 if parts.o.bias is None else parts.o.bias.double()
+        bias = 0 if parts.attention.o.bias is None else parts.attention.o.bias.double()
         local = dense_attention(model, i, masks, made[:i])
         wanted = 0.5 * local + 0.5 * (theirs[i]["in"] + theirs[i]["attention"] - x) - bias
-        meant = least_squares(ours["o"], wanted, parts.o.weight, x, RepairSettings.ridge)
-        assert relative(layer.output.weight - parts.o.weight, meant - parts.o.weight) < RED / 100
+        meant = least_squares(ours["o"], wanted, parts.attention.o.weight, x, RepairSettings.ridge)
+        assert relative(layer.output.weight - parts.attention.o.weight, meant - parts.attention.o.weight) < RED / 100
         meant = direct_down(model, masks, made, i, 0.5)
-        assert relative(layer.down.weight - parts.down.weight, meant - parts.down.weight) < RED / 100
+        assert relative(layer.down.weight - parts.mlp.down.weight, meant - parts.mlp.down.weight) < RED / 100
         assert layer.output.error_after < layer.output.error_before
 
 
@@ -199,12 +207,12 @@ class Everything:
 
 
 def test_masks_of_ones_change_nothing(dense: PreTrainedModel) -> None:
-    masks = [Everything(parts.down.in_features) for parts in layer_parts(dense)]
+    masks = [Everything(parts.mlp.down.in_features) for parts in layer_parts(dense)]
     for layer, parts in zip(
         repair(dense, masks, *calibration(), RepairSettings(output=True)), layer_parts(dense), strict=True
     ):
-        torch.testing.assert_close(layer.down.weight, parts.down.weight.data, atol=1e-5, rtol=0)
-        torch.testing.assert_close(layer.output.weight, parts.o.weight.data, atol=1e-5, rtol=0)
+        torch.testing.assert_close(layer.down.weight, parts.mlp.down.weight.data, atol=1e-5, rtol=0)
+        torch.testing.assert_close(layer.output.weight, parts.attention.o.weight.data, atol=1e-5, rtol=0)
 
 
 def test_the_model_stays_as_it_is(dense: PreTrainedModel) -> None:
@@ -336,7 +344,7 @@ def test_low_rank_at_full_rank_is_the_whole_change_and_less_loses_more() -> None
     assert errors == sorted(errors, reverse=True)
     layer = make_repair("qwen3", rank=4)[2][1].down
     assert [t.shape for t in layer.factors] == [(32, 4), (4, 48)]
-    dense = layer_parts(make_pico("qwen3"))[1].down.weight
+    dense = layer_parts(make_pico("qwen3"))[1].mlp.down.weight
     torch.testing.assert_close(dense + layer.factors[0] @ layer.factors[1], layer.weight)
 
 
@@ -373,7 +381,7 @@ def test_progress_says_what_was_gained_and_what_was_raised() -> None:
 def test_activations_that_are_not_finite_are_refused() -> None:
     model = make_pico("llama")
     masks = planned_masks(make_plan(model, "off"))
-    layer_parts(model)[1].of_mlp.up.weight.data[3] = torch.nan
+    layer_parts(model)[1].mlp.up.weight.data[3] = torch.nan
     with pytest.raises(UserError, match="not finite"):
         repair(model, masks, *calibration())
 

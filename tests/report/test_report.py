@@ -28,7 +28,7 @@ from tomoe.files import format_bytes
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import ALWAYS, LayerPlan, Plan
-from tomoe.pruning.learned.value_logits import ValueLogits
+from tomoe.pruning.learned.attention_masks import ValueLogits
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import card, page, summary
 from tomoe.report.html import svg_uri

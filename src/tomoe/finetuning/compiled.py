@@ -22,12 +22,9 @@ from tomoe.recipe.finetuning import FinetuneRecipe
 class CompiledMLP(ToMoEMLP):
     """Fine-grained experts that train, by operations that are the same for all layers: k, which differs, is a tensor."""
 
-    k: Tensor
-    """Of this layer: []."""
-    valid: Tensor | None = None
-    """1 for tokens that count in the balance term and 0 for padding [T, 1]; None: all count."""
-    balance: Tensor | None = None
-    """The balance term of the last forward pass."""
+    k: Tensor  # of this layer: []
+    valid: Tensor | None = None  # 1 for tokens that count in the balance term and 0 for padding [T, 1]; None: all count
+    balance: Tensor | None = None  # the balance term of the last forward pass
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
         x = hidden_states.flatten(0, -2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from tomoe.errors import Note, UserError
 from tomoe.evaluation.evaluate import compare_on
 from tomoe.evaluation.results import Row, to_json
 from tomoe.files import atomic_write, basename, format_bytes, sha256
-from tomoe.finetuning.students import FinetuneStep, HeldOutLoss, MoEStudent, Teacher, check_packages
+from tomoe.finetuning.students import FinetuneStep, HeldOutLoss, MoEStudent, check_packages
 from tomoe.finetuning.text import finetuning_text
 from tomoe.folders import refuse_overwriting
 from tomoe.model.compiled import CompiledLayers
@@ -51,8 +52,7 @@ from tomoe.version import __version__
 
 # Tokens of held-out text that a check reads: at most so many, and so small a share of what the run reads.
 MOST_CHECKED, CHECKED_SHARE = 4096, 50
-# How often a run is checked, besides its start.
-CHECKS = 10
+CHECKS = 10  # how often a run is checked, besides its start
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,8 @@ def _train(
     moe = load_moe(origin.folder, str(origin.dtype(recipe)).removeprefix("torch."), recipe.device)
     student = MoEStudent(moe, origin.plan, recipe)
     as_teacher = CompiledLayers(dense) if student.layers is not None and dense is not None else None
-    step_fn = FinetuneStep(student, recipe, make_teacher(recipe, dense), as_teacher)
+    teacher = None if recipe.loss.objective == "lm" or dense is None else partial(hidden_states, dense)
+    step_fn = FinetuneStep(student, recipe, teacher, as_teacher)
     learned, train = student.learned, recipe.train
     tokens = train.steps * train.batch_size * train.gradient_accumulation_steps * corpus.train.input_ids.shape[1]
     checked = corpus.evaluation.truncate(min(MOST_CHECKED, tokens // CHECKED_SHARE))
@@ -257,13 +258,6 @@ def take_best_(best: BestWeights) -> None:
     )
 
 
-def make_teacher(recipe: FinetuneRecipe, dense: PreTrainedModel | None) -> Teacher | None:
-    """A function from a batch to the dense model's final hidden states; None if the objective is lm."""
-    if recipe.loss.objective == "lm" or dense is None:
-        return None
-    return lambda ids, mask: hidden_states(dense, ids, mask)
-
-
 def save(
     student: MoEStudent,
     recipe: FinetuneRecipe,
@@ -274,11 +268,8 @@ def save(
     out: Path,
     force: bool,
 ) -> None:
-    """Write the result as a converted folder.
-
-    Its plan keeps the neurons and has the routers as they are now. It belongs to the weights in this folder and no others,
-    so its `source` is their hash; the dense model's hash is in its notes.
-    """
+    """Write the result as a converted folder. Its plan belongs to the weights in this folder and no others, so its `source`
+    is their hash; the dense model's hash is in its notes."""
     moe, layers = student.finish(__version__)
     for name, p in moe.named_parameters():
         if "router." not in name:

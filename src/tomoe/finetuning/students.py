@@ -36,10 +36,8 @@ from tomoe.training.distillation import distill_loss
 from tomoe.version import install_extra
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Matrices of the shared neurons.
-ROWS = ("gate_proj", "up_proj", "down_proj")
-# As in Adafactor (Shazeer and Stern 2018, section 8): what is zero has to leave it.
-LEAST_SCALE = 1e-3
+ROWS = ("gate_proj", "up_proj", "down_proj")  # matrices of the shared neurons
+LEAST_SCALE = 1e-3  # as in Adafactor (Shazeer and Stern 2018, section 8): what is zero has to leave it
 Teacher = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"] | None], Float[Tensor, "T D"]]
 """From ids and mask (None: no padding) of a batch to the dense model's final hidden states."""
 
@@ -91,8 +89,7 @@ def _accumulate_into_master(master: nn.Parameter, weight: nn.Parameter) -> None:
     weight.grad = None
 
 
-Balance = Callable[[], Float[Tensor, ""]]
-"""The balance term of the forward pass before."""
+Balance = Callable[[], Float[Tensor, ""]]  # the balance term of the forward pass before
 
 
 class MoEStudent:
@@ -280,14 +277,12 @@ def _merged(model: Any, learned: Fp32MasterWeights, adapters: Any) -> Any:
 
 
 def _with_routers(plan: Plan, routers: Sequence[nn.Linear | ExpertRouter]) -> list[LayerPlan]:
-    """The layers of the plan with these routers, whose weights become bfloat16 values: every stock router can hold them.
-
-    Biases stay float32, and an expert that every token uses stays one.
-    """
+    """The layers of the plan with these routers, whose weights become bfloat16 values: every stock router can hold them."""
     layers = []
     for layer, router in zip(plan.layers, routers, strict=True):
         weight, bias = bfloat16_values(router.weight.detach().cpu()), None
         if layer.router_bias is not None and router.bias is not None:
+            # an expert that every token uses stays one
             bias = torch.where(layer.always_used, layer.router_bias, router.bias.detach().cpu())
         # refitted matrices were merged into weights that have been trained since
         layers.append(replace(layer, router_weight=weight, router_bias=bias, refit={}))

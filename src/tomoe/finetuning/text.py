@@ -16,7 +16,7 @@ from tomoe.data.corpus import Corpus, Sequences, evaluation_part, joined, prepar
 from tomoe.errors import UserError
 from tomoe.evaluation.overlap import kept_corpora, shared_tokens
 from tomoe.plan import FINETUNED, REPAIRED, Plan
-from tomoe.progress import ProgressCallback, StageCallback, stage_callback
+from tomoe.progress import ProgressCallback, stage_callback
 from tomoe.recipe.finetuning import FinetuneRecipe
 
 
@@ -35,7 +35,12 @@ def finetuning_text(
     """
     fitted, read = fitted_text(converted, plan), stage_callback(on_progress, "text")
     if recipe.data.sources:
-        corpus = _prepared(recipe, tokenizer, dense, 0 if fitted is None else fitted.tokens, read)
+        extra = 0 if fitted is None else fitted.tokens
+        longer = recipe.data.model_copy(update={"tokens": recipe.data.tokens + extra})
+        corpus = prepare(longer, tokenizer, recipe.seed, dense, read)
+        # the sources may be too short for that
+        if extra and corpus.tokens_of_sources < longer.tokens:
+            corpus = prepare(recipe.data, tokenizer, recipe.seed, dense, read)
         size = recipe.data.tokens - (corpus.tokens_of_sources - corpus.train.tokens)
     else:
         kept = converted / "run" / "corpus.safetensors"
@@ -53,26 +58,9 @@ def finetuning_text(
     return replace(corpus, train=unfitted_first(corpus.train, fitted, size, sequences))
 
 
-def _prepared(
-    recipe: FinetuneRecipe,
-    tokenizer: PreTrainedTokenizerBase,
-    dense: PreTrainedModel | None,
-    extra: int,
-    read: StageCallback,
-) -> Corpus:
-    """The text of the sources with `extra` tokens more to learn from, or without if the sources are too short for that."""
-    longer = recipe.data.model_copy(update={"tokens": recipe.data.tokens + extra})
-    corpus = prepare(longer, tokenizer, recipe.seed, dense, read)
-    if extra and corpus.tokens_of_sources < longer.tokens:
-        corpus = prepare(recipe.data, tokenizer, recipe.seed, dense, read)
-    return corpus
-
-
 def fitted_text(converted: Path, plan: Plan) -> Sequences | None:
-    """The text that a converted folder with this plan was fitted to, as far as it kept it; None if it kept none.
-
-    That is all text it kept, but of a conversion without training steps only what it was carved from and repaired on.
-    """
+    """The text that a converted folder with this plan was fitted to: all that it kept, but of a conversion without training
+    steps only what it was carved from and repaired on; None if it kept none."""
     corpora = kept_corpora(converted)
     if not corpora:
         return None

@@ -40,8 +40,7 @@ from tomoe.recipe.shared import DataSection
 from tomoe.training.distillation import CHUNK
 
 _CGROUPS = Path("/sys/fs/cgroup")
-# bytes
-_FLOAT32, _FLOAT64 = 4, 8
+_FLOAT32, _FLOAT64 = 4, 8  # bytes
 MARGIN = 0.2
 
 
@@ -116,7 +115,9 @@ def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None, shards: in
     stored: torch.dtype = getattr(torch, t.dtype)
     name = str(computing).removeprefix("torch.")
     quantized = t.quantization != "none"
-    one_layer = layer_bytes(sizes, stored)
+    # of a model that is read layer by layer: one layer, and what is outside of the layers
+    outside = sizes.total - sizes.decoder_params
+    one_layer = (outside + sizes.decoder_params // shape.num_layers) * stored.itemsize
     by_layer = recipe.offload or t.shard or quantized
     original = {f"weights in {name}": one_layer if by_layer else weight_bytes(sizes, computing)}
     on_gpu = pick_device(recipe.device).startswith("cuda")
@@ -134,9 +135,8 @@ def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None, shards: in
     if t.steps:
         tokens = t.batch_size * recipe.data.seq_len
         pruning = recipe.attention.pruning
-        start["activations for the backward pass"] = activation_bytes(
-            shape, computing, tokens, t.gradient_checkpointing, pruning, layout.num_experts
-        )
+        kept = activation_bytes(shape, computing, tokens, t.gradient_checkpointing, pruning, layout.num_experts)
+        start["activations for the backward pass"] = kept
         start["masks of experts"] = mask_bytes(shape, layout)
         start["logits"] = 4 * CHUNK * sizes.output // shape.hidden_size * _FLOAT32
     elif recipe.start == "carved":
@@ -198,12 +198,6 @@ def weight_bytes(sizes: Sizes, dtype: torch.dtype, quantization: str = "none", s
         return sizes.total * dtype.itemsize
     whole = sizes.decoder_params // sizes.shape.num_layers + sizes.output
     return (sizes.total + (shards - 1) * whole) // shards * dtype.itemsize
-
-
-def layer_bytes(sizes: Sizes, dtype: torch.dtype) -> int:
-    """Bytes of a model that is read layer by layer: one layer, and what is outside of the layers."""
-    outside = sizes.total - sizes.decoder_params
-    return (outside + sizes.decoder_params // sizes.shape.num_layers) * dtype.itemsize
 
 
 def trainable_bytes(net: MaskNetwork, learns: bool) -> int:

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from tomoe.model.hooks import hooked
 from tomoe.model.mlp import named_layers
 
-# Of torch.compile: what makes code of a graph.
-BACKEND = "inductor"
+BACKEND = "inductor"  # of torch.compile: what makes code of a graph
 _FUSING = ContextVar("fusing", default=False)
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -26,16 +26,12 @@ def compute_dtype(setting: str, stored: torch.dtype, device: str) -> torch.dtype
     processor without instructions for them: products of hundreds of tokens take a quarter of the time there."""
     if setting == "float32":
         return torch.float32
-    emulated = stored == torch.bfloat16 and torch.device(device).type == "cpu" and not multiplies_bfloat16()
+    processor = torch.cpu.get_capabilities()
+    multiplies = any(processor.get(name, False) for name in _BFLOAT16_INSTRUCTIONS)
+    emulated = stored == torch.bfloat16 and torch.device(device).type == "cpu" and not multiplies
     return torch.float32 if setting == "auto" and emulated else stored
 
 
 def measuring_dtype(stored: str) -> str:
     """The name of the dtype to measure weights in that are stored as `stored`; `auto` is for `load_model` to decide."""
     return "auto" if stored == "bfloat16" else stored
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this machine's processor has instructions for products of bfloat16 numbers."""
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in _BFLOAT16_INSTRUCTIONS)

@@ -13,17 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def rotate_heads(
-    x: Float[Tensor, "*T heads_C"], rotation: Float[Tensor, "G C C"], inverse: bool = False
-) -> Float[Tensor, "*T heads_C"]:
-    """Turn the last dim, all key/value or all query heads, by the rotation of their key/value head, or by the inverse; in
-    float32, returned in the dtype of `x`."""
-    return turned(x, rotation, inverse)
-
-
 # Without shapes, as torch.compile traces it.
-def turned(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
-    """`rotate_heads`."""
+def rotate_heads(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
+    """Turn the last dim of x [.., heads C], all key/value or all query heads, by the rotation of their key/value head, or by
+    the inverse; in float32, returned in the dtype of x."""
     matrix = rotation.to(x.device, torch.float32)
     heads = x.float().unflatten(-1, (len(matrix), -1, matrix.shape[-1]))
     # a product with a broadcast would copy the rotations for every token, and learning would keep the copies

@@ -120,14 +120,10 @@ class Mlp:
     activation_name: str | None
     """The attribute of the MLP that holds it; None: silu, which the family's code names itself."""
 
-    def hidden(self, x: Float[Tensor, "*T D"]) -> Float[Tensor, "*T F"]:
-        """act(gate x) * up x, or act(up x) without a gate."""
-        up = self.up(x)
-        return self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
-
     def formula(self, x: Float[Tensor, "*T D"]) -> Float[Tensor, "*T D"]:
-        """What the MLP computes: down of `hidden`."""
-        return self.down(self.hidden(x))
+        """What the MLP computes: down(act(gate x) * up x), or down(act(up x)) without a gate."""
+        up = self.up(x)
+        return self.down(self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up)
 
 
 class Refused(UserError):

@@ -12,12 +12,12 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
-from accelerate.utils import PrefixedDataset, align_module_device
+from accelerate.utils import PrefixedDataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -31,15 +31,10 @@ class _LayerHook(AlignDevicesHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         result = super().post_forward(module, output)
-        trim_heap()
+        # glibc keeps pieces that the next layer cannot use, some MB per layer; other C libraries have no such function
+        if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+            trim(0)
         return result
-
-
-def trim_heap() -> None:
-    """Return freed memory to the system: glibc keeps pieces that the next layer cannot use, some MB per layer."""
-    # other C libraries have no malloc_trim
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
 
 
 def load_offloaded(stored: StoredModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -122,11 +117,6 @@ def _persistent(layer: nn.Module) -> Iterator[None]:
             module._non_persistent_buffers_set = names
         for (module, name), value in values.items():
             module._buffers[name] = value
-
-
-def materialized(layer: nn.Module) -> AbstractContextManager[None]:
-    """A context in which the layer's tensors are in memory, whether the model is offloaded or not."""
-    return align_module_device(layer)
 
 
 def iter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:

@@ -48,8 +48,7 @@ class Group:
         return sum(Linear(module).out_features for module in self.modules)
 
 
-Layer = Mapping[Kind, Group]
-"""The groups of one layer."""
+Layer = Mapping[Kind, Group]  # the groups of one layer
 
 
 def groups_of(model: PreTrainedModel) -> list[Layer]:

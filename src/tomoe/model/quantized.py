@@ -22,7 +22,6 @@ BITS = {"int8": 8, "nf4": 4}
 
 
 def available() -> bool:
-    """Whether bitsandbytes is installed."""
     return find_spec("bitsandbytes") is not None
 
 

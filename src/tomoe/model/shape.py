@@ -5,15 +5,14 @@ Shapes: C dims of a head, Q choices of a head (one per rotary pair or unrotated 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-ORTHOGONAL = 1e-4
-"""Largest error of the product of a rotation and its transpose; those of float32 are off by some 1e-6."""
+ORTHOGONAL = 1e-4  # largest error of the product of a rotation and its transpose; those of float32 are off by some 1e-6
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,6 @@ class ModelShape:
             product[:, dims, dims] -= 1
             orthogonal = float(abs(product).max()) <= ORTHOGONAL
         return None if orthogonal else "its value rotation is not orthogonal"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def ceil_div(number: int, divisor: int) -> int:

@@ -28,7 +28,6 @@ _STORED_MASKS = re.compile(r"(^|\.)(attn|attention|self_attention)\.(masked_)?bi
 
 
 def is_gguf(place: Path | str) -> TypeGuard[Path]:
-    """Whether a model is one .gguf file."""
     return isinstance(place, Path) and place.suffix == ".gguf"
 
 

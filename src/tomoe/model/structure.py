@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from tomoe.errors import UserError
 from tomoe.model.attention import Attention, attention_checks, attention_of, attention_sizes
 from tomoe.model.hooks import hooked, input_of
-from tomoe.model.mlp import Linear, Mlp, NotFinite, compare, converted_mlps, decoder_layers, mlp_of, refuse
+from tomoe.model.mlp import Mlp, NotFinite, compare, converted_mlps, decoder_layers, mlp_of, refuse
 from tomoe.model.offload import iter_weights
 from tomoe.model.running import run_model
 from tomoe.model.shape import ModelShape
@@ -40,47 +40,14 @@ nothing of tomoe, has the same line."""
 class LayerParts:
     """The parts of one decoder layer that ToMoE masks or replaces."""
 
-    of_mlp: Mlp
+    mlp: Mlp
     of_attention: Attention | None  # None where ToMoE cannot prune it
 
     @property
-    def layer(self) -> nn.Module:
-        """The decoder layer."""
-        return self.of_mlp.layer
-
-    @property
-    def mlp(self) -> nn.Module:
-        return self.of_mlp.module
-
-    @property
-    def down(self) -> Linear:
-        return self.of_mlp.down
-
-    @property
-    def prunable(self) -> Attention:
-        """The attention. Raises AssertionError where ToMoE cannot prune it."""
+    def attention(self) -> Attention:
+        """Raises AssertionError where ToMoE cannot prune it."""
         assert self.of_attention is not None
         return self.of_attention
-
-    @property
-    def attention(self) -> nn.Module:
-        return self.prunable.module
-
-    @property
-    def q(self) -> Linear:
-        return self.prunable.q
-
-    @property
-    def k(self) -> Linear:
-        return self.prunable.k
-
-    @property
-    def v(self) -> Linear:
-        return self.prunable.v
-
-    @property
-    def o(self) -> Linear:
-        return self.prunable.o
 
 
 def layer_parts(model: nn.Module) -> list[LayerParts]:

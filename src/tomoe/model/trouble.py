@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -49,10 +51,7 @@ def one_sentence(model: str, place: Path | str, part: str = "model") -> Iterator
     where = " from the hub" if isinstance(place, str) else ""
     # a .gguf file is its own tokenizer
     advice = TOKENIZER_ADVICE if part == "tokenizer" and Path(place).suffix != ".gguf" else ""
-    with (
-        _raising(f"cannot load the {part} {model}{where}", bool(where), advice),
-        _listening(place, model),
-    ):
+    with _raising(f"cannot load the {part} {model}{where}", bool(where), advice), _listening(place, model):
         yield
 
 
@@ -120,17 +119,6 @@ def reason(error: BaseException) -> str:
     return shortened(": ".join(filter(None, (type(error).__name__ if bare else "", message.rstrip(".:")))))
 
 
-class _Warnings(logging.Handler):
-    """Keeps the warnings that a library logs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 @contextmanager
 def _listening(place: Path | str, model: str) -> Iterator[None]:
     """Take the messages and bars of transformers, unless its verbosity is info; what nobody has handled becomes a `Note`."""
@@ -140,7 +128,7 @@ def _listening(place: Path | str, model: str) -> Iterator[None]:
         return
     loggers = [logging.getLogger(name) for name in ("transformers", "accelerate")]
     before = [(logger.level, logger.handlers, logger.propagate) for logger in loggers]
-    heard = _Warnings()
+    heard = BufferingHandler(sys.maxsize)
     for logger in loggers:
         logger.handlers, logger.propagate = [heard], False
         logger.setLevel(logging.WARNING)
@@ -157,6 +145,6 @@ def _listening(place: Path | str, model: str) -> Iterator[None]:
             logger.handlers, logger.propagate = handlers, propagate
         if bars:
             transformers_logging.enable_progress_bar()
-    for message in dict.fromkeys(heard.messages):
+    for message in dict.fromkeys(record.getMessage() for record in heard.buffer):
         if not any(words in message for words in HANDLED):
             warnings.warn(f"{model}: {shortened(' '.join(message.split()))}", Note, stacklevel=4)

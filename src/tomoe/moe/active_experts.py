@@ -21,13 +21,10 @@ from tomoe.moe.modeling_tomoe import ToMoEConfig
 class ExpertSetting:
     """So many experts for each token, and what that makes active."""
 
-    experts_per_token: int
-    """The largest number of experts of a token in any layer, `num_experts_per_tok` of the config."""
+    experts_per_token: int  # the largest number of experts of a token in any layer, `num_experts_per_tok` of the config
     num_experts: int
-    active_fraction: float
-    """Of the decoder parameters, for each token."""
-    equal: bool
-    """Whether all layers use so many."""
+    active_fraction: float  # of the decoder parameters, for each token
+    equal: bool  # whether all layers use so many
 
     def __str__(self) -> str:
         most = "" if self.equal else "up to "
@@ -38,8 +35,7 @@ class ExpertSetting:
 class InputSetting:
     """So much of the path from all inputs to few."""
 
-    active_fraction: float
-    """Of the decoder parameters, for each token."""
+    active_fraction: float  # of the decoder parameters, for each token
 
     def __str__(self) -> str:
         return f"the largest inputs of every projection: {self.active_fraction:.3f} active"
@@ -52,8 +48,7 @@ Setting = ExpertSetting | InputSetting
 class ActiveInputs:
     """All settings that a model can run at whose tokens choose inputs."""
 
-    least: float
-    """The smallest fraction of the decoder parameters."""
+    least: float  # the smallest fraction of the decoder parameters
 
     def nearest(self, active: float) -> InputSetting:
         """Return the setting. Raises UserError unless it is between the smallest fraction and 1."""
@@ -69,8 +64,7 @@ class ActiveExperts:
     """All settings that a model with fine-grained experts can run at."""
 
     config: ToMoEConfig
-    shape: ModelShape
-    """Sizes of the dense model."""
+    shape: ModelShape  # sizes of the dense model
 
     def setting(self, experts_per_token: int) -> ExpertSetting:
         """Return what so many experts a token (1 to all) make active."""

@@ -55,12 +55,8 @@ def save_moe(
 
 
 def check_written(moe: ToMoEForCausalLM, folder: Path) -> None:
-    """Load the model from its folder and compare its logits with those of the model that was written.
-
-    On its first tokens, and beyond sliding windows and the original context where it has them: files, names and config
-    give back what was folded, as anybody loads them. Raises UserError for a difference: whoever loads the folder would get
-    other text.
-    """
+    """Load the model from its folder, as anybody does, and compare its logits with those of the model that was written: on
+    its first tokens, and beyond sliding windows and the original context. Raises UserError for a difference."""
     loaded = load_dense(str(folder), moe.dtype, moe.device, offload=None)
     for tokens in (near_tokens(moe), *far_tokens(moe)):
         with choosing_all(moe), choosing_all(loaded):
@@ -78,10 +74,8 @@ def check_written(moe: ToMoEForCausalLM, folder: Path) -> None:
 
 
 def check_writing(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write what a conversion takes over from the dense model besides its weights, and delete it again.
-
-    What the input decides must not fail after hours. Raises UserError if it cannot be written.
-    """
+    """Write what a conversion takes over from the dense model besides its weights, and delete it again: what the input
+    decides must not fail after hours. Raises UserError if it cannot be written."""
     with writing("the config and tokenizer of this model"), TemporaryDirectory(prefix="tomoe-") as folder:
         dense.config.save_pretrained(folder)
         if dense.generation_config is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
+from accelerate.utils import align_module_device
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ from tomoe.model.attention import Attention
 from tomoe.model.heads import rotate_weights
 from tomoe.model.loading import free_on_device
 from tomoe.model.mlp import Mlp, named_layers
-from tomoe.model.offload import cast_, materialized, offload_layers_
+from tomoe.model.offload import cast_, offload_layers_
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_output, layer_parts, shape_of
 from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
@@ -45,8 +46,7 @@ def fine_order(layer: LayerPlan) -> Int[Tensor, " U"]:
     return torch.cat([shared, *(row.nonzero().squeeze(1) for row in layer.expert_masks)])
 
 
-# What folding and comparing takes on a GPU beside the dense model, of its size.
-ROOM = 2.2
+ROOM = 2.2  # what folding and comparing takes on a GPU beside the dense model, of its size
 # What the config of a dense model may hold beside its family's own keys, and the converted model must not take over: keys of
 # other Mixtures of Experts, which engines and trainers would read as the converted model's.
 RESERVED = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
@@ -59,7 +59,7 @@ def moe_config(dense: PreTrainedModel, plan: AnyPlan, version: str) -> ToMoEConf
     dropped = {"architectures", "auto_map", "model_type", "quantization_config"}
     dropped |= {key for key in RESERVED if key not in type(config).__dataclass_fields__}
     values = {k: v for k, v in config.to_dict().items() if k not in dropped and not k.startswith("tomoe_")}
-    mlps = [parts.of_mlp for parts in layer_parts(dense)]
+    mlps = [parts.mlp for parts in layer_parts(dense)]
     names = mlps[0].names
     sizes = _input_sizes(plan) if isinstance(plan, InputsPlan) else _expert_sizes(plan)
     made: ToMoEConfig = make(
@@ -170,14 +170,14 @@ class FoldedLayers(Mapping[str, Tensor]):
         self.plan, self.device, self.number, self.state = plan, dense.device, -1, dict[str, Tensor]()
         # tokens that choose inputs find all layers as they are
         layers = [] if isinstance(plan, InputsPlan) else list(zip(layer_parts(dense), plan.layers, strict=True))
-        self.converted = {parts.of_mlp.number: (parts, layer) for parts, layer in layers}
+        self.converted = {parts.mlp.number: (parts, layer) for parts, layer in layers}
 
     def layer(self, i: int) -> dict[str, Tensor]:
         """All tensors of decoder layer i, named as in its modules."""
         if i != self.number:
             # first, so that two layers are never held
             self.state = {}
-            with torch.no_grad(), materialized(self.layers[i]):
+            with torch.no_grad(), align_module_device(self.layers[i]):
                 self.number, self.state = i, {name: t.to(self.device) for name, t in self._folded(i).items()}
         return self.state
 
@@ -187,12 +187,12 @@ class FoldedLayers(Mapping[str, Tensor]):
         if i not in self.converted:
             return state
         parts, plan = self.converted[i]
-        names = parts.of_mlp.names
-        replaced = {parts.of_mlp.name.rpartition(".")[2]: mlp_state(parts.of_mlp, plan, self.plan.shape)}
+        names = parts.mlp.names
+        replaced = {parts.mlp.name.rpartition(".")[2]: mlp_state(parts.mlp, plan, self.plan.shape)}
         if names.flat:
-            replaced |= {names.down: {}, str(parts.of_mlp.activation_name): {}}
+            replaced |= {names.down: {}, str(parts.mlp.activation_name): {}}
         if self.plan.prunes_attention:
-            replaced["self_attn"] = attention_state(parts.prunable, plan, self.plan.shape)
+            replaced["self_attn"] = attention_state(parts.attention, plan, self.plan.shape)
         folded = {name: t for name, t in state.items() if name.partition(".")[0] not in replaced}
         return folded | {f"{module}.{name}": t for module, own in replaced.items() for name, t in own.items()}
 
@@ -208,10 +208,7 @@ class FoldedLayers(Mapping[str, Tensor]):
 
 
 def has_room(dense: PreTrainedModel) -> bool:
-    """Whether the GPU that the dense model is on has room for the MoE and for a copy that is loaded to be compared with it.
-
-    There all layers are folded once, on the GPU; elsewhere lazily, again whenever one is written or runs.
-    """
+    """Whether the GPU that the dense model is on has room for the MoE and for a copy that is loaded to be compared with it."""
     if dense.device.type == "cpu" or any(p.is_meta for p in dense.parameters()):
         return False
     if empty_cache := getattr(torch.get_device_module(dense.device), "empty_cache", None):

@@ -37,13 +37,11 @@ from transformers.pytorch_utils import Conv1D
 
 # What the family's own code calls the cache: transformers renamed it in 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-# Of the checkpoint.
-FORMAT = 2
+FORMAT = 2  # of the checkpoint
 MLP_SIZES = ("expert_sizes", "union_sizes", "shared_sizes", "experts_per_token")
 # Kinds of projections that read the same input: Q, K and V; the output projection of attention; gate and up; down.
 KINDS = ("attention", "output", "up", "down")
-# Tokens of a forward pass, in all rows together, up to which they choose their inputs, as in decoding.
-FEW_TOKENS = 4
+FEW_TOKENS = 4  # tokens of a forward pass, in all rows together, up to which they choose their inputs, as in decoding
 # What families call the modules that a conversion replaces, in the names of their tensor-parallel plans.
 MLP_MODULES = {"mlp", "feed_forward", "ffn", "mixer", "shared_mlp"}
 ATTENTION_SIZES = ("rotary_pairs", "qk_dims", "value_dims", "value_top_k")
@@ -621,12 +619,10 @@ class Choice:
 
     @property
     def width(self) -> int:
-        """D"""
         return matrix_of(self.projections[0]).shape[1]
 
     @property
     def count(self) -> int:
-        """Inputs of a token."""
         if self.instead is not None:
             return self.instead
         active = self.config.tomoe_active
@@ -708,10 +704,7 @@ def _new_choosing(dense: Any) -> Any:
 
 @contextmanager
 def choosing_all(model: nn.Module) -> Iterator[None]:
-    """Inside the block every token chooses its inputs, those of prompts, too: what is measured is what decoding computes.
-
-    Models of other forms are left alone.
-    """
+    """Inside the block every token chooses its inputs, those of prompts, too: what is measured is what decoding computes."""
     choices = choices_of(model)
     before = [choice.always for choice in choices]
     for choice in choices:
@@ -968,7 +961,8 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel):
     def __init__(self, config: ToMoEConfig, *inputs: Any, **kwargs: Any):
         super().__init__(config, *inputs, **kwargs)
         head = self.get_output_embeddings()
-        head.forward = functools.partial(_logits, head, config)
+        # by the family's own module, or by a faster one's
+        head.forward = functools.partial(compute, "logits", head, config)
         if self.base_model is not self:
             self.base_model.forward = functools.partial(_decode, self.base_model)
 
@@ -977,11 +971,6 @@ def _decode(decoder: Any, *args: Any, output_router_logits: bool = False, **kwar
     """The forward pass of the family's decoder, with router logits if a trainer that computes the loss itself asks for them."""
     forward = type(decoder).forward
     return _routed(forward, decoder, args, kwargs) if output_router_logits else forward(decoder, *args, **kwargs)
-
-
-def _logits(head: Any, config: ToMoEConfig, x: Tensor) -> Tensor:
-    """What the output matrix gives, by the family's own module or by a faster one's."""
-    return compute("logits", head, config, x)
 
 
 def run_output(head: Any, config: ToMoEConfig, x: Tensor) -> Tensor:

@@ -29,11 +29,8 @@ def _register() -> None:
 
 
 class RegistrationFinder:
-    """Registers the models when the import that brought the auto classes has ended.
-
-    Modules of transformers import each other in circles, and the modelling file needs several of them whole. So the
-    imports in progress are counted, and the models are registered at the end of the outermost one.
-    """
+    """Registers the models at the end of the outermost import that brought the auto classes: modules of transformers import
+    each other in circles, and the modelling file needs several of them whole."""
 
     def __init__(self) -> None:
         self.depth = 0

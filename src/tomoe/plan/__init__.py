@@ -30,8 +30,7 @@ __all__ = [
     "read_plan",
 ]
 
-AnyPlan = Plan | InputsPlan
-"""A plan of any form."""
+AnyPlan = Plan | InputsPlan  # a plan of any form
 
 
 def read_plan(folder: Path) -> AnyPlan:

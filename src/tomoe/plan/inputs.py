@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,36 +28,24 @@ Counts = Mapping[Kind, Sequence[int]]
 class Knot:
     """One point of the path from all inputs to few."""
 
-    active: float
-    """The fraction of the decoder parameters that is active."""
-    inputs: Counts
-    """Inputs of a token."""
+    active: float  # the fraction of the decoder parameters that is active
+    inputs: Counts  # inputs of a token
 
 
 @dataclass(frozen=True)
 class InputsPlan:
     """A validated plan of the form `inputs`. Raises UserError at construction if its parts contradict each other."""
 
-    shape: ModelShape
-    """Sizes of the dense model."""
-    names: Mapping[Kind, Sequence[str]]
-    """The projections of each kind, named from the decoder layer on."""
-    widths: Counts
-    """Inputs of each projection."""
-    columns: Counts
-    """Weights that belong to one input."""
-    path: tuple[Knot, ...]
-    """From all inputs to the fewest, each knot with fewer than the one before."""
-    active: float
-    """The fraction of the decoder parameters to use."""
-    source: str = ""
-    """Fingerprint of the dense weights."""
-    dense_config: dict[str, Any] = field(default_factory=dict)
-    """Config of the dense model, as transformers writes it."""
-    recipe: dict[str, Any] = field(default_factory=dict)
-    """The recipe of the conversion."""
-    notes: dict[str, Any] = field(default_factory=dict)
-    """How the plan was made."""
+    shape: ModelShape  # sizes of the dense model
+    names: Mapping[Kind, Sequence[str]]  # the projections of each kind, named from the decoder layer on
+    widths: Counts  # inputs of each projection
+    columns: Counts  # weights that belong to one input
+    path: tuple[Knot, ...]  # from all inputs to the fewest, each knot with fewer than the one before
+    active: float  # the fraction of the decoder parameters to use
+    source: str = ""  # fingerprint of the dense weights
+    dense_config: dict[str, Any] = field(default_factory=dict)  # config of the dense model, as transformers writes it
+    recipe: dict[str, Any] = field(default_factory=dict)  # the recipe of the conversion
+    notes: dict[str, Any] = field(default_factory=dict)  # how the plan was made
 
     def __post_init__(self) -> None:
         if error := self._error():
@@ -104,8 +92,13 @@ class InputsPlan:
         return 1 - saved / decoder_params(self.shape)
 
     def inputs(self) -> Counts:
-        """Inputs of a token at the plan's budget, between the two nearest knots."""
-        return inputs_at(self.active, [(knot.active, knot.inputs) for knot in self.path])
+        """Inputs of a token at the plan's budget, between the two nearest knots; beyond its end, those of the last."""
+        for more, fewer in pairwise(self.path):
+            if self.active > fewer.active:
+                part = min(1.0, (more.active - self.active) / (more.active - fewer.active))
+                pairs = {kind: zip(more.inputs[kind], fewer.inputs[kind], strict=True) for kind in more.inputs}
+                return {kind: [round(a + part * (b - a)) for a, b in pairs[kind]] for kind in pairs}
+        return self.path[-1].inputs
 
     def active_fraction(self) -> float:
         """Return the fraction of decoder parameters that are active for a token; the same for all tokens."""
@@ -135,23 +128,15 @@ class InputsPlan:
             rows.append(row)
         return rows
 
-    def at(self, active: float) -> InputsPlan:
-        """The same plan at another budget. Raises UserError if its path does not reach it."""
-        return replace(self, active=active)
-
     def save(self, folder: Path) -> None:
         """Write plan.json atomically; the same plan gives the same bytes. Raises UserError if it cannot be written."""
         head = {
             "format": OF_INPUTS,
-            "shape": self.shape.to_dict(),
+            "shape": asdict(self.shape),
             "active": self.active,
             "active_fraction": self.active_fraction(),
             "projections": {
-                kind: {
-                    "names": list(self.names[kind]),
-                    "widths": list(self.widths[kind]),
-                    "columns": list(self.columns[kind]),
-                }
+                kind: {part: list(getattr(self, part)[kind]) for part in ("names", "widths", "columns")}
                 for kind in self.names
             },
             "path": [
@@ -172,19 +157,6 @@ class InputsPlan:
             raise UserError(f"{folder} holds a plan of experts, not of inputs; name one made with --form inputs")
         with damage_in_a_sentence(folder):
             return cls(**_parse(head))
-
-
-def inputs_at(active: float, path: Sequence[tuple[float, Counts]]) -> Counts:
-    """Inputs of a token between the two knots of a path that are nearest to a budget; beyond its end, those of its last."""
-    last = path[-1][1]
-    for (more, before), (fewer, after) in pairwise(path):
-        if active > fewer:
-            part = min(1.0, (more - active) / (more - fewer))
-            return {
-                kind: [round(a + part * (b - a)) for a, b in zip(before[kind], after[kind], strict=True)]
-                for kind in before
-            }
-    return last
 
 
 def _parse(head: dict[str, Any]) -> dict[str, Any]:

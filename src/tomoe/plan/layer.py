@@ -9,7 +9,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tomoe.model.shape import ModelShape
-from tomoe.plan.stored_form import FINE, FORMS, OVERLAPPING, ExpertForm
 from tomoe.plan.tensors import FIELDS, always_used, layer_shapes, refit_shapes, router_shapes
 from tomoe.recipe.target_rules import Form
 
@@ -18,38 +17,22 @@ from tomoe.recipe.target_rules import Form
 class LayerCounts:
     """What one decoder layer keeps, in numbers."""
 
-    num_experts: int
-    """N"""
-    expert_size: int
-    """Neurons of one expert (of the narrowest one, should they differ)."""
-    widest: int
-    """Neurons of the widest expert."""
-    shared_size: int
-    """Neurons of the shared part; 0 for overlapping experts."""
-    form: Form
-    """Of the experts."""
-    top_k: int
-    """Experts of a token."""
-    union: int
-    """Neurons that some token can use."""
-    members: int
-    """Neurons of all experts and of the shared part, counted once for each expert that has them."""
-    always_used: int
-    """Fine-grained experts that every token uses."""
-    rotary_pairs: int
-    """Rotary pairs that Q and K keep."""
-    unpaired_dims: int
-    """Dims that RoPE does not rotate, which Q and K keep."""
-    value_dims: int
-    """Dims of V and O that any token uses."""
-    value_top_k: int
-    """Value dims of one token."""
-    value_embedding: int
-    """Numbers in the embedding of the value router; 0 if tokens choose no value dims."""
-    rotated: bool
-    """Whether value dims are in a basis of their own."""
-    router_params: int
-    """Numbers in the routers."""
+    num_experts: int  # N
+    expert_size: int  # neurons of one expert (of the narrowest one, should they differ)
+    widest: int  # neurons of the widest expert
+    shared_size: int  # neurons of the shared part; 0 for overlapping experts
+    form: Form  # of the experts
+    top_k: int  # experts of a token
+    union: int  # neurons that some token can use
+    members: int  # neurons of all experts and of the shared part, counted once for each expert that has them
+    always_used: int  # fine-grained experts that every token uses
+    rotary_pairs: int  # rotary pairs that Q and K keep
+    unpaired_dims: int  # dims that RoPE does not rotate, which Q and K keep
+    value_dims: int  # dims of V and O that any token uses
+    value_top_k: int  # value dims of one token
+    value_embedding: int  # numbers in the embedding of the value router; 0 if tokens choose no value dims
+    rotated: bool  # whether value dims are in a basis of their own
+    router_params: int  # numbers in the routers
 
     @property
     def width(self) -> int:
@@ -67,10 +50,10 @@ class LayerCounts:
             return "an expert has no neuron"
         if self.expert_size != self.widest:
             return f"its experts have unequal widths ({self.expert_size} to {self.widest})"
-        form = FORMS[self.form]
-        if not 1 <= self.top_k <= form.most_per_token(self.num_experts):
+        fine = self.form == "fine"
+        if not 1 <= self.top_k <= (self.num_experts if fine else 1):
             return f"a token uses {self.top_k} of its {self.num_experts} experts"
-        if form.partitions and not self.members == self.union == shape.mlp_size:
+        if fine and not self.members == self.union == shape.mlp_size:
             return "a neuron is in no expert, or in several"
         if shape.head_dim and (not self.qk_dims or not 1 <= self.value_top_k <= self.value_dims):
             return f"it keeps no Q/K dim, or K = {self.value_top_k} of {self.value_dims} V/O dims"
@@ -123,9 +106,9 @@ class LayerPlan:
         return weight
 
     @property
-    def form(self) -> ExpertForm:
+    def form(self) -> Form:
         """The form of the experts, which the tensors tell."""
-        return OVERLAPPING if self.shared_mask is None else FINE
+        return "overlapping" if self.shared_mask is None else "fine"
 
     @property
     def always_used(self) -> Bool[Tensor, " N"]:
@@ -145,7 +128,7 @@ class LayerPlan:
             expert_size=int(widths.min()),
             widest=int(widths.max()),
             shared_size=shared,
-            form=self.form.name,
+            form=self.form,
             top_k=self.top_k,
             union=int(used.sum()),
             members=int(widths.sum()) + shared,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,12 @@ from safetensors import SafetensorError
 from tomoe.errors import UserError, shortened
 from tomoe.files import read_json
 from tomoe.model.shape import ModelShape
-from tomoe.plan.stored_form import FINE, OVERLAPPING
 
-FORMAT = OVERLAPPING.formats[0]
-"""The first format, in which a token uses one expert."""
-FORMATS = (*OVERLAPPING.formats, FINE.formats[0])
-OF_INPUTS = "tomoe-plan-5"
-"""The format of a plan whose tokens choose inputs (`plan.inputs`)."""
-REPAIRED = "repair"
-"""The note of a plan whose projections were refitted: how, on what text, with what gain."""
+FORMATS = {"overlapping": ("tomoe-plan-1", "tomoe-plan-3"), "fine": ("tomoe-plan-4", "tomoe-plan-4")}
+"""Formats of a plan of experts, without and with rotated values: versions that know less must refuse it."""
+FORMAT = FORMATS["overlapping"][0]  # the first format, in which a token uses one expert
+OF_INPUTS = "tomoe-plan-5"  # the format of a plan whose tokens choose inputs (`plan.inputs`)
+REPAIRED = "repair"  # the note of a plan whose projections were refitted: how, on what text, with what gain
 FINETUNED = "finetuned"
 """The note of a plan whose weights were fine-tuned after folding: which weights, how, from which model."""
 # no model is larger: a plan with such sizes is an attack
@@ -37,42 +33,24 @@ MAX_SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What plan.json says, and where the tensors are."""
-
-    folder: Path
-    shape: ModelShape
-    chosen: list[tuple[int, int]]
-    """(V/O dims, experts) of a token in each layer."""
-    checksum: Any
-    """Sha256 of plan.safetensors, if it is one."""
-    metadata: dict[str, Any]
-    """The other fields of a plan: source, dense_config, recipe, notes."""
-
-    @property
-    def tensors(self) -> Path:
-        return self.folder / "plan.safetensors"
-
-    @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """Raises UserError if the folder holds no plan, a damaged one, or one of an unknown format."""
-        path = folder / "plan.json"
-        if path.is_file() and read_json(path).get("format") == OF_INPUTS:
-            raise UserError(
-                f"{folder} is of the form inputs, which leaves the dense weights as they are, and this needs experts; convert "
-                "with --form fine"
-            )
-        if not path.is_file() or not (folder / "plan.safetensors").is_file():
-            raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
-        head = read_json(path)
-        if head.get("format") not in FORMATS:
-            raise UserError(
-                f"{path} has format {str(head.get('format'))[:40]!r}, this version reads {FORMATS[0]!r} to "
-                f"{FORMATS[-1]!r}; make the plan again or update tomoe"
-            )
-        with damage_in_a_sentence(folder):
-            return cls(folder, *_parse(head))
+def read_head(folder: Path) -> dict[str, Any]:
+    """plan.json of experts. Raises UserError if the folder holds no such plan, or one of an unknown format."""
+    path = folder / "plan.json"
+    head = read_json(path) if path.is_file() else {}
+    if head.get("format") == OF_INPUTS:
+        raise UserError(
+            f"{folder} is of the form inputs, which leaves the dense weights as they are, and this needs experts; convert "
+            "with --form fine"
+        )
+    if not path.is_file() or not (folder / "plan.safetensors").is_file():
+        raise UserError(f"{folder} holds no plan (plan.json and plan.safetensors); make one with `tomoe plan`")
+    known = sorted({name for names in FORMATS.values() for name in names})
+    if head.get("format") not in known:
+        raise UserError(
+            f"{path} has format {str(head.get('format'))[:40]!r}, this version reads {known[0]!r} to {known[-1]!r}; make the "
+            "plan again or update tomoe"
+        )
+    return head
 
 
 @contextmanager
@@ -87,9 +65,8 @@ def damage_in_a_sentence(folder: Path) -> Iterator[None]:
         raise UserError(f"cannot read the plan in {folder}: {error.strerror or error}") from error
 
 
-def _parse(head: dict[str, Any]) -> tuple[ModelShape, list[tuple[int, int]], Any, dict[str, Any]]:
-    """Return the fields of a Manifest. Raises ValueError, KeyError or TypeError for values that no plan has."""
-    shape = parsed_shape(head["shape"])
+def parsed_choices(head: dict[str, Any], shape: ModelShape) -> list[tuple[int, int]]:
+    """(V/O dims, experts) of a token in each layer. Raises ValueError, KeyError or TypeError for values that no plan has."""
     value_top_k = head["value_top_k"]
     top_k = [1] * shape.num_layers if head["format"] == FORMAT else head["experts_per_token"]
     for name, numbers in (("value_top_k", value_top_k), ("experts_per_token", top_k)):
@@ -97,7 +74,7 @@ def _parse(head: dict[str, Any]) -> tuple[ModelShape, list[tuple[int, int]], Any
             raise TypeError(f"{name} is not a list of integers")
         if len(numbers) != shape.num_layers:
             raise ValueError(f"it holds {len(numbers)} layers, its model has {shape.num_layers}")
-    return shape, list(zip(value_top_k, top_k, strict=True)), head.get("tensors_sha256"), parsed_metadata(head)
+    return list(zip(value_top_k, top_k, strict=True))
 
 
 def parsed_shape(values: dict[str, Any]) -> ModelShape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,17 @@ from tomoe.errors import UserError
 from tomoe.files import atomic_write, sha256
 from tomoe.model.shape import ModelShape
 from tomoe.plan.layer import LayerCounts, LayerPlan
-from tomoe.plan.manifest import FORMAT, REPAIRED, Manifest, damage_in_a_sentence
-from tomoe.plan.stored_form import FINE, FORMS
-from tomoe.plan.tensors import MASKS, REFIT, ROTATION, ROUTER, TENSORS, checked_layers
+from tomoe.plan.manifest import (
+    FORMAT,
+    FORMATS,
+    REPAIRED,
+    damage_in_a_sentence,
+    parsed_choices,
+    parsed_metadata,
+    parsed_shape,
+    read_head,
+)
+from tomoe.plan.tensors import FINE, MASKS, PACKED, REFIT, ROTATION, ROUTER, TENSORS, checked_layers
 from tomoe.recipe.target_rules import Form
 
 
@@ -81,7 +89,6 @@ class Plan:
 
     @property
     def form(self) -> Form:
-        """The form of the experts."""
         return self.counts[0].form
 
     @property
@@ -147,18 +154,19 @@ class Plan:
         """Write both files atomically; the same plan gives the same bytes. Raises UserError if they cannot be written."""
         tensors: dict[str, Tensor] = {}
         for i, layer in enumerate(self.layers):
-            names = TENSORS | layer.form.fields | ({} if layer.value_rotation is None else ROTATION)
+            fine = layer.form == "fine"
+            names = TENSORS | (FINE if fine else {}) | ({} if layer.value_rotation is None else ROTATION)
             parts = {name: getattr(layer, field) for field, name in names.items()}
             parts |= {f"{ROUTER}{k}": v for k, v in layer.value_router.items()}
             parts |= {f"{REFIT}{k}": v for k, v in layer.refit.items()}
             parts["router_weight"] = _halved(layer.router_weight)
-            parts |= {name: _packed(parts[name]) for name in layer.form.packed}
+            parts |= {name: _packed(parts[name]) for name in (PACKED if fine else ())}
             tensors |= {f"layers.{i}.{name}": t.contiguous().cpu() for name, t in parts.items()}
-        plan_format = FORMS[self.form].formats[self.rotated]
+        plan_format = FORMATS[self.form][self.rotated]
         data = save(tensors, metadata={"format": plan_format})
         head = {
             "format": plan_format,
-            "shape": self.shape.to_dict(),
+            "shape": asdict(self.shape),
             "value_top_k": [layer.value_top_k for layer in self.layers],
             "active_fraction": self.active_fraction(),
             "source": self.source,
@@ -174,18 +182,18 @@ class Plan:
 
     @classmethod
     def load(cls, folder: Path) -> Plan:
-        """Read and check a plan.
-
-        Raises UserError if the folder holds no plan, a damaged one, or one of an unknown format.
-        """
-        head = Manifest.read(folder)
-        if sha256(head.tensors) != head.checksum:
+        """Read and check a plan. Raises UserError if the folder holds none, a damaged one, or one of an unknown format."""
+        head, tensors = read_head(folder), folder / "plan.safetensors"
+        with damage_in_a_sentence(folder):
+            shape = parsed_shape(head["shape"])
+            chosen, metadata = parsed_choices(head, shape), parsed_metadata(head)
+        if sha256(tensors) != head.get("tensors_sha256"):
             raise UserError(
-                f"{head.tensors} does not belong to plan.json beside it (checksums differ); copy both files again"
+                f"{tensors} does not belong to plan.json beside it (checksums differ); copy both files again"
             )
         with damage_in_a_sentence(folder):
-            layers = _read_layers(head)
-        return cls(head.shape, layers, **head.metadata)
+            layers = _read_layers(tensors, shape, chosen)
+        return cls(shape, layers, **metadata)
 
 
 def _broken_layer(i: int, error: str) -> UserError:
@@ -211,22 +219,20 @@ def _unpacked(packed: UInt8[Tensor, "*N bytes"], neurons: int) -> Bool[Tensor, "
     return mask[..., :neurons]
 
 
-def _read_layers(head: Manifest) -> tuple[LayerPlan, ...]:
+def _read_layers(path: Path, shape: ModelShape, chosen: list[tuple[int, int]]) -> tuple[LayerPlan, ...]:
     """Read the layers, with routers in float32 whatever they are stored in. Raises as `checked_layers` does."""
     layers = []
-    with safe_open(head.tensors, "pt") as file:
+    with safe_open(path, "pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         stored = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-        names_of_layers = list(checked_layers(stored, head.shape))
-        for i, (names, (value_top_k, top_k)) in enumerate(zip(names_of_layers, head.chosen, strict=True)):
+        names_of_layers = list(checked_layers(stored, shape))
+        for i, (names, (value_top_k, top_k)) in enumerate(zip(names_of_layers, chosen, strict=True)):
             read = {part: file.get_tensor(f"layers.{i}.{part}") for part in names}
-            packed = {part: t for part, t in read.items() if part in FINE.packed and t.dtype == torch.uint8}
-            read |= {part: _unpacked(t, head.shape.mlp_size) for part, t in packed.items()}
+            packed = {part: t for part, t in read.items() if part in PACKED and t.dtype == torch.uint8}
+            read |= {part: _unpacked(t, shape.mlp_size) for part, t in packed.items()}
             tensors = {part: t if part in MASKS or part.startswith(REFIT) else t.float() for part, t in read.items()}
             router = {part.removeprefix(ROUTER): t for part, t in tensors.items() if part.startswith(ROUTER)}
-            fields = {
-                field: tensors[name] for field, name in (TENSORS | FINE.fields | ROTATION).items() if name in tensors
-            }
+            fields = {field: tensors[name] for field, name in (TENSORS | FINE | ROTATION).items() if name in tensors}
             refit = {part.removeprefix(REFIT): t for part, t in tensors.items() if part.startswith(REFIT)}
             layers.append(LayerPlan(**fields, value_top_k=value_top_k, value_router=router, refit=refit, top_k=top_k))
     return tuple(layers)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from tomoe.model.shape import ModelShape, ceil_div
-from tomoe.plan.stored_form import FINE, OVERLAPPING, ExpertForm, Shape
+from tomoe.recipe.target_rules import Form
 
-StoredTensor = tuple[Shape, str]
-"""Shape and dtype, as a safetensors file names it."""
+Shape = tuple[int, ...]
+StoredTensor = tuple[Shape, str]  # shape and dtype, as a safetensors file names it
 
 # field of LayerPlan -> name of its tensor in plan.safetensors
 TENSORS = {
@@ -22,10 +22,12 @@ TENSORS = {
     "qk_kept": "qk_kept",
     "value_kept": "value_kept",
 }
-# the same, for tensors that only layers with rotated values have
+# the same, for tensors that only layers with fine-grained experts have, or with rotated values
+FINE = {"shared_mask": "shared_neurons", "router_bias": "router_bias"}
 ROTATION = {"value_rotation": "value_rotation"}
-FIELDS = {name: field for field, name in (TENSORS | FINE.fields).items()}
-MASKS = (*FINE.packed, "qk_kept", "value_kept")
+FIELDS = {name: field for field, name in (TENSORS | FINE).items()}
+PACKED = ("expert_neurons", "shared_neurons")  # masks that fine-grained experts store as bits
+MASKS = (*PACKED, "qk_kept", "value_kept")
 ROUTER = "value_router."
 REFIT = "refit."
 FLOATS: tuple[str, ...] = ("F32", "BF16", "F16")
@@ -39,13 +41,7 @@ def always_used(router_bias: Any) -> Any:
     return router_bias >= ALWAYS / 2
 
 
-def packed_shape(mask: Shape) -> Shape:
-    """Shape of a neuron mask [..., F] that is stored as bytes of eight neurons, the first of them in the lowest bit."""
-    *rows, neurons = mask
-    return (*rows, ceil_div(neurons, 8))
-
-
-def layer_shapes(s: ModelShape, n: int, form: ExpertForm) -> dict[str, Shape]:
+def layer_shapes(s: ModelShape, n: int, form: Form) -> dict[str, Shape]:
     """Shapes of what every layer with n experts of a form has."""
     shapes: dict[str, Shape] = {
         "expert_neurons": (n, s.mlp_size),
@@ -53,7 +49,7 @@ def layer_shapes(s: ModelShape, n: int, form: ExpertForm) -> dict[str, Shape]:
         "qk_kept": (s.num_qk_choices,),
         "value_kept": (s.head_dim,),
     }
-    return shapes | form.shapes(s, n)
+    return shapes | ({"shared_neurons": (s.mlp_size,), "router_bias": (n,)} if form == "fine" else {})
 
 
 def router_shapes(s: ModelShape, e: int) -> dict[str, Shape]:
@@ -81,10 +77,8 @@ def refit_shapes(s: ModelShape, stored: dict[str, Shape]) -> dict[str, Shape]:
 
 
 def checked_layers(stored: dict[str, StoredTensor], s: ModelShape) -> Iterator[list[str]]:
-    """The names of each layer's tensors, within the layer.
-
-    Raises ValueError or KeyError for a wrong tensor before any is read: it may be of any size.
-    """
+    """The names of each layer's tensors, within the layer. Raises ValueError or KeyError for a wrong tensor before any is
+    read: it may be of any size."""
     unread = dict(stored)
     for i in range(s.num_layers):
         prefix = f"layers.{i}."
@@ -101,8 +95,8 @@ def checked_layers(stored: dict[str, StoredTensor], s: ModelShape) -> Iterator[l
 def _expected(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> dict[str, tuple[Shape, tuple[str, ...]]]:
     """Shape and possible dtypes of a layer's tensors, by its number of experts and the embedding size of its value router."""
     (experts, *_), _ = stored[f"{prefix}router_weight"]
-    form = FINE if any(f"{prefix}{name}" in stored for name in FINE.fields.values()) else OVERLAPPING
-    shapes = layer_shapes(s, experts, form)
+    fine = any(f"{prefix}{name}" in stored for name in FINE.values())
+    shapes, packed = layer_shapes(s, experts, "fine" if fine else "overlapping"), PACKED if fine else ()
     if any(name.startswith(prefix + ROUTER) for name in stored):
         (embedding, *_), _ = stored[f"{prefix}{ROUTER}norm.bias"]
         shapes |= {ROUTER + name: size for name, size in router_shapes(s, embedding).items()}
@@ -110,5 +104,7 @@ def _expected(stored: dict[str, StoredTensor], prefix: str, s: ModelShape) -> di
     refit = prefix + REFIT
     stored_refit = {name.removeprefix(refit): size for name, (size, _) in stored.items() if name.startswith(refit)}
     shapes |= {REFIT + name: size for name, size in refit_shapes(s, stored_refit).items()}
-    dtypes = dict.fromkeys(shapes, FLOATS) | dict.fromkeys(MASKS, ("BOOL",)) | dict.fromkeys(form.packed, ("U8",))
-    return {name: (packed_shape(size) if name in form.packed else size, dtypes[name]) for name, size in shapes.items()}
+    dtypes = dict.fromkeys(shapes, FLOATS) | dict.fromkeys(MASKS, ("BOOL",)) | dict.fromkeys(packed, ("U8",))
+    # bytes of eight neurons, the first of them in the lowest bit
+    shapes |= {name: (*shapes[name][:-1], ceil_div(shapes[name][-1], 8)) for name in packed}
+    return {name: (size, dtypes[name]) for name, size in shapes.items()}

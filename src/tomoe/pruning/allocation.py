@@ -51,14 +51,20 @@ def evened(units: Sequence[int], most: int) -> list[int]:
     return [even.get(i, n) for i, n in enumerate(units)]
 
 
+def bisected(low: float, high: float, steps: int, too_low: Callable[[float], bool]) -> float:
+    """The number between two others from which on it is no longer too low."""
+    for _ in range(steps):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_low(middle) else (low, middle)
+    return high
+
+
 @dataclass(frozen=True)
 class Site:
     """One width that extraction chooses, counted in units (a multiple of neurons, a Q/K choice, a V/O dim)."""
 
-    expected_units: Callable[[float], float]
-    """Units that sampling would keep on average at a common logit offset."""
-    params: Callable[[int], int]
-    """Parameters of a number of units."""
+    expected_units: Callable[[float], float]  # units that sampling would keep on average at a common logit offset
+    params: Callable[[int], int]  # parameters of a number of units
     max_units: int
 
     def clipped_units(self, offset: float) -> float:
@@ -73,24 +79,15 @@ class Site:
 
 
 def common_offset(sites: Sequence[Site], target: int) -> float:
-    """Find the logit offset at which all sites together are expected to have `target` parameters.
-
-    Raises UserError if even the smallest widths cost more than the target.
-    """
+    """Find the logit offset at which all sites together are expected to have `target` parameters. Raises UserError if even
+    the smallest widths cost more."""
     least = sum(site.params(1) for site in sites)
     if least > target:
         raise UserError(
             f"the plan needs at least {least:,} active decoder parameters, but the budget allows {target:,}; "
             "set a larger active fraction"
         )
-    low, high = -60.0, 60.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if sum(site.expected_params(middle) for site in sites) < target:
-            low = middle
-        else:
-            high = middle
-    return high
+    return bisected(-60.0, 60.0, 60, lambda offset: sum(site.expected_params(offset) for site in sites) < target)
 
 
 def whole_units(sites: Sequence[Site], offset: float, target: int) -> list[int]:

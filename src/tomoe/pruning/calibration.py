@@ -16,7 +16,7 @@ from tomoe.model.mlp import Linear
 from tomoe.model.running import run_model
 from tomoe.model.structure import layer_parts
 from tomoe.progress import StageCallback
-from tomoe.pruning.network import MaskNetwork
+from tomoe.pruning.network import Activations, MaskNetwork
 
 Hooks = Callable[[int, Bool[Tensor, " BS"] | None], Iterator[RemovableHandle]]
 """From a layer's number, and which tokens are no padding (None: all), to hooks on the layer."""
@@ -34,8 +34,7 @@ class Calibration:
     def __init__(self, net: MaskNetwork, model: nn.Module, seed: int, progress: StageCallback):
         self.net, self.num_layers, self.seed, self.progress = net, net.shape.num_layers, seed, progress
         self.parts = layer_parts(model)
-        # as `net.carve` gives them
-        self.experts: list[Any] = []
+        self.experts: list[Any] = []  # as `net.carve` gives them
 
     @torch.no_grad()
     def run(
@@ -70,21 +69,18 @@ class Calibration:
             return module.register_forward_pre_hook(hook, with_kwargs=True)
 
         def carve(*_: Any) -> None:
-            self._carve_experts(i, activations["x"].float(), activations["h"], activations["weight"])
+            x_TD = activations["x"].float()
+            if self._owner(i) == distributed.rank():
+                down_DF = parts.mlp.down.weight.float()
+                seen = Activations(x_TD, activations["h"], activations["weight"], down_DF)
+                self.experts.append(self.net.carve(i, seen, self.seed))
+            else:
+                self.experts.append(self.net.blank_start(x_TD.device))
             activations.clear()
             self.progress(i + 1, self.num_layers)
 
-        yield parts.layer.register_forward_pre_hook(record_weight, with_kwargs=True)
-        yield record_input(parts.mlp, "x")
-        yield record_input(parts.down, "h")
+        yield parts.mlp.layer.register_forward_pre_hook(record_weight, with_kwargs=True)
+        yield record_input(parts.mlp.module, "x")
+        yield record_input(parts.mlp.down, "h")
         # the MLP is the last part of a layer; an offloaded layer has no weights any more after it has run
-        yield parts.down.register_forward_hook(carve)
-
-    def _carve_experts(
-        self, i: int, x_TD: Float[Tensor, "T D"], h_TF: Float[Tensor, "T F"], weight_T: Float[Tensor, " T"]
-    ) -> None:
-        if self._owner(i) != distributed.rank():
-            self.experts.append(self.net.blank_start(x_TD.device))
-            return
-        down_DF = self.parts[i].down.weight.float()
-        self.experts.append(self.net.carve(i, x_TD, h_TF, weight_T, down_DF, self.seed))
+        yield parts.mlp.down.register_forward_hook(carve)

@@ -26,7 +26,7 @@ class Experts(ABC):
 class SampledExperts(Experts):
     """Those of a step of learning."""
 
-    neuron_masks: Float[Tensor, "N F"] | None = None
+    neuron_masks: Float[Tensor, "N F"] | None
     """Masks of experts that together have to cover the layer; None: every neuron has its place already."""
 
     @property
@@ -38,8 +38,7 @@ class SampledExperts(Experts):
 class ExtractedExperts(ABC):
     """The experts of all layers without noise, as extraction needs them."""
 
-    params: int = 0
-    """Parameters of MLPs whose width is settled already."""
+    params: int = 0  # parameters of MLPs whose width is settled already
 
     @abstractmethod
     def sites(self, i: int) -> list[Site]:
@@ -49,10 +48,8 @@ class ExtractedExperts(ABC):
     def choose(
         self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
     ) -> list[tuple[int, list[int]]]:
-        """Choose the MLP width of every layer, and the units of all others of its sites; see `allocation`.
-
-        All together have `target` parameters as nearly as units allow; a uniform layout is content within `slack`.
-        """
+        """Choose the MLP width of every layer, and the units of all others of its sites: all together have `target` parameters
+        as nearly as units allow; a uniform layout is content within `slack`."""
 
     @abstractmethod
     def fields(self, i: int, width: int) -> dict[str, Any]:

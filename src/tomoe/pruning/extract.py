@@ -41,8 +41,8 @@ def extract_plan(
     extraction = Extraction(net)
     attention = extraction.attention
     if attention is not None and attention.net.per_token:
-        attention.read(model, *calibration, None)
-        attention.read(model, *calibration, extraction.plan(active, tolerance))
+        attention.token_logits = attention.value_logits(model, *calibration, None)
+        attention.token_logits = attention.value_logits(model, *calibration, extraction.plan(active, tolerance))
     plan = extraction.plan(active, tolerance)
     check_tolerance(plan.active_fraction(), active, tolerance, net.layout)
     return plan

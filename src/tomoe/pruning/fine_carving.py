@@ -21,19 +21,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tomoe.pruning.layouts import FineLayout
-from tomoe.pruning.routing import bfloat16_values
+from tomoe.pruning.network import Activations
+from tomoe.pruning.routing import bfloat16_values, largest
 
-SHARED = -1
-"""Number of the expert of neurons that every token uses."""
+SHARED = -1  # number of the expert of neurons that every token uses
 CLUSTER_STEPS, REASSIGNMENTS = 8, 2
 CLUSTER_TOKENS, ERROR_TOKENS = 4096, 2048
 """Tokens that neurons are compared on, and that the error of a choice is measured on."""
-PIECE_TOKENS = 4096
-"""Tokens whose activations are held in float32 at once."""
-ERROR_POINTS = 12
-"""Numbers of experts per token at which the error is measured; between them it is interpolated."""
-ROUTER_RIDGE = 1e-3
-"""Relative to the mean of the diagonal of the inputs' covariance."""
+PIECE_TOKENS = 4096  # tokens whose activations are held in float32 at once
+ERROR_POINTS = 12  # numbers of experts per token at which the error is measured; between them it is interpolated
+ROUTER_RIDGE = 1e-3  # relative to the mean of the diagonal of the inputs' covariance
 
 
 def balanced_assignment(scores: Float[Tensor, "n N"], size: int) -> Int[Tensor, " n"]:
@@ -106,21 +103,14 @@ class FineStart:
 
     router_weight: Float[Tensor, "N D"]
     router_bias: Float[Tensor, " N"]
-    expert_of_neuron: Int[Tensor, " F"]
-    """The expert of each neuron, or SHARED."""
+    expert_of_neuron: Int[Tensor, " F"]  # the expert of each neuron, or SHARED
     loss: Float[Tensor, " N1"]
     """Relative squared error of the MLP's output, summed over tokens, with 0, 1, .. N experts per token (float64), convex."""
 
 
-def carve_fine(
-    x_TD: Float[Tensor, "T D"],
-    h_TF: Float[Tensor, "T F"],
-    weight_T: Float[Tensor, " T"],
-    down_DF: Float[Tensor, "D F"],
-    layout: FineLayout,
-    seed: int,
-) -> FineStart:
-    """Carve the experts of one layer. `weight_T` is 1 / |residual|^2 of a token; `h_TF` may be of any dtype."""
+def carve_fine(seen: Activations, layout: FineLayout, seed: int) -> FineStart:
+    """Carve the experts of one layer."""
+    x_TD, h_TF, weight_T, down_DF = seen.x_TD, seen.h_TF, seen.weight_T, seen.down_DF
     # what neuron f adds to the output of a token has the length |h_f| |column f of down|
     norms_F = down_DF.norm(dim=0)
     # a piece at a time: of many tokens the activations in float32 are the largest matrix there is
@@ -151,10 +141,8 @@ def _routed_experts(
     layout: FineLayout,
     seed: int,
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, "N D"], Float[Tensor, " N"]]:
-    """Return the expert of each routed neuron, and weight and bias of the router; clusters start on some of the tokens.
-
-    Numbers of all tokens have no names here, so that as few of them as can be are held at once.
-    """
+    """Return the expert of each routed neuron, and weight and bias of the router; clusters start on some of the tokens."""
+    # numbers of all tokens have no names here, so that as few of them as can be are held at once
     regression = RidgeRegression(x_TD, layout.router_bias)
     # neurons that work on the same tokens belong together: then a token needs few experts
     assigned_n = balanced_clusters(F.normalize(energy_Tn[some_t].sqrt().T, dim=1), layout.num_experts, seed)
@@ -163,14 +151,9 @@ def _routed_experts(
         router_ND, router_bias_N = regression.fit(F.normalize((energy_Tn @ experts_nN).sqrt(), dim=1))
         if step < REASSIGNMENTS:
             # a router errs, so neurons move to where it sends the tokens that need them
-            needs_nN = energy_Tn.T @ _chosen(x_TD @ router_ND.T + router_bias_N, layout.top_k)
+            needs_nN = energy_Tn.T @ largest(x_TD @ router_ND.T + router_bias_N, layout.top_k)
             assigned_n = balanced_assignment(needs_nN, layout.expert_size)
     return assigned_n, router_ND, router_bias_N
-
-
-def _chosen(logits: Float[Tensor, "T N"], top_k: int) -> Float[Tensor, "T N"]:
-    """Return 1 for the experts of each token, 0 for the others."""
-    return torch.zeros_like(logits).scatter_(1, logits.topk(top_k, dim=1, sorted=False).indices, 1.0)
 
 
 def error_curve(

@@ -6,6 +6,7 @@ The carve decides which neurons form an expert, and how many of them a token of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from tomoe.pruning.allocation import Site, units_by_layer
 from tomoe.pruning.experts import Experts, ExtractedExperts, SampledExperts
 from tomoe.pruning.fine_carving import SHARED, FineStart, carve_fine
 from tomoe.pruning.layouts import FineLayout
-from tomoe.pruning.network import MaskNetwork, per_layer
+from tomoe.pruning.network import Activations, MaskNetwork, per_layer
 from tomoe.pruning.products import rounded_products
 from tomoe.pruning.routing import ExpertRouter, Routing
 from tomoe.recipe.conversion import SamplingSection
@@ -31,8 +32,7 @@ class FineNetwork(MaskNetwork):
     """A mask network whose experts are where the carve put them."""
 
     layout: FineLayout
-    expert_of_neuron: Int[Tensor, "L F"]
-    """The expert that each neuron is in, or SHARED."""
+    expert_of_neuron: Int[Tensor, "L F"]  # the expert that each neuron is in, or SHARED
     experts_per_token: Int[Tensor, " L"]
 
     def __init__(self, shape: ModelShape, layout: FineLayout, sampling: SamplingSection):
@@ -46,17 +46,9 @@ class FineNetwork(MaskNetwork):
         self.register_buffer("experts_per_token", torch.ones(s.num_layers, dtype=torch.long))
         self._known: tuple[object, list[int]] = None, []
 
-    def carve(
-        self,
-        i: int,
-        x_TD: Float[Tensor, "T D"],
-        h_TF: Float[Tensor, "T F"],
-        weight_T: Float[Tensor, " T"],
-        down_DF: Float[Tensor, "D F"],
-        seed: int,
-    ) -> FineStart:
-        with rounded_products(h_TF.dtype):
-            return carve_fine(x_TD, h_TF, weight_T, down_DF, self.layout, derive_seed(seed, "clusters", i))
+    def carve(self, i: int, seen: Activations, seed: int) -> FineStart:
+        with rounded_products(seen.h_TF.dtype):
+            return carve_fine(seen, self.layout, derive_seed(seed, "clusters", i))
 
     def blank_start(self, device: torch.device) -> FineStart:
         s, n = self.shape, self.layout.num_experts
@@ -87,39 +79,34 @@ class FineNetwork(MaskNetwork):
         return self._known[1]
 
     def width(self, i: int) -> int:
-        """Return how many neurons of layer i a token uses."""
         return self.layout.width(int(self.experts_per_token[i]))
 
     def sample_experts(
         self, i: int, embeddings: Float[Tensor, "sites N E"] | None, seed: int, token_seed: int
     ) -> SampledFine:
         masks, shared = (mask.float() for mask in self.expert_masks(i))
-        top_k = self.top_ks()[i]
-        width = self.layout.width(top_k)
-        return SampledFine(self.routers[i], masks, shared, top_k, width, self.sampling.temperature)
+        k = self.top_ks()[i]
+        return SampledFine(self.routers[i], masks, shared, k, self.layout.width(k), self.sampling.temperature)
 
     def extract_experts(self, embeddings: Float[Tensor, "sites N E"] | None) -> ExtractedFine:
         return ExtractedFine(self)
 
 
+@dataclass(eq=False)
 class SampledFine(SampledExperts):
     """One layer in one step. There is no noise in the choice."""
 
-    def __init__(
-        self,
-        router: ExpertRouter,
-        masks: Float[Tensor, "N F"],
-        shared: Float[Tensor, " F"],
-        top_k: int,
-        width: int,
-        temperature: float,
-    ):
-        self.router, self.masks, self.shared, self.top_k = router, masks, shared, top_k
-        self._width, self.temperature = width, temperature
+    router: ExpertRouter
+    masks: Float[Tensor, "N F"]
+    shared: Float[Tensor, " F"]
+    top_k: int
+    neurons: int  # of a token
+    temperature: float
+    neuron_masks = None
 
     @property
     def width(self) -> Float[Tensor, ""]:
-        return torch.tensor(float(self._width), device=self.shared.device)
+        return torch.tensor(float(self.neurons), device=self.shared.device)
 
     def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
         routing = self.router.choose(x_TD, self.temperature, self.top_k)

@@ -49,8 +49,3 @@ def mask_network(
         if attention.pruning != "off":
             net.attention = PrunedAttention(shape, attention, sampling, embedding_size, seed)
     return net
-
-
-def planned_experts(layer: LayerPlan, device: torch.device) -> Experts:
-    """Return the experts of one layer of a plan."""
-    return PLANNED[layer.form.name](layer, device)

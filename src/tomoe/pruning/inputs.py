@@ -38,8 +38,7 @@ def kinds_of(layers: Sequence[Layer]) -> list[Kind]:
 
 LEVELS = tuple(i / 40 for i in range(40, round(40 * LEAST_INPUTS) - 1, -1))
 """Shares of its inputs that a projection can get, from all of them down to a tenth."""
-KNOTS = tuple(i / 20 for i in range(19, 1, -1))
-"""Active fractions at which the path is recorded, as far as it goes."""
+KNOTS = tuple(i / 20 for i in range(19, 1, -1))  # active fractions at which the path is recorded, as far as it goes
 THINNED = 4
 """Of so many tokens in a row one is looked at: neighbours tell much the same, and sorting takes as long as the model does."""
 REACH = 6
@@ -154,7 +153,6 @@ class _Search:
         return min(steps, default=None)
 
     def step(self) -> None:
-        """Take the cheapest step."""
         _, i, kind, level = heapq.heappop(self.steps)
         self.saved += self._saving((i, kind), level)
         self.levels[i, kind] = level
@@ -226,10 +224,8 @@ def plan_inputs(
     seed: int = 0,
     progress: StageCallback = no_stage_progress,
 ) -> InputsPlan:
-    """Choose how many inputs every projection uses, on calibration text, for `active` and for every budget around it.
-
-    Raises UserError if no projection fits, or if so little cannot be reached.
-    """
+    """Choose how many inputs every projection uses, on calibration text, for `active` and for every budget around it. Raises
+    UserError if no projection fits, or if so little cannot be reached."""
     layers = groups_of(model)
     check_reach(layers, decoder_params(shape), active)
     costs = input_costs(model, layers, ids, mask, seed, progress)

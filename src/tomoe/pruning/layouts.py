@@ -28,18 +28,15 @@ from tomoe.recipe.target_rules import (
 FINE_EXPERTS = (256, 128, 64)
 """Numbers of fine-grained experts unless the recipe gives one: more are better (docs/lab/log.md), but a router costs a token as
 much as a third of a gated neuron for each. Any model and any stock format takes the last number."""
-GPU_NUMBERS = (256, 128, 64, 32, 16)
-"""The same for a GPU, whose kernels want a power of two."""
+GPU_NUMBERS = (256, 128, 64, 32, 16)  # the same for a GPU, whose kernels want a power of two
 NEURONS_PER_EXPERT = 6
 """Neurons of a layer that there must be for each of the larger numbers: the router then costs at most 1/18 of the dense MLP."""
 FEWER_EXPERTS = 0.25
 """Share of the fine-grained experts that a stock format may do without, to be held without zeros and to meet the budget."""
 SHARED_SLACK = 0.25
 """How far the shared part may be from the wanted one, as a share of a token's neurons, to get a rounder expert size."""
-LEAST_INPUTS = 0.1
-"""The smallest share of its inputs that a projection gets (form `inputs`)."""
-NEAR_ACTIVE = 0.05
-"""How far from an active that no layout meets another is looked for."""
+LEAST_INPUTS = 0.1  # the smallest share of its inputs that a projection gets (form `inputs`)
+NEAR_ACTIVE = 0.05  # how far from an active that no layout meets another is looked for
 STORED_ZEROS = 0.02
 """Neurons of zeros that a stock format may hold, as a share of a layer's, if another layout needs no more than that."""
 
@@ -49,12 +46,10 @@ class OverlappingLayout:
     """Experts of which a token uses one; the calibration text decides their width and which neurons they share."""
 
     num_experts: int
-    width_multiple: int
-    """Neurons that widths are multiples of."""
+    width_multiple: int  # neurons that widths are multiples of
     common_multiple: int = 0
     """Divisor of the width that all layers share if the budget allows; 0: layers may differ in width."""
-    leaves_whole: ClassVar[bool] = True
-    """Whether a layer stays whole that the lowest total error would leave whole."""
+    leaves_whole: ClassVar[bool] = True  # whether a layer stays whole that the lowest total error would leave whole
 
     @property
     def uniform(self) -> bool:
@@ -78,16 +73,11 @@ class FineLayout:
     num_experts: int
     expert_size: int
     shared: int
-    top_k: int
-    """Experts of a token if layers use equally many."""
-    uniform: bool = False
-    """Whether they must."""
-    dense_layers: int = 0
-    """If they must: so many of the first layers use all experts instead."""
-    router_bias: bool = True
-    """Whether routers have biases."""
-    leaves_whole: bool = True
-    """Whether a layer stays whole that the lowest total error would leave whole."""
+    top_k: int  # experts of a token if layers use equally many
+    uniform: bool = False  # whether they must
+    dense_layers: int = 0  # if they must: so many of the first layers use all experts instead
+    router_bias: bool = True  # whether routers have biases
+    leaves_whole: bool = True  # whether a layer stays whole that the lowest total error would leave whole
 
     @property
     def advice(self) -> str:
@@ -113,22 +103,16 @@ Layout = OverlappingLayout | FineLayout
 
 
 def settle_layout(recipe: Recipe, shape: ModelShape) -> Layout:
-    """The layout that a recipe of experts asks for.
-
-    Raises UserError if it is known without the masks that no plan can meet the budget."""
-    settle = FORMS[recipe.experts.form].settle
-    return settle(shape, recipe.experts, recipe.attention, recipe.active, recipe.target)
+    """The layout that a recipe of experts asks for. Raises UserError where no plan can meet the budget, whatever its masks."""
+    return FORMS[recipe.experts.form].settle(shape, recipe)
 
 
-def _overlapping_layout(
-    shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, target: str
-) -> OverlappingLayout:
-    uniform = TARGET_RULES[target].uniform
-    multiple = experts.width_multiple
-    least = least_active(shape, experts, attention, target)
-    _check_least(least, attention, active)
-    layout = OverlappingLayout(experts.num_experts, multiple, max(STOCK_MULTIPLE, multiple) if uniform else 0)
-    if attention.pruning == "off" and not uniform and shape.mlp_size % multiple == 0:
+def _overlapping_layout(shape: ModelShape, recipe: Recipe) -> OverlappingLayout:
+    uniform, active = TARGET_RULES[recipe.target].uniform, recipe.active
+    multiple = recipe.experts.width_multiple
+    least = _checked_least(shape, recipe)
+    layout = OverlappingLayout(recipe.experts.num_experts, multiple, max(STOCK_MULTIPLE, multiple) if uniform else 0)
+    if recipe.attention.pruning == "off" and not uniform and shape.mlp_size % multiple == 0:
         # every layer has one unit at least, and all units cost the same: the plan has the nearest number of them
         total, unit = decoder_params(shape), int(mlp_params(shape, multiple))
         smallest = round(least * total)
@@ -137,34 +121,26 @@ def _overlapping_layout(
     return layout
 
 
-def _fine_layout(
-    shape: ModelShape, experts: ExpertsSection, attention: AttentionSection, active: float, target: str
-) -> FineLayout:
-    rules = TARGET_RULES[target]
+def _fine_layout(shape: ModelShape, recipe: Recipe) -> FineLayout:
+    rules, experts, asked = TARGET_RULES[recipe.target], recipe.experts, recipe.active
     dense_layers = min(experts.dense_layers, shape.num_layers - 1) if rules.uniform else 0
 
     def search(active: float) -> _Search:
-        return _search(shape, experts, attention, active, rules, dense_layers)
+        return _search(shape, experts, recipe.attention, active, rules, dense_layers)
 
     numbers = _numbers_to_try(shape, experts, rules)
-    layout = search(active).best(numbers)
+    layout = search(asked).best(numbers)
     if layout is None:
-        least = least_active(shape, experts, attention, target)
-        _check_least(least, attention, active)
-        nearby = (near for near in _near(active) if near >= least)
-        raise search(active).refusal(numbers[-1], next((near for near in nearby if search(near).best(numbers)), None))
+        least = _checked_least(shape, recipe)
+        nearby = (near for near in _near(asked) if near >= least)
+        raise search(asked).refusal(numbers[-1], next((near for near in nearby if search(near).best(numbers)), None))
     if rules.bounded and layout.top_k > MAX_EXPERTS_PER_TOKEN:
         raise UserError(
             f"a token would use {layout.top_k} experts of {layout.expert_size} neurons, and llama.cpp takes at most "
             f"{MAX_EXPERTS_PER_TOKEN}; leave experts.expert_size out, or make it larger"
         )
-    return replace(
-        layout,
-        uniform=rules.uniform,
-        dense_layers=dense_layers,
-        router_bias=rules.router_bias,
-        leaves_whole=not rules.wide,
-    )
+    settled = replace(layout, uniform=rules.uniform, dense_layers=dense_layers)
+    return replace(settled, router_bias=rules.router_bias, leaves_whole=not rules.wide)
 
 
 def _near(active: float) -> Iterator[float]:
@@ -215,8 +191,7 @@ class _Search:
     mlp_size: int
     width: float
     slack: float
-    layers: int
-    """1: all use equally many experts."""
+    layers: int  # 1: all use equally many experts
 
     def best(self, numbers: Sequence[int]) -> FineLayout | None:
         """The layout that there is for the first of these numbers of experts, or for a GPU for any of them."""
@@ -372,23 +347,22 @@ def least_active(shape: ModelShape, experts: ExpertsSection, attention: Attentio
     return float(layer * shape.num_layers + shape.other_params) / decoder_params(shape)
 
 
-def _least_overlapping_width(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> int:
-    return experts.width_multiple
-
-
 def _least_fine_width(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> int:
     """The shared part and one expert."""
     sizes = {n: experts.expert_size or max(1, shape.mlp_size // n) for n in _numbers_to_try(shape, experts, rules)}
     return min(shape.mlp_size - (n - 1) * size for n, size in sizes.items())
 
 
-def _check_least(least: float, attention: AttentionSection, active: float) -> None:
-    if active < least:
-        condition = " with attention kept whole (attention.pruning = off)" if attention.pruning == "off" else ""
+def _checked_least(shape: ModelShape, recipe: Recipe) -> float:
+    """`least_active`. Raises UserError if the recipe asks for less."""
+    least = least_active(shape, recipe.experts, recipe.attention, recipe.target)
+    if recipe.active < least:
+        condition = " with attention kept whole (attention.pruning = off)" if recipe.attention.pruning == "off" else ""
         raise UserError(
-            f"active is {active}, but this model{condition} can be cut to {math.ceil(1000 * least) / 1000:.3f} of its "
+            f"active is {recipe.active}, but this model{condition} can be cut to {math.ceil(1000 * least) / 1000:.3f} of its "
             "decoder parameters and no further; set a larger active"
         )
+    return least
 
 
 def tolerance_of(rules: TargetRules) -> float:
@@ -408,14 +382,13 @@ def check_tolerance(nearest: float, active: float, tolerance: float, layout: Lay
 class FormRules:
     """How one form of experts divides a layer."""
 
-    settle: Callable[[ModelShape, ExpertsSection, AttentionSection, float, str], Layout]
+    settle: Callable[[ModelShape, Recipe], Layout]
     least_width: Callable[[ModelShape, ExpertsSection, TargetRules], int]
     """The fewest neurons of a layer that a token can use."""
-    for_one_budget: bool
-    """Whether a run is for the budget that its neurons were divided for."""
+    for_one_budget: bool  # whether a run is for the budget that its neurons were divided for
 
 
 FORMS: dict[Form, FormRules] = {
     "fine": FormRules(_fine_layout, _least_fine_width, for_one_budget=True),
-    "overlapping": FormRules(_overlapping_layout, _least_overlapping_width, for_one_budget=False),
+    "overlapping": FormRules(_overlapping_layout, lambda _, experts, __: experts.width_multiple, for_one_budget=False),
 }

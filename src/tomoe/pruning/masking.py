@@ -24,7 +24,7 @@ from tomoe.model.mlp import Linear
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts, layer_parts
 from tomoe.plan import LayerPlan, Plan
-from tomoe.pruning.forms import planned_experts
+from tomoe.pruning.forms import PLANNED
 from tomoe.pruning.learned.attention_masks import AttentionMasks, PlannedAttention, attention_hooks
 from tomoe.pruning.routing import Routing
 
@@ -44,12 +44,10 @@ class PlannedLayerMasks:
     """The masks of a plan: no noise, the decisions of inference."""
 
     def __init__(self, layer: LayerPlan, shape: ModelShape, device: torch.device):
-        self.layer, self.experts = layer, planned_experts(layer, device)
+        self.layer, self.experts = layer, PLANNED[layer.form](layer, device)
         self.attention = PlannedAttention.of(layer, shape, device)
-        # refitted matrices that were copied to a device, by projection
-        self.copied: dict[str, Tensor] = {}
-        # of the last forward pass
-        self.routing: Routing | None = None
+        self.copied: dict[str, Tensor] = {}  # refitted matrices that were copied to a device, by projection
+        self.routing: Routing | None = None  # of the last forward pass
 
     def neurons(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         self.routing, neurons = self.experts.choose(x_TD)
@@ -89,8 +87,8 @@ def mask_hooks(parts: LayerParts, masks: LayerMasks) -> Iterator[RemovableHandle
         # a mask of float32 for each layer is more than memory should hold until the next step
         return (_fused_times(args[0], now.pop("neurons")),)
 
-    yield parts.mlp.register_forward_pre_hook(choose_neurons, with_kwargs=True)
-    yield parts.down.register_forward_pre_hook(mask_neurons)
+    yield parts.mlp.module.register_forward_pre_hook(choose_neurons, with_kwargs=True)
+    yield parts.mlp.down.register_forward_pre_hook(mask_neurons)
     if isinstance(masks, PlannedLayerMasks):
         yield from _refit_hooks(parts, masks)
     if masks.attention is not None:
@@ -101,9 +99,9 @@ def _refit_hooks(parts: LayerParts, masks: PlannedLayerMasks) -> Iterator[Remova
     """Let the projections that the plan refitted compute with their new matrices."""
     names = {name.partition(".")[0] for name in masks.layer.refit}
     if "down" in names:
-        yield with_weight(parts.down, partial(masks.refitted, "down"))
+        yield with_weight(parts.mlp.down, partial(masks.refitted, "down"))
     if "output" in names:
-        yield with_weight(parts.o, partial(masks.refitted, "output"))
+        yield with_weight(parts.attention.o, partial(masks.refitted, "output"))
 
 
 def with_weight(projection: Linear, weight: Callable[[Tensor], Tensor] | Tensor) -> RemovableHandle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
     from tomoe.pruning.learned.hypernetwork import HyperNetwork
 
 
+@dataclass(frozen=True)
+class Activations:
+    """What the MLP of one layer reads and gives on calibration tokens, with its down projection."""
+
+    x_TD: Float[Tensor, "T D"]
+    h_TF: Float[Tensor, "T F"]  # of the down projection, in any dtype
+    weight_T: Float[Tensor, " T"]  # 1 / |residual|^2 of a token
+    down_DF: Float[Tensor, "D F"]
+
+
 def per_layer(num_layers: int, make: Callable[[], nn.Module]) -> Any:
     return nn.ModuleList(make() for _ in range(num_layers))
 
@@ -30,10 +41,8 @@ class MaskNetwork(nn.Module, ABC):
 
     # an nn.ModuleList, typed as what it holds
     routers: Sequence[ExpertRouter]
-    hypernetwork: HyperNetwork | None
-    """Gives embeddings to the masks that are learned; None if none are, as by default."""
-    attention: PrunedAttention | None
-    """The dims of attention that a token uses, if it is pruned, too."""
+    hypernetwork: HyperNetwork | None  # gives embeddings to the masks that are learned; None if none are, as by default
+    attention: PrunedAttention | None  # the dims of attention that a token uses, if it is pruned, too
 
     def __init__(self, shape: ModelShape, layout: Layout, sampling: SamplingSection):
         super().__init__()
@@ -47,19 +56,8 @@ class MaskNetwork(nn.Module, ABC):
         return None if self.hypernetwork is None else self.hypernetwork()
 
     @abstractmethod
-    def carve(
-        self,
-        i: int,
-        x_TD: Float[Tensor, "T D"],
-        h_TF: Float[Tensor, "T F"],
-        weight_T: Float[Tensor, " T"],
-        down_DF: Float[Tensor, "D F"],
-        seed: int,
-    ) -> Any:
-        """Carve the experts of layer i: a dataclass of tensors, among them `loss` with 0, 1, .. units of the layout.
-
-        x_TD, h_TF: the inputs of the MLP and of its down projection; `weight_T` is 1 / |residual|^2 of a token.
-        """
+    def carve(self, i: int, seen: Activations, seed: int) -> Any:
+        """Carve the experts of layer i: a dataclass of tensors, among them `loss` with 0, 1, .. units of the layout."""
 
     @abstractmethod
     def blank_start(self, device: torch.device) -> Any:

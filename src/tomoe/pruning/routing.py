@@ -33,6 +33,11 @@ class Routing:
         return self if valid is None else Routing(self.assignment[valid], self.probs[valid], self.top_k)
 
 
+def largest(logits: Float[Tensor, "T n"], k: int) -> Float[Tensor, "T n"]:
+    """1 at the k largest numbers of each token, 0 elsewhere."""
+    return torch.zeros_like(logits).scatter_(-1, logits.topk(k, dim=-1).indices, 1.0)
+
+
 def _top_k(logits: Float[Tensor, "T N"], top_k: int, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the choice of the `top_k` largest logits, 0/1, and sigmoid((z - threshold) / temperature) of all experts [T, N].
 
@@ -75,7 +80,6 @@ class ExpertRouter(nn.Module):
 
     @classmethod
     def of(cls, weight: Float[Tensor, "N D"], bias: Float[Tensor, " N"] | None = None) -> ExpertRouter:
-        """The router with these weights."""
         num_experts, hidden_size = weight.shape
         router = cls(hidden_size, num_experts, bias is not None)
         router.weight.data = weight
@@ -96,15 +100,12 @@ class ExpertRouter(nn.Module):
         return Routing(hard + (soft - soft.detach()), soft, top_k)
 
     def route(self, x: Float[Tensor, "T D"], top_k: int | None = None) -> Routing:
-        """Route as inference does."""
         return route(self(x), top_k)
 
 
 def balance_penalty(routings: Sequence[Routing | None]) -> Float[Tensor, ""]:
-    """Return R_L (Eq. 9, Sec. 3.4) without its factor N: sum_i F_i P_i, at least 1/N; the mean over layers.
-
-    With k experts a token, F and P are divided by k.
-    """
+    """Return R_L (Eq. 9, Sec. 3.4) without its factor N: sum_i F_i P_i, at least 1/N; the mean over layers. With k experts a
+    token, F and P are divided by k."""
     seen = [routing for routing in routings if routing is not None]
     assert len(seen) == len(routings), "the masks have seen no tokens yet"
     shares = torch.stack([routing.assignment.detach().mean(0) for routing in seen])

@@ -23,8 +23,7 @@ Format = Literal[
 ]
 """What `--format` can write, and `target` can aim at: stock classes of transformers, a file for llama.cpp, ToMoE's own form."""
 
-Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"]
-"""The types of weights that a GGUF file can have."""
+Precision = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k"]  # the types of weights that a GGUF file can have
 
 STOCK_MULTIPLE = 64
 """Neurons that the width of overlapping experts in a stock format is a multiple of: grouped kernels and quantized groups of 32
@@ -39,8 +38,7 @@ GGUF_BLOCK = 32
 """Numbers of a row that Q8_0 and Q4_0 hold together. Rows that it does not divide stay in 16 bits: a larger, slower file."""
 GGUF_TOLERANCE = 0.003
 """So wide experts meet few budgets exactly: half of this block is up to 0.3 % of a layer of 4,864 neurons."""
-GPU_WIDTH = 128
-"""Neurons of an expert from which on grouped products of a GPU have enough to do."""
+GPU_WIDTH = 128  # neurons of an expert from which on grouped products of a GPU have enough to do
 GPU_EXPERTS_PER_TOKEN = 16
 """Experts of a token that fused routing on GPUs takes (SGLang's; vLLM's and TensorRT-LLM's take 32); they want a power of two."""
 STOCK_SHARED = 0.75
@@ -52,24 +50,17 @@ faster in engines (docs/lab/log.md)."""
 class TargetRules:
     """What one format asks of the experts of a model."""
 
-    forms: tuple[Form, ...] = ("fine", "overlapping")
-    """Forms that it has a place for."""
-    uniform: bool = True
-    """Whether all layers must be alike: experts of one width, and as many of them for each token."""
+    forms: tuple[Form, ...] = ("fine", "overlapping")  # forms that it has a place for
+    uniform: bool = True  # whether all layers must be alike: experts of one width, and as many of them for each token
     shared: float | None = None
     """The share of the shared part unless the recipe gives one; None: the recipe's own default."""
     bounded: bool = False
     """Whether it refuses more than MAX_EXPERTS_PER_TOKEN, too, where the recipe gives the size of an expert."""
-    router_bias: bool = True
-    """Whether its routers of fine-grained experts have biases."""
-    dense_layers: bool = True
-    """Whether first layers may stay whole."""
-    holds_shared: bool = True
-    """Whether tokens may share neurons."""
-    shared_in_experts: bool = False
-    """Whether it holds these neurons in experts, which count among those of a token."""
-    block: int = 1
-    """Neurons that should divide the width of a fine-grained expert."""
+    router_bias: bool = True  # whether its routers of fine-grained experts have biases
+    dense_layers: bool = True  # whether first layers may stay whole
+    holds_shared: bool = True  # whether tokens may share neurons
+    shared_in_experts: bool = False  # whether it holds these neurons in experts, which count among those of a token
+    block: int = 1  # neurons that should divide the width of a fine-grained expert
     tolerance: float = 0.0
     """Largest distance between the active fraction of a plan and the requested one, if it is more than BUDGET_TOLERANCE."""
     wide: bool = False

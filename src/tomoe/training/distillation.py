@@ -12,10 +12,8 @@ from torch import Tensor
 
 from tomoe.model.compiled import fused
 
-Head = Callable[[Tensor], Tensor]
-"""Hidden states -> logits."""
-CHUNK, CHUNK_ON_DEVICE = 128, 1024
-"""Tokens whose logits are in memory at a time, on a CPU and elsewhere."""
+Head = Callable[[Tensor], Tensor]  # hidden states -> logits
+CHUNK, CHUNK_ON_DEVICE = 128, 1024  # tokens whose logits are in memory at a time, on a CPU and elsewhere
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -23,10 +24,8 @@ from tomoe.training.best import BestWeights
 from tomoe.training.run_folder import RunFolder
 
 Row = dict[str, Any]
-_NONFINITE = "bad_steps"
-"""The key of state.json that counts steps in a row without a finite loss."""
-CHECKED = "best"
-"""The key of state.json that says what the checks on held-out text found."""
+_NONFINITE = "bad_steps"  # the key of state.json that counts steps in a row without a finite loss
+CHECKED = "best"  # the key of state.json that says what the checks on held-out text found
 
 
 @runtime_checkable
@@ -36,12 +35,9 @@ class BatchSource(Protocol):
     def batch(self, step: int, micro: int, batch_size: int, accumulation: int, seed: int) -> Any: ...
 
 
-@runtime_checkable
-class StepFn(Protocol):
-    """Runs forward and backward on one batch: adds gradients (of the mean over a step's batches), returns loss terms, as
-    numbers or as tensors without shape, which are read once a step."""
-
-    def __call__(self, batch: Any, step: int, micro: int) -> Mapping[str, Tensor | float]: ...
+StepFn = Callable[[Any, int, int], Mapping[str, Tensor | float]]
+"""Runs forward and backward on (batch, step, micro): adds gradients (of the mean over a step's batches), returns loss terms,
+as numbers or as tensors without shape, which are read once a step."""
 
 
 def learning_rate(train: LoopSection, step: int) -> float:
@@ -85,36 +81,29 @@ def check_accumulation(train: LoopSection) -> None:
         )
 
 
+@dataclass(eq=False)
 class Training:
     """One run: the trainable modules `net`, their optimizer and the number of steps done, with `model`, which runs, and with
-    `best`, if there is one, which checks what was learned. The rest is for `make_optimizer`."""
+    `best`, if there is one, which checks what was learned; `fused`, `scales` and `eight_bit` are for `make_optimizer`."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        net: nn.Module,
-        loop: LoopSection,
-        seed: int,
-        corpus: BatchSource,
-        run: RunFolder,
-        step_fn: StepFn,
-        fused: bool = False,
-        scales: Mapping[str, float] | None = None,
-        best: BestWeights | None = None,
-        eight_bit: bool = False,
-    ):
-        self.model = model
-        self.net = net
-        self.loop = loop
-        self.seed = seed
-        self.corpus = corpus
-        self.run = run
-        self.step_fn = step_fn
-        self.best = best
-        self.optimizer = make_optimizer(net, loop, fused, scales, eight_bit)
-        self.step = self.nonfinite_steps = 0
-        self.saved = -1
-        self.updating = False
+    model: PreTrainedModel
+    net: nn.Module
+    loop: LoopSection
+    seed: int
+    corpus: BatchSource
+    run: RunFolder
+    step_fn: StepFn
+    fused: bool = False
+    scales: Mapping[str, float] | None = None
+    best: BestWeights | None = None
+    eight_bit: bool = False
+    step: int = field(default=0, init=False)
+    nonfinite_steps: int = field(default=0, init=False)
+    saved: int = field(default=-1, init=False)
+    updating: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = make_optimizer(self.net, self.loop, self.fused, self.scales, self.eight_bit)
 
     def resume(self) -> bool:
         """Load the newest whole checkpoint; returns False if there is none yet."""

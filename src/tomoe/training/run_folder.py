@@ -32,8 +32,7 @@ from tomoe.recipe.base import BaseRecipe
 
 # Of AdamW, in 32 and in 8 bits: of the shape of their parameter.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
-KEEP = 2
-"""Checkpoints that are kept: the last and the one before it."""
+KEEP = 2  # checkpoints that are kept: the last and the one before it
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,7 @@ class RunFolder:
         self.origin = path / "origin.sha256"
         self.corpus, self.metrics = path / "corpus.safetensors", path / "metrics.jsonl"
         self.best = path / "best.safetensors"
-        # why no model becomes of a run that is over
-        self.no_model = path / "no-model.txt"
+        self.no_model = path / "no-model.txt"  # why no model becomes of a run that is over
 
     def resumes(self, recipe: BaseRecipe, resume: bool, force: bool) -> bool:
         """Return whether the existing run resumes; if not, a new one may start. Writes nothing. Raises UserError if neither
@@ -112,15 +110,8 @@ class RunFolder:
         try:
             if not resume:
                 # by its origin the folder is known as ours to the last
-                for old in (
-                    self.recipe,
-                    self.corpus,
-                    self.metrics,
-                    self.best,
-                    self.no_model,
-                    *self.steps(),
-                    self.origin,
-                ):
+                files = (self.recipe, self.corpus, self.metrics, self.best, self.no_model)
+                for old in (*files, *self.steps(), self.origin):
                     shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -38,10 +38,12 @@ def rotations_of(model: PreTrainedModel, rows: int = 8) -> list[Tensor]:
 def rotate_model_(model: PreTrainedModel, rotations: list[Tensor]) -> None:
     """Write the rotated weights into the model."""
     for parts, rotation in zip(layer_parts(model), rotations, strict=True):
-        v, bias, o = rotate_weights(parts.v.weight, parts.v.bias, parts.o.weight, rotation)
-        parts.v.weight.data, parts.o.weight.data = v, o
+        v, bias, o = rotate_weights(
+            parts.attention.v.weight, parts.attention.v.bias, parts.attention.o.weight, rotation
+        )
+        parts.attention.v.weight.data, parts.attention.o.weight.data = v, o
         if bias is not None:
-            parts.v.bias.data = bias
+            parts.attention.v.bias.data = bias
 
 
 def with_rotations(plan: Plan, rotations: list[Tensor]) -> Plan:
@@ -51,7 +53,10 @@ def with_rotations(plan: Plan, rotations: list[Tensor]) -> Plan:
 
 def inputs_of_o(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     seen: list[Tensor] = []
-    handles = [p.o.register_forward_pre_hook(lambda _, a: seen.append(a[0].flatten(0, -2))) for p in layer_parts(model)]
+    handles = [
+        p.attention.o.register_forward_pre_hook(lambda _, a: seen.append(a[0].flatten(0, -2)))
+        for p in layer_parts(model)
+    ]
     run_model(model, ids, None)
     for handle in handles:
         handle.remove()
@@ -98,10 +103,10 @@ def test_dims_stand_in_order_of_importance_in_every_head(dense: PreTrainedModel)
     shape, ids = shape_of(dense), tokens(8, 32, seed=3)
     for plain, parts, r in zip(inputs_of_o(dense, ids), layer_parts(dense), rotations_of(dense), strict=True):
         x = rotate_heads(plain, r)
-        o = rotate_weights(parts.v.weight, parts.v.bias, parts.o.weight, r)[2]
+        o = rotate_weights(parts.attention.v.weight, parts.attention.v.bias, parts.attention.o.weight, r)[2]
         energy = (x.square().mean(0) * o.square().sum(0)).view(shape.num_kv_heads, -1, shape.head_dim).sum(1)
         assert bool((energy[:, 1:] <= energy[:, :-1] * (1 + 1e-4)).all())
-        _, importance = attention_importance(x, x[:, : len(parts.k.weight)], x, o, shape)
+        _, importance = attention_importance(x, x[:, : len(parts.attention.k.weight)], x, o, shape)
         assert importance.argsort(descending=True, stable=True).tolist() == list(range(shape.head_dim))
 
 
@@ -116,14 +121,14 @@ def test_a_cut_of_the_last_dims_loses_less_than_one_by_energy(family: str) -> No
     shape, rotations = shape_of(dense), rotations_of(dense)
     heads, c = shape.num_heads, shape.head_dim
     for x, parts, r in zip(inputs_of_o(dense, ids), layer_parts(dense), rotations, strict=True):
-        whole = x @ parts.o.weight.T
-        energy = (x.square().mean(0) * parts.o.weight.square().sum(0)).view(heads, c).sum(0)
-        o = rotate_weights(parts.v.weight, parts.v.bias, parts.o.weight, r)[2]
+        whole = x @ parts.attention.o.weight.T
+        energy = (x.square().mean(0) * parts.attention.o.weight.square().sum(0)).view(heads, c).sum(0)
+        o = rotate_weights(parts.attention.v.weight, parts.attention.v.bias, parts.attention.o.weight, r)[2]
         by_energy, by_index = [], []
         for dropped in range(1, c):
             plain = torch.ones(c).index_fill_(0, energy.argsort()[:dropped], 0.0).repeat(heads)
             last = (torch.arange(c) < c - dropped).float().repeat(heads)
-            by_energy.append(float((x * plain @ parts.o.weight.T - whole).square().sum()))
+            by_energy.append(float((x * plain @ parts.attention.o.weight.T - whole).square().sum()))
             by_index.append(float((rotate_heads(x, r) * last @ o.T - whole).square().sum()))
         assert all(a <= b for a, b in zip(by_index, by_energy, strict=True)), (by_index, by_energy)
         assert sum(by_index) < 0.9 * sum(by_energy)
@@ -244,7 +249,7 @@ def test_offloaded_weights(offloaded: PreTrainedModel) -> None:
     plan = with_rotations(make_plan(whole, "static", active=1.0), rotations)
     with masked(offloaded, planned_masks(plan)):
         torch.testing.assert_close(offloaded(ids).logits, whole(ids).logits, **EXACT)
-    assert layer_parts(offloaded)[0].v.weight.is_meta
+    assert layer_parts(offloaded)[0].attention.v.weight.is_meta
     torch.testing.assert_close(offloaded(ids).logits, whole(ids).logits, **EXACT)
 
 
@@ -255,5 +260,5 @@ def test_bfloat16_stays_near() -> None:
     half = copy.deepcopy(dense).bfloat16()
     rounding = float((half(ids).logits.float() - dense(ids).logits).norm())
     rotate_model_(half, rotations)
-    assert layer_parts(half)[0].v.weight.dtype == torch.bfloat16
+    assert layer_parts(half)[0].attention.v.weight.dtype == torch.bfloat16
     assert float((half(ids).logits.float() - dense(ids).logits).norm()) < 2 * rounding

@@ -3,23 +3,17 @@
 from tomoe.moe.kernels import gpu, inputs, logits, native, router
 from tomoe.moe.modeling_tomoe import Way, enter
 
-
-def register() -> None:
-    """Enter the kernels into the modelling file's ways to compute a step."""
-    enter(
-        "experts",
-        native=Way(native.run_native, native.suits, native.obstacle),
-        few=Way(gpu.run_few, gpu.few_suits),
-        grouped=Way(gpu.run_grouped, gpu.grouped_suits),
-    )
-    enter(
-        "router logits",
-        native=Way(router.native_logits, router.native_suits),
-        precise=Way(router.precise_logits, router.precise_suits),
-    )
-    enter("largest logits", native=Way(router.largest, router.finds_largest))
-    enter("logits", native=Way(logits.native_logits, logits.suits))
-    enter("choosing product", native=Way(inputs.product, inputs.suits, inputs.obstacle))
-
-
-register()
+enter(
+    "experts",
+    native=Way(native.run_native, native.suits, native.obstacle),
+    few=Way(gpu.run_few, gpu.few_suits),
+    grouped=Way(gpu.run_grouped, gpu.grouped_suits),
+)
+enter(
+    "router logits",
+    native=Way(router.native_logits, router.native_suits),
+    precise=Way(router.precise_logits, router.precise_suits),
+)
+enter("largest logits", native=Way(router.largest, router.finds_largest))
+enter("logits", native=Way(logits.native_logits, logits.suits))
+enter("choosing product", native=Way(inputs.product, inputs.suits, inputs.obstacle))

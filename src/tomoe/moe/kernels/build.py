@@ -10,8 +10,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tomoe.files import cache_folder
 
@@ -20,6 +24,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 120.0
 INSTALL = "install one with OpenMP (`apt install g++`, say)"
+POINTER, INT64, INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 # By source: why it could not be compiled or loaded.
@@ -85,6 +90,21 @@ def _compiled(source: Path) -> Path:
     if hasattr(os, "geteuid") and (stat.st_uid != os.geteuid() or stat.st_mode & 0o022):
         raise Missing(f"{path} belongs to, or can be written by, another user; delete it")
     return path
+
+
+def function(library: ctypes.CDLL, name: str, arguments: Sequence[type[Any]], needs: str = "") -> Any:
+    """A compiled function, by the types of its arguments. With `needs`, what it takes memory for, it raises OutOfMemoryError
+    where it returns another number than 0."""
+
+    def check(failed: int, *_: Any) -> None:
+        if failed:
+            raise torch.OutOfMemoryError(f"no memory for {needs}")
+
+    found = getattr(library, name)
+    found.restype, found.argtypes = INT32, arguments
+    if needs:
+        found.errcheck = check
+    return found
 
 
 def _processor() -> bytes:

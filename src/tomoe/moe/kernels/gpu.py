@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,7 @@ FEW_TOKENS, MOST_FOR_FEW = 1, 1 / 2
 # What a grouped product needs to beat all neurons with a mask: neurons of an expert, so few of the experts that reading x once
 # for each of them pays, and products (tokens x rows x columns of a projection) that outweigh sorting the tokens.
 WIDE, MOST_FOR_GROUPED, MANY_PRODUCTS = 128, 1 / 4, 10**11
-# What rows of 16 bytes need, without which PyTorch refuses the grouped product.
-GROUPED_MULTIPLE = 8
+GROUPED_MULTIPLE = 8  # what rows of 16 bytes need, without which PyTorch refuses the grouped product
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -66,12 +66,12 @@ def run_few(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor) -> Tensor:
     sizes = mlp.shared_size, mlp.num_experts
     if torch.compiler.is_compiling():
         # Recognizing an activation looks at values, which would break the graph.
-        return few(x, expert_ids, *weights, *sizes, mlp.activation)
+        return few(x, expert_ids, weights, *sizes, mlp.activation)
     kind = activation_kind(mlp)
     if kind is None:
         return run_masked(mlp, x, expert_ids)
     run = compiled(*expert_ids.shape) if x.is_cuda else few
-    return run(x, expert_ids, *weights, *sizes, ACTIVATIONS[kind])
+    return run(x, expert_ids, weights, *sizes, ACTIVATIONS[kind])
 
 
 @cache
@@ -82,18 +82,11 @@ def compiled(tokens: int, top_k: int) -> Callable[..., Tensor]:
 
 
 def few(
-    x: Tensor,
-    expert_ids: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    shared: int,
-    num_experts: int,
-    activation: Activation,
+    x: Tensor, expert_ids: Tensor, weights: tuple[Any, ...], shared: int, num_experts: int, activation: Activation
 ) -> Tensor:
-    """The experts of x [T, D] by gathered rows [T, k, W, D]: products that a compiler fuses with their gathering."""
+    """The experts of x [T, D] by gathered rows [T, k, W, D]: products that a compiler fuses with their gathering. Weights are
+    those of gate (or None), up and down, and the biases of gate and up (or None)."""
+    gate, up, down, gate_bias, up_bias = weights
 
     def split(t: Tensor) -> tuple[Tensor, Tensor]:
         return t[:shared], t[shared:].unflatten(0, (num_experts, -1))[expert_ids]

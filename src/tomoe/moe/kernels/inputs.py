@@ -7,7 +7,7 @@ view. Prompts multiply by the same memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from tomoe.moe.kernels.build import load
-from tomoe.moe.kernels.native import DTYPES, obstacle_of
+from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
+from tomoe.moe.kernels.native import DTYPES, obstacle_of, trial
 from tomoe.moe.modeling_tomoe import FEW_TOKENS, Choice, Choosing, chosen_inputs, matrix_of, stamp_of
 
 SOURCE = Path(__file__).with_name("inputs.cpp")
@@ -38,10 +38,7 @@ def obstacle(projection: Choosing, x: Tensor) -> str | None:
 
 
 def product(projection: Choosing, x: Tensor) -> Tensor:
-    """What a projection gives whose tokens choose their inputs, by the kernel.
-
-    Inside torch.compile it is the operator `tomoe::inputs`, one node of the graph.
-    """
+    """What a projection gives whose tokens choose their inputs, by the kernel."""
     choice = projection.choice
     if torch.compiler.is_compiling():
         bias = getattr(projection, "bias", None)
@@ -100,8 +97,7 @@ class Ready:
         y = self.run(x, count).split(self.sizes, -1)
         parts = dict(zip(self.choice.projections, y, strict=True))
         part = parts.pop(projection)
-        # one tuple, so that another thread never finds half of it
-        self.left = x, stamp_of(x), count, parts
+        self.left = x, stamp_of(x), count, parts  # one tuple, so that another thread never finds half of it
         return part
 
 
@@ -150,24 +146,19 @@ def _bias(choice: Choice) -> Tensor | None:
     return torch.cat(parts)
 
 
-def call(x: Tensor, norms: Tensor, packed: Tensor, bias: Tensor | None, count: int) -> Tensor:
-    """Run the kernel: y [.., n] of x [.., D] and a matrix [D, n]. Raises RuntimeError if it could not be compiled."""
-    bind = kernel()
-    if bind is None:
-        raise RuntimeError("the kernel for inputs is missing (no C++ compiler, or TOMOE_NATIVE=0)")
-    return bind(norms, packed, bias)(x, count)
-
-
 SCHEMA = "(Tensor x, Tensor norms, Tensor weight, Tensor? bias, int count) -> Tensor"
 
 
 @torch.library.custom_op("tomoe::inputs", mutates_args=(), schema=SCHEMA)
 def inputs(x: Tensor, norms: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
-    """The kernel as a PyTorch operator, for graphs; weight [n, D], which it reads by columns where they are rows in memory."""
-    columns = weight.t()
-    if columns.stride(1) == 1:
-        return call(x, norms, columns, bias, count)
-    return F.linear(chosen_inputs(x, norms, count), weight, bias)
+    """The kernel as a PyTorch operator, for graphs; weight [n, D], which it reads by columns where they are rows in memory.
+    Raises RuntimeError if it could not be compiled."""
+    columns, bind = weight.t(), kernel()
+    if columns.stride(1) != 1:
+        return F.linear(chosen_inputs(x, norms, count), weight, bias)
+    if bind is None:
+        raise RuntimeError("the kernel for inputs is missing (no C++ compiler, or TOMOE_NATIVE=0)")
+    return bind(norms, columns, bias)(x, count)
 
 
 @inputs.register_fake
@@ -175,8 +166,7 @@ def _like(x: Tensor, norms: Tensor, weight: Tensor, bias: Tensor | None, count: 
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-Product = Callable[[Tensor, int], Tensor]
-"""y [.., n] of x [.., D] and the number of its inputs that each token uses."""
+Product = Callable[[Tensor, int], Tensor]  # y [.., n] of x [.., D] and the number of its inputs that each token uses
 Kernel = Callable[[Tensor, Tensor, Tensor | None], Product]
 """The product by a matrix, of norms [D], the matrix [D, n] and its bias [n]; it does not keep the matrix alive."""
 
@@ -199,11 +189,9 @@ def kernel() -> Kernel | None:
 
 
 def _typed(library: ctypes.CDLL) -> Kernel:
-    pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    compiled = library.tomoe_inputs
-    compiled.restype = int32
-    tokens: list[Any] = [pointer, int64, int64]
-    compiled.argtypes = [int32, *tokens, pointer, int64, pointer, int64, int64, pointer, pointer, int32]
+    tokens = [POINTER, INT64, INT64]
+    arguments = [INT32, *tokens, POINTER, INT64, POINTER, INT64, INT64, POINTER, POINTER, INT32]
+    compiled = function(library, "tomoe_inputs", arguments, "the sums of a projection")
 
     def bind(norms: Tensor, packed: Tensor, bias: Tensor | None) -> Product:
         width, columns = packed.shape
@@ -213,15 +201,13 @@ def _typed(library: ctypes.CDLL) -> Kernel:
         def product(x: Tensor, count: int) -> Tensor:
             x = x.contiguous()
             y = x.new_empty(*x.shape[:-1], columns)
-            failed = compiled(
+            compiled(
                 is_bfloat16,
                 *(x.data_ptr(), x.numel() // width, width),
                 *(norms.data_ptr(), count),
                 *(weight, stride, columns, None if bias is None else bias.data_ptr()),
                 *(y.data_ptr(), torch.get_num_threads()),
             )
-            if failed:
-                raise torch.OutOfMemoryError("no memory for the sums of a projection")
             return y
 
         return product
@@ -232,10 +218,8 @@ def _typed(library: ctypes.CDLL) -> Kernel:
 def _agrees_with_pytorch(bind: Kernel, dtype: torch.dtype, tokens: int) -> bool:
     """Compare what the compiler made of the source with PyTorch: 70 of 150 inputs, 107 outputs and a bias."""
     width, columns, count = 150, 107, 70
-    draw: Callable[[Sequence[int], int], Tensor] = lambda shape, seed: (  # noqa: E731
-        torch.linspace(-1, 1, shape[0] * shape[1]).mul(seed).sin().view(*shape).to(dtype)
-    )
-    x, weight, bias = draw((tokens, width), 977), draw((width, columns), 1009), draw((1, columns), 1511)[0]
+    sizes = ((tokens, width, 977), (width, columns, 1009), (1, columns, 1511))
+    x, weight, bias = (trial(*size).to(dtype) for size in sizes)
     norms = torch.linspace(1, 2, width)
     y = bind(norms, weight, bias)(x, count).float()
     meant = chosen_inputs(x, norms, count).float() @ weight.float() + bias.float()

@@ -11,22 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tomoe.moe.kernels.build import load
-from tomoe.moe.kernels.native import PROCESSOR, SOURCE, kernel
+from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
+from tomoe.moe.kernels.native import PROCESSOR, SOURCE, kernel, trial
 from tomoe.moe.modeling_tomoe import FEW_TOKENS
 
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., V].
 def suits(head: Any, config: Any, x: Tensor) -> bool:
-    """Whether the kernel can compute the logits, and was faster than PyTorch on such a processor.
-
-    With all inputs a model is the dense one, bit by bit.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or PROCESSOR.get("amx_bf16")
-        or (config.chooses_inputs and config.tomoe_active == 1)
-    ):
+    """Whether the kernel can compute the logits, and was faster than PyTorch on such a processor."""
+    # with all inputs a model is the dense one, bit by bit
+    whole = config.chooses_inputs and config.tomoe_active == 1
+    if whole or torch.compiler.is_compiling() or PROCESSOR.get("amx_bf16"):
         return False
     # nothing but a linear layer: not one that something was added to
     if type(head) is not nn.Linear or head.bias is not None or not 0 < x.numel() <= FEW_TOKENS * x.shape[-1]:
@@ -59,17 +54,14 @@ def multiplier() -> Multiplier | None:
 
 
 def _typed(library: ctypes.CDLL) -> Multiplier:
-    pointer, int64 = ctypes.c_void_p, ctypes.c_int64
-    compiled = library.tomoe_logits
-    compiled.restype = ctypes.c_int
-    compiled.argtypes = [pointer, int64, int64, pointer, int64, pointer, ctypes.c_int]
+    arguments = [POINTER, INT64, INT64, POINTER, INT64, POINTER, INT32]
+    compiled = function(library, "tomoe_logits", arguments, "the logits")
 
     def multiply(x: Tensor, weight: Tensor) -> Tensor:
         x, (rows, size) = x.contiguous(), weight.shape
         y = x.new_empty(*x.shape[:-1], rows)
         tokens = (x.data_ptr(), x.numel() // size, size)
-        if compiled(*tokens, weight.data_ptr(), rows, y.data_ptr(), torch.get_num_threads()):
-            raise torch.OutOfMemoryError("no memory for the logits")
+        compiled(*tokens, weight.data_ptr(), rows, y.data_ptr(), torch.get_num_threads())
         return y
 
     return multiply
@@ -77,8 +69,6 @@ def _typed(library: ctypes.CDLL) -> Multiplier:
 
 def _agrees_with_pytorch(multiply: Multiplier, tokens: int) -> bool:
     """Compare what the compiler made of the source with PyTorch: 70 dims, 37 rows."""
-    x, weight = (
-        torch.linspace(-1, 1, n * 70).mul(seed).sin().view(n, 70).bfloat16() for n, seed in ((tokens, 977), (37, 1009))
-    )
+    x, weight = (trial(n, 70, seed).bfloat16() for n, seed in ((tokens, 977), (37, 1009)))
     meant = F.linear(x.float(), weight.float())
     return bool((multiply(x, weight).float() - meant).abs().max() <= 1e-2 * meant.abs().max())

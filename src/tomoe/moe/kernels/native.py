@@ -16,19 +16,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tomoe.moe.kernels.build import load, why_missing
+from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load, why_missing
 from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked, stamp_of
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
-# Membership of a neuron in experts that overlap is the bits of one number.
-MAX_OVERLAPPING = 64
+MAX_OVERLAPPING = 64  # membership of a neuron in experts that overlap is the bits of one number
 PROCESSOR = torch.cpu.get_capabilities()
 # On a processor with matrix units for bfloat16 (AMX), experts are faster in products of tiles from this many tokens on.
 MATRIX_TOKENS = 8
-# The kernel takes this many dims at once to such a product.
-MATRIX_DIMS = 32
+MATRIX_DIMS = 32  # the kernel takes this many dims at once to such a product
 # In the order of the kernel's own list.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.relu, F.gelu, lambda x: F.gelu(x, approximate="tanh"))
 
@@ -45,8 +43,7 @@ class OverlappingMembers:
 
     tokens: ClassVar[dict[int, int]] = dict.fromkeys(Way, 256 if PROCESSOR.get("avx512_f") else 128)
     """Tokens whose activations are kept at once."""
-    numbers_of_three: ClassVar[int] = 8
-    """How many different numbers three experts give."""
+    numbers_of_three: ClassVar[int] = 8  # how many different numbers three experts give
 
     @staticmethod
     def numbers(expert_rows: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
@@ -161,10 +158,7 @@ def _recognized(activation: Callable[[Tensor], Tensor]) -> int | None:
 
 
 def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, way: Way | None = None) -> Tensor:
-    """All experts in one call of the compiled kernel, the fastest way if none is given; `masked` if it cannot run this.
-
-    Inside torch.compile it is the operator `tomoe::experts`, one node of the graph.
-    """
+    """All experts in one call of the compiled kernel, the fastest way if none is given; `masked` if it cannot run this."""
     kind = working_kind(mlp) if len(x) and fits(mlp, x) else None
     if kind is None:
         return run_masked(mlp, x, expert_ids)
@@ -212,22 +206,10 @@ SCHEMA = (
 
 
 @torch.library.custom_op("tomoe::experts", mutates_args=(), schema=SCHEMA)
-def experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_rows: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    kind: int,
-    fine: bool,
-    way: int,
-) -> Tensor:
-    """The kernel as a PyTorch operator, for graphs."""
-    members = _members_of(expert_rows, len(up), fine)
-    return call(x, expert_ids, members, (gate, up, down, gate_bias, up_bias), kind, fine, way)
+def experts(x: Tensor, expert_ids: Tensor, expert_rows: Tensor, *rest: Any) -> Tensor:
+    """The kernel as a PyTorch operator, for graphs; `rest` as in SCHEMA."""
+    *weights, kind, fine, way = rest
+    return call(x, expert_ids, _members_of(expert_rows, len(weights[1]), fine), weights, kind, fine, way)
 
 
 @experts.register_fake
@@ -266,8 +248,7 @@ def kernel() -> Kernel | None:
     return run
 
 
-# What the compiled `tomoe_tiles` returns where matrix units multiply tiles.
-MATRIX_UNITS = 2
+MATRIX_UNITS = 2  # what the compiled `tomoe_tiles` returns where matrix units multiply tiles
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -283,29 +264,8 @@ def _tiles() -> int:
 
 
 def _typed(library: ctypes.CDLL) -> Kernel:
-    pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    compiled = library.tomoe_experts
-    compiled.restype = int32
-    compiled.argtypes = [
-        int32,
-        int32,
-        int32,
-        pointer,
-        pointer,
-        int64,
-        int64,
-        int64,
-        int64,
-        pointer,
-        pointer,
-        pointer,
-        pointer,
-        pointer,
-        pointer,
-        int32,
-        pointer,
-        int32,
-    ]
+    arguments = [*[INT32] * 3, *[POINTER] * 2, *[INT64] * 4, *[POINTER] * 6, INT32, POINTER, INT32]
+    compiled = function(library, "tomoe_experts", arguments, "the activations of the experts")
 
     def run(
         x: Tensor,
@@ -317,7 +277,7 @@ def _typed(library: ctypes.CDLL) -> Kernel:
         way: int,
     ) -> Tensor:
         y = torch.empty_like(x)
-        failed = compiled(
+        compiled(
             x.dtype == torch.bfloat16,
             fine,
             way,
@@ -332,19 +292,21 @@ def _typed(library: ctypes.CDLL) -> Kernel:
             y.data_ptr(),
             torch.get_num_threads(),
         )
-        if failed:
-            raise torch.OutOfMemoryError("no memory for the activations of the experts")
         return y
 
     return run
+
+
+def trial(rows: int, size: int, seed: int) -> Float[Tensor, "rows size"]:
+    """Numbers to try a kernel with."""
+    return torch.linspace(-1, 1, rows * size).mul(seed).sin().view(rows, size)
 
 
 def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, fine: bool, way: Way) -> bool:
     """Compare what the compiler made of the source with PyTorch: 37 tokens of 70 or 96 dims, 40 neurons in three experts."""
     tokens, size, union = 37, 70 if way == Way.ROWS else 96, 40
     x, gate, up, down = (
-        torch.linspace(-1, 1, rows * size).mul(seed).sin().view(rows, size).to(dtype)
-        for rows, seed in ((tokens, 977), (union, 1009), (union, 1511), (union, 2003))
+        trial(rows, size, seed).to(dtype) for rows, seed in ((tokens, 977), (union, 1009), (union, 1511), (union, 2003))
     )
     form, expert_ids = MEMBERS[fine], (torch.arange(tokens) % 3)[:, None]
     members = torch.arange(union) % form.numbers_of_three

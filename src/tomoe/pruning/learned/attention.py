@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tomoe.model.shape import ModelShape
 from tomoe.pruning.learned.gumbel import gumbel_sigmoid
 from tomoe.pruning.learned.projection import Projection
-from tomoe.pruning.learned.value_logits import ValueLogits
 from tomoe.pruning.network import per_layer
 from tomoe.recipe.conversion import AttentionSection, SamplingSection
 from tomoe.seeds import derive_seed
@@ -24,8 +23,7 @@ class PrunedAttention(nn.Module):
 
     # these are nn.ModuleLists, typed as what they hold
     token_embeddings: Sequence[nn.Linear]
-    dims: Sequence[Projection]
-    """The first C logits are V/O dims, the rest Q/K choices."""
+    dims: Sequence[Projection]  # the first C logits are V/O dims, the rest Q/K choices
     inputs: Tensor
     value_rotations: Tensor
     """[L, G, C, C], if the recipe rotates values; the model's own basis until the start sets another."""
@@ -69,22 +67,18 @@ class PrunedAttention(nn.Module):
         out = projection.linear.weight[:c], projection.start[:c]
         return value_logits(x, self.token_embeddings[i].weight, embedding, projection.norm, *out)
 
-    def value_router(self, i: int, embedding: Float[Tensor, " E"]) -> ValueLogits:
-        """Return the module that gives the same logits, as the plan keeps it: embedding and start become biases."""
-        projection = self.dims[i]
-        c = self.shape.head_dim
-        router = ValueLogits(self.shape.hidden_size, len(embedding), c)
-        router.load_state_dict(
-            {
-                "project_in.weight": self.token_embeddings[i].weight,
-                "project_in.bias": embedding,
-                "norm.weight": projection.norm.weight,
-                "norm.bias": projection.norm.bias,
-                "project_out.weight": projection.linear.weight[:c],
-                "project_out.bias": projection.start[:c],
-            }
-        )
-        return router.requires_grad_(False)
+    def value_router(self, i: int, embedding: Float[Tensor, " E"]) -> dict[str, Tensor]:
+        """The state of `ValueLogits` that give the same, as the plan keeps it: embedding and start become biases."""
+        projection, c = self.dims[i], self.shape.head_dim
+        state = {
+            "project_in.weight": self.token_embeddings[i].weight,
+            "project_in.bias": embedding,
+            "norm.weight": projection.norm.weight,
+            "norm.bias": projection.norm.bias,
+            "project_out.weight": projection.linear.weight[:c],
+            "project_out.bias": projection.start[:c],
+        }
+        return {name: t.detach().clone().cpu() for name, t in state.items()}
 
     def value_rotation(self, i: int) -> Float[Tensor, "G C C"] | None:
         """Return the basis that the V/O masks of layer i act in; None: the model's own."""
@@ -121,11 +115,7 @@ class SampledAttention:
         self.static_values: Float[Tensor, " C"] | None = None
         if not net.per_token:
             self.static_values = self.sample(logits[:c], seed=derive_seed(seed, "values"))
-        # of the real tokens, filled in by the forward pass
-        self.value_masks: Float[Tensor, "T C"] | None = None
-
-    def qk(self) -> Float[Tensor, " C"]:
-        return self.qk_mask
+        self.value_masks: Float[Tensor, "T C"] | None = None  # of the real tokens, filled in by the forward pass
 
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
         if self.static_values is not None:

@@ -31,10 +31,8 @@ class AttentionRanking:
 
     def __init__(self, net: PrunedAttention, model: nn.Module):
         self.net, self.shape, self.parts = net, net.shape, layer_parts(model)
-        # of Q/K choices and of V/O dims
-        self.importance: list[tuple[Tensor, Tensor]] = []
-        # if values are rotated
-        self.rotations: list[Tensor] = []
+        self.importance: list[tuple[Tensor, Tensor]] = []  # of Q/K choices and of V/O dims
+        self.rotations: list[Tensor] = []  # if values are rotated
 
     def hooks(self, i: int, valid: Bool[Tensor, " BS"] | None) -> Iterator[RemovableHandle]:
         """Record what the projections of layer i give, and rank its dims before the last of them runs."""
@@ -50,12 +48,12 @@ class AttentionRanking:
 
         def rank(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             attended = real_tokens(input_of(args, kwargs), valid)
-            self._rank(activations["q"], activations["k"], attended, parts.o.weight)
+            self._rank(activations["q"], activations["k"], attended, parts.attention.o.weight)
             activations.clear()
 
-        yield record(parts.q, "q")
-        yield record(parts.k, "k")
-        yield parts.o.register_forward_pre_hook(rank, with_kwargs=True)
+        yield record(parts.attention.q, "q")
+        yield record(parts.attention.k, "k")
+        yield parts.attention.o.register_forward_pre_hook(rank, with_kwargs=True)
 
     def _rank(self, q: Tensor, k: Tensor, o: Tensor, weight: Tensor) -> None:
         if self.net.section.rotate_values:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -16,7 +17,7 @@ from tomoe.model.hooks import input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts
 from tomoe.plan import LayerPlan
-from tomoe.pruning.learned.value_logits import ValueLogits, top_values
+from tomoe.pruning.routing import largest
 
 
 @runtime_checkable
@@ -27,8 +28,26 @@ class AttentionMasks(Protocol):
     def value_rotation(self) -> Float[Tensor, "G C C"] | None:
         """The basis that `values` cuts in; None: the model's own."""
 
-    def qk(self) -> Float[Tensor, " C"]: ...
+    @property
+    def qk_mask(self) -> Float[Tensor, " C"]: ...
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]: ...
+
+
+class ValueLogits(nn.Module):
+    """Gives one logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3), in float32.
+
+    `project_in` is Proj_E, and its bias is the mean expert embedding of the site; `norm` and `project_out` are the V/O part
+    of Proj_D, and their bias is the start.
+    """
+
+    def __init__(self, hidden_size: int, embedding_size: int, head_dim: int):
+        super().__init__()
+        self.project_in = nn.Linear(hidden_size, embedding_size)
+        self.norm = nn.LayerNorm(embedding_size)
+        self.project_out = nn.Linear(embedding_size, head_dim)
+
+    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T C"]:
+        return self.project_out(F.gelu(self.norm(self.project_in(x.float()))))
 
 
 class PlannedAttention:
@@ -52,13 +71,10 @@ class PlannedAttention:
         whole = bool(layer.qk_kept.all()) and layer.value_top_k == shape.head_dim and layer.value_rotation is None
         return None if whole else cls(layer, shape, device)
 
-    def qk(self) -> Float[Tensor, " C"]:
-        return self.qk_mask
-
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
         if self.value_logits is None:
             return self.value_mask
-        return top_values(self.value_logits(x), self.top_k)
+        return largest(self.value_logits(x), self.top_k)
 
 
 # Without shapes, as torch.compile traces it.
@@ -72,19 +88,15 @@ _fused_times_heads = fused(times_heads)
 
 
 def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[RemovableHandle]:
-    """Hook the attention of one layer.
-
-    Values are rotated behind V and back before O: activations, not weights, which may be packed or refitted.
-    """
+    """Hook the attention of one layer. Activations are rotated behind V and back before O, as weights may be packed."""
     rotation = masks.value_rotation
     now: dict[str, Tensor] = {}
 
     def choose(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         now["values"] = masks.values(input_of(args, kwargs).flatten(0, -2))
-        now["qk"] = masks.qk()
 
     def mask_qk(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
-        return _fused_times_heads(y, now["qk"])
+        return _fused_times_heads(y, masks.qk_mask)
 
     def mask_v(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         turned = y if rotation is None else rotate_heads(y, rotation)
@@ -94,8 +106,8 @@ def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[Remova
         kept = _fused_times_heads(args[0], now.pop("values"))
         return (kept if rotation is None else rotate_heads(kept, rotation, inverse=True),)
 
-    yield parts.attention.register_forward_pre_hook(choose, with_kwargs=True)
-    yield parts.q.register_forward_hook(mask_qk)
-    yield parts.k.register_forward_hook(mask_qk)
-    yield parts.v.register_forward_hook(mask_v)
-    yield parts.o.register_forward_pre_hook(mask_o)
+    yield parts.attention.module.register_forward_pre_hook(choose, with_kwargs=True)
+    yield parts.attention.q.register_forward_hook(mask_qk)
+    yield parts.attention.k.register_forward_hook(mask_qk)
+    yield parts.attention.v.register_forward_hook(mask_v)
+    yield parts.attention.o.register_forward_pre_hook(mask_o)

@@ -28,19 +28,14 @@ class ExtractedAttention:
     def __init__(self, net: PrunedAttention, of_experts: Float[Tensor, "sites N E"]):
         self.net, self.shape = net, net.shape
         self.embeddings = net.embeddings(of_experts)
-        # of V/O dims and Q/K choices
-        self.dim_logits = [dims(self.embeddings[i]) for i, dims in enumerate(net.dims)]
+        self.dim_logits = [dims(self.embeddings[i]) for i, dims in enumerate(net.dims)]  # of V/O dims and Q/K choices
         # V/O logits of calibration tokens, if each token chooses
         self.token_logits: list[Float[Tensor, "t C"]] | None = None
-
-    def read(self, model: Any, ids: Int[Tensor, "B S"], valid: Bool[Tensor, "B S"], plan: Plan | None) -> None:
-        """Take up the V/O logits of calibration tokens on dense activations, or on those of a plan's masked model."""
-        self.token_logits = self.value_logits(model, ids, valid, plan)
 
     def value_logits(
         self, model: Any, ids: Int[Tensor, "B S"], valid: Bool[Tensor, "B S"], plan: Plan | None
     ) -> list[Float[Tensor, "t C"]]:
-        """Return the V/O logits of the real tokens in every layer."""
+        """The V/O logits of real tokens in every layer, on dense activations, or on those of a plan's masked model."""
         logits: list[list[Tensor]] = [[] for _ in range(self.shape.num_layers)]
 
         def hooks() -> Iterator[RemovableHandle]:
@@ -50,7 +45,7 @@ class ExtractedAttention:
                     tokens = input_of(args, kwargs).flatten(0, -2)[row_valid.flatten()]
                     logits[i].append(self.net.value_logits(i, tokens, self.embeddings[i]))
 
-                yield parts.attention.register_forward_pre_hook(record, with_kwargs=True)
+                yield parts.attention.module.register_forward_pre_hook(record, with_kwargs=True)
 
         with hooked(hooks()), masked(model, planned_masks(plan, ids.device)) if plan else nullcontext():
             for row, row_valid in zip(ids.split(1), valid.split(1), strict=True):
@@ -85,8 +80,7 @@ class ExtractedAttention:
         if not self.net.per_token:
             values = _first(dims[:c].argsort(descending=True, stable=True), value_dims)
         elif value_dims < c:
-            state = self.net.value_router(i, self.embeddings[i]).state_dict()
-            router = {name: t.detach().clone().cpu() for name, t in state.items()}
+            router = self.net.value_router(i, self.embeddings[i])
         rotation = self.net.value_rotation(i) if value_dims < c else None
         return {
             "qk_kept": _first(dims[c:].argsort(descending=True, stable=True), qk_units),

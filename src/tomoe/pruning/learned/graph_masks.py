@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tomoe.model.heads import turned
+from tomoe.model.heads import rotate_heads
 from tomoe.model.hooks import input_of
 from tomoe.model.structure import LayerParts, layer_parts
 from tomoe.pruning.learned.attention import SampledAttention, value_logits
@@ -52,8 +52,7 @@ class LayerTensors:
     def masked(self, hidden: Tensor) -> Tensor:
         neurons = self.neurons
         assert neurons is not None
-        # it is not needed until the next pass, and takes 4 bytes a neuron and token
-        self.neurons = None
+        self.neurons = None  # it is not needed until the next pass, and takes 4 bytes a neuron and token
         return times(hidden, neurons)
 
     def settle_(self) -> None:
@@ -73,8 +72,7 @@ class AttentionTensors:
         self.sampled, self.embedding = sampled, sampled.embedding
         self.temperature, self.keep_bias = net.sampling.temperature, net.sampling.keep_bias
         self.qk, self.rotation = sampled.qk_mask, sampled.value_rotation
-        # of static values the mask, else [T, C] of the last pass
-        self.values = sampled.static_values
+        self.values = sampled.static_values  # of static values the mask, else [T, C] of the last pass
         projection, dims = net.dims[index], net.shape.head_dim
         self.project_in, self.norm = net.token_embeddings[index].weight, projection.norm
         self.project_out, self.start = projection.linear.weight[:dims], projection.start[:dims]
@@ -91,14 +89,14 @@ class AttentionTensors:
     def values_of(self, y: Tensor) -> Tensor:
         """The values [.., G C] that V gave, masked in their basis."""
         assert self.values is not None
-        rotated = y if self.rotation is None else turned(y, self.rotation)
+        rotated = y if self.rotation is None else rotate_heads(y, self.rotation)
         return times_heads(rotated, self.values)
 
     def turned_back(self, y: Tensor) -> Tensor:
         """The mixed values [.., H C], masked, in the model's own basis."""
         assert self.values is not None
         kept = times_heads(y, self.values)
-        return kept if self.rotation is None else turned(kept, self.rotation, inverse=True)
+        return kept if self.rotation is None else rotate_heads(kept, self.rotation, inverse=True)
 
     def settle_(self) -> None:
         if self.noise is not None:
@@ -151,30 +149,28 @@ def _masking(role: type, family: Any) -> type:
 def _roles(parts: LayerParts, masks: LayerTensors) -> list[tuple[nn.Module, type, Any]]:
     """The modules of a layer that mask, in which role, and what each reads."""
     roles: list[tuple[Any, type, Any]] = [
-        (parts.mlp, _Chooses, masks),
-        (parts.down.module, _MasksNeurons, masks),
+        (parts.mlp.module, _Chooses, masks),
+        (parts.mlp.down.module, _MasksNeurons, masks),
     ]
     if masks.attention is not None:
-        own = masks.attention
-        roles += [(parts.attention, _Chooses, own), (parts.q.module, _MasksQK, own)]
-        roles += [(parts.k.module, _MasksQK, own), (parts.v.module, _MasksV, own), (parts.o.module, _MasksO, own)]
+        own, dense = masks.attention, parts.attention
+        roles += [(dense.module, _Chooses, own), (dense.q.module, _MasksQK, own), (dense.k.module, _MasksQK, own)]
+        roles += [(dense.v.module, _MasksV, own), (dense.o.module, _MasksO, own)]
     return roles
-
-
-def _settle_(tensors: Sequence[LayerTensors]) -> None:
-    for layer in tensors:
-        layer.settle_()
 
 
 @contextmanager
 def masked_in_graphs(
     model: PreTrainedModel, sampled: Sequence[SampledLayerMasks], tokens: int
 ) -> Iterator[Callable[[], None]]:
-    """Apply the masks of a step of T tokens as `masking.masked` does, inside the `with` block.
+    """Apply the masks of a step of T tokens as `masking.masked` does. What it yields is called after the forward pass: then
+    the masks know what the tokens chose, as the losses ask."""
+    tensors: list[LayerTensors] = []
 
-    What it yields is called after the forward pass: then the masks know what the tokens chose, as the losses ask.
-    """
-    tensors = []
+    def settle() -> None:
+        for layer in tensors:
+            layer.settle_()
+
     changed: list[tuple[Any, Any]] = []
     try:
         for parts, masks in zip(layer_parts(model), sampled, strict=True):
@@ -186,7 +182,7 @@ def masked_in_graphs(
                 changed.append((part, family))
                 part.__class__ = _masking(role, family)
                 part.tensors = read
-        yield lambda: _settle_(tensors)
+        yield settle
     finally:
         for part, family in changed:
             part.__class__ = family

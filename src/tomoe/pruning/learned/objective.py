@@ -41,11 +41,7 @@ def objective(
         "coverage": coverage_penalty(masks),
         "balance": balance_penalty([m.routing for m in masks]),
     }
-    factors = {
-        "budget": weights.budget_weight,
-        "coverage": weights.coverage_weight,
-        "balance": weights.balance_weight,
-    }
+    factors = {name: getattr(weights, f"{name}_weight") for name in terms}
     # a weight of zero is an ablation: the term is still reported, but gives no gradient
     loss = distill + sum(factors[name] * term for name, term in terms.items() if factors[name])
     return loss, {"distill": distill, **terms, "active_fraction": fraction}
@@ -71,10 +67,7 @@ class MaskStep:
         return 1.0 - (1.0 - self.active) * progress
 
     def __call__(self, batch: Any, step: int, micro: int) -> dict[str, Tensor]:
-        """Run forward and backward on one batch; leaves gradients (of the mean over micro-batches) in the mask network.
-
-        Returns the loss and its terms.
-        """
+        """Forward and backward of one batch; leaves gradients (of the mean over a step's batches) in the mask network."""
         with fusing(self.compiled):
             return self._run(batch, step, micro)
 

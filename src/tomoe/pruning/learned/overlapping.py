@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from tomoe.pruning.layouts import OverlappingLayout
 from tomoe.pruning.learned.gumbel import gumbel_sigmoid, gumbel_softmax, keep_probability
 from tomoe.pruning.learned.overlapping_carving import OverlappingStart, carve_overlapping
 from tomoe.pruning.learned.projection import Projection, start_logits
-from tomoe.pruning.network import MaskNetwork, per_layer
+from tomoe.pruning.network import Activations, MaskNetwork, per_layer
 from tomoe.pruning.routing import ExpertRouter, Routing
 from tomoe.recipe.conversion import SamplingSection
 from tomoe.seeds import derive_seed
@@ -37,19 +38,9 @@ class OverlappingNetwork(MaskNetwork):
         self.routers = per_layer(s.num_layers, lambda: ExpertRouter(s.hidden_size, n))
         self.neurons = per_layer(s.num_layers, lambda: Projection(embedding_size, torch.zeros(n, s.mlp_size)))
 
-    def carve(
-        self,
-        i: int,
-        x_TD: Float[Tensor, "T D"],
-        h_TF: Float[Tensor, "T F"],
-        weight_T: Float[Tensor, " T"],
-        down_DF: Float[Tensor, "D F"],
-        seed: int,
-    ) -> OverlappingStart:
+    def carve(self, i: int, seen: Activations, seed: int) -> OverlappingStart:
         widths = self.layout.widths(self.shape.mlp_size)
-        return carve_overlapping(
-            x_TD, h_TF, weight_T, down_DF, self.layout.num_experts, widths, derive_seed(seed, "k-means", i)
-        )
+        return carve_overlapping(seen, self.layout.num_experts, widths, derive_seed(seed, "k-means", i))
 
     def blank_start(self, device: torch.device) -> OverlappingStart:
         s, n = self.shape, self.layout.num_experts
@@ -81,13 +72,14 @@ class OverlappingNetwork(MaskNetwork):
         return ExtractedOverlapping(self, logits)
 
 
+@dataclass(eq=False)
 class SampledOverlapping(SampledExperts):
     """One layer in one step: masks that were drawn for all tokens, and a router that draws for each."""
 
+    router: ExpertRouter
     neuron_masks: Float[Tensor, "N F"]
-
-    def __init__(self, router: ExpertRouter, neuron_masks: Float[Tensor, "N F"], temperature: float, seed: int):
-        self.router, self.neuron_masks, self.temperature, self.seed = router, neuron_masks, temperature, seed
+    temperature: float
+    seed: int
 
     @property
     def width(self) -> Float[Tensor, ""]:

@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tomoe.pruning.allocation import bisected
+from tomoe.pruning.network import Activations
+
 KMEANS_STEPS = 20
 ROUTER_CONFIDENCE = 0.9
 """Mean probability of the expert that a token chooses: high enough that noise seldom sends it elsewhere."""
@@ -25,25 +28,17 @@ class OverlappingStart:
     """The carved start of one layer."""
 
     router_weight: Float[Tensor, "N D"]
-    ranks: Int[Tensor, "N F"]
-    """The rank of each neuron in each expert; 0 is dropped last."""
+    ranks: Int[Tensor, "N F"]  # the rank of each neuron in each expert; 0 is dropped last
     loss: Float[Tensor, " u"]
     """Relative squared error of the MLP's output, summed over experts, at each of the widths that were asked for (float64)."""
 
 
-def carve_overlapping(
-    x: Float[Tensor, "T D"],
-    h: Float[Tensor, "T F"],
-    weight: Float[Tensor, " T"],
-    down: Float[Tensor, "D F"],
-    num_experts: int,
-    widths: Sequence[int],
-    seed: int,
-) -> OverlappingStart:
-    """Carve the experts of one layer. `weight` is 1 / |residual|^2 of a token, which makes losses of layers comparable."""
-    router = spherical_kmeans(x, num_experts, seed)
-    logits = x @ router.T
-    ranks, loss = rank_neurons(h.float(), logits.argmax(-1), weight, down, num_experts, widths)
+def carve_overlapping(seen: Activations, num_experts: int, widths: Sequence[int], seed: int) -> OverlappingStart:
+    """Carve the experts of one layer. The weight of a token makes losses of layers comparable."""
+    router = spherical_kmeans(seen.x_TD, num_experts, seed)
+    logits = seen.x_TD @ router.T
+    chosen_T, h_TF = logits.argmax(-1), seen.h_TF.float()
+    ranks, loss = rank_neurons(h_TF, chosen_T, seen.weight_T, seen.down_DF, num_experts, widths)
     return OverlappingStart(router * confident_scale(logits), ranks, loss)
 
 
@@ -88,12 +83,7 @@ def confident_scale(logits: Float[Tensor, "T N"]) -> float:
 
     Cosines differ by hundredths, Gumbel noise by ones: without the factor, sampling would route at random.
     """
-    low, high = 0.0, 1e4
-    for _ in range(50):
-        middle = (low + high) / 2
-        confidence = float((middle * logits).softmax(-1).amax(-1).mean())
-        low, high = (middle, high) if confidence < ROUTER_CONFIDENCE else (low, middle)
-    return high
+    return bisected(0.0, 1e4, 50, lambda x: float((x * logits).softmax(-1).amax(-1).mean()) < ROUTER_CONFIDENCE)
 
 
 def backward_elimination(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"], Float[Tensor, " F1"]]:

@@ -8,10 +8,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tomoe.model.compiled import fused
+from tomoe.pruning.allocation import bisected
 from tomoe.pruning.learned.gumbel import keep_logit, keep_probability
 
-LOGIT_SCALE = 4.0
-"""Mask logits per standard deviation of the rank: decided at both ends, open in the middle."""
+LOGIT_SCALE = 4.0  # mask logits per standard deviation of the rank: decided at both ends, open in the middle
 
 
 class Projection(nn.Module):
@@ -50,12 +50,8 @@ def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float) ->
     size = ranks.shape[-1]
     quantile = 1 - (torch.arange(size, dtype=torch.float64) + 0.5) / size
     scores = LOGIT_SCALE * torch.special.ndtri(quantile)
-    whole = keep_logit(torch.tensor(1 - 1e-6, dtype=torch.float64), keep_bias)
-    low, high = -200.0, 200.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        kept = float(keep_probability(scores + middle, keep_bias).sum())
-        low, high = (middle, high) if kept < width else (low, middle)
     if width >= size:
+        whole = keep_logit(torch.tensor(1 - 1e-6, dtype=torch.float64), keep_bias)
         return torch.full(ranks.shape, float(whole))
-    return (scores + high).float()[ranks.cpu()]
+    shift = bisected(-200.0, 200.0, 80, lambda x: float(keep_probability(scores + x, keep_bias).sum()) < width)
+    return (scores + shift).float()[ranks.cpu()]

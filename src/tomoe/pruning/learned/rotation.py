@@ -71,10 +71,8 @@ def _power(a: Float[Tensor, "G C C"], exponent: float) -> Float[Tensor, "G C C"]
 def value_rotations(
     model: Any, ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], on_progress: StageCallback = no_stage_progress
 ) -> list[Float[Tensor, "G C C"]]:
-    """The rotation of every layer from one pass over calibration text; padding (mask 0) does not count.
-
-    Needs the original weights, not packed ones.
-    """
+    """The rotation of every layer from one pass over calibration text, with weights that are not packed; padding (mask 0)
+    does not count."""
     s = shape_of(model)
     layers = layer_parts(model)
     rotations: list[Tensor] = []
@@ -88,7 +86,7 @@ def value_rotations(
                 rotations.append(head_rotations(attended, weight, s.num_kv_heads, s.head_dim))
                 on_progress(len(rotations), s.num_layers)
 
-            yield parts.o.register_forward_pre_hook(rotate)
+            yield parts.attention.o.register_forward_pre_hook(rotate)
 
     with hooked(hooks()):
         run_model(model, ids, mask)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -36,18 +38,14 @@ def sampled_masks(
     return sampled
 
 
+@dataclass(eq=False)
 class SampledLayerMasks:
     """The masks of one layer in one step."""
 
-    def __init__(
-        self,
-        experts: SampledExperts,
-        attention: SampledAttention | None = None,
-        valid: Bool[Tensor, " T"] | None = None,
-    ):
-        self.experts, self.attention, self.valid = experts, attention, valid
-        # of the real tokens, filled in by the forward pass
-        self.routing: Routing | None = None
+    experts: SampledExperts
+    attention: SampledAttention | None = None
+    valid: Bool[Tensor, " T"] | None = None
+    routing: Routing | None = None  # of the real tokens, filled in by the forward pass
 
     def neurons(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]:
         routing, neurons = self.experts.choose(x_TD)

@@ -51,7 +51,7 @@ class FinishedLayers:
         """Write layer i; only rank 0 does. Raises UserError if it cannot be written."""
         if distributed.rank():
             return
-        fits = _parts(layer)
+        fits = {"down": layer.down} | ({} if layer.output is None else {"output": layer.output})
         metadata = {
             "key": self.key,
             "fits": {name: (f.error_before, f.error_after, f.ridge) for name, f in fits.items()},
@@ -84,10 +84,6 @@ class FinishedLayers:
             return metadata["fits"] if metadata["key"] == self.key else None
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):
             return None
-
-
-def _parts(layer: LayerRepair) -> dict[str, Refit]:
-    return {"down": layer.down} | ({} if layer.output is None else {"output": layer.output})
 
 
 def _refit(name: str, tensors: dict[str, Tensor], before: float, after: float, ridge: float) -> Refit:

@@ -13,7 +13,6 @@ attention is refitted by the same equations before the MLP that reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,14 +22,13 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.model.mlp import Linear
-from tomoe.model.structure import layer_parts
-from tomoe.pruning.masking import LayerMasks, with_weight
+from tomoe.pruning.masking import LayerMasks
 from tomoe.pruning.repair.equations import NormalEquations, Refit, refit
 from tomoe.pruning.repair.streams import Streams, held
 
@@ -47,12 +45,9 @@ class RepairSettings:
     target: Literal["local", "half"] = "half"
     """`local`: each part gives what the dense one gives on the same input; `half`: the mean of that and of what brings the
     stream back to the dense model's, errors of earlier layers included."""
-    ridge: float = 1e-2
-    """Relative to the mean of diag G; holds the matrix to the dense one."""
-    rank: int = 0
-    """Rank of the change, 0: whole."""
-    output: bool = False
-    """Refit the output projections of the attention, too: for plans that prune it."""
+    ridge: float = 1e-2  # relative to the mean of diag G; holds the matrix to the dense one
+    rank: int = 0  # rank of the change, 0: whole
+    output: bool = False  # refit the output projections of the attention, too: for plans that prune it
 
 
 @dataclass(frozen=True)
@@ -61,18 +56,6 @@ class LayerRepair:
 
     down: Refit
     output: Refit | None = None
-
-
-@contextmanager
-def repaired(model: nn.Module, repairs: Sequence[LayerRepair | None]) -> Iterator[None]:
-    """Inside the block refitted projections compute with their new matrices. With `masked` around it: the repaired model."""
-    with ExitStack() as stack:
-        for parts, layer in zip(layer_parts(model), repairs, strict=True):
-            if layer is not None:
-                stack.callback(with_weight(parts.down, layer.down.weight).remove)
-            if layer is not None and layer.output is not None:
-                stack.callback(with_weight(parts.o, layer.output.weight).remove)
-        yield
 
 
 class _Repairing:
@@ -108,10 +91,8 @@ class _Repairing:
         sums.add(real(ours["o"]), gap_tD, x_tD)
 
     def _take_mlp(self, i: int, output: Refit | None, chunk: slice, sums: NormalEquations | None) -> None:
-        """Gap of the MLP: what the masks took away, or of the stream behind the layer. Both streams go on.
-
-        Without `sums` nothing is fitted: the streams go through a layer that is finished.
-        """
+        """Gap of the MLP: what the masks took away, or of the stream behind the layer. Both streams go on; without `sums`
+        they go through a layer that is finished."""
         streams = self.streams
         real = partial(streams.real_tokens, chunk)
         gain = streams.gain(i)
@@ -121,7 +102,7 @@ class _Repairing:
         share = self.share if gain else 0.0
         if sums is not None:
             out_tD = real(ours["out"]).float()
-            lost_bSD = F.linear(ours["whole h"] - ours["h"], streams.parts[i].down.weight)
+            lost_bSD = F.linear(ours["whole h"] - ours["h"], streams.parts[i].mlp.down.weight)
             gap_tD = (1 - share) * real(lost_bSD).float()
             if share and theirs is not None:
                 gap_tD += share / cast(float, gain) * (real(theirs).float() - out_tD)
@@ -139,8 +120,11 @@ class _Repairing:
         """Refit layer i, unless it is `finished`, and take both streams behind it."""
         streams = self.streams
         with held(streams.layers[i]):
-            made = self._refit(i, say) if finished is None else self._pass(i, finished)
-            change = (made.down.weight - streams.parts[i].down.weight).to(streams.model.dtype)
+            made = finished or self._refit(i, say)
+            if finished is not None:
+                for chunk in streams.chunks:
+                    self._take_mlp(i, finished.output, chunk, None)
+            change = (made.down.weight - streams.parts[i].mlp.down.weight).to(streams.model.dtype)
             gain = streams.gain(i)
             for chunk in streams.chunks:
                 if gain:
@@ -160,13 +144,8 @@ class _Repairing:
         if self.settings.output:
             size = s.num_heads * s.head_dim
             take = partial(self._take_attention, i)
-            output = self._fit(parts.o, size, take, lambda said: say(f"its output projection: {said}"))
-        return LayerRepair(self._fit(parts.down, s.mlp_size, partial(self._take_mlp, i, output), say), output)
-
-    def _pass(self, i: int, finished: LayerRepair) -> LayerRepair:
-        for chunk in self.streams.chunks:
-            self._take_mlp(i, finished.output, chunk, None)
-        return finished
+            output = self._fit(parts.attention.o, size, take, lambda said: say(f"its output projection: {said}"))
+        return LayerRepair(self._fit(parts.mlp.down, s.mlp_size, partial(self._take_mlp, i, output), say), output)
 
 
 def repair_layers(

@@ -19,12 +19,10 @@ from tomoe.plan import REPAIRED, LayerPlan, Plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.pruning.masking import planned_masks
 from tomoe.pruning.repair.checkpoint import FinishedLayers
-from tomoe.pruning.repair.equations import Refit
 from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair_layers
 from tomoe.recipe.conversion import RepairSection
 
-KEPT = "repair"
-"""Subfolder of a run that keeps the layers of an unfinished repair."""
+KEPT = "repair"  # subfolder of a run that keeps the layers of an unfinished repair
 
 
 def repair_plan(
@@ -110,18 +108,13 @@ def _key(
 
 def _tensors(fit: LayerRepair, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return what the plan keeps of a layer: whole matrices in `dtype`, factors in float32."""
-    parts: dict[str, Refit | None] = {"down": fit.down, "output": fit.output}
     tensors: dict[str, Tensor] = {}
-    for name, refit in parts.items():
-        if refit is None:
-            continue
-        if refit.factors is None:
+    for name, refit in (("down", fit.down), ("output", fit.output)):
+        if refit is not None and refit.factors is None:
             tensors[f"{name}.weight"] = refit.weight.to(dtype).cpu()
-        else:
-            tensors |= {
-                f"{name}.left": refit.factors[0].contiguous().cpu(),
-                f"{name}.right": refit.factors[1].contiguous().cpu(),
-            }
+        elif refit is not None and refit.factors is not None:
+            sides = zip(("left", "right"), refit.factors, strict=True)
+            tensors |= {f"{name}.{side}": factor.contiguous().cpu() for side, factor in sides}
     return tensors
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,15 +20,12 @@ from tomoe import distributed
 from tomoe.model.hooks import hooked, input_of
 from tomoe.model.loading import free_on_device
 from tomoe.model.mlp import decoder_layers
-from tomoe.model.offload import materialized
 from tomoe.model.running import replaced_forward
 from tomoe.model.structure import layer_parts, shape_of
 from tomoe.pruning.masking import LayerMasks, mask_hooks, with_weight
 
-CHUNK_TOKENS = 4096
-"""Tokens that run through a layer at once."""
-ADDITIVE = 2e-2
-"""Relative error, in 16 bits too, up to which a layer adds what its MLP gives."""
+CHUNK_TOKENS = 4096  # tokens that run through a layer at once
+ADDITIVE = 2e-2  # relative error, in 16 bits too, up to which a layer adds what its MLP gives
 MEMORY = 4 * 2**30
 """Bytes of hidden states to keep in main memory, if a device has no room for them; if there are more, they go to a file."""
 
@@ -35,7 +33,7 @@ MEMORY = 4 * 2**30
 @contextmanager
 def held(layer: nn.Module) -> Iterator[None]:
     """Inside the block the layer keeps its weights from one run to the next, also where accelerate drops them after each."""
-    with materialized(layer):
+    with align_module_device(layer):
         streamed, plain = layer.__dict__.get("forward"), layer.__dict__.get("_old_forward")
         try:
             if plain is not None:
@@ -58,10 +56,8 @@ class Handed:
 def layer_inputs(
     model: PreTrainedModel, ids: Int[Tensor, "b S"], real: Bool[Tensor, "b S"]
 ) -> tuple[Float[Tensor, "b S D"], list[Handed]]:
-    """What the model hands to its first layer, and what it hands to every layer beside the hidden states.
-
-    The model's own code runs, with layers that do nothing: whatever a family computes for its layers is right.
-    """
+    """What the model hands to its first layer, and what it hands to every layer beside the hidden states: its own code runs,
+    with layers that do nothing."""
     layers = decoder_layers(model)
     first = list[Tensor]()
     handed = list[Handed]()
@@ -113,7 +109,7 @@ class Streams:
     ):
         self.model, self.both, self.attention = model, both, attention
         self.layers, self.shape = decoder_layers(model), shape_of(model)
-        self.parts = {parts.of_mlp.number: parts for parts in layer_parts(model)}
+        self.parts = {parts.mlp.number: parts for parts in layer_parts(model)}
         self.masks = dict(zip(self.parts, masks, strict=True))
         self.device = model.device
         self.gains = dict[type[nn.Module], float | None]()
@@ -155,10 +151,8 @@ class Streams:
         output: Tensor | None = None,
         down: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Decoder layer i on one chunk of a stream: its output, and what its parts took and gave, each [b, S, size].
-
-        `output`, `down`: matrices instead of the model's own.
-        """
+        """Decoder layer i on one chunk of a stream: its output, and what its parts took and gave, each [b, S, size]; with
+        `output` and `down` in place of its own matrices."""
         parts = self.parts.get(i)
         seen = dict[str, Tensor]()
 
@@ -170,19 +164,18 @@ class Streams:
 
         with ExitStack() as stack:
             if parts is not None:
-                stack.callback(parts.down.register_forward_pre_hook(took("whole h")).remove)
-            if parts is not None:
+                stack.callback(parts.mlp.down.register_forward_pre_hook(took("whole h")).remove)
                 if masked_too:
                     stack.enter_context(hooked(mask_hooks(parts, self.masks[i])))
                 if output is not None:
-                    stack.callback(with_weight(parts.o, output).remove)
+                    stack.callback(with_weight(parts.attention.o, output).remove)
                 if down is not None:
-                    stack.callback(with_weight(parts.down, down).remove)
-                stack.callback(parts.down.register_forward_pre_hook(took("h")).remove)
-                stack.callback(parts.down.register_forward_hook(gave("mlp")).remove)
+                    stack.callback(with_weight(parts.mlp.down, down).remove)
+                stack.callback(parts.mlp.down.register_forward_pre_hook(took("h")).remove)
+                stack.callback(parts.mlp.down.register_forward_hook(gave("mlp")).remove)
                 if self.attention:
-                    stack.callback(parts.o.register_forward_pre_hook(took("o")).remove)
-                    stack.callback(parts.o.register_forward_hook(gave("attention")).remove)
+                    stack.callback(parts.attention.o.register_forward_pre_hook(took("o")).remove)
+                    stack.callback(parts.attention.o.register_forward_hook(gave("attention")).remove)
             handed = self.handed[chunk.start, stream is self.converted][i]
             out = self.layers[i](stream[chunk].to(self.device), *handed.args, **handed.kwargs)
         seen["out"] = out[0] if isinstance(out, tuple | list) else out
@@ -194,10 +187,8 @@ class Streams:
         return x[self.real[chunk]] if self.padded else x.flatten(0, 1)
 
     def gain(self, i: int) -> float | None:
-        """How many times a layer adds what its MLP gives to the stream; None if it does more to it (a norm behind it).
-
-        Layers of one class are alike.
-        """
+        """How many times a layer adds what its MLP gives to the stream; None if it does more to it (a norm behind it)."""
+        # layers of one class are alike
         kind = type(self.layers[i])
         if kind not in self.gains:
             # Much larger than the stream, so that rounding to 16 bits hides nothing.
@@ -213,7 +204,7 @@ class Streams:
 
     def _out_of_mlp_output(self, i: int, value: Tensor) -> Float[Tensor, "b S D"]:
         """The output of layer i on the first chunk if its MLP gave one number everywhere."""
-        with hooked([self.parts[i].down.register_forward_hook(lambda _, __, y: torch.full_like(y, float(value)))]):
+        with hooked([self.parts[i].mlp.down.register_forward_hook(lambda _, __, y: torch.full_like(y, float(value)))]):
             return self.run(i, self.chunks[0], self.converted, False)["out"].float()
 
     def skip(self, i: int) -> None:
