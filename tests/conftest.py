@@ -242,7 +242,8 @@ def no_grad() -> Iterator[None]:
 
 @pytest.fixture
 def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch the checks of shapes off, as users run it: what a bad file does then is what matters."""
+    """Switch the checks of shapes off, as users run it: what a bad file does then is what matters, and hundreds of steps take
+    half of the time."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
 
 
