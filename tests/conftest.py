@@ -62,7 +62,8 @@ from transformers.utils import logging
 from tomoe.budget import active_params, decoder_params
 from tomoe.exporting.choice import Choice
 from tomoe.exporting.target import Options
-from tomoe.model.structure import shape_of
+from tomoe.memory import estimate
+from tomoe.model.structure import check_without_weights, shape_of
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import ALWAYS, Plan
 from tomoe.progress import no_stage_progress
@@ -241,7 +242,8 @@ def no_grad() -> Iterator[None]:
 
 @pytest.fixture
 def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch the checks of shapes off, as users run it: what a bad file does then is what matters."""
+    """Switch the checks of shapes off, as users run it: what a bad file does then is what matters, and hundreds of steps take
+    half of the time."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
 
 
@@ -251,6 +253,22 @@ def short_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("tomoe.report.build.LOOP_LENGTH", 4)
     if "figures" not in request.keywords:
         monkeypatch.setattr("tomoe.report.build.all_figures", lambda *_: [])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_look_at_a_config() -> Iterator[None]:
+    """What a structure computes without weights is looked at once for a config, and found fit again without another look."""
+    fit: set[tuple[type, str]] = set()
+
+    def once(model: PreTrainedModel) -> None:
+        key = (type(model), model.config.to_json_string())
+        if key not in fit:
+            check_without_weights(model)
+            fit.add(key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "check_without_weights", once)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ SMALL = {
     "data.seq_len": "16",
     "data.tokens": "1200",
     "data.calibration_tokens": "128",
-    "data.evaluation_tokens": "256",
+    "data.evaluation_tokens": "128",
     "experts.form": "overlapping",
     "experts.num_experts": "2",
     "experts.embedding_size": "8",

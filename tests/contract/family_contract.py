@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from margins import CLEAR, clear_prompts, clear_tokens, least_margin
+from margins import CLEAR, clear_prompts, clear_tokens, margins
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -210,7 +210,7 @@ def clear_rows(folded: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Te
     for seed in range(7, 100):
         row, batch = tokens(1, 12, seed)[0], left_padded(tokens(1, 12, seed)[0], tokens(1, 30, seed)[0])
         alone = {"input_ids": row[None], "attention_mask": torch.ones(1, len(row), dtype=torch.long)}
-        if min(least_margin(folded, **alone), least_margin(folded, **batch)) > CLEAR:
+        if min(margins(folded, **alone).min(), margins(folded, **batch).min()) > CLEAR:
             return alone, batch
     raise AssertionError("no rows with wide margins")
 

@@ -18,29 +18,30 @@ from tomoe.plan import ALWAYS
 CLEAR = 3e-5  # of the largest logit, a router's or the model's
 
 
-def margin(logits: Tensor, k: int) -> float:
-    """How far the k-th largest of the last axis is above the next, of the largest of all, wherever that is least."""
+def gaps(logits: Tensor, k: int) -> Tensor:
+    """How far the k-th largest of the last axis is above the next, of the largest of all."""
     last, following = logits.topk(k + 1, dim=-1).values[..., -2:].unbind(-1)
-    return float((last - following).min() / logits[logits < ALWAYS / 2].abs().max())
+    return (last - following) / logits[logits < ALWAYS / 2].abs().max()
 
 
-def least_margin(model: PreTrainedModel, input_ids: Tensor, **inputs: Tensor) -> float:
-    """How clearly every token chooses its experts and its V/O dims: the least `margin` of all choices; 1 in a dense model.
+def margins(model: PreTrainedModel, input_ids: Tensor, **inputs: Tensor) -> Tensor:
+    """[rows]: how clearly every token of a row chooses its experts and its V/O dims, the least of all `gaps`; 1 if it chooses
+    nothing.
 
     What padding chooses, which is the same in every row, changes nothing.
     """
-    margins = [1.0]
-    real = inputs.get("attention_mask", torch.ones_like(input_ids)).flatten().bool()
+    least = torch.ones(input_ids.shape)
+    real = inputs.get("attention_mask", torch.ones_like(input_ids)).bool()
 
     def note(k: int, logits: Tensor) -> None:
         if k < logits.shape[-1]:
-            margins.append(margin(logits.flatten(0, -2)[real], k))
+            least[real] = least[real].minimum(gaps(logits.view(*real.shape, -1)[real], k).float())
 
     routers = [(m.router, m.top_k or 1) for m in model.modules() if isinstance(m, ToMoEMLP)]
     routers += [(m.value_router.project_out, m.top_k) for m in model.modules() if getattr(m, "value_router", None)]
     with hooked(router.register_forward_hook(lambda _, __, out, k=k: note(k, out)) for router, k in routers):
         model(input_ids, **inputs)
-    return min(margins)
+    return least.amin(-1)
 
 
 def clear_tokens(model: PreTrainedModel, draw: Callable[[int], Tensor]) -> Tensor:
@@ -51,7 +52,7 @@ def clear_tokens(model: PreTrainedModel, draw: Callable[[int], Tensor]) -> Tenso
     rows: list[Tensor] = []
     for seed in range(5, 100):
         ids = draw(seed)
-        rows += [row for row in ids if least_margin(model, row[None]) > CLEAR]
+        rows += ids[margins(model, ids) > CLEAR]
         if len(rows) >= len(ids):
             return torch.stack(rows[: len(ids)])
     raise AssertionError("no tokens with wide margins")
@@ -62,18 +63,18 @@ def clear_prompts(
 ) -> Sequence[Tensor]:
     """Rows [S] that go on for `new` tokens without a choice that rounding turns: of experts, of dims, or of words `but` some."""
 
-    def clear(row: Tensor) -> bool:
-        ids = row[None]
+    def clear(ids: Tensor) -> bool:
         for _ in range(new):
             logits = model(ids, use_cache=False).logits[:, -1]
             logits[:, but] = logits.min()
-            if margin(logits, 1) < CLEAR:
+            if gaps(logits, 1).min() < CLEAR:
                 return False
-            ids = torch.cat([ids, logits.argmax(-1)[None]], 1)
-        return least_margin(model, ids) > CLEAR
+            ids = torch.cat([ids, logits.argmax(-1)[:, None]], 1)
+        return bool(margins(model, ids).min() > CLEAR)
 
     for seed in range(7, 100):
         rows = draw(seed)
-        if all(map(clear, rows)):
+        # rows of one length at once
+        if all(map(clear, [rows] if isinstance(rows, Tensor) else [row[None] for row in rows])):
             return rows
     raise AssertionError("no prompts with wide margins")

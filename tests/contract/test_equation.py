@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 TOLERANCE = 1e-5  # of the largest logit, float32
+# together beyond the sliding window of mistral
+PROMPT, NEW = 7, 4
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,15 @@ class Case:
     folded: ToMoEForCausalLM
     reloaded: ToMoEForCausalLM
 
-    def clear(self, rows: int, length: int) -> Tensor:
-        return clear_tokens(self.folded, lambda seed: tokens(rows, length, seed))
+    @cached_property
+    def ids(self) -> Tensor:
+        """Two rows."""
+        return clear_tokens(self.folded, lambda seed: tokens(2, 24, seed))
+
+    @cached_property
+    def prompts(self) -> Tensor:
+        """Two rows that go on for NEW tokens, none of which is the end."""
+        return clear_prompts(self.folded, lambda seed: tokens(2, PROMPT, seed), NEW, but=[2])
 
 
 @pytest.fixture(
@@ -76,7 +86,7 @@ def assert_same(found: Float[Tensor, "*shape V"], meant: Float[Tensor, "*shape V
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_folded_and_reloaded_compute_what_the_masks_mean(case: Case, implementation: str) -> None:
-    ids = case.clear(2, 24)
+    ids = case.ids
     for model in (case.dense, case.folded, case.reloaded):
         model.set_attn_implementation(implementation)
     with masked(case.dense, planned_masks(case.plan)):
@@ -99,7 +109,7 @@ def test_few_and_many_tokens_take_other_ways_through_the_experts(case: Case, mon
 
     # without kernels of the package
     monkeypatch.setitem(WAYS, "experts", {name: noting(name) for name in ("runs", "masked")})
-    ids = case.clear(8, 32)  # 256 tokens, 64 for each of 4 experts
+    ids = clear_tokens(case.folded, lambda seed: tokens(8, 32, seed))  # 256 tokens, 64 for each of 4 experts
     with masked(case.dense, planned_masks(case.plan)):
         meant = case.dense(ids).logits
     with running(case.folded, "auto") as moe:
@@ -199,24 +209,23 @@ def test_a_number_of_experts_that_there_is_not_is_refused(llama: PreTrainedModel
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generating_with_a_cache_is_one_pass_without(case: Case, cache: str) -> None:
-    length = 11  # beyond the sliding window of mistral
-    # no end before min_new_tokens
-    prompt = torch.stack([*clear_prompts(case.folded, lambda seed: tokens(2, 7, seed), length - 7, but=[2])])
+    prompt = case.prompts
     made = case.reloaded.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=length - 7,
-        min_new_tokens=length - 7,
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
         do_sample=False,
         cache_implementation=cache,
         output_logits=True,
         return_dict_in_generate=True,
     )
-    assert made.sequences.shape == (2, length)
-    one_pass = case.reloaded(made.sequences[:, :-1], use_cache=False).logits[:, 6:]
+    assert made.sequences.shape == (2, PROMPT + NEW)
+    one_pass = case.reloaded(made.sequences[:, :-1], use_cache=False).logits[:, PROMPT - 1 :]
     assert_same(torch.stack(made.logits, 1), one_pass)
+    # no end before min_new_tokens
     one_pass[..., 2] = -torch.inf
-    assert torch.equal(made.sequences[:, 7:], one_pass.argmax(-1))
+    assert torch.equal(made.sequences[:, PROMPT:], one_pass.argmax(-1))
 
 
 def test_left_padding_changes_no_row(case: Case) -> None:

@@ -21,7 +21,7 @@ import tomoe.exporting.stock.carrier as carrier
 import tomoe.exporting.stock.mixtral as mixtral
 import tomoe.exporting.writing as writing
 from conftest import LLAMA3_ROPE, make_pico, tokens
-from pico_files import CommandLine, contents, pico_recipe, write_pico, write_text
+from pico_files import SMALL, CommandLine, contents, pico_recipe, write_pico, write_text
 from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import measure
@@ -66,7 +66,8 @@ def test_an_export_says_what_it_costs_and_proves_itself(tomoe: CommandLine, made
     assert proof["kl"] < 1e-6
     assert proof["top1_agreement"] == 1
     assert proof["perplexity"] == pytest.approx(proof["reference_perplexity"], rel=1e-5)
-    assert proof["positions"] == 256 * 15 // 16  # all that was held out, but the first token of each sequence of 16
+    # all that was held out, but the first token of each sequence of 16
+    assert proof["positions"] == int(SMALL["data.evaluation_tokens"]) * 15 // 16
 
     card = (tmp_path / "out" / "README.md").read_text()
     assert "trust_remote_code" not in card

@@ -237,10 +237,9 @@ def test_killed_and_resumed_it_ends_in_the_same_bytes(
 
 
 def test_a_scheduler_s_warning_keeps_the_last_whole_step(
-    tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, out = options(place, "train.save_every=100"), tmp_path / "cut"
-    assert tomoe(*own, "-o", tmp_path / "whole").code == 0
     with monkeypatch.context() as only_here:
         die_at(3, lambda: signal.raise_signal(signal.SIGTERM), only_here)
         outcome = tomoe(*own, "-o", out)
@@ -249,7 +248,7 @@ def test_a_scheduler_s_warning_keeps_the_last_whole_step(
     assert sorted(path.name for path in (out / "run" / "weights").iterdir()) == ["step-000000", "step-000003"]
     assert tomoe(*own, "-o", out, "--resume").code == 0
     for name in LEARNED:
-        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+        assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 def test_stopped_in_a_check_it_ends_in_the_same_bytes(

@@ -52,7 +52,8 @@ def in_memory(model: nn.Module) -> list[int]:
     return [i for i, layer in enumerate(decoder_layers(model)) if not all(p.is_meta for p in layer.parameters())]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# mistral's tensors have the names and kinds of llama's
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mistral"])
 def test_carving_and_folding_from_files_give_the_bytes_of_the_whole_model(family: str, tmp_path: Path) -> None:
     write_pico(tmp_path / "dense", family)
     write_text(tmp_path / "text.txt")

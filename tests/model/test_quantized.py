@@ -37,11 +37,15 @@ KINDS = [pytest.param(kind, marks=needs_library) for kind in ("int8", "nf4")]
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
+def fill(folder: Path) -> Path:
+    write_pico(folder / "dense", **SIZES)
+    write_text(folder / "text.txt")
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_pico(tmp_path / "dense", **SIZES)
-    write_text(tmp_path / "text.txt")
-    return tmp_path
+    return fill(tmp_path)
 
 
 def unpacked(module: Any) -> Tensor:
@@ -161,31 +165,36 @@ def test_gradients_come_through_every_projection(quantization: str, folder: Path
         assert apart(x.grad, given @ weight) < 1e-5
 
 
-@pytest.mark.parametrize("start", ["carved", "random"])
+@pytest.fixture(scope="module", params=["carved", "random"])
+def learned_whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A folder with `dense`, `text.txt` and `run`, what masks learn with weights as they are; and the recipe's changes."""
+    changes = ["train.save_every=4", f"start={request.param}", "attention.pruning=static"]
+    folder = fill(tmp_path_factory.mktemp("whole"))
+    verbs.train(pico_recipe(folder, *changes), folder / "run")
+    return folder, changes
+
+
 @pytest.mark.parametrize("quantization", KINDS)
 def test_a_conversion_is_carved_planned_and_folded_from_the_original_weights(
-    quantization: str, start: str, folder: Path
+    quantization: str, learned_whole: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     """So is the basis of the values, which a random start needs, too."""
+    folder, changes = learned_whole
     original = load_dense(str(folder / "dense"), torch.float32)
-    both = ["train.save_every=4", f"start={start}", "attention.pruning=static"]
-    made = convert(pico_recipe(folder, f"train.quantization={quantization}", *both), folder / "moe")
-    plain = convert(pico_recipe(folder, *both), folder / "plain")
-    assert made.source == plain.source == fingerprint(original)
-    assert made.dense_config == plain.dense_config
+    made = convert(pico_recipe(folder, f"train.quantization={quantization}", *changes), tmp_path / "moe")
+    assert made.source == fingerprint(original)
+    assert made.dense_config == verbs.plan(folder / "run", tmp_path / "plain").dense_config
     assert made.rotated
-    for step, same in (
-        (0, True),
-        (4, False),
-    ):  # the start is the dense model's; then other weights give other gradients
-        ours, theirs = (learned(folder / out / "run", step) for out in ("moe", "plain"))
+    # the start is the dense model's; then other weights give other gradients
+    for step, same in ((0, True), (4, False)):
+        ours, theirs = (learned(run, step) for run in (tmp_path / "moe" / "run", folder / "run"))
         assert all(torch.equal(t, theirs[name]) for name, t in ours.items()) is same
     meant = fold(original, made)
-    found = load_dense(str(folder / "moe"), torch.float32)
+    found = load_dense(str(tmp_path / "moe"), torch.float32)
     assert "quantization_config" not in found.config.to_dict()
     assert all(torch.equal(t, found.state_dict()[name]) for name, t in meant.state_dict().items())
-    verbs.plan(folder / "moe" / "run", folder / "plan")
-    assert (folder / "plan" / "plan.safetensors").read_bytes() == (folder / "moe" / "plan.safetensors").read_bytes()
+    verbs.plan(tmp_path / "moe" / "run", tmp_path / "plan")
+    assert (tmp_path / "plan" / "plan.safetensors").read_bytes() == (tmp_path / "moe" / "plan.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("quantization", KINDS)
@@ -205,16 +214,12 @@ def test_projections_are_refitted_from_the_original_weights(quantization: str, f
 
 @pytest.mark.parametrize("quantization", KINDS)
 def test_a_run_that_was_cut_off_resumes(quantization: str, folder: Path) -> None:
-    for steps, out, resume in (("4", "whole", False), ("4", "halves", False), ("4", "halves", True)):
-        verbs.train(
-            pico_recipe(folder, f"train.quantization={quantization}", f"train.steps={steps}"),
-            folder / out,
-            resume=resume,
-        )
-        found = learned(folder / out, 4)
-        if out == "halves" and not resume:
-            shutil.rmtree(folder / out / "masks" / "step-000004")
-    whole = learned(folder / "whole", 4)
+    recipe = pico_recipe(folder, f"train.quantization={quantization}")
+    verbs.train(recipe, folder / "whole")
+    shutil.copytree(folder / "whole", folder / "halves")
+    shutil.rmtree(folder / "halves" / "masks" / "step-000004")
+    verbs.train(recipe, folder / "halves", resume=True)
+    whole, found = learned(folder / "whole", 4), learned(folder / "halves", 4)
     assert all(torch.equal(t, whole[name]) for name, t in found.items())
 
 

@@ -46,6 +46,7 @@ def plan_of(attention: str) -> Plan:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize(("active", "spread"), [(0.3, 1.0), (0.5, 0.2), (0.62, 3.0), (0.85, 1.0), (1.0, 1.0)])
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 def test_the_budget_is_met(attention: str, active: float, spread: float) -> None:

@@ -86,6 +86,7 @@ def test_the_budget_warms_up_from_the_whole_model() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 def test_a_random_start_learns_the_budget_and_leaves_the_base_alone(attention: str, tmp_path: Path) -> None:
     model = make_pico("llama")
@@ -100,6 +101,7 @@ def test_a_random_start_learns_the_budget_and_leaves_the_base_alone(attention: s
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_shipped")
 def test_masks_learn_which_neurons_matter(tmp_path: Path) -> None:
     """Half of the neurons have no output: the objective finds them, since dropping them changes no prediction."""
     model = make_pico("llama")

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launcher import EVERYTHING
-from pico_files import CommandLine, contents, pico_recipe, small, steps_of
+from pico_files import CommandLine, contents, pico_recipe, refused, small, steps_of, write_pico, write_text
+from tomoe.cli import main
 from tomoe.conversion import steps
 from tomoe.conversion.convert import convert
 from tomoe.conversion.verbs import plan, train
@@ -113,26 +114,41 @@ def test_killed_at_any_moment_it_ends_in_the_same_bytes(
     assert [row["step"] for row in steps_of(killed)] == list(range(1, 13))
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `dense`, `text.txt`, and `whole`, a run of six steps that nothing stopped; to be read only."""
+    place = tmp_path_factory.mktemp("place")
+    write_pico(place / "dense")
+    write_text(place / "text.txt")
+    with pytest.raises(SystemExit) as left:
+        main([str(word) for word in (*learning(place), "-o", place / "whole")])
+    assert not left.value.code
+    return place
+
+
+def learning(place: Path, **changes: str) -> list[str | Path]:
+    """Six steps of learning."""
+    return ["train", place / "dense", "--data", place / "text.txt", *small(**{"train_steps": "6"} | changes)]
+
+
+def last_masks(run: Path) -> bytes:
+    return (run / "masks" / "step-000006" / "masks.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("harm", ["cut", "foreign weights", "no state", "state of nothing"])
-def test_a_damaged_checkpoint_is_passed_over(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, harm: str
-) -> None:
-    options = [model, "--data", text, *small(train_steps="6")]
-    assert tomoe("train", *options, "-o", tmp_path / "whole").code == 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "run")
-    masks = tmp_path / "run" / "masks"
-    last = masks / "step-000006"
+def test_a_damaged_checkpoint_is_passed_over(tomoe: CommandLine, tmp_path: Path, place: Path, harm: str) -> None:
+    shutil.copytree(place / "whole", tmp_path / "run")
+    last = tmp_path / "run" / "masks" / "step-000006"
     if harm == "cut":
         (last / "masks.safetensors").write_bytes((last / "masks.safetensors").read_bytes()[:-100])
     elif harm == "foreign weights":
-        (last / "optimizer.safetensors").write_bytes((tmp_path / "dense" / "model.safetensors").read_bytes())
+        (last / "optimizer.safetensors").write_bytes((place / "dense" / "model.safetensors").read_bytes())
     elif harm == "no state":
         (last / "state.json").unlink()
     else:
         (last / "state.json").write_text("[]")
-    assert tomoe("train", *options, "-o", tmp_path / "run", "--resume").code == 0
-    name = Path("masks") / "step-000006" / "masks.safetensors"
-    assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert tomoe(*learning(place), "-o", tmp_path / "run", "--resume").code == 0
+    assert last_masks(tmp_path / "run") == last_masks(place / "whole")
 
 
 @pytest.mark.usefixtures("model", "text")
@@ -205,15 +221,11 @@ def test_a_resumed_run_of_fine_grained_experts_keeps_its_partition(tmp_path: Pat
         assert torch.equal(layer.expert_masks, torch.arange(64)[:, None] == expert)
 
 
-def test_when_no_checkpoint_is_whole_it_says_so(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    run = tmp_path / "run"
-    assert tomoe("train", model, "--data", text, "-o", run, *small()).code == 0
-    for file in run.glob("masks/*/masks.safetensors"):
+def test_when_no_checkpoint_is_whole_it_says_so(tomoe: CommandLine, tmp_path: Path, place: Path) -> None:
+    shutil.copytree(place / "whole", tmp_path / "run")
+    for file in (tmp_path / "run").glob("masks/*/masks.safetensors"):
         file.write_bytes(b"nothing")
-    outcome = tomoe("train", model, "--data", text, "-o", run, "--resume", *small())
-    assert outcome.code == 2
-    assert outcome.err.count("\n") == 1
-    assert "no checkpoint" in outcome.err
+    refused(tomoe(*learning(place), "-o", tmp_path / "run", "--resume"), "no checkpoint")
 
 
 @contextmanager
@@ -227,23 +239,18 @@ def files_no_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_while_training_keeps_the_last_checkpoint(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
-) -> None:
-    options = [model, "--data", text, *small(train_steps="6")]
-    assert tomoe("train", *options, "-o", tmp_path / "whole").code == 0
+def test_a_full_disk_while_training_keeps_the_last_checkpoint(tomoe: CommandLine, tmp_path: Path, place: Path) -> None:
     run = tmp_path / "run"
     # the checkpoint of step 0 has no moments yet; the moments of step 2 are twice the masks and do not fit
-    masks = (tmp_path / "whole" / "masks" / "step-000006" / "masks.safetensors").stat().st_size
+    masks = len(last_masks(place / "whole"))
     with files_no_larger_than(masks + masks // 2):
-        outcome = tomoe("train", *options, "-o", run)
+        outcome = tomoe(*learning(place), "-o", run)
     assert outcome.code == 2
     assert "Traceback" not in outcome.err
     assert "step 2" in outcome.err.splitlines()[-1]
     assert sorted(path.name for path in (run / "masks").iterdir()) == ["step-000000"]
-    assert tomoe("train", *options, "-o", run, "--resume").code == 0
-    name = Path("masks") / "step-000006" / "masks.safetensors"
-    assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert tomoe(*learning(place), "-o", run, "--resume").code == 0
+    assert last_masks(run) == last_masks(place / "whole")
 
 
 def test_a_full_disk_while_saving_the_model_loses_nothing(
@@ -344,12 +351,12 @@ def test_a_kill_while_a_checkpoint_is_made_again_leaves_a_whole_one(
 
 @pytest.mark.parametrize("killed_at", ["recipe.json", "masks"])
 def test_a_kill_while_an_older_run_goes_leaves_nothing_of_it_to_resume(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+    tomoe: CommandLine, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
 ) -> None:
     """--force was killed before the older masks were gone: --resume then starts over, and does not adopt them."""
-    run, options = tmp_path / "run", [model, "--data", text]
-    assert tomoe("train", *options, "-o", tmp_path / "whole", *small(seed="1")).code == 0
-    assert tomoe("train", *options, "-o", run, *small(train_steps="8")).code == 0
+    run, options = tmp_path / "run", learning(place, train_steps="4", seed="1")
+    assert tomoe(*options, "-o", tmp_path / "whole").code == 0
+    shutil.copytree(place / "whole", run)
 
     def killed(path: Path, **_: object) -> None:
         raise KeyboardInterrupt
@@ -367,20 +374,19 @@ def test_a_kill_while_an_older_run_goes_leaves_nothing_of_it_to_resume(
             only_here.setattr(
                 Path, "unlink", lambda p, **how: unlink(p, **how) if p.name in (killed_at, LOCK_FILE) else killed(p)
             )
-        assert tomoe("train", *options, "-o", run, "--force", *small(seed="1")).code != 0
+        assert tomoe(*options, "-o", run, "--force").code != 0
     assert list(run.glob("masks/step-*"))
-    assert tomoe("train", *options, "-o", run, "--resume", *small(seed="1")).code == 0
+    assert tomoe(*options, "-o", run, "--resume").code == 0
     assert contents(run / "masks") == contents(tmp_path / "whole" / "masks")
     assert steps_of(run) == steps_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_keeps_its_last_step(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, signum: int
+    tomoe: CommandLine, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, signum: int
 ) -> None:
     """A scheduler's warning in the middle of step 4: the three whole steps are kept, and the rest ends in the same bytes."""
-    options = [model, "--data", text, *small(train_steps="6", train_save_every="100")]
-    assert tomoe("train", *options, "-o", tmp_path / "whole").code == 0
+    options = learning(place, train_save_every="100")
     real, calls = objective.distill_loss, iter(range(10**6))
 
     def loss(*args: Any) -> Tensor:
@@ -391,11 +397,10 @@ def test_a_stopped_run_keeps_its_last_step(
     run = tmp_path / "run"
     with monkeypatch.context() as only_here:
         only_here.setattr(objective, "distill_loss", loss)
-        outcome = tomoe("train", *options, "-o", run)
+        outcome = tomoe(*options, "-o", run)
     assert outcome.code == 128 + signum
     assert "--resume" in outcome.err.splitlines()[-1]
     assert sorted(path.name for path in (run / "masks").iterdir()) == ["step-000000", "step-000003"]
-    assert tomoe("train", *options, "-o", run, "--resume").code == 0
-    name = Path("masks") / "step-000006" / "masks.safetensors"
-    assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert steps_of(run) == steps_of(tmp_path / "whole")
+    assert tomoe(*options, "-o", run, "--resume").code == 0
+    assert last_masks(run) == last_masks(place / "whole")
+    assert steps_of(run) == steps_of(place / "whole")

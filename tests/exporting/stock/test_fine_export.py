@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tomoe.exporting.stock.fine_grained as fine_grained
 import tomoe.exporting.verify as verify
-from pico_files import CommandLine, Outcome, pico_recipe, refused, write_pico, write_text
+from pico_files import SMALL, CommandLine, Outcome, pico_recipe, refused, write_pico, write_text
 from pico_tokenizer import TOKENIZER
 from tomoe.conversion.convert import convert
 from tomoe.exporting.verify import RouterAgreement, StoredRun
@@ -56,7 +56,7 @@ def test_auto_writes_a_glm4_moe_and_proves_it_by_parts(tomoe: CommandLine, made:
     proof = metadata["proof"]
     assert proof["same"] is True
     routers, whole = proof["routers"], proof["all_experts"]
-    assert routers["choices"] == 2 * 256
+    assert routers["choices"] == 2 * int(SMALL["data.evaluation_tokens"])
     assert routers["same"] > 0.95  # 0.996 to 1 over six seeds
     assert 0 < routers["weight_error"] < 2**-9
     assert whole["largest_difference"] < 1e-5 * whole["largest_logit"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -67,7 +67,8 @@ class ExtractedAttention:
             values = self.token_logits[i]
         order = qk.argsort(descending=True, stable=True)
         return [
-            Site(partial(self._expected_dims, qk), partial(self._qk_params, order), s.num_qk_choices),
+            # the search for the common offset asks for the same few counts a hundred times
+            Site(partial(self._expected_dims, qk), cache(partial(self._qk_params, order)), s.num_qk_choices),
             Site(partial(self._expected_dims, values), partial(attention_params, s, 0), c),
         ]
 
