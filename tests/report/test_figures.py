@@ -12,7 +12,6 @@ import matplotlib
 import pytest
 import torch
 from matplotlib.patches import Rectangle
-from page_samples import EVIL, cell
 
 from tomoe.budget import decoder_params
 from tomoe.evaluation.results import Measurement, Row
@@ -160,54 +159,3 @@ def test_no_words_claim_that_something_was_learned(make: Any) -> None:
     for drawn in all_figures(replace(make(), notes={"steps": 0})):
         assert "learn" not in drawn.title + drawn.alt + drawn.caption
         assert "train" not in (drawn.title + drawn.alt + drawn.caption).lower()
-
-
-METRICS = [{"step": step, "distill": 3.0 / step} for step in range(1, 101)]
-
-
-def test_training_draws_the_loss_and_passes_over_what_is_not_a_number() -> None:
-    spoiled = [
-        {"step": 101, "distill": 1.0, "skipped": True},
-        {"step": 102, "distill": None},
-        {"step": 103},
-        {"step": 104, "distill": float("inf")},
-        {"step": 105, "distill": 10**400},
-        {"step": "106", "distill": 1.0},
-    ]
-    drawn = figures.training_figure([*METRICS, *spoiled])
-    assert drawn is not None
-    raw, smooth = drawn.figure.axes[0].get_lines()
-    assert [float(y) for y in raw.get_ydata()] == [3.0 / step for step in range(1, 101)]
-    assert float(smooth.get_ydata()[50]) == 3.0 / 51  # the median of what only falls
-    assert "from 1.5 to 0.0303 nats" in drawn.alt
-    check(drawn)
-    assert figures.training_figure(METRICS[:1]) is None
-    assert figures.training_figure([{"step": step, "distill": 0.0} for step in (1, 2)]) is None
-
-
-def test_throughput_says_which_cells_are_slower() -> None:
-    cells = [
-        cell(phase="prefill", batch=8, prompt=128, same_kernel_s=0.9),
-        cell(dtype=EVIL, moe_s=1.25, ratio=0.8, ratio_low=0.7, ratio_high=0.9),
-    ]
-    drawn = figures.throughput_figure(cells)
-    assert drawn is not None
-    shown = [axes.get_legend_handles_labels()[1] for axes in drawn.figure.axes]
-    assert [["faster" in labels, "slower" in labels] for labels in shown] == [[True, False], [False, True]]
-    marks = [
-        [list(line.get_xdata()) for line in axes.get_lines() if line.get_marker() == "|"] for axes in drawn.figure.axes
-    ]
-    assert marks == [[[1 / 0.9]], []]
-    assert [axes.patches[0].get_width() for axes in drawn.figure.axes] == [1.25, 0.8]
-    assert drawn.figure.axes[1].get_xlim() == (0, pytest.approx(1.15 * 1.3))
-    assert f"decode 1 x 8 {EVIL}: 0.80" in drawn.alt
-    check(drawn)
-    assert figures.throughput_figure([]) is None
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_panels_are_laid_out_the_same_each_time(seed: int) -> None:
-    draws = torch.rand(6, generator=torch.Generator().manual_seed(seed)).add(0.1).tolist()
-    cells = [cell(phase=f"phase {i % 3}", batch=i, ratio=draw, ratio_high=2 * draw) for i, draw in enumerate(draws)]
-    drawn = [figures.throughput_figure(cells) for _ in range(3)]
-    assert len({one.svg for one in drawn if one is not None}) == 1

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 import transformers
 from jaxtyping import Bool, Float, Int
-from pydantic import Field
 from torch import Tensor, nn
 
 from tomoe import distributed
 from tomoe.errors import UserError
-from tomoe.evaluation.results import Measurement, Number, Span
+from tomoe.evaluation.results import Measurement, Span
 from tomoe.files import basename
 from tomoe.model.shape import ceil_div
 from tomoe.model.tokens import check_ids
-from tomoe.moe.modeling_tomoe import choosing_all
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.version import __version__
 
@@ -332,29 +328,3 @@ def _score(
         p = log_p.exp()
         sums[2] += log_p.sub_(log_q).mul_(p).sum(-1).double().sum()
     return sums
-
-
-@dataclass(frozen=True)
-class TokenLosses:
-    """The loss of every token after the first, in nats, in the dense model and in the MoE."""
-
-    dense: Annotated[list[Number], Field(min_length=1)]
-    moe: list[Number]
-
-    def __post_init__(self) -> None:
-        """Raises ValueError unless there are two losses for each token; a file may hold anything."""
-        if len(self.dense) != len(self.moe):
-            raise ValueError("a token does not have one loss in each model")
-
-
-def token_losses(dense: nn.Module, moe: nn.Module, ids: Sequence[int]) -> TokenLosses | None:
-    """Run the tokens through both models once; None for fewer than two tokens."""
-    if len(ids) < 2:
-        return None
-    losses = []
-    for model in (dense, moe):
-        tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
-        with torch.no_grad(), evaluating(model), choosing_all(model):
-            logits = model(tokens, use_cache=False).logits[0, :-1].float()
-        losses.append(F.cross_entropy(logits, tokens[0, 1:].to(logits.device), reduction="none").tolist())
-    return TokenLosses(*losses)

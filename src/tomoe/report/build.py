@@ -11,10 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
 from tomoe import distributed
-from tomoe.data.evaluation_text import EvaluationText, held_out_text
+from tomoe.data.evaluation_text import held_out_text
 from tomoe.errors import UserError
 from tomoe.evaluation.evaluate import compare_on
-from tomoe.evaluation.perplexity import TokenLosses, token_losses
 from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, read_rows, to_json, validated
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.writing.loops import TOPICS, Variety, opening, question
@@ -31,23 +30,20 @@ from tomoe.report.figures import all_figures
 from tomoe.report.page import Generation, PageFacts, write_page
 from tomoe.report.style import save
 from tomoe.report.words import WORDS
-from tomoe.training.run_folder import RunFolder
 
 FORMAT = "tomoe-report-1"
 WRITTEN, SHOWN = 8, 3  # texts that each model writes, and those that the page shows
 SLOW = 2e9  # weights from which on a CPU writes short texts
 SHORT = 64  # tokens of those
-PAIRED = 512  # tokens of its first sequence whose losses are compared; their logits are in memory together
 
 
 @dataclass(frozen=True)
 class Observed:
-    """report.json: what the models wrote, and what the tokens of a passage cost them."""
+    """report.json: what the models wrote."""
 
     format: str
     plan: str  # sha256 of the plan's last file
     generations: list[Generation]
-    losses: TokenLosses | None = None  # of a passage of the held-out text
     varieties: list[Variety] = field(default_factory=list)  # of what both models wrote, loops among it
 
 
@@ -79,7 +75,7 @@ def write_reports(
     write_card(out, plan, rows)
     cells: list[Cell] = _read(out / "benchmark.json", list[Cell], "cells") or []
     dial = read_rows(out, DIAL)
-    figures = all_figures(plan, RunFolder(out / "run").rows(), cells, dial)
+    figures = all_figures(plan, dial)
     for figure in figures:
         save(figure, out / "figures")
     facts = PageFacts(
@@ -91,7 +87,6 @@ def write_reports(
         cost=_read(out / "run" / "cost.json", Cost) or {},
         cells=cells,
         dial=dial,
-        losses=observed.losses,
         varieties=observed.varieties,
     )
     write_page(out, facts)
@@ -115,7 +110,7 @@ def _measure(
     rows = compare_on([(recipe.model, dense), (str(out), moe)], text, on_progress)
     if distributed.rank():
         return rows, None
-    observed = _observe(out, rows, (dense, moe), tokenizer, text, offload)
+    observed = _observe(out, rows, (dense, moe), tokenizer, offload)
     atomic_write(out / "evaluation.json", to_json(rows))
     atomic_write(out / "report.json", json.dumps(observed, default=vars, ensure_ascii=False) + "\n")
     return rows, observed
@@ -159,10 +154,9 @@ def _observe(
     rows: list[Row],
     models: tuple[PreTrainedModel, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
-    text: EvaluationText,
     offload: bool,
 ) -> Observed:
-    """What the dense model and the MoE write on some topics, and what the tokens of a passage cost them."""
+    """What the dense model and the MoE write on some topics."""
     names = [row.name for row in rows]
     task = _text_task(models[0], offload)
     written = [task.write(model, tokenizer) for model in models]
@@ -172,10 +166,7 @@ def _observe(
         for n, topic in enumerate(task.topics[:SHOWN])
     ]
     varieties = [task.variety(name, own) for name, own in zip(names, written, strict=True)]
-    sequences = text.sequences
-    passage = sequences.input_ids[0][sequences.mask[0]][:PAIRED].tolist()
-    losses = token_losses(*models, passage)
-    return Observed(FORMAT, _plan_hash(out), generations, losses, varieties)
+    return Observed(FORMAT, _plan_hash(out), generations, varieties)
 
 
 def _text_task(model: PreTrainedModel, offload: bool) -> LoopTask:

@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tomoe.evaluation.perplexity import TokenLosses
 from tomoe.evaluation.results import Row
+from tomoe.evaluation.speed import timings
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.tables import footnote, table, task_footnote, task_table
 from tomoe.evaluation.writing.loops import Variety
@@ -47,7 +47,6 @@ class PageFacts:
     cost: Mapping[str, Any] = field(default_factory=dict)  # the run's cost.json
     cells: Sequence[Cell] = ()  # of benchmark.json
     dial: Sequence[Row] = ()  # the dense model, then the same folder with several numbers of experts
-    losses: TokenLosses | None = None  # of a passage, in both models
     varieties: Sequence[Variety] = ()  # loops in what each model wrote
 
 
@@ -65,6 +64,8 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         verdict=[verdict.lost(facts.rows, facts.varieties), verdict.gained(facts.rows, facts.cells)],
         benchmark=None if facts.cells else _benchmark_command(out, facts.plan),
         warnings=[warning.text for warning in find_warnings(facts.plan, facts.rows)],
+        speed=timings.table(facts.cells),
+        speed_footnote=timings.MEANING,
         figures={figure.name: figure for figure in facts.figures},
         comparison=table(facts.rows),
         footnote=footnote(facts.rows),
@@ -72,7 +73,6 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         task_footnote=task_footnote(facts.rows),
         dial=table(facts.dial),
         dial_footnote=footnote(facts.dial),
-        losses=facts.losses and verdict.loss_sentence(facts.losses),
         loops=verdict.loops(facts.varieties) if len(facts.varieties) > 1 else "",
         generations=facts.generations,
         method=svg_uri(drawing(facts.plan.form)),

@@ -81,11 +81,6 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
     return within
 
 
-def short(text: str) -> str:
-    """Cut a name to ten characters, to leave room for the rest of the figure."""
-    return text if len(text) <= 10 else text[:9] + "…"
-
-
 def canvas(height: float, rows: int = 1, **subplots: Any) -> tuple[Figure, list[Axes]]:
     """Make a figure of the common width, `height` inches tall, and its axes from top to bottom."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
