@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from conftest import make_pico, make_plan
+from tomoe.data.corpus import Sequences
+from tomoe.data.evaluation_text import EvaluationText
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.writing.loops import Variety
@@ -40,7 +42,8 @@ def hostile_facts() -> PageFacts:
     plan = replace(plan, recipe=recipe, source="0" * 64, notes={"steps": 8, "torch": EVIL})
     ids = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(1))
     models = [(f"dense {EVIL}", dense), (f"moe {EVIL}", fold(dense, plan))]
-    rows = compare(models, ids, torch.ones_like(ids, dtype=torch.bool), data=EVIL)
+    text = EvaluationText(Sequences(ids, torch.ones_like(ids, dtype=torch.bool)), EVIL)
+    rows = compare(models, text)
     cells = [cell(backend=EVIL)]
     return PageFacts(
         title=f"t {EVIL}",

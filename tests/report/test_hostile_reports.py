@@ -56,7 +56,7 @@ def test_odd_values_are_shown_or_refused(
     copies, shown, refused = list(odd_copies(json.loads(json.dumps(values)))), 0, 0
     for odd in copies:
         try:
-            checked = build._checked(tmp_path / "file.json", kind, odd)
+            checked = build.checked(tmp_path / "file.json", kind, odd)
         except UserError as error:
             refused += "file.json" in str(error) and "\n" not in str(error)
             continue

@@ -51,7 +51,7 @@ def route(
     if html is not None:
         source = file.name if file else "text"
         shown_first = trace.first_choice() if layer is None else layer
-        page = pages.write_route_page(html, f"Experts of {basename(model)}", [(source, trace)], shown_first)
+        page = pages.write_route_page(html, f"Experts of {basename(model)}", source, trace, shown_first)
         typer.echo(f"The page is {page}.")
         return
     console = output()

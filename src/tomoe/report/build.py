@@ -12,9 +12,8 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from tomoe import distributed
 from tomoe.data.evaluation_text import held_out_text
-from tomoe.errors import UserError
-from tomoe.evaluation.evaluate import compare_on
-from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, read_rows, to_json, validated
+from tomoe.evaluation.compare import compare
+from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, checked, read_rows, to_json
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.writing.loops import TOPICS, Variety, opening, question
 from tomoe.evaluation.writing.run import LOOP_LENGTH, LoopTask
@@ -107,7 +106,7 @@ def _measure(
     base = BaseWeights.of(recipe)
     dense, moe = base.computing_(dense), base.computing_(moe)
     text = held_out_text([str(out)])
-    rows = compare_on([(recipe.model, dense), (str(out), moe)], text, on_progress)
+    rows = compare([(recipe.model, dense), (str(out), moe)], text, on_progress)
     if distributed.rank():
         return rows, None
     observed = _observe(out, rows, (dense, moe), tokenizer, offload)
@@ -125,7 +124,7 @@ def _kept(out: Path) -> tuple[list[Row], Observed | None]:
     rows = read_rows(out)
     if not rows or (values.get("format"), values.get("plan")) != (FORMAT, _plan_hash(out)):
         return [], None
-    return rows, _checked(path, Observed, values)
+    return rows, checked(path, Observed, values)
 
 
 def _plan_hash(out: Path) -> str:
@@ -139,14 +138,7 @@ def _read(path: Path, kind: type[Any], key: str = "") -> Any:
     if not path.exists():
         return None
     values = read_json(path)
-    return _checked(path, kind, values.get(key) if key else values)
-
-
-def _checked(path: Path, kind: type[Any], values: Any) -> Any:
-    try:
-        return validated(kind, values, path.name)
-    except UserError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
+    return checked(path, kind, values.get(key) if key else values)
 
 
 def _observe(

@@ -59,8 +59,6 @@ def write_page(out: Path, facts: PageFacts) -> Path:
     page = render(
         "page.html.j2",
         title=facts.title,
-        lead=f"{facts.plan.shape.num_layers} layers of {words.routing(facts.plan)}; {facts.plan.active_fraction():.1%} of the "
-        "decoder parameters work on a token.",
         verdict=[verdict.lost(facts.rows, facts.varieties), verdict.gained(facts.rows, facts.cells)],
         benchmark=None if facts.cells else _benchmark_command(out, facts.plan),
         warnings=[warning.text for warning in find_warnings(facts.plan, facts.rows)],

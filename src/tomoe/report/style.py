@@ -87,7 +87,7 @@ def canvas(height: float, rows: int = 1, **subplots: Any) -> tuple[Figure, list[
     return figure, list(figure.subplots(rows, 1, squeeze=False, **subplots)[:, 0])
 
 
-def _settle(figure: Figure) -> None:
+def _settle(figure: Figure, dpi: int) -> None:
     """Lay out once: each drawing would shift the axes by a hair, and no two files were the same."""
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()
@@ -96,6 +96,7 @@ def _settle(figure: Figure) -> None:
             # the solver's last digits depend on where objects lie in memory, and ids are hashes of positions
             x, y, width, height = axes.get_position(original=True).bounds
             axes.set_position((round(x, 5), round(y, 5), round(width, 5), round(height, 5)))
+    figure.dpi = dpi
 
 
 # Canvases write without the pass of `savefig` that only lays out, and both leave their resolution behind.
@@ -103,8 +104,7 @@ def _settle(figure: Figure) -> None:
 
 @styled
 def _to_svg(figure: Figure) -> str:
-    _settle(figure)
-    figure.dpi = SVG_DPI
+    _settle(figure, SVG_DPI)
     buffer = io.StringIO()
     FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return buffer.getvalue()
@@ -112,8 +112,7 @@ def _to_svg(figure: Figure) -> str:
 
 @styled
 def _to_png(figure: Figure) -> bytes:
-    _settle(figure)
-    figure.dpi = PNG_DPI
+    _settle(figure, PNG_DPI)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return buffer.getvalue()

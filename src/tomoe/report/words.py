@@ -23,12 +23,8 @@ class FormWords(ABC):
     measured: ClassVar[str] = "of the neurons or dims"
 
     @abstractmethod
-    def routing(self, plan: Any) -> str:
-        """What stands in a layer and how much of it a token uses, as a phrase."""
-
-    @abstractmethod
     def experts(self, plan: Any) -> str:
-        """The same with widths, for the summary."""
+        """What stands in a layer and how much of it a token uses, for the summary."""
 
     @abstractmethod
     def card(self, plan: Any, dialed: bool) -> str:
@@ -61,9 +57,6 @@ class FineWords(FormWords):
         **DIMS,
     }
 
-    def routing(self, plan: Plan) -> str:
-        return f"a shared part and {plan.num_experts} experts, {span(_top_ks(plan))} of them for each token"
-
     def experts(self, plan: Plan) -> str:
         widths = [layer.width for layer in plan.counts]
         size = plan.shape.mlp_size
@@ -72,7 +65,7 @@ class FineWords(FormWords):
         same = f" (up to {always} of them the same ones for all tokens)" if always else ""
         return (
             f"fine-grained: in each layer a part of {span(shared)} neurons that all tokens share, and {plan.num_experts} experts "
-            f"of {span(sizes)}, {span(_top_ks(plan))} of which each token uses{same}: "
+            f"of {span(sizes)}, {span([layer.top_k for layer in plan.counts])} of which each token uses{same}: "
             f"{span(widths)} of {size:,} neurons; every neuron is in one expert or in the shared part"
         )
 
@@ -100,9 +93,6 @@ class OverlappingWords(FormWords):
         "uses the one expert that a router chooses for it; neurons of no expert are dropped."
     )
     titles = {"width": "expert width", "width_share": "of neurons", "union_share": "in any expert", **DIMS}
-
-    def routing(self, plan: Plan) -> str:
-        return f"{plan.num_experts} experts, one for each token"
 
     def experts(self, plan: Plan) -> str:
         widths = [layer.width for layer in plan.counts]
@@ -146,9 +136,6 @@ class InputsWords(FormWords):
     measured = "of its inputs"
     titles = KIND_NAMES
 
-    def routing(self, plan: InputsPlan) -> str:
-        return "dense projections, of whose inputs a token uses the largest"
-
     def experts(self, plan: InputsPlan) -> str:
         used = plan.inputs()
         shares = ", ".join(
@@ -173,10 +160,6 @@ class InputsWords(FormWords):
 
 
 WORDS: dict[str, FormWords] = {"fine": FineWords(), "overlapping": OverlappingWords(), "inputs": InputsWords()}
-
-
-def _top_ks(plan: Plan) -> list[int]:
-    return [layer.top_k for layer in plan.counts]
 
 
 def span(numbers: Sequence[int]) -> str:
