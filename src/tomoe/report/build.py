@@ -1,4 +1,4 @@
-"""Measure a conversion beside its dense model and write its report: evaluation.json, README.md, report.html, figures."""
+"""Measure a conversion beside its dense model and write its report: evaluation.json, README.md, report.html, figures/dial."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tomoe.plan import read_plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card
-from tomoe.report.figures import all_figures
+from tomoe.report.figures import dial_figure
 from tomoe.report.page import Generation, PageFacts, write_page
 from tomoe.report.style import save
 from tomoe.report.words import WORDS
@@ -74,18 +74,18 @@ def write_reports(
     write_card(out, plan, rows)
     cells: list[Cell] = _read(out / "benchmark.json", list[Cell], "cells") or []
     dial = read_rows(out, DIAL)
-    figures = all_figures(plan, dial)
-    for figure in figures:
+    figure = dial_figure(dial, plan)
+    if figure is not None:
         save(figure, out / "figures")
     facts = PageFacts(
         f"{rows[0].name} as {WORDS[plan.form].product}, {plan.active_fraction():.0%} active",
         plan,
         rows,
         observed.generations,
-        figures,
         cost=_read(out / "run" / "cost.json", Cost) or {},
         cells=cells,
         dial=dial,
+        figure=figure,
         varieties=observed.varieties,
     )
     write_page(out, facts)

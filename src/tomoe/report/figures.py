@@ -1,66 +1,18 @@
-"""The figures of what was measured, one function each, from plain rows. Each can be read without its caption."""
+"""The figure of what was measured with several numbers of experts. It can be read without its caption."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter, ScalarFormatter
 
 from tomoe.evaluation.results import Row
 from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
-from tomoe.report.style import COLORS, DASHES, INK, MARKERS, SHADES, CaptionedFigure, canvas, styled
-from tomoe.report.words import WORDS
+from tomoe.report.style import COLORS, INK, MARKERS, CaptionedFigure, canvas, styled
 
 LABELLED = 16  # points that still have room for their number
-NUMBER: dict[str, Any] = {  # how one stands beside what it belongs to: no line runs through it
-    "textcoords": "offset points",
-    "fontsize": 8,
-    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-}
-
-
-def all_figures(plan: AnyPlan, dial: Sequence[Row] = ()) -> list[CaptionedFigure]:
-    """Draw every figure that there are numbers for: of the plan, and of dial.json."""
-    drawn = (dial_figure(dial, plan), layers_figure(plan))
-    return [figure for figure in drawn if figure is not None]
-
-
-@styled
-def layers_figure(plan: AnyPlan) -> CaptionedFigure:
-    """By layer the parts of an MLP as bars, and as lines the share of all else that a token uses a part of."""
-    words = WORDS[plan.form]
-    bars, lines = words.bars(plan), words.lines(plan)
-    layers = range(len(plan.describe()))
-    figure, (axes,) = canvas(2.9)
-    for (name, shares), color in zip(bars.items(), SHADES, strict=False):
-        axes.bar(layers, shares, color=color, width=0.85, label=name)
-    first = 1 if bars else 0  # the bars are of the first color
-    for n, (name, shares) in enumerate(lines.items(), first):
-        axes.plot(layers, shares, color=COLORS[n], linestyle=DASHES[n], marker=MARKERS[n], label=name)
-    axes.axhline(plan.active_fraction(), color=INK, linewidth=1, linestyle=":", label="all decoder layers together")
-    axes.set_xlabel("layer")
-    axes.set_xlim(-0.6, len(layers) - 0.4)
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
-    axes.grid(False, axis="x")
-    axes.set_ylabel(words.measured)
-    axes.set_ylim(0, 1.03)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    figure.legend(loc="outside upper left", ncols=2)
-    spans = "; ".join(f"{name}: {_span(shares)}" for name, shares in {**bars, **lines}.items())
-    return CaptionedFigure(
-        "layers",
-        "What a token uses of each layer",
-        f"Chart over {len(layers)} layers. {spans}; all decoder layers together: {plan.active_fraction():.1%}.",
-        "The budget is one for the whole model: some layers may use more than others.",
-        figure,
-    )
-
-
-def _span(shares: Sequence[float]) -> str:
-    known = [share for share in shares if share == share]  # a layer without such a projection has none
-    low, high = (f"{share:.0%}" for share in (min(known), max(known)))
-    return f"{low} in all layers" if low == high else f"{low} to {high}"
+# behind a number, so that no line runs through it
+PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 
 @styled
@@ -84,7 +36,7 @@ def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
         if k == planned:
             axes.plot(x, y, color=COLORS[1], marker=MARKERS[1], markersize=7, linestyle="none", label="as planned")
         if len(points) <= LABELLED:
-            axes.annotate(f"{y:.3g}", (x, y), (0, 7), ha="center", **NUMBER)
+            axes.annotate(f"{y:.3g}", (x, y), (0, 7), ha="center", textcoords="offset points", fontsize=8, bbox=PAPER)
     axes.axhline(dense, color=INK, linewidth=1, linestyle=":", label=f"dense model, {dense:.2f}")
     axes.set_ylabel("perplexity, lower is better")
     if max(dense, *perplexities) > 4 * min(dense, *perplexities):
