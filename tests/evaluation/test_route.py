@@ -17,7 +17,7 @@ from pico_tokenizer import make_tokenizer
 from tomoe.cli.console import output
 from tomoe.cli.route import show_layer
 from tomoe.errors import UserError
-from tomoe.evaluation.routing_trace import RoutingTrace, pieces, trace_ids, trace_text
+from tomoe.evaluation.routing_trace import RoutingTrace, pieces, trace_ids
 from tomoe.moe.fold import fold
 from tomoe.plan import ALWAYS
 from tomoe.report import html
@@ -71,7 +71,7 @@ def test_what_cannot_be_traced_is_said() -> None:
     with pytest.raises(UserError, match="no routers: it is dense"):
         trace_ids(dense, make_tokenizer(), [5, 6])
     with pytest.raises(UserError, match="no text to route"):
-        trace_text(dense, make_tokenizer(), "")
+        trace_ids(dense, make_tokenizer(), [])
 
 
 def test_characters_of_several_tokens_stand_at_their_last() -> None:

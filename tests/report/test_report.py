@@ -278,7 +278,7 @@ def expert_usage(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Ten
     with usage.ExpertCounter(model) as counter, torch.no_grad(), perplexity.evaluating(model):
         for ids, real in zip(input_ids, mask, strict=True):
             if counter.routers:
-                perplexity.forward_sequence(model, ids, real, inner=perplexity.has_inner(model))
+                perplexity.forward_sequences(model, ids[None], real[None], inner=perplexity.has_inner(model))
                 counter.count(real[None])
     return counter.usage()
 

@@ -33,7 +33,7 @@ from tomoe.model.trouble import writing
 from tomoe.moe.checkpoint import load_moe
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
-from tomoe.progress import ProgressCallback, no_progress
+from tomoe.progress import ProgressCallback, StageCallback, no_progress
 from tomoe.report.card import write_card
 from tomoe.report.summary import recipe_of, shown_name
 from tomoe.version import __version__
@@ -100,12 +100,8 @@ def export(
     for notice in _notices(choice, sizes, moe, basename(folder)):
         say(notice)
     dialed = choice.target.is_dialed(moe)
-
-    def in_megabytes(done: int, total: int) -> None:
-        on_progress("writing (MB)", done // 10**6, max(1, total // 10**6), {})
-
     with writing(f"the export to {out}"), atomic_folder(out, "config.json", REPLACED) as part:
-        choice.target.write(moe, tokenizer, part, options, in_megabytes)
+        choice.target.write(moe, tokenizer, part, options, _in_megabytes(on_progress))
         proof = None
         if proof_text is not None:
             check = Check(proof_text, dtype, moe.dtype, device, on_progress, far_tokens(moe))
@@ -157,6 +153,10 @@ def padding_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:
         f"the dense model takes {format_bytes(dense)}. It is for loading elsewhere, not for speed; experts.form = fine at "
         "conversion has no copies."
     )
+
+
+def _in_megabytes(on_progress: ProgressCallback) -> StageCallback:
+    return lambda done, total: on_progress("writing (MB)", done // 10**6, max(1, total // 10**6), {})
 
 
 def _proof_text(folder: Path, text: str | None, tokens: int) -> EvaluationText:
