@@ -113,7 +113,7 @@ class Stages:
             self.dense, str(self.moe), (1, 2), (8,), text=self.text, pairs=3, dtype="float32", device=self.device
         )
         assert {cell.device for cell in found.cells} == {self.device}
-        return torch.tensor([[c.dense_flops, c.moe_flops, c.dense_bytes, c.moe_bytes] for c in found.cells]).double()
+        return torch.tensor([[c.bound, c.dense_bytes, c.moe_bytes] for c in found.cells]).double()
 
     def export(self) -> Tensor:
         made = []

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from conftest import make_plan, tokens
 from pico_files import CommandLine, rows_from, small, write_pico, write_text
 from tomoe.data import sources
-from tomoe.data.evaluation_text import read_text
+from tomoe.data.corpus import Sequences
+from tomoe.data.evaluation_text import EvaluationText, read_text
 from tomoe.errors import UserError
 from tomoe.evaluation import evaluate, perplexity
 from tomoe.evaluation.compare import compare
@@ -59,6 +61,10 @@ def test_sliding_perplexity_is_that_of_single_tokens(llama: PreTrainedModel, str
         assert m.tokens == length - 1  # every token but the first
 
 
+def text_of(stream: Tensor, context: int, stride: int | None = None) -> EvaluationText:
+    return EvaluationText(Sequences(*sliding(stream, context, context)), "", stride=stride)
+
+
 def test_windows_are_views_and_hash_as_what_they_hold() -> None:
     stream = tokens(1, 500)[0]
     ids, mask = sliding(stream, 100, 3)
@@ -70,7 +76,7 @@ def test_windows_are_views_and_hash_as_what_they_hold() -> None:
 
 def test_routing_counts_each_token_of_overlapping_windows_once(llama: PreTrainedModel) -> None:
     moe = fold(llama, make_plan(llama, "off"))
-    (row,) = compare([("moe", moe)], *sliding(tokens(1, 41)[0], 12, 5), stride=5)
+    (row,) = compare([("moe", moe)], text_of(tokens(1, 41)[0], 12, 5))
     assert row.usage is not None
     assert row.usage.tokens == 41
 
@@ -103,7 +109,7 @@ def test_the_first_model_runs_over_the_text_once(llama: PreTrainedModel) -> None
     others = [("a", fold(llama, make_plan(llama, "off"))), ("b", fold(llama, make_plan(llama, "per_token")))]
     seen = []
     hook = llama.model.register_forward_hook(lambda _m, _i, out: seen.append(out.last_hidden_state.shape[1]))
-    rows = compare([("dense", llama), *others], ids, mask)
+    rows = compare([("dense", llama), *others], EvaluationText(Sequences(ids, mask), ""))
     hook.remove()
     assert seen.count(12) == 5
     for row, (_, model) in zip(rows[1:], others, strict=True):
@@ -121,9 +127,8 @@ def test_what_is_only_padding_does_not_run(llama: PreTrainedModel, stride: int |
     hook = moe.model.register_forward_hook(lambda _m, _i, out: lengths.append(out.last_hidden_state.shape[1]))
     for total, expected in ((9, [9]), (700, [600, 200 if stride else 100])):
         stream = tokens(1, total)[0]
-        ids, mask = sliding(stream, 600, stride or 600)
         lengths.clear()
-        (row,) = compare([("moe", moe)], ids, mask, stride=stride)
+        (row,) = compare([("moe", moe)], text_of(stream, 600, stride))
         # the first runs see how the model makes its logits
         assert lengths[-len(expected) :] == expected
         assert row.measurement.context_length == 600
@@ -140,11 +145,12 @@ def test_sequences_that_run_together_are_measured_as_alone(
     mask[2, 7:] = False
     moe = fold(llama, make_plan(llama, "off", form="fine"))
     pairs = [("dense", llama), ("moe", moe)]
-    alone = compare(pairs, ids, mask)
+    text = EvaluationText(Sequences(ids, mask), "")
+    alone = compare(pairs, text)
     sizes: list[int] = []
     hook = moe.model.register_forward_hook(lambda _m, _i, out: sizes.append(len(out.last_hidden_state)))
     monkeypatch.setattr(Predictions, "together", lambda *_: 2)
-    together = compare(pairs, ids, mask)
+    together = compare(pairs, text)
     hook.remove()
     assert sizes[-3:] == [2, 2, 1]
     for one, other in zip(alone, together, strict=True):
@@ -179,7 +185,7 @@ def test_a_model_is_named_by_its_folder_however_that_is_reached(
 ) -> None:
     (tmp_path / "around" / "here").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "around" / "here")
-    (row,) = compare([(given, llama)], *sliding(tokens(1, 41)[0], 12, 12))
+    (row,) = compare([(given, llama)], text_of(tokens(1, 41)[0], 12))
     assert row.name == shown
 
 

@@ -17,7 +17,7 @@ from pico_tokenizer import make_tokenizer
 from tomoe.cli.console import output
 from tomoe.cli.route import show_layer
 from tomoe.errors import UserError
-from tomoe.evaluation.routing_trace import RoutingTrace, pieces, trace_ids, trace_text
+from tomoe.evaluation.routing_trace import RoutingTrace, pieces, trace_ids
 from tomoe.moe.fold import fold
 from tomoe.plan import ALWAYS
 from tomoe.report import html
@@ -71,7 +71,7 @@ def test_what_cannot_be_traced_is_said() -> None:
     with pytest.raises(UserError, match="no routers: it is dense"):
         trace_ids(dense, make_tokenizer(), [5, 6])
     with pytest.raises(UserError, match="no text to route"):
-        trace_text(dense, make_tokenizer(), "")
+        trace_ids(dense, make_tokenizer(), [])
 
 
 def test_characters_of_several_tokens_stand_at_their_last() -> None:
@@ -114,7 +114,7 @@ class Spans(HTMLParser):
 
 def test_a_page_escapes_names_and_tokens(tmp_path: Path) -> None:
     words = [EVIL, "b\n", "", *"cdefghi", "j", "k"]
-    page = html.write_route_page(tmp_path / "x.html", EVIL, [(EVIL, trace_of(*words))], layer=1)
+    page = html.write_route_page(tmp_path / "x.html", EVIL, EVIL, trace_of(*words), layer=1)
     text = page.read_text(encoding="utf-8")
     spans = Spans(text)
     assert "img" not in spans.tags
@@ -124,7 +124,7 @@ def test_a_page_escapes_names_and_tokens(tmp_path: Path) -> None:
     assert spans.classes == ["x1", "x2", "x3", "x4", "x5", "x6", "x7", "x0 u1", "x1 u1", "x2 u1", "x3 u1", "x0"]
     data = re.search(r'<script type="application/json">(.*?)</script>', text)
     assert data is not None
-    assert json.loads(data[1]) == [trace_of(*words).experts]
+    assert json.loads(data[1]) == trace_of(*words).experts
     assert " 1  2  3  4  5  6  7  8  9 10 11  0" in text
     assert not re.search(r"https?://", text)
 
@@ -159,7 +159,7 @@ def test_a_page_lists_the_experts_of_a_token(tmp_path: Path) -> None:
         (0, ["x1 u2", "x2"], ["experts 17, 2, 40", "experts 2, 17, 1"]),
         (1, [], ["all use the same experts"] * 2),
     ):
-        page = html.write_route_page(tmp_path / "x.html", "t", [("text", trace)], layer)
+        page = html.write_route_page(tmp_path / "x.html", "t", "text", trace, layer)
         text = page.read_text(encoding="utf-8")
         assert Spans(text).classes == classes
         assert re.findall(r'title="([^"]+)">', text) == titles
@@ -168,12 +168,12 @@ def test_a_page_lists_the_experts_of_a_token(tmp_path: Path) -> None:
         assert ('class="note same" hidden' in text) == (layer == 0)
         data = re.search(r'<script type="application/json">(.*?)</script>', text)
         assert data is not None
-        assert json.loads(data[1]) == [[["17 2 40", "2 17 1"], ["", ""]]]
+        assert json.loads(data[1]) == [["17 2 40", "2 17 1"], ["", ""]]
 
 
 def test_a_page_lists_no_more_than_eight_experts_of_a_token(tmp_path: Path) -> None:
     trace = RoutingTrace(["a", "b"], [[9, 8]], 10, [[[9, 8, 7, 6, 5, 4, 3, 2, 1], [8, 7, 6, 5, 4, 3, 2, 1]]])
-    text = html.write_route_page(tmp_path / "x.html", "t", [("text", trace)]).read_text(encoding="utf-8")
+    text = html.write_route_page(tmp_path / "x.html", "t", "text", trace, 0).read_text(encoding="utf-8")
     titles = ["experts 9, 8, 7, 6, 5, 4, 3, 2, …", "experts 8, 7, 6, 5, 4, 3, 2, 1"]
     assert re.findall(r'title="([^"]+)">', text) == titles
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
 from tomoe.evaluation.speed.throughput import STEPS, Pair
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
 from tomoe.model.structure import shape_of
-from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import FEW_TOKENS, WAYS, choices_of
 from tomoe.pruning.inputs import plan_inputs
@@ -39,25 +37,21 @@ def pair() -> Pair:
     return Pair(dense, moe, tokens(4, 64)[0], max_seconds=60.0, pairs=3)
 
 
-def flops(pair: Pair, new: int, seen: int, moe: bool) -> int:
-    """2 m n k for every product: projections of the new tokens, scores and sums over all seen ones, one row of logits."""
-    config, total = pair.moe.config, 2 * D * VOCAB
+def weights_that_work(pair: Pair, moe: bool) -> int:
+    """On a token, of the decoder layers."""
+    config, total = pair.moe.config, 0
     for i in range(LAYERS):
         qk, values, width = (
             (config.tomoe_qk_dims[i], config.tomoe_value_dims[i], config.tomoe_expert_sizes[i]) if moe else (C, C, F)
         )
-        projections = D * (HEADS * qk + KV * qk + KV * values + HEADS * values) + 3 * D * width + (N * D if moe else 0)
-        total += 2 * new * projections + 2 * HEADS * new * seen * (qk + values)
+        total += D * (HEADS * qk + KV * qk + KV * values + HEADS * values) + 3 * D * width
     return total
 
 
-def test_operations_are_those_of_the_closed_form(pair: Pair) -> None:
-    ids = pair.rows(1, 12)
-    assert throughput.count_flops(pair.dense, ids) == (flops(pair, 12, 12, False), flops(pair, 1, 13, False))
-    found = throughput.count_flops(pair.moe, ids)
-    assert found == (flops(pair, 12, 12, True), flops(pair, 1, 13, True))
-    assert found[0] < flops(pair, 12, 12, False)
-    assert pair.moe.config.tomoe_expert_backend == "auto"
+def test_a_long_prompt_uses_all_inputs_so_nothing_bounds_it(pair: Pair, inputs: Any) -> None:
+    cell = replace(pair, moe=inputs, max_seconds=1e6).measure("prefill", 1, FEW_TOKENS + 1)
+    assert cell is not None
+    assert cell.bound == 1.0
 
 
 def test_bytes_of_weights_are_those_that_a_pass_needs(pair: Pair) -> None:
@@ -149,7 +143,9 @@ class RowsRead(TorchDispatchMode):
 @pytest.mark.parametrize("size", [(1, 1), (1, 2), (3, 4)], ids=["one token", "two tokens", "a batch"])
 @pytest.mark.parametrize("form", ["fine", "fine, a whole layer", "overlapping"])
 @pytest.mark.parametrize("family", ["qwen2", "llama3"], ids=["an output matrix of its own", "tied"])
-def test_bytes_are_the_rows_that_operators_read(family: str, form: str, size: tuple[int, int]) -> None:
+def test_bytes_are_the_rows_that_operators_read(
+    family: str, form: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     dense = make_pico(family)
     plan = make_plan(dense, "off", form=form.split(",")[0])
     moe = fold(dense, plan)
@@ -157,7 +153,10 @@ def test_bytes_are_the_rows_that_operators_read(family: str, form: str, size: tu
         moe.config.tomoe_experts_per_token[0] = moe.config.tomoe_num_experts
     moe.config.tomoe_expert_backend = "runs"
     ids = tokens(*size)
-    with torch.no_grad(), throughput.plain_ways(moe), RowsRead(moe) as read:
+    for step in ("router logits", "logits"):  # products that PyTorch sees
+        *_, last = WAYS[step]
+        monkeypatch.setitem(WAYS, step, {last: WAYS[step][last]})
+    with torch.no_grad(), RowsRead(moe) as read:
         moe(ids, logits_to_keep=1)
     lists = sum(t.numel() * t.element_size() for t in moe.state_dict().values() if not t.is_floating_point())
     assert throughput.touched_bytes(moe, ids) == read.bytes() + lists
@@ -181,26 +180,12 @@ def left_out(model: Any) -> int:
     return sum((c.width - c.count) * sum(len(p.weight) for p in c.projections) for c in choices_of(model))
 
 
-def test_inputs_that_a_token_does_not_choose_are_neither_read_nor_multiplied(pair: Pair, inputs: Any) -> None:
+def test_inputs_that_a_token_does_not_choose_are_not_read(pair: Pair, inputs: Any) -> None:
     ids = pair.rows(1, FEW_TOKENS + 1)
     assert throughput.touched_bytes(inputs, ids[:, :1]) == throughput.touched_bytes(
         pair.dense, ids[:, :1]
     ) - 4 * left_out(inputs)
     assert throughput.touched_bytes(inputs, ids) == throughput.touched_bytes(pair.dense, ids)
-    whole = throughput.count_flops(pair.dense, ids)
-    assert throughput.count_flops(inputs, ids) == (whole[0], whole[1] - 2 * left_out(inputs))
-    few = throughput.count_flops(pair.dense, ids[:, :2])[0]
-    assert throughput.count_flops(inputs, ids[:, :2])[0] == few - 4 * left_out(inputs)
-
-
-def test_counting_does_not_say_that_there_is_no_kernel(
-    pair: Pair, inputs: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(modeling_tomoe, "NOTED", set())
-    monkeypatch.setattr(throughput, "NOTED", modeling_tomoe.NOTED)
-    throughput.count_flops(inputs, pair.rows(1, FEW_TOKENS + 1))
-    assert caplog.messages == []
-    assert not modeling_tomoe.NOTED
 
 
 def test_bytes_of_a_few_tokens_are_those_of_the_inputs_that_some_token_chooses(pair: Pair, inputs: Any) -> None:
@@ -224,13 +209,6 @@ def test_bytes_of_a_few_tokens_are_those_of_the_inputs_that_some_token_chooses(p
     assert throughput.touched_bytes(inputs, ids) == throughput.touched_bytes(pair.dense, ids) - 4 * unread
 
 
-def test_rows_that_are_added_up_are_products(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on processors that have none of 16 bits."""
-    meant = throughput.count_flops(pair.moe, pair.rows(1, 12))
-    monkeypatch.setattr(modeling_tomoe, "multiplies", lambda dtype: False)
-    assert throughput.count_flops(pair.moe, pair.rows(1, 12)) == meant
-
-
 def test_a_tied_output_matrix_is_read_whole() -> None:
     dense = make_pico("llama3")
     assert throughput.touched_bytes(dense, tokens(1, 1)) == sum(p.numel() for p in dense.parameters()) * 4
@@ -243,23 +221,6 @@ def test_cache_bytes(pair: Pair) -> None:
     kept = sum(config.tomoe_qk_dims) + sum(config.tomoe_value_dims)
     assert kept < LAYERS * 2 * C
     assert throughput.cache_bytes_per_token(pair.moe, ids) == KV * kept * 4
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the pages of a process")
-def test_resident_memory_is_without_pages_of_files(tmp_path: Path) -> None:
-    """Weights that were copied from a mapped file may leave it mapped."""
-    size, cpu = 2**26, torch.device("cpu")
-    (tmp_path / "weights").write_bytes(bytes(size))
-    before = throughput.resident_bytes(cpu)
-    mapped = torch.from_file(str(tmp_path / "weights"), size=size, dtype=torch.uint8)
-    assert not mapped.any()  # every page of it is read
-    between = throughput.resident_bytes(cpu)
-    copied = mapped.clone()
-    after = throughput.resident_bytes(cpu)
-    assert before is not None
-    assert between is not None
-    assert after is not None
-    assert between - before < size / 2 < after - between < 1.5 * len(copied)
 
 
 def test_decoding_goes_on_from_the_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +263,9 @@ def test_compiled_decoding_makes_the_same_logits_with_a_static_cache(pair: Pair)
     meant = pair.moe(ids).logits[:, 5:]
     for first in range(0, len(made), STEPS):
         torch.testing.assert_close(torch.cat(made[first : first + STEPS], 1), meant, atol=1e-4, rtol=0)
-    assert cell.dense_bytes == both.measure("decode", 2, 5).dense_bytes
+    eager = both.measure("decode", 2, 5)
+    assert eager is not None
+    assert cell.dense_bytes == eager.dense_bytes
 
 
 def test_rows_are_the_text_again_and_again(pair: Pair) -> None:
@@ -327,8 +290,7 @@ def test_cells(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cell.dense_s, cell.moe_s, cell.ratio) == (8.0, 4.0, 2.0)
     assert (cell.ratio_low, cell.ratio_high) == (1.5, 2.5)
     assert (cell.phase, cell.batch, cell.prompt, cell.dtype, cell.runs) == ("prefill", 2, 8, "float32", 3)
-    assert (cell.dense_flops, cell.moe_flops) == (2 * flops(pair, 8, 8, False), 2 * flops(pair, 8, 8, True))
-    assert cell.bound == flops(pair, 8, 8, False) / flops(pair, 8, 8, True)
+    assert cell.bound == weights_that_work(pair, False) / weights_that_work(pair, True)
     assert (cell.backend, cell.verdict) == (ways(pair.moe, 16), "faster")
     assert replace(cell, ratio_low=0.9).verdict == "even"
     assert replace(cell, ratio_low=0.7, ratio_high=0.9).verdict == "SLOWER"
@@ -346,38 +308,20 @@ def test_all_cells_and_what_would_take_too_long(pair: Pair, monkeypatch: pytest.
         ("decode", 1, 6),
         ("decode", 8, 2),
     ]
-    assert [line.split(":")[0] for line in left_out] == [
-        "prefill of 8 x 2 tokens",
-        "prefill of 8 x 6 tokens",
-        "decode of 8 x 6 tokens",
-    ]
+    assert left_out == ["prefill of 8 x 2 tokens", "prefill of 8 x 6 tokens", "decode of 8 x 6 tokens"]
+    memory = Memory(1, 1)
+    said = timings.footnote(Benchmark("dense", "moe", "text", None, memory, memory, (), tuple(left_out), {}))
+    assert "prefill of 8 x 6 tokens, decode of 8 x 6 tokens" in said
     assert progress == [(i, 8) for i in range(9)]
-
-
-def test_cells_that_are_missing_are_named_by_their_reason() -> None:
-    memory = Memory(1, None, 1)
-    slow = [
-        f"{phase} of 8 x {n} tokens: would take longer than 60 s" for n in (2, 6) for phase in ("prefill", "decode")
-    ]
-    said = timings.footnote(
-        Benchmark("dense", "moe", "text", None, memory, memory, (), (*slow, "decode of 1 x 2 tokens: took 99 s"), {})
-    )
-    assert said.count("would take longer than 60 s") == 1
-    assert (
-        "prefill of 8 x 6 tokens, decode of 8 x 6 tokens: would take longer than 60 s; decode of 1 x 2 tokens: took"
-        in said
-    )
 
 
 def some_cell(phase: str, batch: int, prompt: int) -> Cell:
     count = float(batch * (prompt if phase == "prefill" else 1))
-    return Cell(phase, batch, prompt, "float32", "cpu", 1, "runs", 3, count, count, 1.0, 0.8, 0.9, 10, 5, 8, 4, 2.0)
+    return Cell(phase, batch, prompt, "float32", "cpu", 1, "runs", 3, count, count, 1.0, 0.8, 0.9, 8, 4, 2.0)
 
 
-def test_a_cell_that_is_too_slow_says_so(pair: Pair) -> None:
-    said = replace(pair, max_seconds=1e-9).measure("decode", 1, 8)
-    assert isinstance(said, str)
-    assert "decode of 1 x 8 tokens" in said
+def test_a_cell_that_is_too_slow_is_left_out(pair: Pair) -> None:
+    assert replace(pair, max_seconds=1e-9).measure("decode", 1, 8) is None
 
 
 def test_which_way_the_experts_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,7 +416,6 @@ def test_the_command(tomoe: CommandLine, tmp_path: Path, converted: Path) -> Non
         assert {"dtype", "dense_s", "moe_s", "ratio", "ratio_low", "ratio_high", "verdict", "backend"} <= set(cell)
         assert min(cell["same_kernel_s"], cell["choice_ratio"]) > 0
         assert cell["ratio_low"] <= cell["ratio"] <= cell["ratio_high"]
-        assert cell["moe_flops"] < cell["dense_flops"]
         assert cell["moe_bytes"] < cell["dense_bytes"]
     for words in (
         "prefill",

@@ -23,7 +23,7 @@ from tomoe.cli import main
 from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
-from tomoe.evaluation.evaluate import training_overlap
+from tomoe.evaluation.compare import training_overlap
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss
 from tomoe.model.loading import load_tokenizer
 from tomoe.plan import FINETUNED, Plan

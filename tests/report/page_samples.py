@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from conftest import make_pico, make_plan
+from tomoe.data.corpus import Sequences
+from tomoe.data.evaluation_text import EvaluationText
 from tomoe.evaluation.compare import compare
-from tomoe.evaluation.perplexity import TokenLosses
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.writing.loops import Variety
 from tomoe.moe.fold import fold
 from tomoe.recipe.conversion import Recipe
-from tomoe.report.figures import all_figures
+from tomoe.report.figures import dial_figure
 from tomoe.report.page import Generation, PageFacts
 
 EVIL = "</script><img src=x onerror=alert(1)><svg onload=alert(2)> & \"more\" 'x' {{ 7 * 7 }} $x$"
@@ -25,7 +26,7 @@ COST = {
     "device": "cpu",
     "threads": 2,
 }
-_CELL = Cell("decode", 1, 8, "float32", "cpu", 1, "runs", 3, 1.0, 0.8, 1.25, 1.2, 1.3, 10, 5, 8, 4, 2.0)
+_CELL = Cell("decode", 1, 8, "float32", "cpu", 1, "runs", 3, 1.0, 0.8, 1.25, 1.2, 1.3, 8, 4, 2.0)
 
 
 def cell(**changes: Any) -> Cell:
@@ -41,17 +42,18 @@ def hostile_facts() -> PageFacts:
     plan = replace(plan, recipe=recipe, source="0" * 64, notes={"steps": 8, "torch": EVIL})
     ids = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(1))
     models = [(f"dense {EVIL}", dense), (f"moe {EVIL}", fold(dense, plan))]
-    rows = compare(models, ids, torch.ones_like(ids, dtype=torch.bool), data=EVIL)
-    metrics = [{"step": i, "distill": 1 / i} for i in range(1, 9)]
-    cells = [cell(dtype=EVIL)]
+    text = EvaluationText(Sequences(ids, torch.ones_like(ids, dtype=torch.bool)), EVIL)
+    rows = compare(models, text)
+    cells = [cell(backend=EVIL)]
+    dial = [rows[0], *(replace(rows[1], experts_per_token=k) for k in (1, 2))]
     return PageFacts(
         title=f"t {EVIL}",
         plan=plan,
         rows=rows,
         generations=[Generation(f"p {EVIL}", [(f"model {EVIL}", f"a {EVIL}"), ("moe", "b\n  c")])],
-        figures=all_figures(plan, metrics, cells),
+        dial=dial,
+        figure=dial_figure(dial, plan),
         cost=COST,
         cells=cells,
-        losses=TokenLosses([1.0], [2.0]),
         varieties=[Variety(f"model {EVIL}", 8, 64, looped, 0.5) for looped in (1, 3)],
     )

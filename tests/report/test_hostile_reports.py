@@ -14,7 +14,6 @@ from test_card import measured, plan_of
 
 from damage import odd_copies
 from tomoe.errors import UserError
-from tomoe.evaluation.perplexity import TokenLosses
 from tomoe.evaluation.results import to_json
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.writing.loops import Variety
@@ -22,13 +21,12 @@ from tomoe.files import sha256
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import build, page
 from tomoe.report.card import write_card
-from tomoe.report.figures import throughput_figure
 from tomoe.report.page import Generation, PageFacts
 
 pytestmark = pytest.mark.slow
 
-LOSSES, LOOPS = TokenLosses([1.0], [2.0]), [Variety("m", 8, 64, 1, 0.5)] * 2
-OBSERVED = build.Observed(build.FORMAT, "0", [Generation("p", [("m", "t")])], LOSSES, LOOPS)
+LOOPS = [Variety("m", 8, 64, 1, 0.5)] * 2
+OBSERVED = build.Observed(build.FORMAT, "0", [Generation("p", [("m", "t")])], LOOPS)
 
 
 def show_page(folder: Path, **facts: Any) -> None:
@@ -36,11 +34,10 @@ def show_page(folder: Path, **facts: Any) -> None:
 
 
 def show_observed(observed: build.Observed, folder: Path) -> None:
-    show_page(folder, generations=observed.generations, losses=observed.losses, varieties=observed.varieties)
+    show_page(folder, generations=observed.generations, varieties=observed.varieties)
 
 
 def show_cells(cells: list[Cell], folder: Path) -> None:
-    throughput_figure(cells)
     show_page(folder, cells=cells)
 
 
@@ -51,7 +48,7 @@ def show_cells(cells: list[Cell], folder: Path) -> None:
         (list[Cell], [asdict(cell())], show_cells, 20),
         (build.Observed, asdict(OBSERVED), show_observed, 10),
     ],
-    ids=["costs", "cells", "texts and losses"],
+    ids=["costs", "cells", "texts"],
 )
 def test_odd_values_are_shown_or_refused(
     kind: Any, values: Any, show: Callable[[Any, Path], object], least_shown: int, tmp_path: Path
@@ -59,7 +56,7 @@ def test_odd_values_are_shown_or_refused(
     copies, shown, refused = list(odd_copies(json.loads(json.dumps(values)))), 0, 0
     for odd in copies:
         try:
-            checked = build._checked(tmp_path / "file.json", kind, odd)
+            checked = build.checked(tmp_path / "file.json", kind, odd)
         except UserError as error:
             refused += "file.json" in str(error) and "\n" not in str(error)
             continue
@@ -70,9 +67,8 @@ def test_odd_values_are_shown_or_refused(
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A converted folder without weights, as far as a report of what was measured before needs it."""
-    monkeypatch.setattr(build, "all_figures", lambda *_: [])
     out, plan = tmp_path / "moe", plan_of("self")
     plan.save(out)
     (out / "run").mkdir()

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-import torch
-import torch.nn.functional as F
 from page_samples import cell
 from test_card import measured
 from test_warnings import row
 
-from conftest import make_pico, make_plan, tokens
-from tomoe.evaluation.perplexity import TokenLosses, token_losses
 from tomoe.evaluation.results import Row, TaskScore
 from tomoe.evaluation.writing.loops import Variety
-from tomoe.moe.fold import fold
-from tomoe.report.verdict import gained, loss_sentence, lost
+from tomoe.report.verdict import gained, lost
 
 
 def scored(value: float) -> TaskScore:
@@ -63,28 +57,3 @@ def test_what_was_not_timed_is_said() -> None:
     said = gained(measured(), [])
     assert said.startswith("Speed was not measured: the commands below do it. ")
     assert "weights work on a token" in said
-
-
-def test_losses_are_those_of_each_model() -> None:
-    dense = make_pico("llama")
-    moe = fold(dense, make_plan(dense, "off"))
-    ids = tokens(1, 12)[0]
-    found = token_losses(dense, moe, ids.tolist())
-    assert found is not None
-    for model, losses in ((dense, found.dense), (moe, found.moe)):
-        with torch.no_grad():
-            expected = F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
-        torch.testing.assert_close(torch.tensor(losses), expected)
-    assert found.dense != found.moe
-    assert token_losses(dense, moe, [3]) is None
-
-
-def test_losses_that_do_not_belong_to_their_tokens() -> None:
-    with pytest.raises(ValueError, match="one loss in each model"):
-        TokenLosses([1.0, 2.0], [1.0])
-
-
-def test_the_spread_of_the_loss() -> None:
-    said = loss_sentence(TokenLosses([1.0, 2.0, 3.0, 0.5], [1.5, 1.0, 7.25, 0.5]))
-    assert "Of 4 tokens of the held-out text 2 cost it more than the dense model, +0.94 nats on average" in said
-    assert "without the tenth that cost most more, -0.17." in said

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from tomoe import files, plan
 from tomoe.cli import options
 from tomoe.cli.console import describe_step, output, show_warnings
 from tomoe.errors import UserError
-from tomoe.evaluation import results
+from tomoe.evaluation import results, tables
 from tomoe.model import checks
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
@@ -80,14 +79,8 @@ def _show_plan(loaded: plan.AnyPlan, findings: list[warnings.Finding], as_json: 
         holds = {"layers": loaded.describe(), "totals": totals, "warnings": [asdict(finding) for finding in findings]}
         typer.echo(json.dumps(holds, indent=2))
         return
-    table = Table()
-    titles, body = summary.layer_table(loaded)
-    for title in titles:
-        table.add_column(title, justify="right")
-    for row in body:
-        table.add_row(*row)
     console = output()
-    console.print(table)
+    console.print(tables.rich_table(*summary.layer_table(loaded)))
     console.say(
         *(f"{name}: {text}" for name, text in summary.conversion_summary(loaded)),
         f"{totals['active_decoder_params']:,} of {totals['decoder_params']:,} decoder parameters are active "

@@ -44,14 +44,14 @@ def route(
 
     quiet_libraries()
     loaded, tokenizer = loading.load(model)
-    trace = routing_trace.trace_text(loaded, tokenizer, passage, tokens)
+    trace = routing_trace.trace_ids(loaded, tokenizer, tokenizer(passage, verbose=False)["input_ids"][:tokens])
     last = len(trace.experts) - 1
     if layer is not None and layer > last:
         raise UserError(f"there is no layer {layer}: the model has the layers 0 to {last}")
     if html is not None:
         source = file.name if file else "text"
         shown_first = trace.first_choice() if layer is None else layer
-        page = pages.write_route_page(html, f"Experts of {basename(model)}", [(source, trace)], shown_first)
+        page = pages.write_route_page(html, f"Experts of {basename(model)}", source, trace, shown_first)
         typer.echo(f"The page is {page}.")
         return
     console = output()

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from tomoe import distributed
+from tomoe.data.corpus import Sequences, joined
+from tomoe.data.evaluation_text import EvaluationText
+from tomoe.evaluation.overlap import kept_corpora, shared_share
 from tomoe.evaluation.param_counts import model_facts
-from tomoe.evaluation.perplexity import Predictions, measure, new_tokens
+from tomoe.evaluation.perplexity import Predictions, measure, new_tokens, sliding
 from tomoe.evaluation.results import Row, TaskScore
+from tomoe.evaluation.tasks import TaskSet
 from tomoe.evaluation.usage import ExpertCounter
 from tomoe.files import basename
+from tomoe.model.loading import load_tokenizer
 from tomoe.moe.active_experts import is_fine
 from tomoe.moe.modeling_tomoe import choosing_all
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 
 
 def compare(
-    models: Iterable[tuple[str, nn.Module]],
-    input_ids: Int[Tensor, "B S"],
-    mask: Bool[Tensor, "B S"],
-    *,
-    stride: int | None = None,
-    data: str = "",
-    seed: int | None = None,
-    tasks: Callable[[str, Any], Sequence[TaskScore]] | None = None,
+    models: Iterable[tuple[str, PreTrainedModel]],
+    text: EvaluationText,
     on_progress: ProgressCallback = no_progress,
+    tasks: TaskSet | None = None,
 ) -> list[Row]:
-    """Measure (name, model) pairs on the same sequences; the first, dense one, which runs once, is the reference of all
-    others. `models` may load as it goes: beside the reference one is alive at a time. A name that is a path shows as its last
-    part. `tasks` gives the scores of a (name, model). Several processes divide the sequences. Raises UserError as `measure`
-    does."""
+    """Measure (name, model) pairs on the same text; the first, dense one, which runs once, is the reference of all others.
+    `models` may load as it goes: beside the reference one is alive at a time. A name that is a path shows as its last part.
+    Several processes divide the sequences; tasks run in process 0 alone. Raises UserError as `measure` does."""
+    input_ids, mask = text.sequences.input_ids, text.sequences.mask
+    if text.stride is not None:
+        input_ids, mask = sliding(input_ids[mask], input_ids.shape[1], text.stride)
     rows: list[Row] = []
     reference = None
     for model_name, model in models:
@@ -48,7 +50,7 @@ def compare(
         counter = ExpertCounter(model)
 
         def count(group: list[int], counter: ExpertCounter = counter) -> None:
-            counter.count(torch.stack([new_tokens(mask, b, stride) for b in group]))
+            counter.count(torch.stack([new_tokens(mask, b, text.stride) for b in group]))
 
         predictions = Predictions(model, keep=reference is None)
         # also in prompts and batches, which decoding on its own would run whole
@@ -60,16 +62,16 @@ def compare(
                 reference,
                 stage_callback(on_progress, f"evaluating {name}"),
                 ran=count,
-                stride=stride,
+                stride=text.stride,
                 name=name,
-                data=data,
-                seed=seed,
+                data=text.name,
+                seed=text.seed,
             )
-        counter.collect()
-        with choosing_all(model):
-            scores = tuple(tasks(model_name, model)) if tasks else ()
+            counter.collect()
+            scores = _scores(model_name, model, tasks, on_progress)
         facts = model_facts(model, path if path.exists() else None)
-        rows.append(Row(measured, facts, counter.usage(), None, scores, number))
+        overlap = training_overlap(model_name, text.sequences)
+        rows.append(Row(measured, facts, counter.usage(), overlap, scores, number))
         reference = reference or predictions
         del model, predictions, counter, count  # before the next one is loaded
     return rows
@@ -78,3 +80,22 @@ def compare(
 def experts_per_token(model: Any) -> int | None:
     """The most fine-grained experts that a token uses in any layer; None for other models."""
     return getattr(model.config, model.config.top_k_key) if is_fine(getattr(model, "config", None)) else None
+
+
+def _scores(
+    name: str, model: PreTrainedModel, tasks: TaskSet | None, on_progress: ProgressCallback
+) -> tuple[TaskScore, ...]:
+    if tasks is None or distributed.rank():
+        return ()
+    title = basename(name)
+    return tasks.run(model, load_tokenizer(name), lambda task, *progress: on_progress(f"{task} of {title}", *progress))
+
+
+def training_overlap(name: str, text: Sequences) -> float | None:
+    """Share of the text's tokens (0 to 1) that stand, in runs of 13 tokens, in the text of calibration, training and
+    fine-tuning that a converted folder kept; None if `name` is no such folder."""
+    corpora = kept_corpora(Path(name))
+    if not corpora:
+        return None
+    fitted = [part for corpus in corpora for part in (corpus.train, corpus.calibration)]
+    return shared_share(text, joined(fitted))

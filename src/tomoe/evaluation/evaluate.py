@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from tomoe import distributed
-from tomoe.data.corpus import Sequences, joined
 from tomoe.data.evaluation_text import CONTEXT, EvaluationText, held_out_text, read_text
 from tomoe.data.sources import find
 from tomoe.errors import UserError
 from tomoe.evaluation.compare import compare
-from tomoe.evaluation.overlap import kept_corpora, shared_share
-from tomoe.evaluation.perplexity import sliding
-from tomoe.evaluation.results import DIAL, Row, TaskScore, to_json
+from tomoe.evaluation.results import DIAL, Row, to_json
 from tomoe.evaluation.tasks import TaskSet
-from tomoe.files import atomic_write, basename
+from tomoe.files import atomic_write
 from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
@@ -88,7 +84,7 @@ def evaluate(
         context = min(CONTEXT, max_positions(first[1].config) or CONTEXT)
         loaded = itertools.chain([first], loaded)
     evaluation = _evaluation_text(models, None if text is None else str(text), context, stride, tokens)
-    return compare_on(loaded, evaluation, on_progress, tasks)
+    return compare(loaded, evaluation, on_progress, tasks)
 
 
 def dial_settings(models: Sequence[str], active: Sequence[float]) -> list[tuple[str, Setting | None]]:
@@ -172,51 +168,3 @@ def _evaluation_text(
             "context or a stride"
         )
     return evaluation if tokens is None else replace(evaluation, sequences=evaluation.sequences.truncate(tokens))
-
-
-def compare_on(
-    models: Iterable[tuple[str, PreTrainedModel]],
-    evaluation: EvaluationText,
-    on_progress: ProgressCallback = no_progress,
-    tasks: TaskSet | None = None,
-) -> list[Row]:
-    """Measure loaded models on one text, as `compare` does, and how much of it each was fitted on (`training_overlap`).
-    Raises UserError if the text does not fit a model."""
-    overlaps: list[float | None] = []
-
-    def overlapping() -> Iterator[tuple[str, PreTrainedModel]]:
-        for name, model in models:
-            overlaps.append(training_overlap(name, evaluation.sequences))
-            yield name, model
-
-    def scores(name: str, model: PreTrainedModel) -> tuple[TaskScore, ...]:
-        assert tasks is not None
-        title = basename(name)
-        return tasks.run(
-            model, load_tokenizer(name), lambda task, *progress: on_progress(f"{task} of {title}", *progress)
-        )
-
-    sequences = evaluation.sequences
-    inputs = (sequences.input_ids, sequences.mask)
-    if evaluation.stride is not None:
-        inputs = sliding(sequences.input_ids[sequences.mask], sequences.input_ids.shape[1], evaluation.stride)
-    rows = compare(
-        overlapping(),
-        *inputs,
-        stride=evaluation.stride,
-        data=evaluation.name,
-        seed=evaluation.seed,
-        tasks=scores if tasks and not distributed.rank() else None,
-        on_progress=on_progress,
-    )
-    return [replace(row, training_overlap=overlap) for row, overlap in zip(rows, overlaps, strict=True)]
-
-
-def training_overlap(name: str, text: Sequences) -> float | None:
-    """Share of the text's tokens (0 to 1) that stand, in runs of 13 tokens, in the text of calibration, training and
-    fine-tuning that a converted folder kept; None if `name` is no such folder."""
-    corpora = kept_corpora(Path(name))
-    if not corpora:
-        return None
-    fitted = [part for corpus in corpora for part in (corpus.train, corpus.calibration)]
-    return shared_share(text, joined(fitted))

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 import transformers
 from jaxtyping import Bool, Float, Int
-from pydantic import Field
 from torch import Tensor, nn
 
 from tomoe import distributed
 from tomoe.errors import UserError
-from tomoe.evaluation.results import Measurement, Number, Span
+from tomoe.evaluation.results import Measurement, Span
 from tomoe.files import basename
 from tomoe.model.shape import ceil_div
 from tomoe.model.tokens import check_ids
-from tomoe.moe.modeling_tomoe import choosing_all
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.version import __version__
 
@@ -200,34 +196,20 @@ def _sum_sequences(
         for each in both:
             each.run(group, input_ids, mask)
         for b in group:
-            _sum_spans(sums[b], ends, predictions, ref, b, input_ids[b], mask[b], new_tokens(mask, b, stride))
+            scored = (mask[b, :-1] & new_tokens(mask, b, stride)[1:]).nonzero().squeeze(1)
+            states, head = predictions.sequence(b, scored)
+            ref_states, ref_head = (None, None) if ref is None else ref.sequence(b, scored)
+            targets = input_ids[b, 1:][scored.to(input_ids.device)]
+            # the token that is predicted, not the one before it, has the position
+            bounds = torch.searchsorted(scored + 1, torch.tensor([0, *ends], device=scored.device)).tolist()
+            for span, (i, j) in enumerate(pairwise(bounds)):
+                reference = None if ref_states is None or ref_head is None else (ref_states[i:j], ref_head)
+                sums[b, span] = _score(states[i:j], head, targets[i:j], reference)
         if ran:
             ran(group)
         progress(min(group[-1] + distributed.world_size(), len(input_ids)), len(input_ids))
     distributed.all_reduce_(sums)
     return sums
-
-
-def _sum_spans(
-    sums: Float[Tensor, "P 4"],
-    ends: list[int],
-    predictions: Predictions,
-    ref: Predictions | None,
-    b: int,
-    ids: Int[Tensor, " S"],
-    real: Bool[Tensor, " S"],
-    new: Bool[Tensor, " S"],
-) -> None:
-    """Write the sums of each span of sequence b, which has just run, into `sums`."""
-    scored = (real[:-1] & new[1:]).nonzero().squeeze(1)
-    states, head = predictions.sequence(b, scored)
-    ref_states = None if ref is None else ref.sequence(b, scored)
-    targets = ids[1:][scored.to(ids.device)]
-    # the token that is predicted, not the one before it, has the position
-    bounds = torch.searchsorted(scored + 1, torch.tensor([0, *ends], device=scored.device)).tolist()
-    for span, (i, j) in enumerate(pairwise(bounds)):
-        own = None if ref_states is None else (ref_states[0][i:j], ref_states[1])
-        sums[span] = _score(states[i:j], head, targets[i:j], own)
 
 
 def ratio_error(sums: Float[Tensor, " B"], tokens: Float[Tensor, " B"]) -> float | None:
@@ -283,11 +265,6 @@ def forward_sequences(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Boo
     return part(input_ids=input_ids.to(device), attention_mask=attention_mask, use_cache=False)
 
 
-def forward_sequence(model: nn.Module, input_ids: Int[Tensor, " S"], mask: Bool[Tensor, " S"], inner: bool) -> Any:
-    """`forward_sequences` of one."""
-    return forward_sequences(model, input_ids[None], mask[None], inner)
-
-
 def has_inner(model: Any) -> bool:
     """Whether the model keeps a body apart from its output matrix, as transformers' causal LMs do."""
     return isinstance(getattr(model, "base_model", None), nn.Module) and model.base_model is not model
@@ -298,13 +275,12 @@ def _makes_plain_logits(model: Any, ids: Int[Tensor, " S"]) -> bool:
     some families scale or cap their logits and name that as they like."""
     if not has_inner(model) or not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         return False
-    real = torch.ones_like(ids[:PROBE], dtype=torch.bool)
-    states = getattr(forward_sequence(model, ids[:PROBE], real, inner=True), "last_hidden_state", None)
+    few = ids[None, :PROBE]
+    real = torch.ones_like(few, dtype=torch.bool)
+    states = getattr(forward_sequences(model, few, real, inner=True), "last_hidden_state", None)
     if states is None:
         return False
-    return torch.equal(
-        model.get_output_embeddings()(states), forward_sequence(model, ids[:PROBE], real, inner=False).logits
-    )
+    return torch.equal(model.get_output_embeddings()(states), forward_sequences(model, few, real, inner=False).logits)
 
 
 def _score(
@@ -332,29 +308,3 @@ def _score(
         p = log_p.exp()
         sums[2] += log_p.sub_(log_q).mul_(p).sum(-1).double().sum()
     return sums
-
-
-@dataclass(frozen=True)
-class TokenLosses:
-    """The loss of every token after the first, in nats, in the dense model and in the MoE."""
-
-    dense: Annotated[list[Number], Field(min_length=1)]
-    moe: list[Number]
-
-    def __post_init__(self) -> None:
-        """Raises ValueError unless there are two losses for each token; a file may hold anything."""
-        if len(self.dense) != len(self.moe):
-            raise ValueError("a token does not have one loss in each model")
-
-
-def token_losses(dense: nn.Module, moe: nn.Module, ids: Sequence[int]) -> TokenLosses | None:
-    """Run the tokens through both models once; None for fewer than two tokens."""
-    if len(ids) < 2:
-        return None
-    losses = []
-    for model in (dense, moe):
-        tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
-        with torch.no_grad(), evaluating(model), choosing_all(model):
-            logits = model(tokens, use_cache=False).logits[0, :-1].float()
-        losses.append(F.cross_entropy(logits, tokens[0, 1:].to(logits.device), reduction="none").tolist())
-    return TokenLosses(*losses)

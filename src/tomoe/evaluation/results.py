@@ -44,15 +44,15 @@ Shares = Annotated[
 _adapter = cache(TypeAdapter)  # making one takes longer than using it
 
 
-def validated(kind: type[T], values: object, what: str) -> T:
-    """`values`, read from JSON, as a `kind`. Raises UserError with `what` and the first place that is wrong."""
+def checked(path: Path, kind: type[T], values: object) -> T:
+    """`values`, read from JSON in a file, as a `kind`. Raises UserError with the file and the first place that is wrong."""
     try:
         return _adapter(cast(Any, kind)).validate_python(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])[:100]
         reason = f"at {place!r}: {first['msg']}" if place else first["msg"]
-        raise UserError(f"this is no {what} ({reason}); measure again") from None
+        raise UserError(f"{path} is damaged ({reason}); measure again") from None
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,4 @@ def read_rows(folder: Path, name: str = "evaluation.json") -> list[Row]:
     values = read_json(path)
     if values.get("format") != FORMAT:
         return []
-    try:
-        return validated(list[Row], values.get("rows"), "comparison of models")
-    except UserError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
+    return checked(path, list[Row], values.get("rows"))

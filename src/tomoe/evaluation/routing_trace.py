@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.evaluation.perplexity import evaluating, forward_sequence, has_inner
+from tomoe.evaluation.perplexity import evaluating, forward_sequences, has_inner
 from tomoe.evaluation.results import Count
 from tomoe.evaluation.usage import routers
 from tomoe.model.hooks import hooked
@@ -102,15 +102,7 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
 
     hooks = hooked(router.register_forward_hook(record) for router in top_ks)
     with hooks, torch.no_grad(), evaluating(model):
-        tokens = torch.tensor(list(ids))
+        tokens = torch.tensor([list(ids)])
         check_ids(tokens, model)
-        forward_sequence(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=has_inner(model))
+        forward_sequences(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=has_inner(model))
     return RoutingTrace(pieces(tokenizer, ids), rows, width, chosen)
-
-
-def trace_text(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int | None = None
-) -> RoutingTrace:
-    """Trace a text, or its first `max_tokens` tokens, as `trace_ids` does."""
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    return trace_ids(model, tokenizer, list(ids)[:max_tokens])

@@ -184,14 +184,13 @@ def to_rich(rows: Sequence[Row]) -> Table:
     """The same table for the terminal, without the columns that the footnote repeats: it should fit 80 characters."""
     titles, body = table(rows)
     kept = [i for i, title in enumerate(titles) if title not in ("tokens", "context")]
-    shown = _rich([titles[i].replace(" ", "\n", 1) for i in kept], [[values[i] for i in kept] for values in body])
-    shown.caption = escape(footnote(rows))
-    shown.caption_justify = "left"
-    return shown
+    kept_titles = [titles[i].replace(" ", "\n", 1) for i in kept]
+    return rich_table(kept_titles, [[values[i] for i in kept] for values in body], footnote(rows))
 
 
-def _rich(titles: Sequence[str], body: Sequence[Sequence[str]]) -> Table:
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def rich_table(titles: Sequence[str], body: Sequence[Sequence[str]], caption: str = "") -> Table:
+    """A table for the terminal, its first column on the left; nothing in it is read as markup."""
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=escape(caption) or None, caption_justify="left")
     for i, title in enumerate(titles):
         shown.add_column(escape(title), justify="right" if i else "left", overflow="fold")
     for values in body:
@@ -203,4 +202,4 @@ def more_to_rich(rows: Sequence[Row]) -> list[Group]:
     """Spans of positions, then tasks, each with its footnote, for the terminal; those that were not measured are left out."""
     parts = (position_table(rows), POSITIONS), (task_table(rows), task_footnote(rows))
     # no caption: that is folded at the width of the table
-    return [Group(_rich(titles, body), Text(note)) for (titles, body), note in parts if titles]
+    return [Group(rich_table(titles, body), Text(note)) for (titles, body), note in parts if titles]

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tomoe.errors import UserError
-from tomoe.evaluation.perplexity import CHUNK, evaluating, forward_sequence
+from tomoe.evaluation.perplexity import CHUNK, evaluating, forward_sequences
 from tomoe.progress import StageCallback, no_stage_progress
 
 Positions = tuple[Tensor, Tensor, Tensor]
@@ -104,8 +104,9 @@ def record(
     """Run a model whose logits are its output matrix times final hidden states, as in every model that ToMoE converts."""
     states = []
     with evaluating(model):
-        for b, (ids, real) in enumerate(zip(input_ids, mask, strict=True)):
-            states.append(forward_sequence(model, ids, real, inner=True).last_hidden_state[0].cpu())
+        for b in range(len(input_ids)):
+            one = slice(b, b + 1)
+            states.append(forward_sequences(model, input_ids[one], mask[one], inner=True).last_hidden_state[0].cpu())
             on_progress(b + 1, len(input_ids))
     return Recorded(model.get_output_embeddings(), states)
 

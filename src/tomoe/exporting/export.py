@@ -156,16 +156,7 @@ def padding_notice(moe: ToMoEForCausalLM, sizes: Sizes) -> str | None:
 
 
 def _in_megabytes(on_progress: ProgressCallback) -> StageCallback:
-    """Report bytes as megabytes, and only when that number changes: many tensors are smaller."""
-    reported = -1
-
-    def on_bytes(done: int, total: int) -> None:
-        nonlocal reported
-        if done // 10**6 > reported:
-            reported = done // 10**6
-            on_progress("writing (MB)", reported, max(1, total // 10**6), {})
-
-    return on_bytes
+    return lambda done, total: on_progress("writing (MB)", done // 10**6, max(1, total // 10**6), {})
 
 
 def _proof_text(folder: Path, text: str | None, tokens: int) -> EvaluationText:

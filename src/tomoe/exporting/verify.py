@@ -109,19 +109,19 @@ class StockRouter:
     largest: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class RouterAgreement:
     """Routers of the converted model and of the export, on the same inputs; choices: tokens times layers; same: share of them
     with the same experts; furthest_logits: how far the logit of an expert that is left out is above that of one that is
     chosen, at most (in `layer`); furthest: in units of what rounding can do; weight_error: largest distance of a weight from
     1; weight_bound: what it may be."""
 
-    choices: int
-    same: float
-    furthest_logits: float
-    furthest: float
-    weight_error: float
     weight_bound: float
+    choices: int = 0
+    same: float = 1.0
+    furthest_logits: float = 0.0
+    furthest: float = 0.0
+    weight_error: float = 0.0
     layer: int = 0
 
     @property
@@ -150,17 +150,13 @@ class RouterAgreement:
         return None
 
 
-@dataclass
 class RouterCheck:
-    """Compares the routers of an export with those of the converted model while that one runs."""
+    """Compares the routers of an export with those of the converted model while that one runs; `found` is what it found."""
 
-    routers: Mapping[int, StockRouter]
-    choices: int = 0
-    same: int = 0
-    furthest_logits: float = 0.0
-    furthest: float = 0.0
-    weight_error: float = 0.0
-    layer: int = 0
+    def __init__(self, routers: Mapping[int, StockRouter]):
+        self.routers = routers
+        bound = max((router.form.weight_error for router in routers.values()), default=0.0)
+        self.found = RouterAgreement(weight_bound=bound)
 
     def hooks(self, moe: ToMoEForCausalLM) -> Iterator[RemovableHandle]:
         """Hooks on the layers of the converted model, each run of which is then counted."""
@@ -183,19 +179,14 @@ class RouterCheck:
         best_left = logits.masked_fill(chosen == 1, -torch.inf).amax(1)
         furthest = float((best_left - least_chosen).amax().clamp_min(0))
         eps = router.largest / max(float(mlp.router.weight.abs().amax()), 1e-30)
-        self.choices += len(x)
-        self.same += int((chosen == ours).all(1).sum())
-        if furthest > self.furthest_logits:
-            self.furthest_logits, self.layer = furthest, i
-        self.furthest = max(self.furthest, furthest * eps / router.form.rounding)
-        self.weight_error = max(self.weight_error, float((weights.float() - 1).abs().amax()))
-
-    def result(self) -> RouterAgreement:
-        bound = max((router.form.weight_error for router in self.routers.values()), default=0.0)
-        same = self.same / max(1, self.choices)
-        return RouterAgreement(
-            self.choices, same, self.furthest_logits, self.furthest, self.weight_error, bound, self.layer
-        )
+        found = self.found
+        same = round(found.same * found.choices) + int((chosen == ours).all(1).sum())
+        found.choices += len(x)
+        found.same = same / found.choices
+        if furthest > found.furthest_logits:
+            found.furthest_logits, found.layer = furthest, i
+        found.furthest = max(found.furthest, furthest * eps / router.form.rounding)
+        found.weight_error = max(found.weight_error, float((weights.float() - 1).abs().amax()))
 
 
 @dataclass(frozen=True)
@@ -402,6 +393,6 @@ def verify_by_parts(
     differs = with_all or check.far_problem(far)
     if differs is not None:
         differs = f"{differs}; {check.place(converted, everything)}"
-    agreed = routers.result()
+    agreed = routers.found
     problem = agreed.problem or differs or planned or (stored.problem if stored else None)
     return Proof(agreement, problem, check.how, far=far, stored=stored, routers=agreed, all_experts=whole)

@@ -17,7 +17,7 @@ from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
 from tomoe.data.sources import SELF
 from tomoe.errors import Note, UserError
-from tomoe.evaluation.evaluate import compare_on
+from tomoe.evaluation.compare import compare
 from tomoe.evaluation.results import Row, to_json
 from tomoe.files import atomic_write, basename, format_bytes, sha256
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss, MoEStudent, check_packages
@@ -314,7 +314,7 @@ def measure(
         for name in (origin.dense, recipe.model, str(out)):
             yield name, load_model(name, measuring_dtype(origin.stored), recipe.device)
 
-    rows = compare_on(models(), held_out_text([str(out)]), on_progress)
+    rows = compare(models(), held_out_text([str(out)]), on_progress)
     if distributed.rank():
         return rows
     atomic_write(out / "evaluation.json", to_json(rows))

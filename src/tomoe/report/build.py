@@ -1,4 +1,4 @@
-"""Measure a conversion beside its dense model and write its report: evaluation.json, README.md, report.html, figures."""
+"""Measure a conversion beside its dense model and write its report: evaluation.json, README.md, report.html, figures/dial."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
 from tomoe import distributed
-from tomoe.data.evaluation_text import EvaluationText, held_out_text
-from tomoe.errors import UserError
-from tomoe.evaluation.evaluate import compare_on
-from tomoe.evaluation.perplexity import TokenLosses, token_losses
-from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, read_rows, to_json, validated
+from tomoe.data.evaluation_text import held_out_text
+from tomoe.evaluation.compare import compare
+from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, checked, read_rows, to_json
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.writing.loops import TOPICS, Variety, opening, question
 from tomoe.evaluation.writing.run import LOOP_LENGTH, LoopTask
@@ -27,27 +25,24 @@ from tomoe.plan import read_plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card
-from tomoe.report.figures import all_figures
+from tomoe.report.figures import dial_figure
 from tomoe.report.page import Generation, PageFacts, write_page
 from tomoe.report.style import save
 from tomoe.report.words import WORDS
-from tomoe.training.run_folder import RunFolder
 
 FORMAT = "tomoe-report-1"
 WRITTEN, SHOWN = 8, 3  # texts that each model writes, and those that the page shows
 SLOW = 2e9  # weights from which on a CPU writes short texts
 SHORT = 64  # tokens of those
-PAIRED = 512  # tokens of its first sequence whose losses are compared; their logits are in memory together
 
 
 @dataclass(frozen=True)
 class Observed:
-    """report.json: what the models wrote, and what the tokens of a passage cost them."""
+    """report.json: what the models wrote."""
 
     format: str
     plan: str  # sha256 of the plan's last file
     generations: list[Generation]
-    losses: TokenLosses | None = None  # of a passage of the held-out text
     varieties: list[Variety] = field(default_factory=list)  # of what both models wrote, loops among it
 
 
@@ -79,19 +74,18 @@ def write_reports(
     write_card(out, plan, rows)
     cells: list[Cell] = _read(out / "benchmark.json", list[Cell], "cells") or []
     dial = read_rows(out, DIAL)
-    figures = all_figures(plan, RunFolder(out / "run").rows(), cells, dial)
-    for figure in figures:
+    figure = dial_figure(dial, plan)
+    if figure is not None:
         save(figure, out / "figures")
     facts = PageFacts(
         f"{rows[0].name} as {WORDS[plan.form].product}, {plan.active_fraction():.0%} active",
         plan,
         rows,
         observed.generations,
-        figures,
         cost=_read(out / "run" / "cost.json", Cost) or {},
         cells=cells,
         dial=dial,
-        losses=observed.losses,
+        figure=figure,
         varieties=observed.varieties,
     )
     write_page(out, facts)
@@ -112,10 +106,10 @@ def _measure(
     base = BaseWeights.of(recipe)
     dense, moe = base.computing_(dense), base.computing_(moe)
     text = held_out_text([str(out)])
-    rows = compare_on([(recipe.model, dense), (str(out), moe)], text, on_progress)
+    rows = compare([(recipe.model, dense), (str(out), moe)], text, on_progress)
     if distributed.rank():
         return rows, None
-    observed = _observe(out, rows, (dense, moe), tokenizer, text, offload)
+    observed = _observe(out, rows, (dense, moe), tokenizer, offload)
     atomic_write(out / "evaluation.json", to_json(rows))
     atomic_write(out / "report.json", json.dumps(observed, default=vars, ensure_ascii=False) + "\n")
     return rows, observed
@@ -130,7 +124,7 @@ def _kept(out: Path) -> tuple[list[Row], Observed | None]:
     rows = read_rows(out)
     if not rows or (values.get("format"), values.get("plan")) != (FORMAT, _plan_hash(out)):
         return [], None
-    return rows, _checked(path, Observed, values)
+    return rows, checked(path, Observed, values)
 
 
 def _plan_hash(out: Path) -> str:
@@ -144,14 +138,7 @@ def _read(path: Path, kind: type[Any], key: str = "") -> Any:
     if not path.exists():
         return None
     values = read_json(path)
-    return _checked(path, kind, values.get(key) if key else values)
-
-
-def _checked(path: Path, kind: type[Any], values: Any) -> Any:
-    try:
-        return validated(kind, values, path.name)
-    except UserError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
+    return checked(path, kind, values.get(key) if key else values)
 
 
 def _observe(
@@ -159,10 +146,9 @@ def _observe(
     rows: list[Row],
     models: tuple[PreTrainedModel, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
-    text: EvaluationText,
     offload: bool,
 ) -> Observed:
-    """What the dense model and the MoE write on some topics, and what the tokens of a passage cost them."""
+    """What the dense model and the MoE write on some topics."""
     names = [row.name for row in rows]
     task = _text_task(models[0], offload)
     written = [task.write(model, tokenizer) for model in models]
@@ -172,10 +158,7 @@ def _observe(
         for n, topic in enumerate(task.topics[:SHOWN])
     ]
     varieties = [task.variety(name, own) for name, own in zip(names, written, strict=True)]
-    sequences = text.sequences
-    passage = sequences.input_ids[0][sequences.mask[0]][:PAIRED].tolist()
-    losses = token_losses(*models, passage)
-    return Observed(FORMAT, _plan_hash(out), generations, losses, varieties)
+    return Observed(FORMAT, _plan_hash(out), generations, varieties)
 
 
 def _text_task(model: PreTrainedModel, offload: bool) -> LoopTask:

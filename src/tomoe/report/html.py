@@ -16,7 +16,6 @@ from tomoe.evaluation.routing_trace import RoutingTrace
 from tomoe.files import atomic_write
 
 COLORS = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00")
-Texts = Sequence[tuple[str, RoutingTrace]]  # (name, trace), all of one model
 MARK = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src"  # in every page, by its layout
 LISTED = 8  # experts listed for a token: all of them, in every layer, would be most of the page
 
@@ -30,17 +29,18 @@ def render(template: str, script: str = "", **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shows = (svg_uri, shown, share, numbers, choices, strongest)
+    shows = (svg_uri, shown, numbers, choices, strongest)
     environment.filters |= {show.__name__: show for show in shows}
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     source = Markup(f"'sha256-{digest}'" if script else "'none'")
     return environment.get_template(template).render(**values, script=Markup(script), script_source=source)
 
 
-def write_route_page(path: Path, title: str, texts: Texts, layer: int = 0) -> Path:
-    """Write a page of texts in the colors of their experts. Raises UserError if it cannot be written."""
+def write_route_page(path: Path, title: str, source: str, trace: RoutingTrace, layer: int) -> Path:
+    """Write a page of a text in the colors of its experts; `source` names the text. Raises UserError if it cannot be
+    written."""
     script = resources.files("tomoe.report").joinpath("templates/tokens.js").read_text(encoding="utf-8")
-    page = render("route.html.j2", script, title=title, texts=texts, layer=layer, colors=COLORS)
+    page = render("route.html.j2", script, title=title, source=source, trace=trace, layer=layer, colors=COLORS)
     return atomic_write(path, page)
 
 
@@ -52,14 +52,6 @@ def svg_uri(svg: str) -> str:
 def shown(piece: str) -> str:
     """Make a token visible: line ends and parts of a character get a mark."""
     return piece.replace("\n", "↵\n") or "·"
-
-
-def share(texts: Texts, layer: int, expert: int) -> str:
-    """Share of the tokens of all texts that an expert got, in per cent; of several experts of a token the strongest counts."""
-    if not texts[0][1].has_choice(layer):
-        return "0 %"
-    rows = [trace.experts[layer] for _, trace in texts]
-    return f"{100 * sum(row.count(expert) for row in rows) / sum(map(len, rows)):.0f} %"
 
 
 def numbers(trace: RoutingTrace) -> str:

@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tomoe.evaluation.perplexity import TokenLosses
 from tomoe.evaluation.results import Row
+from tomoe.evaluation.speed import timings
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.tables import footnote, table, task_footnote, task_table
 from tomoe.evaluation.writing.loops import Variety
@@ -19,7 +19,7 @@ from tomoe.plan import AnyPlan
 from tomoe.report import verdict
 from tomoe.report.html import render, svg_uri
 from tomoe.report.style import CaptionedFigure
-from tomoe.report.summary import conversion_summary, recipe_of, shown_name
+from tomoe.report.summary import conversion_summary, layer_table, recipe_of, shown_name
 from tomoe.report.warnings import find_warnings
 from tomoe.report.words import WORDS
 from tomoe.version import __version__
@@ -43,11 +43,10 @@ class PageFacts:
     plan: AnyPlan
     rows: Sequence[Row] = ()  # from `compare`, dense first
     generations: Sequence[Generation] = ()
-    figures: Sequence[CaptionedFigure] = ()
     cost: Mapping[str, Any] = field(default_factory=dict)  # the run's cost.json
     cells: Sequence[Cell] = ()  # of benchmark.json
     dial: Sequence[Row] = ()  # the dense model, then the same folder with several numbers of experts
-    losses: TokenLosses | None = None  # of a passage, in both models
+    figure: CaptionedFigure | None = None  # of these
     varieties: Sequence[Variety] = ()  # loops in what each model wrote
 
 
@@ -60,23 +59,23 @@ def write_page(out: Path, facts: PageFacts) -> Path:
     page = render(
         "page.html.j2",
         title=facts.title,
-        lead=f"{facts.plan.shape.num_layers} layers of {words.routing(facts.plan)}; {facts.plan.active_fraction():.1%} of the "
-        "decoder parameters work on a token.",
         verdict=[verdict.lost(facts.rows, facts.varieties), verdict.gained(facts.rows, facts.cells)],
         benchmark=None if facts.cells else _benchmark_command(out, facts.plan),
         warnings=[warning.text for warning in find_warnings(facts.plan, facts.rows)],
-        figures={figure.name: figure for figure in facts.figures},
+        speed=timings.table(facts.cells),
+        speed_footnote=timings.MEANING,
         comparison=table(facts.rows),
         footnote=footnote(facts.rows),
         tasks=task_table(facts.rows),
         task_footnote=task_footnote(facts.rows),
         dial=table(facts.dial),
+        figure=facts.figure,
         dial_footnote=footnote(facts.dial),
-        losses=facts.losses and verdict.loss_sentence(facts.losses),
         loops=verdict.loops(facts.varieties) if len(facts.varieties) > 1 else "",
         generations=facts.generations,
         method=svg_uri(drawing(facts.plan.form)),
         drawn=words.drawn,
+        layers=layer_table(facts.plan),
         summary=[*conversion_summary(facts.plan), *hashes, *_cost(facts.cost)],
         version=__version__,
     )

@@ -6,10 +6,11 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, wraps
+from importlib import resources
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
-import matplotlib
+import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -22,34 +23,11 @@ R = TypeVar("R")
 
 INK = "#1b1f24"
 WIDTH = 5.0  # inches: letters stay readable on a phone
-# Okabe and Ito's colors that stand out from white and from black alike; dashes and markers tell them apart in grey
+# Okabe and Ito's colors that stand out from white and from black alike; markers tell them apart in grey
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D")
-LIGHT = "#8fb8cf"  # a paler shade of the first color
-SHADES = ("#dde3e8", LIGHT, COLORS[0])  # of parts within each other, the whole first
 PNG_DPI = 160
 SVG_DPI = 100  # of images within
-STYLE: dict[str, Any] = {
-    "text.parse_math": False,  # names may hold a dollar sign
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tomoe",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize"), 9),
-    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8),
-    "legend.frameon": False,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 3.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#808080",
-    "grid.alpha": 0.25,
-    "grid.linewidth": 0.6,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-}
 
 
 @dataclass(frozen=True)
@@ -69,21 +47,16 @@ class CaptionedFigure:
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a drawing function: the settings above hold, whatever matplotlib is set to elsewhere."""
-    settings = cast(Any, dict(matplotlib.rcParamsDefault) | STYLE)
-    settings.pop("backend", None)
+    """Decorate a drawing function: the settings of figures.mplstyle hold, whatever matplotlib is set to elsewhere."""
 
     @wraps(draw)
     def within(*args: P.args, **kwargs: P.kwargs) -> R:
-        with matplotlib.rc_context(settings):
+        place = resources.files("tomoe.report").joinpath("templates", "figures.mplstyle")
+        with matplotlib.rc_context(), resources.as_file(place) as file:
+            matplotlib.style.use(["default", file])
             return draw(*args, **kwargs)
 
     return within
-
-
-def short(text: str) -> str:
-    """Cut a name to ten characters, to leave room for the rest of the figure."""
-    return text if len(text) <= 10 else text[:9] + "…"
 
 
 def canvas(height: float, rows: int = 1, **subplots: Any) -> tuple[Figure, list[Axes]]:
@@ -92,7 +65,7 @@ def canvas(height: float, rows: int = 1, **subplots: Any) -> tuple[Figure, list[
     return figure, list(figure.subplots(rows, 1, squeeze=False, **subplots)[:, 0])
 
 
-def _settle(figure: Figure) -> None:
+def _settle(figure: Figure, dpi: int) -> None:
     """Lay out once: each drawing would shift the axes by a hair, and no two files were the same."""
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()
@@ -101,6 +74,7 @@ def _settle(figure: Figure) -> None:
             # the solver's last digits depend on where objects lie in memory, and ids are hashes of positions
             x, y, width, height = axes.get_position(original=True).bounds
             axes.set_position((round(x, 5), round(y, 5), round(width, 5), round(height, 5)))
+    figure.dpi = dpi
 
 
 # Canvases write without the pass of `savefig` that only lays out, and both leave their resolution behind.
@@ -108,8 +82,7 @@ def _settle(figure: Figure) -> None:
 
 @styled
 def _to_svg(figure: Figure) -> str:
-    _settle(figure)
-    figure.dpi = SVG_DPI
+    _settle(figure, SVG_DPI)
     buffer = io.StringIO()
     FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return buffer.getvalue()
@@ -117,8 +90,7 @@ def _to_svg(figure: Figure) -> str:
 
 @styled
 def _to_png(figure: Figure) -> bytes:
-    _settle(figure)
-    figure.dpi = PNG_DPI
+    _settle(figure, PNG_DPI)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return buffer.getvalue()

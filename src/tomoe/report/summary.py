@@ -43,16 +43,14 @@ def self_sampled(data: str) -> bool:
 
 def conversion_summary(plan: AnyPlan) -> list[tuple[str, str]]:
     """How the model was made, as (what, how) lines."""
-    if isinstance(plan, InputsPlan):
-        return _summary_of_inputs(plan)
     recipe = recipe_of(plan)
     lines = [
         ("Dense model", shown_name(recipe.model if recipe else "") or "not named"),
         ("Active params", f"{plan.active_fraction():.1%} of the decoder parameters work on each token"),
-        ("Experts", WORDS[plan.form].experts(plan)),
-        ("Attention", _attention(plan)),
-        *_decoding(plan),
     ]
+    if isinstance(plan, InputsPlan):
+        return lines + _summary_of_inputs(plan, recipe)
+    lines += [("Experts", WORDS[plan.form].experts(plan)), ("Attention", _attention(plan)), *_decoding(plan)]
     if recipe is None:
         return lines
     t, d = recipe.train, recipe.data
@@ -73,18 +71,12 @@ def conversion_summary(plan: AnyPlan) -> list[tuple[str, str]]:
     ]
 
 
-def _summary_of_inputs(plan: InputsPlan) -> list[tuple[str, str]]:
-    recipe = recipe_of(plan)
-    active = plan.active_fraction()
-    lines = [
-        ("Dense model", shown_name(recipe.model if recipe else "") or "not named"),
-        ("Active params", f"{active:.1%} of the decoder parameters work on each token"),
-        ("What a token uses", WORDS[plan.form].experts(plan)),
-    ]
+def _summary_of_inputs(plan: InputsPlan, recipe: Recipe | None) -> list[tuple[str, str]]:
+    lines = [("What a token uses", WORDS[plan.form].experts(plan))]
     output = _output_weights(plan)
     if output is not None:
         decoding = Decoding.of(plan.shape, output, num_experts=0)
-        lines.append(("Decoding", decoding.sentence_of_inputs(active)))
+        lines.append(("Decoding", decoding.sentence_of_inputs(plan.active_fraction())))
     if recipe is None:
         return lines
     text = f"how many inputs each projection gets was found on {recipe.data.calibration_tokens:,} tokens; nothing was trained"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tomoe.evaluation.perplexity import TokenLosses
 from tomoe.evaluation.results import Row
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.tables import count
@@ -67,16 +66,4 @@ def _speed(cell: Cell) -> str:
     return (
         f"{rating}: {DOES.get(cell.phase, cell.phase)} is {cell.ratio:.2f} times as fast as with the dense model "
         f"({sequences} of {cell.prompt} tokens, {cell.dtype}, {cell.device}{threads}{choice})."
-    )
-
-
-def loss_sentence(losses: TokenLosses) -> str:
-    """How the difference in loss is spread over the tokens of the passage."""
-    grown = sorted((moe - dense for dense, moe in zip(losses.dense, losses.moe, strict=True)), reverse=True)
-    tenth = max(1, len(grown) // 10)
-    mean = sum(grown) / len(grown)
-    rest = sum(grown[tenth:]) / max(1, len(grown) - tenth)
-    return (
-        f"Of {len(grown):,} tokens of the held-out text {sum(g > 0 for g in grown):,} cost it more than the dense model, "
-        f"{mean:+.2f} nats on average; without the tenth that cost most more, {rest:+.2f}."
     )

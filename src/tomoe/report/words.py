@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,37 +12,21 @@ DIMS = {"qk_dims": "Q/K dims", "value_dims": "V/O dims"}
 
 
 class FormWords(ABC):
-    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; measured: of what
-    the figure of the layers shows shares; titles: of columns of `plan.describe()`."""
+    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; titles: of columns
+    of `plan.describe()`."""
 
     drawing: ClassVar[str]
     drawn: ClassVar[str]
     titles: ClassVar[Mapping[str, str]]
     product: ClassVar[str] = "a Mixture-of-Experts"
-    measured: ClassVar[str] = "of the neurons or dims"
-
-    @abstractmethod
-    def routing(self, plan: Any) -> str:
-        """What stands in a layer and how much of it a token uses, as a phrase."""
 
     @abstractmethod
     def experts(self, plan: Any) -> str:
-        """The same with widths, for the summary."""
+        """What stands in a layer and how much of it a token uses, for the summary."""
 
     @abstractmethod
     def card(self, plan: Any, dialed: bool) -> str:
         """The same for the card, where the sentence begins with "in every layer"; dialed: other numbers can be asked for."""
-
-    def bars(self, plan: Any) -> dict[str, list[float]]:
-        """For each layer, parts of the MLP that lie within each other, as shares of its neurons; the whole first."""
-        return {}
-
-    def lines(self, plan: Any) -> dict[str, list[float]]:
-        """For each layer, shares of a token of all else: of the dims of a head, where attention is cut."""
-        whole = plan.shape.head_dim
-        qk, values = ([widths[column] for widths in plan.widths()] for column in (1, 2))
-        cut = {"Q/K dims": qk, "V/O dims": values}
-        return {name: [n / whole for n in dims] for name, dims in cut.items() if min(dims) < whole}
 
 
 class FineWords(FormWords):
@@ -61,9 +44,6 @@ class FineWords(FormWords):
         **DIMS,
     }
 
-    def routing(self, plan: Plan) -> str:
-        return f"a shared part and {plan.num_experts} experts, {span(_top_ks(plan))} of them for each token"
-
     def experts(self, plan: Plan) -> str:
         widths = [layer.width for layer in plan.counts]
         size = plan.shape.mlp_size
@@ -72,7 +52,7 @@ class FineWords(FormWords):
         same = f" (up to {always} of them the same ones for all tokens)" if always else ""
         return (
             f"fine-grained: in each layer a part of {span(shared)} neurons that all tokens share, and {plan.num_experts} experts "
-            f"of {span(sizes)}, {span(_top_ks(plan))} of which each token uses{same}: "
+            f"of {span(sizes)}, {span([layer.top_k for layer in plan.counts])} of which each token uses{same}: "
             f"{span(widths)} of {size:,} neurons; every neuron is in one expert or in the shared part"
         )
 
@@ -83,15 +63,6 @@ class FineWords(FormWords):
             f"neuron of the dense model's MLP is in one of\nthese. How many experts a token uses is {number}"
         )
 
-    def bars(self, plan: Plan) -> dict[str, list[float]]:
-        layers = plan.describe()
-        size = plan.shape.mlp_size
-        return {
-            "other experts": [1.0] * len(layers),
-            "experts that a token chooses": [row["width_share"] for row in layers],
-            "shared by all tokens": [row["shared"] / size for row in layers],
-        }
-
 
 class OverlappingWords(FormWords):
     drawing = "method-overlapping.svg"
@@ -100,9 +71,6 @@ class OverlappingWords(FormWords):
         "uses the one expert that a router chooses for it; neurons of no expert are dropped."
     )
     titles = {"width": "expert width", "width_share": "of neurons", "union_share": "in any expert", **DIMS}
-
-    def routing(self, plan: Plan) -> str:
-        return f"{plan.num_experts} experts, one for each token"
 
     def experts(self, plan: Plan) -> str:
         widths = [layer.width for layer in plan.counts]
@@ -118,14 +86,6 @@ class OverlappingWords(FormWords):
             f"a small router\nsends each token to one of {plan.num_experts} experts, and each expert is a subset of the dense "
             "model's MLP neurons"
         )
-
-    def bars(self, plan: Plan) -> dict[str, list[float]]:
-        layers = plan.describe()
-        return {
-            "in no expert": [1.0] * len(layers),
-            f"in any of the {plan.num_experts} experts": [row["union_share"] for row in layers],
-            "in the expert of a token": [row["width_share"] for row in layers],
-        }
 
 
 KIND_NAMES: dict[str, str] = {
@@ -143,11 +103,7 @@ class InputsWords(FormWords):
         "for it, and only their columns of the weights are read."
     )
     product = "a model that uses the largest inputs of its projections"
-    measured = "of its inputs"
     titles = KIND_NAMES
-
-    def routing(self, plan: InputsPlan) -> str:
-        return "dense projections, of whose inputs a token uses the largest"
 
     def experts(self, plan: InputsPlan) -> str:
         used = plan.inputs()
@@ -167,16 +123,8 @@ class InputsWords(FormWords):
             "How many a token\nuses is a number at load time (`tomoe_active`)"
         )
 
-    def lines(self, plan: InputsPlan) -> dict[str, list[float]]:
-        rows = plan.describe()
-        return {KIND_NAMES[kind]: [math.nan if row[kind] is None else row[kind] for row in rows] for kind in plan.names}
-
 
 WORDS: dict[str, FormWords] = {"fine": FineWords(), "overlapping": OverlappingWords(), "inputs": InputsWords()}
-
-
-def _top_ks(plan: Plan) -> list[int]:
-    return [layer.top_k for layer in plan.counts]
 
 
 def span(numbers: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.speed import throughput
 from tomoe.evaluation.speed.timings import Benchmark, Memory
 from tomoe.files import basename
-from tomoe.model.loading import load_model, load_tokenizer, pick_device
+from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.moe.active_experts import dial_of, use_
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.version import __version__
@@ -52,14 +52,11 @@ def benchmark(
     models: dict[str, Any] = {}
     memory: dict[str, Memory] = {}
     for name in (dense, moe):
-        before = throughput.resident_bytes(torch.device(pick_device(device)))
         model = models[name] = in_own_memory(load_model(name, dtype, device))
         if setting is not None and name == moe:
             use_(model, setting)
         per_token = throughput.cache_bytes_per_token(model, ids[None, :16].to(model.device))
-        after = throughput.resident_bytes(model.device)
-        grown = None if before is None or after is None else after - before
-        memory[name] = Memory(throughput.weight_bytes(model), grown, per_token)
+        memory[name] = Memory(throughput.weight_bytes(model), per_token)
     # Eager decoding on a GPU measures how fast the host starts kernels.
     compiled = partial(torch.compile, dynamic=False, mode="reduce-overhead")
     on_gpu = models[moe].device.type == "cuda"

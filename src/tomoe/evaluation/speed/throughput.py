@@ -1,53 +1,38 @@
 """How fast two causal LMs are beside each other: prefill and decoding, in one process, run after run.
 
 Times of shared machines drift, so only neighbours are compared: dense, MoE, the MoE with everything in the same kernel, dense
-and so on; a ratio is of one such round. Beside the times stands what can be counted: operations, bytes of weights that a pass
-reads, bytes of the cache.
+and so on; a ratio is of one such round. Beside the times stands what can be counted: bytes of weights that a pass reads, bytes
+of the cache.
 """
 
 from __future__ import annotations
 
-import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
-from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
+from tomoe.evaluation.param_counts import model_facts
+from tomoe.evaluation.speed.same_kernel import ALL_INPUTS, everything, set_to, ways
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.usage import ExpertCounter
 from tomoe.model.hooks import hooked, own_rows
 from tomoe.model.shape import ceil_div
 from tomoe.model.structure import CACHE
-from tomoe.moe.modeling_tomoe import FEW_TOKENS, NO_KERNELS, NOTED, WAYS, Choice, choices_of, matrix_of, which_inputs
+from tomoe.moe.modeling_tomoe import Choice, choices_of, matrix_of, which_inputs
 from tomoe.progress import StageCallback, no_stage_progress
 
 STEPS = 4  # tokens that one timed run decodes
 COMPILED = "compiled decode"
 FEWEST = 3  # pairs of runs below which a median says nothing
 Kept = Sequence[tuple[Tensor, Tensor]]  # keys and values of every layer
-
-
-def resident_bytes(device: torch.device) -> int | None:
-    """Bytes that this process, or on a GPU its tensors, takes now, without pages of files; None where that is not told."""
-    gc.collect()
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    try:
-        _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text("utf-8").split())
-    except (OSError, ValueError):
-        return None
-    return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -101,76 +86,8 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-@contextmanager
-def plain_ways(model: Any) -> Iterator[None]:
-    """Run experts so that what is counted is what a token needs: not masked, and with products that PyTorch sees."""
-    config: Any = getattr(model, "config", None)
-    before = getattr(config, "tomoe_expert_backend", None)
-    if before is None:
-        yield
-        return
-    known = {step: WAYS[step] for step in ("router logits", "logits", "choosing product")}
-    config.tomoe_expert_backend = "runs"
-    for step, found in known.items():
-        *_, last = found
-        WAYS[step] = {last: found[last]}
-    # kernels are there, and left out on purpose
-    said = {NO_KERNELS} - NOTED
-    NOTED.update(said)
-    try:
-        yield
-    finally:
-        NOTED.difference_update(said)
-        config.tomoe_expert_backend = before
-        WAYS.update(known)
-
-
-def _attention_flops(q: list[int], k: list[int], v: list[int], *_: Any, **__: Any) -> int:
-    """Operations of causal attention for queries [B, H, S, C] and keys [B, K, T, C]: of an entry that is masked, none."""
-    batch, heads, queries, size = q
-    pairs = queries * k[2] - queries * (queries - 1) // 2
-    return 2 * batch * heads * pairs * (size + v[3])
-
-
-def _sum_flops(rows: list[int], numbers: list[int], *_: Any, **__: Any) -> int:
-    """Operations of sums of rows [n, D], as many in all as there are numbers, each times a factor."""
-    return 2 * numbers[0] * rows[1]
-
-
-def _added_flops(_: list[int], h: list[int], rows: list[int], *__: Any, **___: Any) -> int:
-    """Operations of a product h [T, n] @ rows [n, D] that is added to what there is."""
-    return 2 * h[0] * h[1] * rows[1]
-
-
-# PyTorch's own formula of attention leaves out the CPU, and in 2.11 refuses keys of fewer heads. It has none of what sums up rows
-# where a processor lacks products of 16 bits (`sum_rows`).
-_FORMULAS = {
-    getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): _attention_flops
-    for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-} | {
-    torch.ops.aten._embedding_bag: _sum_flops,
-    torch.ops.aten._embedding_bag_forward_only: _sum_flops,
-    torch.ops.aten.addmm_: _added_flops,
-}
-
-
 def _outputs(choice: Choice) -> int:
     return sum(matrix_of(projection).shape[0] for projection in choice.projections)
-
-
-@torch.no_grad()
-def count_flops(model: Any, ids: Int[Tensor, "1 S"]) -> tuple[int, int]:
-    """Count operations (multiplications and additions) of matrix products: to prefill one row, and of one step after it."""
-    cache = DynamicCache()
-    counted = []
-    for some in (ids, ids[:, -1:]):
-        with plain_ways(model), FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
-            model(some, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-        # In PyTorch an input that a token does not choose is multiplied as zero.
-        short = choices_of(model) if some.numel() <= FEW_TOKENS else []
-        idle = sum((choice.width - choice.count) * _outputs(choice) for choice in short)
-        counted.append(counter.get_total_flops() - 2 * some.numel() * idle)
-    return counted[0], counted[1]
 
 
 @contextmanager
@@ -235,8 +152,8 @@ class Pair:
         size = batch * length
         return self.ids.repeat(ceil_div(size, len(self.ids)))[:size].view(batch, length).to(self.dense.device)
 
-    def measure(self, phase: str, batch: int, prompt: int) -> Cell | str:
-        """Time a cell; if it would take too long, return a line that says so."""
+    def measure(self, phase: str, batch: int, prompt: int) -> Cell | None:
+        """Time a cell; None if it would take too long."""
         ids = self.rows(batch, prompt + STEPS)
         head, tail = ids[:, :prompt], ids[:, prompt:]
         device = head.device
@@ -265,7 +182,7 @@ class Pair:
         spent = sum(one_round()) * (1 if phase == "prefill" else STEPS)  # warm-up
         rounds = min(self.pairs, int(self.max_seconds / spent)) if spent else self.pairs
         if rounds < FEWEST:
-            return f"{phase} of {batch} x {prompt} tokens: {FEWEST} rounds of runs would take {FEWEST * spent:.0f} s"
+            return None
         timed = [one_round() for _ in range(rounds)]
         touched = [touched_bytes(model, ids, kept[id(model)]) for model in both]
         return self._cell(phase, ids, prompt, timed, touched)
@@ -301,31 +218,34 @@ class Pair:
         dense, moe, *whole = zip(*timed, strict=True)
         ratios = _ratios(dense, moe)
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        batch = len(ids)
-        step = phase != "prefill"
-        flops = [count_flops(model, self.rows(1, prompt))[step] * batch for model in (self.dense, self.moe)]
+        way = ways(self.moe, ids.numel())
         return Cell(
             phase=phase,
-            batch=batch,
+            batch=len(ids),
             prompt=prompt,
             dtype=str(self.dense.dtype).removeprefix("torch."),
             device=ids.device.type,
             threads=torch.get_num_threads(),
-            backend=ways(self.moe, ids.numel()),
+            backend=way,
             runs=len(timed),
             dense_s=statistics.median(dense),
             moe_s=statistics.median(moe),
             ratio=statistics.median(ratios),
             ratio_low=low,
             ratio_high=high,
-            dense_flops=flops[0],
-            moe_flops=flops[1],
             dense_bytes=touched[0] // ids.numel(),
             moe_bytes=touched[1] // ids.numel(),
-            bound=touched[0] / touched[1] if step else flops[0] / flops[1],
+            bound=self._weights_bound(way) if phase == "prefill" else touched[0] / touched[1],
             same_kernel_s=statistics.median(whole[0]) if whole else None,
             choice_ratio=statistics.median(_ratios(whole[0], moe)) if whole else None,
         )
+
+    def _weights_bound(self, way: str) -> float:
+        """Decoder weights that work on a token, of the dense model over the MoE's."""
+        if way == ALL_INPUTS:
+            return 1.0
+        dense, moe = (model_facts(model)["active_block_params"] for model in (self.dense, self.moe))
+        return dense / moe
 
 
 def _ratios(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
@@ -335,7 +255,7 @@ def _ratios(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
 def run_cells(
     pair: Pair, batches: Sequence[int], prompts: Sequence[int], progress: StageCallback = no_stage_progress
 ) -> tuple[list[Cell], list[str]]:
-    """Time all cells, small ones first; return them, and a line for each that would take too long."""
+    """Time all cells, small ones first; return them, and the names of those that would take too long."""
     cells: list[Cell] = []
     left_out: list[str] = []
     sizes = sorted(((b, p) for b in batches for p in prompts), key=lambda size: size[0] * size[1])
@@ -344,15 +264,12 @@ def run_cells(
     for done, (batch, prompt) in enumerate(sizes):
         expected = per_token * batch * prompt
         for i, phase in enumerate(phases):
-            name = f"{phase} of {batch} x {prompt} tokens"
             progress(len(phases) * done + i, len(phases) * len(sizes))
             # A decoding cell needs its cache filled by one prefill, a prefill cell a warm-up and the fewest pairs.
-            if expected * (1 + FEWEST if phase == "prefill" else 1) > pair.max_seconds:
-                left_out.append(f"{name}: would take longer than {pair.max_seconds:.0f} s")
-                continue
-            cell = pair.measure(phase, batch, prompt)
-            if isinstance(cell, str):
-                left_out.append(cell)
+            too_slow = expected * (1 + FEWEST if phase == "prefill" else 1) > pair.max_seconds
+            cell = None if too_slow else pair.measure(phase, batch, prompt)
+            if cell is None:
+                left_out.append(f"{phase} of {batch} x {prompt} tokens")
                 continue
             cells.append(cell)
             if phase == "prefill":

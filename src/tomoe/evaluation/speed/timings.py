@@ -6,13 +6,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tomoe.evaluation.results import Count, Name, NotNegative, Positive
+from tomoe.evaluation.tables import rich_table
 from tomoe.files import format_bytes
 
 FORMAT = "tomoe-benchmark-1"
+MEANING = (
+    'A ratio is the median over rounds of neighboring runs, with the middle half of them. "All, same kernel" is the MoE '
+    "with all experts (form inputs: all inputs), run like those that it chooses: what it is faster than dense, the kernel "
+    "gives, and what the MoE is faster than it, the choice; it is empty where decoding is compiled, layers run in several "
+    "ways, or a long pass uses all inputs anyway. The bound is the ratio of decoder weights that work on a token (prefill) or "
+    "of bytes of weights (decode). The dense model is given what is faster in the MoE besides experts: the output matrix meets "
+    "the last token alone, and a new token attends by groups of heads"
+)
 
 
 @dataclass(frozen=True)
@@ -32,11 +40,9 @@ class Cell:
     ratio: Positive  # median over pairs of runs of dense / MoE: above 1 the MoE is faster
     ratio_low: Positive  # the middle half of the pairs lies between these
     ratio_high: Positive
-    dense_flops: Count  # multiplications and additions of matrix products, those of the MoE without what it masks away
-    moe_flops: Count
     dense_bytes: Count  # of weights that the pass reads, per token
     moe_bytes: Count
-    bound: NotNegative  # the ratio if the pass cost its operations (prefill) or its bytes of weights (decoding) alone
+    bound: NotNegative  # the ratio if the pass cost its decoder weights' products (prefill) or bytes of weights (decoding) alone
     same_kernel_s: NotNegative | None = None  # median of the MoE with all experts or inputs, in the same kernel
     choice_ratio: Positive | None = None  # median over rounds of that / MoE: what choosing some of them gives
 
@@ -50,7 +56,6 @@ class Memory:
     """Memory of one model, in bytes."""
 
     weights: int
-    resident: int | None  # growth of the process by loading and running it; None if the system does not tell
     cache_per_token: int  # K and V of one token in all layers
 
 
@@ -73,37 +78,39 @@ def to_json(benchmark: Benchmark) -> str:
     return json.dumps({"format": FORMAT} | values, indent=2, allow_nan=False) + "\n"
 
 
+def table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells, one line for each size of a phase, in milliseconds."""
+    shown = [_shown(cell) for cell in cells]
+    return list(shown[0]) if shown else [], [list(values.values()) for values in shown]
+
+
+def _shown(c: Cell) -> dict[str, str]:
+    slower = f" {c.verdict}" if c.verdict == "SLOWER" else ""
+    return {
+        "phase": c.phase,
+        "batch": str(c.batch),
+        "prompt": f"{c.prompt:,}",
+        "dense\nms": f"{1e3 * c.dense_s:.1f}",
+        "all, same\nkernel ms": "-" if c.same_kernel_s is None else f"{1e3 * c.same_kernel_s:.1f}",
+        "MoE\nms": f"{1e3 * c.moe_s:.1f}",
+        "faster\nby": f"{c.ratio:.2f} ({c.ratio_low:.2f}-{c.ratio_high:.2f}){slower}",
+        "of it by\nchoice": "-" if c.choice_ratio is None else f"{c.choice_ratio:.2f}",
+        "bound": f"{c.bound:.2f}",
+        "MB/token\ndense/MoE": f"{c.dense_bytes / 1e6:.3g}/{c.moe_bytes / 1e6:.3g}",
+        "way": c.backend,
+    }
+
+
 def to_rich(benchmark: Benchmark) -> Table:
-    """One line for each cell, in milliseconds; the caption says what the numbers mean."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=footnote(benchmark), caption_justify="left")
-    titles = ["", "batch", "prompt", "dense\nms", "all, same\nkernel ms", "MoE\nms", "faster\nby", "of it by\nchoice"]
-    for title in [*titles, "bound", "GFLOP\ndense/MoE", "MB/token\ndense/MoE", "way"]:
-        table.add_column(title, justify="left" if title in ("", "way") else "right")
-    for c in benchmark.cells:
-        slower = f" {c.verdict}" if c.verdict == "SLOWER" else ""
-        table.add_row(
-            c.phase,
-            str(c.batch),
-            f"{c.prompt:,}",
-            f"{1e3 * c.dense_s:.1f}",
-            "-" if c.same_kernel_s is None else f"{1e3 * c.same_kernel_s:.1f}",
-            f"{1e3 * c.moe_s:.1f}",
-            f"{c.ratio:.2f} ({c.ratio_low:.2f}-{c.ratio_high:.2f}){slower}",
-            "-" if c.choice_ratio is None else f"{c.choice_ratio:.2f}",
-            f"{c.bound:.2f}",
-            f"{c.dense_flops / 1e9:.3g}/{c.moe_flops / 1e9:.3g}",
-            f"{c.dense_bytes / 1e6:.3g}/{c.moe_bytes / 1e6:.3g}",
-            c.backend,
-        )
-    return table
+    """The table for the terminal; the caption says what the numbers mean."""
+    return rich_table(*table(benchmark.cells), footnote(benchmark))
 
 
 def footnote(benchmark: Benchmark) -> str:
     """Memory, what the columns mean, what was left out, and what one needs to measure again."""
 
     def memory(name: str, m: Memory) -> str:
-        resident = "" if m.resident is None else f", resident {format_bytes(m.resident)}"
-        return f"{name}: weights {format_bytes(m.weights)}{resident}, cache {format_bytes(m.cache_per_token)} a token"
+        return f"{name}: weights {format_bytes(m.weights)}, cache {format_bytes(m.cache_per_token)} a token"
 
     share = benchmark.active_share
     parts = [
@@ -113,24 +120,11 @@ def footnote(benchmark: Benchmark) -> str:
         if share is None
         else f"{share:.1%} of the decoder parameters are active, so decoder layers alone can be at most {1 / share:.2f} "
         "times as fast",
-        'A ratio is the median over rounds of neighboring runs, with the middle half of them. "All, same kernel" is the MoE '
-        "with all experts (form inputs: all inputs), run like those that it chooses: what it is faster than dense, the kernel "
-        "gives, and what the MoE is faster than it, the choice; it is empty where decoding is compiled, layers run in several "
-        "ways, or a long pass uses all inputs anyway. The bound is the ratio of operations (prefill) or of bytes of weights "
-        "(decode). The dense model is given what is faster in the MoE besides experts: the output matrix meets the last token "
-        "alone, and a new token attends by groups of heads",
+        MEANING,
         f"Text: {benchmark.text}",
-        _left_out(benchmark.left_out),
+        f"Left out as too slow (--seconds sets the limit): {', '.join(benchmark.left_out)}"
+        if benchmark.left_out
+        else "",
         ", ".join(f"{name} {version}" for name, version in benchmark.versions.items()),
     ]
     return ". ".join(part for part in parts if part) + "."
-
-
-def _left_out(lines: Sequence[str]) -> str:
-    """Name the cells that are missing, and what brings them back."""
-    cells: dict[str, list[str]] = {}
-    for line in lines:
-        name, _, reason = line.partition(": ")
-        cells.setdefault(reason, []).append(name)
-    parts = [f"{', '.join(names)}: {reason}" for reason, names in cells.items()]
-    return f"Left out as too slow (--seconds sets the limit): {'; '.join(parts)}" if parts else ""

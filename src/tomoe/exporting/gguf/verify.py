@@ -99,7 +99,7 @@ def verify_file(comparison: Comparison, form: RouterForm | None) -> Proof:
     if shutil.disk_usage(file.parent).free > 1.1 * file.stat().st_size:
         with TemporaryDirectory(dir=file.parent) as place:
             whole = comparison.agree(comparison.open(merge_experts(file, Path(place) / file.name)))
-    agreed = routers.result()
+    agreed = routers.found
     with_all, planned = parts_problems(agreement, whole, bounds)
     problem = problem or agreed.problem or with_all or planned
     return Proof(agreement, problem, comparison.how, written, routers=agreed, all_experts=whole)
