@@ -248,9 +248,11 @@ def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def short_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports have short texts: long ones take most of a small conversion."""
+def short_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have short texts and, except in tests marked `figures`, no figures: both take most of a small conversion."""
     monkeypatch.setattr("tomoe.report.build.LOOP_LENGTH", 4)
+    if "figures" not in request.keywords:
+        monkeypatch.setattr("tomoe.report.build.all_figures", lambda *_: [])
 
 
 @pytest.fixture(scope="session", autouse=True)

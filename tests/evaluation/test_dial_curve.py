@@ -15,7 +15,7 @@ from tomoe.evaluation.evaluate import dial_settings, evaluate, save_dials
 from tomoe.evaluation.results import DIAL, read_rows
 from tomoe.moe.active_experts import dial_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.figures]
 
 
 def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -309,7 +310,7 @@ def test_all_cells_and_what_would_take_too_long(pair: Pair, monkeypatch: pytest.
         ("decode", 8, 2),
     ]
     assert left_out == ["prefill of 8 x 2 tokens", "prefill of 8 x 6 tokens", "decode of 8 x 6 tokens"]
-    memory = Memory(1, 1)
+    memory = Memory(1, 1, 1)
     said = timings.footnote(Benchmark("dense", "moe", "text", None, memory, memory, (), tuple(left_out), {}))
     assert "prefill of 8 x 6 tokens, decode of 8 x 6 tokens" in said
     assert progress == [(i, 8) for i in range(9)]
@@ -417,11 +418,16 @@ def test_the_command(tomoe: CommandLine, tmp_path: Path, converted: Path) -> Non
         assert min(cell["same_kernel_s"], cell["choice_ratio"]) > 0
         assert cell["ratio_low"] <= cell["ratio"] <= cell["ratio_high"]
         assert cell["moe_bytes"] < cell["dense_bytes"]
+    operations = [found[name]["flops_per_token"] for name in ("dense_memory", "moe_memory")]
+    assert operations[1] / operations[0] == pytest.approx(found["active_share"], abs=1e-6)
+    weights = load_file(model / "model.safetensors")
+    assert operations[0] == 2 * sum(w.numel() for name, w in weights.items() if "layers" in name and w.dim() == 2)
     for words in (
         "prefill",
         "decode",
         "bound",
         "cache",
+        "GFLOP",
         "held out",
         "60.0% of the decoder parameters",
         "All, same kernel",

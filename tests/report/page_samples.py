@@ -15,7 +15,7 @@ from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.writing.loops import Variety
 from tomoe.moe.fold import fold
 from tomoe.recipe.conversion import Recipe
-from tomoe.report.figures import dial_figure
+from tomoe.report.figures import all_figures
 from tomoe.report.page import Generation, PageFacts
 
 EVIL = "</script><img src=x onerror=alert(1)><svg onload=alert(2)> & \"more\" 'x' {{ 7 * 7 }} $x$"
@@ -44,15 +44,14 @@ def hostile_facts() -> PageFacts:
     models = [(f"dense {EVIL}", dense), (f"moe {EVIL}", fold(dense, plan))]
     text = EvaluationText(Sequences(ids, torch.ones_like(ids, dtype=torch.bool)), EVIL)
     rows = compare(models, text)
+    metrics = [{"step": i, "distill": 1 / i} for i in range(1, 9)]
     cells = [cell(backend=EVIL)]
-    dial = [rows[0], *(replace(rows[1], experts_per_token=k) for k in (1, 2))]
     return PageFacts(
         title=f"t {EVIL}",
         plan=plan,
         rows=rows,
         generations=[Generation(f"p {EVIL}", [(f"model {EVIL}", f"a {EVIL}"), ("moe", "b\n  c")])],
-        dial=dial,
-        figure=dial_figure(dial, plan),
+        figures=all_figures(plan, metrics),
         cost=COST,
         cells=cells,
         varieties=[Variety(f"model {EVIL}", 8, 64, looped, 0.5) for looped in (1, 3)],

@@ -9,10 +9,12 @@ import pytest
 
 from pico_files import CommandLine, contents, small, write_pico, write_text
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.figures]
 
 
-def test_a_report_is_made_again_from_what_was_measured(tomoe: CommandLine, tmp_path: Path) -> None:
+def test_a_report_is_made_again_from_what_was_measured(
+    tomoe: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "moe"
     sources = [write_text(tmp_path / "a.txt"), write_text(tmp_path / "b.txt", sentences=300)]
     write_pico(tmp_path / "dense")
@@ -26,6 +28,10 @@ def test_a_report_is_made_again_from_what_was_measured(tomoe: CommandLine, tmp_p
     assert cost["peak_memory_bytes"] > 1e7
     assert (cost["device"], cost["resumed"]) == ("cpu", False)
 
+    names = {path.stem for path in (out / "figures").iterdir()}
+    assert names == {"layers"}
+    assert {path.suffix for path in (out / "figures").iterdir()} == {".svg", ".png"}
+
     before = contents(out)
     (out / "report.html").unlink()
     again = tomoe("report", out)
@@ -33,6 +39,7 @@ def test_a_report_is_made_again_from_what_was_measured(tomoe: CommandLine, tmp_p
     assert "evaluating" not in again.err
     assert contents(out) == before
 
+    monkeypatch.setattr("tomoe.report.build.all_figures", lambda *_: [])
     assert "evaluating" in tomoe("report", out, "--again").err
     observed = json.loads((out / "report.json").read_text())
     (out / "report.json").write_text(json.dumps(observed | {"plan": "of another plan"}))

@@ -11,14 +11,27 @@ from typing import Any
 import matplotlib
 import pytest
 import torch
+from matplotlib.patches import Rectangle
 
+from tomoe.budget import decoder_params
 from tomoe.evaluation.results import Measurement, Row
 from tomoe.model.shape import ModelShape
-from tomoe.plan import LayerPlan, Plan
+from tomoe.plan import InputsPlan, Knot, LayerPlan, Plan
 from tomoe.report import figures, style
+from tomoe.report.figures import all_figures, layers_figure
 from tomoe.report.style import CaptionedFigure
 
 pytestmark = pytest.mark.slow
+
+
+def drawn_lines(drawn: CaptionedFigure) -> dict[str, list[float]]:
+    """Heights of every labelled line."""
+    lines = drawn.figure.axes[0].get_lines()
+    return {str(line.get_label()): [float(y) for y in line.get_ydata()] for line in lines}  # type: ignore[union-attr]
+
+
+def bars(drawn: CaptionedFigure) -> list[float]:
+    return [patch.get_height() for patch in drawn.figure.axes[0].patches if isinstance(patch, Rectangle)]
 
 
 def check(drawn: CaptionedFigure) -> None:
@@ -62,6 +75,7 @@ def test_the_dial_draws_each_number_of_experts() -> None:
     assert "need not be the dense model" in repaired.caption
     assert figures.dial_figure(rows[:2], plan) is None
     assert figures.dial_figure([], plan) is None
+    assert [figure.name for figure in all_figures(plan, dial=rows)] == ["dial", "layers"]
 
 
 def test_files_are_the_same_twice_and_no_setting_elsewhere_changes_them(tmp_path: Path) -> None:
@@ -79,6 +93,18 @@ def test_files_are_the_same_twice_and_no_setting_elsewhere_changes_them(tmp_path
     assert sorted(file.name for file in tmp_path.iterdir()) == ["dial.png", "dial.svg"]
 
 
+def make_plan(values: tuple[int, ...] = (8, 8, 8), notes: dict[str, object] | None = None) -> Plan:
+    """Random sets of 12 to 14 of 48 neurons in three layers; of layer i only the first `values[i]` V/O dims."""
+    generator, layers = torch.Generator().manual_seed(0), []
+    for i, dims in enumerate(values):
+        neurons = torch.zeros(4, 48, dtype=torch.bool)
+        for row in neurons:
+            row[torch.randperm(48, generator=generator)[: 12 + i]] = True
+        kept, router = torch.arange(8) < dims, torch.randn(4, 32, generator=generator)
+        layers.append(LayerPlan(neurons, router, torch.ones(4, dtype=torch.bool), kept, dims))
+    return Plan(ModelShape(3, 32, 48, 4, 4, 8, 8, True), tuple(layers), notes=notes or {})
+
+
 def make_fine_plan() -> Plan:
     """Two layers of 48 neurons: 8 of them shared, and 8 experts of 5, of which a token uses 2 and 8."""
     shape, expert = ModelShape(2, 32, 48, 4, 4, 8, 8, True), torch.arange(-8, 40).div(5, rounding_mode="floor")
@@ -91,3 +117,68 @@ def make_fine_plan() -> Plan:
         for k in (2, 8)
     )
     return Plan(shape, tuple(layers))
+
+
+def test_layers_of_overlapping_experts_show_one_expert_within_all_of_them() -> None:
+    plan = make_plan((8, 8, 2))
+    drawn = layers_figure(plan)
+    assert bars(drawn) == pytest.approx(
+        [1, 1, 1, *(layer.union / 48 for layer in plan.counts), *(n / 48 for n in (12, 13, 14))]
+    )
+    lines = drawn_lines(drawn)
+    assert lines["V/O dims"] == [1, 1, 0.25]
+    assert "Q/K dims" not in lines, "they are whole"
+    assert "V/O dims: 25% to 100%" in drawn.alt
+    assert "V/O dims" not in drawn_lines(layers_figure(make_plan()))
+    check(drawn)
+
+
+def test_layers_of_fine_grained_experts_show_the_shared_part_and_what_is_chosen() -> None:
+    plan = make_fine_plan()
+    drawn = layers_figure(plan)
+    assert bars(drawn) == pytest.approx([1, 1, *((8 + k * 5) / 48 for k in (2, 8)), 8 / 48, 8 / 48])
+    assert "experts that a token chooses: 38% to 100%" in drawn.alt
+    check(drawn)
+
+
+def test_layers_of_inputs_are_lines() -> None:
+    shape, names = ModelShape(2, 32, 48, 4, 4, 8, 8, True), {"up": ["mlp.up_proj"], "down": ["mlp.down_proj"]}
+    widths, columns = {"up": [32, 32], "down": [48, 48]}, {"up": [48, 48], "down": [32, 32]}
+    fewer = {"up": [16, 32], "down": [12, 48]}
+    least = 1 - (16 * 48 + 36 * 32) / decoder_params(shape)
+    plan = InputsPlan(shape, names, widths, columns, (Knot(1.0, widths), Knot(least, fewer)), least)
+    drawn = layers_figure(plan)
+    assert bars(drawn) == []
+    assert drawn_lines(drawn) | {"gate and up": [0.5, 1], "down": [0.25, 1]} == drawn_lines(drawn)
+    check(drawn)
+
+
+@pytest.mark.parametrize("make", [make_plan, make_fine_plan])
+def test_no_words_claim_that_something_was_learned(make: Any) -> None:
+    """Of a plan that was not trained."""
+    for drawn in all_figures(replace(make(), notes={"steps": 0})):
+        assert "learn" not in drawn.title + drawn.alt + drawn.caption
+        assert "train" not in (drawn.title + drawn.alt + drawn.caption).lower()
+
+
+METRICS = [{"step": step, "distill": 3.0 / step} for step in range(1, 101)]
+
+
+def test_training_draws_the_loss_and_passes_over_what_is_not_a_number() -> None:
+    spoiled = [
+        {"step": 101, "distill": 1.0, "skipped": True},
+        {"step": 102, "distill": None},
+        {"step": 103},
+        {"step": 104, "distill": float("inf")},
+        {"step": 105, "distill": 10**400},
+        {"step": "106", "distill": 1.0},
+    ]
+    drawn = figures.training_figure([*METRICS, *spoiled])
+    assert drawn is not None
+    raw, smooth = drawn.figure.axes[0].get_lines()
+    assert [float(y) for y in raw.get_ydata()] == [3.0 / step for step in range(1, 101)]
+    assert float(smooth.get_ydata()[50]) == 3.0 / 51  # the median of what only falls
+    assert "from 1.5 to 0.0303 nats" in drawn.alt
+    check(drawn)
+    assert figures.training_figure(METRICS[:1]) is None
+    assert figures.training_figure([{"step": step, "distill": 0.0} for step in (1, 2)]) is None

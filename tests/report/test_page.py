@@ -87,11 +87,12 @@ def test_the_page_needs_nothing_else_and_describes_every_figure(facts: page.Page
     assert all(place.startswith(DRAWING) for place in places)
     ids = reader.values("id")
     assert len(set(ids)) == len(ids)
-    assert facts.figure is not None
-    assert "figure-dial" in ids
-    assert reader.tags.count("figcaption") == 1
-    assert reader.tags.count("figure") == 2  # with the drawing of the method
-    assert facts.figure.alt in reader.values("alt")
+    names = {figure.name for figure in facts.figures}
+    assert names == {"layers"}
+    assert {f"figure-{name}" for name in names} <= set(ids)
+    assert reader.tags.count("figcaption") == len(names)
+    assert reader.tags.count("figure") == len(names) + 1  # the drawing of the method
+    assert [figure.alt for figure in facts.figures if figure.alt not in reader.values("alt")] == []
     assert reader.tags.count("img") == len(reader.values("alt"))
     assert ("meta", "name", "viewport") in reader.attributes
 

@@ -1,4 +1,4 @@
-"""`tomoe report OUT`: one page that shows what a conversion kept, lost and cost, and its figure as files."""
+"""`tomoe report OUT`: one page that shows what a conversion kept, lost and cost, and all its figures as files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def report(
     folder: options.Converted,
     again: Annotated[bool, typer.Option("--again", help="Repeat all measurements.")] = False,
 ) -> None:
-    """Write report.html, self-contained, and its figure."""
+    """Write report.html, self-contained, and its figures."""
     with Screen() as screen:
         rows = build.write_reports(folder, screen.on_progress, again=again)
     if distributed.rank():
         return
     console = output()
     console.print(tables.to_rich(rows))
-    console.say(f"\nThe page is {folder / 'report.html'}.")
+    console.say(f"\nThe page is {folder / 'report.html'}; its figures are in {folder / 'figures'}.")

@@ -1,1 +1,1 @@
-"""Shows the outcome of a conversion: model card, page, figure, warnings."""
+"""Shows the outcome of a conversion: model card, page, figures, warnings."""

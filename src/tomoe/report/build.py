@@ -1,4 +1,4 @@
-"""Measure a conversion beside its dense model and write its report: evaluation.json, README.md, report.html, figures/dial."""
+"""Measure a conversion beside its dense model and write its report: evaluation.json, README.md, report.html, figures."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from tomoe.plan import read_plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card
-from tomoe.report.figures import dial_figure
+from tomoe.report.figures import all_figures
 from tomoe.report.page import Generation, PageFacts, write_page
 from tomoe.report.style import save
 from tomoe.report.words import WORDS
+from tomoe.training.run_folder import RunFolder
 
 FORMAT = "tomoe-report-1"
 WRITTEN, SHOWN = 8, 3  # texts that each model writes, and those that the page shows
@@ -74,18 +75,18 @@ def write_reports(
     write_card(out, plan, rows)
     cells: list[Cell] = _read(out / "benchmark.json", list[Cell], "cells") or []
     dial = read_rows(out, DIAL)
-    figure = dial_figure(dial, plan)
-    if figure is not None:
+    figures = all_figures(plan, RunFolder(out / "run").rows(), dial)
+    for figure in figures:
         save(figure, out / "figures")
     facts = PageFacts(
         f"{rows[0].name} as {WORDS[plan.form].product}, {plan.active_fraction():.0%} active",
         plan,
         rows,
         observed.generations,
+        figures,
         cost=_read(out / "run" / "cost.json", Cost) or {},
         cells=cells,
         dial=dial,
-        figure=figure,
         varieties=observed.varieties,
     )
     write_page(out, facts)

@@ -1,18 +1,69 @@
-"""The figure of what was measured with several numbers of experts. It can be read without its caption."""
+"""The figures of what was measured, one function each, from plain rows. Each can be read without its caption."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
 
-from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, ScalarFormatter
 
 from tomoe.evaluation.results import Row
 from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
-from tomoe.report.style import COLORS, INK, MARKERS, CaptionedFigure, canvas, styled
+from tomoe.report.style import COLORS, DASHES, INK, MARKERS, SHADES, CaptionedFigure, canvas, styled
+from tomoe.report.words import WORDS
 
 LABELLED = 16  # points that still have room for their number
-# behind a number, so that no line runs through it
-PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+HIGHEST = 1e100  # of a value that is drawn
+NUMBER: dict[str, Any] = {  # how one stands beside what it belongs to: no line runs through it
+    "textcoords": "offset points",
+    "fontsize": 8,
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+}
+Metrics = Sequence[Mapping[str, Any]]
+
+
+def all_figures(plan: AnyPlan, metrics: Metrics = (), dial: Sequence[Row] = ()) -> list[CaptionedFigure]:
+    """Draw every figure that there are numbers for: of the plan, of the run's metrics.jsonl, and of dial.json."""
+    drawn = (dial_figure(dial, plan), layers_figure(plan), training_figure(metrics))
+    return [figure for figure in drawn if figure is not None]
+
+
+@styled
+def layers_figure(plan: AnyPlan) -> CaptionedFigure:
+    """By layer the parts of an MLP as bars, and as lines the share of all else that a token uses a part of."""
+    words = WORDS[plan.form]
+    bars, lines = words.bars(plan), words.lines(plan)
+    layers = range(len(plan.describe()))
+    figure, (axes,) = canvas(2.9)
+    for (name, shares), color in zip(bars.items(), SHADES, strict=False):
+        axes.bar(layers, shares, color=color, width=0.85, label=name)
+    first = 1 if bars else 0  # the bars are of the first color
+    for n, (name, shares) in enumerate(lines.items(), first):
+        axes.plot(layers, shares, color=COLORS[n], linestyle=DASHES[n], marker=MARKERS[n], label=name)
+    axes.axhline(plan.active_fraction(), color=INK, linewidth=1, linestyle=":", label="all decoder layers together")
+    axes.set_xlabel("layer")
+    axes.set_xlim(-0.6, len(layers) - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
+    axes.grid(False, axis="x")
+    axes.set_ylabel(words.measured)
+    axes.set_ylim(0, 1.03)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    figure.legend(loc="outside upper left", ncols=2)
+    spans = "; ".join(f"{name}: {_span(shares)}" for name, shares in {**bars, **lines}.items())
+    return CaptionedFigure(
+        "layers",
+        "What a token uses of each layer",
+        f"Chart over {len(layers)} layers. {spans}; all decoder layers together: {plan.active_fraction():.1%}.",
+        "The budget is one for the whole model: some layers may use more than others.",
+        figure,
+    )
+
+
+def _span(shares: Sequence[float]) -> str:
+    known = [share for share in shares if share == share]  # a layer without such a projection has none
+    low, high = (f"{share:.0%}" for share in (min(known), max(known)))
+    return f"{low} in all layers" if low == high else f"{low} to {high}"
 
 
 @styled
@@ -36,7 +87,7 @@ def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
         if k == planned:
             axes.plot(x, y, color=COLORS[1], marker=MARKERS[1], markersize=7, linestyle="none", label="as planned")
         if len(points) <= LABELLED:
-            axes.annotate(f"{y:.3g}", (x, y), (0, 7), ha="center", textcoords="offset points", fontsize=8, bbox=PAPER)
+            axes.annotate(f"{y:.3g}", (x, y), (0, 7), ha="center", **NUMBER)
     axes.axhline(dense, color=INK, linewidth=1, linestyle=":", label=f"dense model, {dense:.2f}")
     axes.set_ylabel("perplexity, lower is better")
     if max(dense, *perplexities) > 4 * min(dense, *perplexities):
@@ -59,3 +110,43 @@ def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
         + (refitted if {REPAIRED, FINETUNED} & plan.notes.keys() else ""),
         figure,
     )
+
+
+@styled
+def training_figure(metrics: Metrics) -> CaptionedFigure | None:
+    """The distillation loss by step, without skipped steps; None with fewer than two finite numbers."""
+    points = [
+        (row["step"], row["distill"])
+        for row in metrics
+        if not row.get("skipped") and isinstance(row.get("step"), int) and _is_number(row.get("distill"))
+    ]
+    if len(points) < 2 or not any(loss for _, loss in points):
+        return None
+    steps, losses = zip(*points, strict=True)
+    smooth = _smooth(losses)
+    figure, (axes,) = canvas(2.5)
+    axes.plot(steps, losses, color=COLORS[0], linewidth=0.7, alpha=0.35, label="each logged step")
+    axes.plot(steps, smooth, color=COLORS[0], label="running median")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("KL from dense, nats")
+    figure.legend(loc="outside upper left", ncols=2)
+    return CaptionedFigure(
+        "training",
+        "Training",
+        f"Line chart of the KL divergence from the dense model over {steps[-1]:,} steps: from {smooth[0]:.3g} to "
+        f"{smooth[-1]:.3g} nats.",
+        "Every step draws other text, and other masks where these are learned, so it jumps. All terms of the loss are in "
+        "run/metrics.jsonl.",
+        figure,
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < HIGHEST
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Running median over a twentieth of the run: it shows the trend of what jumps from step to step."""
+    reach = max(1, len(values) // 40)
+    return [median(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]

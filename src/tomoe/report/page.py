@@ -19,7 +19,7 @@ from tomoe.plan import AnyPlan
 from tomoe.report import verdict
 from tomoe.report.html import render, svg_uri
 from tomoe.report.style import CaptionedFigure
-from tomoe.report.summary import conversion_summary, layer_table, recipe_of, shown_name
+from tomoe.report.summary import conversion_summary, recipe_of, shown_name
 from tomoe.report.warnings import find_warnings
 from tomoe.report.words import WORDS
 from tomoe.version import __version__
@@ -43,10 +43,10 @@ class PageFacts:
     plan: AnyPlan
     rows: Sequence[Row] = ()  # from `compare`, dense first
     generations: Sequence[Generation] = ()
+    figures: Sequence[CaptionedFigure] = ()
     cost: Mapping[str, Any] = field(default_factory=dict)  # the run's cost.json
     cells: Sequence[Cell] = ()  # of benchmark.json
     dial: Sequence[Row] = ()  # the dense model, then the same folder with several numbers of experts
-    figure: CaptionedFigure | None = None  # of these
     varieties: Sequence[Variety] = ()  # loops in what each model wrote
 
 
@@ -64,18 +64,17 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         warnings=[warning.text for warning in find_warnings(facts.plan, facts.rows)],
         speed=timings.table(facts.cells),
         speed_footnote=timings.MEANING,
+        figures={figure.name: figure for figure in facts.figures},
         comparison=table(facts.rows),
         footnote=footnote(facts.rows),
         tasks=task_table(facts.rows),
         task_footnote=task_footnote(facts.rows),
         dial=table(facts.dial),
-        figure=facts.figure,
         dial_footnote=footnote(facts.dial),
         loops=verdict.loops(facts.varieties) if len(facts.varieties) > 1 else "",
         generations=facts.generations,
         method=svg_uri(drawing(facts.plan.form)),
         drawn=words.drawn,
-        layers=layer_table(facts.plan),
         summary=[*conversion_summary(facts.plan), *hashes, *_cost(facts.cost)],
         version=__version__,
     )

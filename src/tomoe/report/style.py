@@ -6,11 +6,10 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from importlib import resources
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
-import matplotlib.style
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -23,11 +22,34 @@ R = TypeVar("R")
 
 INK = "#1b1f24"
 WIDTH = 5.0  # inches: letters stay readable on a phone
-# Okabe and Ito's colors that stand out from white and from black alike; markers tell them apart in grey
+# Okabe and Ito's colors that stand out from white and from black alike; dashes and markers tell them apart in grey
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D")
+LIGHT = "#8fb8cf"  # a paler shade of the first color
+SHADES = ("#dde3e8", LIGHT, COLORS[0])  # of parts within each other, the whole first
 PNG_DPI = 160
 SVG_DPI = 100  # of images within
+STYLE: dict[str, Any] = {
+    "text.parse_math": False,  # names may hold a dollar sign
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tomoe",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize"), 9),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8),
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#808080",
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+}
 
 
 @dataclass(frozen=True)
@@ -47,13 +69,13 @@ class CaptionedFigure:
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a drawing function: the settings of figures.mplstyle hold, whatever matplotlib is set to elsewhere."""
+    """Decorate a drawing function: the settings above hold, whatever matplotlib is set to elsewhere."""
+    settings = cast(Any, dict(matplotlib.rcParamsDefault) | STYLE)
+    settings.pop("backend", None)
 
     @wraps(draw)
     def within(*args: P.args, **kwargs: P.kwargs) -> R:
-        place = resources.files("tomoe.report").joinpath("templates", "figures.mplstyle")
-        with matplotlib.rc_context(), resources.as_file(place) as file:
-            matplotlib.style.use(["default", file])
+        with matplotlib.rc_context(settings):
             return draw(*args, **kwargs)
 
     return within

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -12,13 +13,14 @@ DIMS = {"qk_dims": "Q/K dims", "value_dims": "V/O dims"}
 
 
 class FormWords(ABC):
-    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; titles: of columns
-    of `plan.describe()`."""
+    """drawing: of the method, among the templates, and what it shows; product: what a dense model becomes; measured: of what
+    the figure of the layers shows shares; titles: of columns of `plan.describe()`."""
 
     drawing: ClassVar[str]
     drawn: ClassVar[str]
     titles: ClassVar[Mapping[str, str]]
     product: ClassVar[str] = "a Mixture-of-Experts"
+    measured: ClassVar[str] = "of the neurons or dims"
 
     @abstractmethod
     def experts(self, plan: Any) -> str:
@@ -27,6 +29,17 @@ class FormWords(ABC):
     @abstractmethod
     def card(self, plan: Any, dialed: bool) -> str:
         """The same for the card, where the sentence begins with "in every layer"; dialed: other numbers can be asked for."""
+
+    def bars(self, plan: Any) -> dict[str, list[float]]:
+        """For each layer, parts of the MLP that lie within each other, as shares of its neurons; the whole first."""
+        return {}
+
+    def lines(self, plan: Any) -> dict[str, list[float]]:
+        """For each layer, shares of a token of all else: of the dims of a head, where attention is cut."""
+        whole = plan.shape.head_dim
+        qk, values = ([widths[column] for widths in plan.widths()] for column in (1, 2))
+        cut = {"Q/K dims": qk, "V/O dims": values}
+        return {name: [n / whole for n in dims] for name, dims in cut.items() if min(dims) < whole}
 
 
 class FineWords(FormWords):
@@ -63,6 +76,15 @@ class FineWords(FormWords):
             f"neuron of the dense model's MLP is in one of\nthese. How many experts a token uses is {number}"
         )
 
+    def bars(self, plan: Plan) -> dict[str, list[float]]:
+        layers = plan.describe()
+        size = plan.shape.mlp_size
+        return {
+            "other experts": [1.0] * len(layers),
+            "experts that a token chooses": [row["width_share"] for row in layers],
+            "shared by all tokens": [row["shared"] / size for row in layers],
+        }
+
 
 class OverlappingWords(FormWords):
     drawing = "method-overlapping.svg"
@@ -87,6 +109,14 @@ class OverlappingWords(FormWords):
             "model's MLP neurons"
         )
 
+    def bars(self, plan: Plan) -> dict[str, list[float]]:
+        layers = plan.describe()
+        return {
+            "in no expert": [1.0] * len(layers),
+            f"in any of the {plan.num_experts} experts": [row["union_share"] for row in layers],
+            "in the expert of a token": [row["width_share"] for row in layers],
+        }
+
 
 KIND_NAMES: dict[str, str] = {
     "attention": "Q, K, V",
@@ -103,6 +133,7 @@ class InputsWords(FormWords):
         "for it, and only their columns of the weights are read."
     )
     product = "a model that uses the largest inputs of its projections"
+    measured = "of its inputs"
     titles = KIND_NAMES
 
     def experts(self, plan: InputsPlan) -> str:
@@ -122,6 +153,10 @@ class InputsWords(FormWords):
             "matrices\nthat belong to the others are not read. Prompts and batches of more than four tokens use all inputs. "
             "How many a token\nuses is a number at load time (`tomoe_active`)"
         )
+
+    def lines(self, plan: InputsPlan) -> dict[str, list[float]]:
+        rows = plan.describe()
+        return {KIND_NAMES[kind]: [math.nan if row[kind] is None else row[kind] for row in rows] for kind in plan.names}
 
 
 WORDS: dict[str, FormWords] = {"fine": FineWords(), "overlapping": OverlappingWords(), "inputs": InputsWords()}

@@ -56,7 +56,7 @@ def benchmark(
         if setting is not None and name == moe:
             use_(model, setting)
         per_token = throughput.cache_bytes_per_token(model, ids[None, :16].to(model.device))
-        memory[name] = Memory(throughput.weight_bytes(model), per_token)
+        memory[name] = Memory(throughput.weight_bytes(model), per_token, 2 * model_facts(model)["active_block_params"])
     # Eager decoding on a GPU measures how fast the host starts kernels.
     compiled = partial(torch.compile, dynamic=False, mode="reduce-overhead")
     on_gpu = models[moe].device.type == "cuda"

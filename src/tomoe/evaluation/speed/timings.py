@@ -53,10 +53,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one model, in bytes."""
+    """What one model takes, in bytes and operations."""
 
     weights: int
     cache_per_token: int  # K and V of one token in all layers
+    flops_per_token: int  # multiplications and additions with the weights of decoder layers that work on a token
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,11 @@ def to_rich(benchmark: Benchmark) -> Table:
 
 
 def footnote(benchmark: Benchmark) -> str:
-    """Memory, what the columns mean, what was left out, and what one needs to measure again."""
+    """Memory and operations, what the columns mean, what was left out, and what one needs to measure again."""
 
     def memory(name: str, m: Memory) -> str:
-        return f"{name}: weights {format_bytes(m.weights)}, cache {format_bytes(m.cache_per_token)} a token"
+        weights, cache = format_bytes(m.weights), format_bytes(m.cache_per_token)
+        return f"{name}: weights {weights}; a token adds {cache} to the cache and takes {m.flops_per_token / 1e9:.3g} GFLOP"
 
     share = benchmark.active_share
     parts = [
