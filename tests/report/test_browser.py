@@ -83,7 +83,7 @@ def test_it_asks_no_network_and_runs_nothing_that_it_was_given(seen: Seen, repor
     assert {url for url in seen.asked if not url.startswith("data:")} == {report.as_uri()}
     assert EVIL in shown.title()
     assert shown.locator("svg, img:not([src^='data:image/svg+xml;base64,'])").count() == 0
-    assert shown.locator("figure img").count() == shown.locator("figure").count() == 2
+    assert shown.locator("figure img").count() == shown.locator("figure").count() == 3
     widths = shown.eval_on_selector_all("img", "images => images.map(i => i.complete && i.naturalWidth)")
     assert min(widths) > 100
 

@@ -29,7 +29,7 @@ def test_a_report_is_made_again_from_what_was_measured(
     assert (cost["device"], cost["resumed"]) == ("cpu", False)
 
     names = {path.stem for path in (out / "figures").iterdir()}
-    assert names == {"layers"}
+    assert names == {"layers", "training"}
     assert {path.suffix for path in (out / "figures").iterdir()} == {".svg", ".png"}
 
     before = contents(out)

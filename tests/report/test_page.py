@@ -88,7 +88,7 @@ def test_the_page_needs_nothing_else_and_describes_every_figure(facts: page.Page
     ids = reader.values("id")
     assert len(set(ids)) == len(ids)
     names = {figure.name for figure in facts.figures}
-    assert names == {"layers"}
+    assert names == {"layers", "training"}
     assert {f"figure-{name}" for name in names} <= set(ids)
     assert reader.tags.count("figcaption") == len(names)
     assert reader.tags.count("figure") == len(names) + 1  # the drawing of the method
