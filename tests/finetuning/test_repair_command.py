@@ -37,14 +37,14 @@ def test_fine_grained_experts_are_repaired(tomoe: CommandLine, converted_fine: P
 def test_a_repair_that_makes_it_worse_says_so(
     tomoe: CommandLine, converted_fine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = finetune.compare_on
+    real = finetune.compare
 
     def worse(*args: Any) -> list[Row]:
         dense, before, after = real(*args)
         measured = replace(after.measurement, kl=before.measurement.kl + 1)
         return [dense, before, replace(after, measurement=measured)]
 
-    monkeypatch.setattr(finetune, "compare_on", worse)
+    monkeypatch.setattr(finetune, "compare", worse)
     done = tomoe("repair", converted_fine / "moe", "-o", tmp_path / "out")
     said = " ".join((done.out + done.err).split())
     assert (done.code, "further from the dense model than moe" in said) == (0, True), said
