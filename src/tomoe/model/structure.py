@@ -118,7 +118,7 @@ def _not_finite(model: PreTrainedModel) -> UserError:
 
 class _EveryAnswerYes(TorchDispatchMode):
     """Tensors without numbers answer yes to what code asks of them, such as masks whether all tokens count. FakeTensorMode
-    knows shapes as well, but takes four times as long: seconds for a model of many layers."""
+    knows shapes as well, but takes more than twice as long, seconds in a model of many layers."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
