@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from safetensors.torch import load_file
 from test_equation import assert_same
 from torch import Tensor
@@ -81,7 +81,7 @@ def chosen_experts(moe: Any, ids: Tensor, n: int) -> tuple[Tensor, list[Tensor]]
 
 
 def decided(converted: ToMoEForCausalLM, ids: Tensor) -> Bool[Tensor, "B S"]:
-    """Which tokens have no near tie, nor any token before them; enough to judge by."""
+    """Which tokens have no near tie, nor any token before them."""
     mlps = [layer.mlp for layer in converted.model.layers]
     logits: list[Tensor] = []
     with hooked(mlp.router.register_forward_hook(lambda _, args, out: logits.append(out)) for mlp in mlps):
@@ -92,9 +92,18 @@ def decided(converted: ToMoEForCausalLM, ids: Tensor) -> Bool[Tensor, "B S"]:
             last, first = z.topk(mlp.top_k + 1).values[:, -2:].T
             bias = mlp.router.bias
             clear &= last - first > NEAR_TIE * (z - bias)[:, bias < ALWAYS / 2].abs().max()
-    clear = clear.view(ids.shape).cumprod(1).bool()
-    assert clear.float().mean() > 0.25, "too few tokens to judge by"
-    return clear
+    return clear.view(ids.shape).cumprod(1).bool()
+
+
+def decided_rows(converted: ToMoEForCausalLM) -> Int[Tensor, "8 16"]:
+    """Rows of which enough is decided to judge by: drawn again from their first near tie on, until it is."""
+    ids = tokens(8, 16, seed=5)
+    for seed in range(6, 100):
+        clear = decided(converted, ids)
+        if clear.float().mean() > 0.25:
+            return ids
+        ids = torch.where(clear, ids, tokens(8, 16, seed=seed))
+    raise AssertionError("no rows without near ties")
 
 
 def compare(case: Case, exported: Any, converted: ToMoEForCausalLM, ids: Tensor) -> tuple[float, float]:
@@ -117,7 +126,7 @@ def all_experts(case: Case) -> tuple[Any, ToMoEForCausalLM]:
 
 
 def right(case: Case, exported: Any, converted: ToMoEForCausalLM) -> bool:
-    alike, off = compare(case, exported, converted, tokens(8, 16, seed=5))
+    alike, off = compare(case, exported, converted, decided_rows(converted))
     return alike == 1 and off <= TOLERANCE
 
 
