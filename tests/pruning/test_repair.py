@@ -394,6 +394,7 @@ def test_two_processes_refit_what_one_does(tmp_path: Path) -> None:
         pid = os.fork()
         if pid == 0:
             try:
+                torch.set_num_threads(1)  # threads of a pool are not there after a fork
                 dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
                 own = repair(model, masks, *calibration(), RepairSettings(output=True))
                 save_file({"down": weights(own)}, tmp_path / f"{rank}.safetensors")
