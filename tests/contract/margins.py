@@ -42,18 +42,23 @@ def margins(model: PreTrainedModel, input_ids: Tensor, **inputs: Tensor) -> Tens
     return least
 
 
-def clear_tokens(model: PreTrainedModel, draw: Callable[[int], Tensor]) -> Tensor:
-    """Rows as `draw` gives them in which no rounding lets a token choose otherwise.
+def redrawn(draw: Callable[[int], Tensor], near: Callable[[Tensor], Tensor], enough: float = 1.0) -> Tensor:
+    """Rows as `draw` gives them of which the share `enough` stands before the first token that is `near` a tie.
 
-    A row is drawn again from its first token near a tie on, which changes nothing before it.
+    A row is drawn again from that token on, which changes nothing before it.
     """
     ids = draw(5)
     for seed in range(6, 100):
-        near = margins(model, ids) <= CLEAR
-        if not near.any():
+        clear = near(ids).cumsum(-1) == 0
+        if clear.float().mean() >= enough:
             return ids
-        ids = torch.where(near.cumsum(-1) > 0, draw(seed), ids)
+        ids = torch.where(clear, ids, draw(seed))
     raise AssertionError("no tokens with wide margins")
+
+
+def clear_tokens(model: PreTrainedModel, draw: Callable[[int], Tensor]) -> Tensor:
+    """Rows as `draw` gives them in which no rounding lets a token choose otherwise."""
+    return redrawn(draw, lambda ids: margins(model, ids) <= CLEAR)
 
 
 def clear_prompts(

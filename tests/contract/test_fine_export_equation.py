@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from jaxtyping import Bool, Int
+from margins import redrawn
 from safetensors.torch import load_file
 from test_equation import assert_same
 from torch import Tensor
@@ -96,14 +97,8 @@ def decided(converted: ToMoEForCausalLM, ids: Tensor) -> Bool[Tensor, "B S"]:
 
 
 def decided_rows(converted: ToMoEForCausalLM) -> Int[Tensor, "8 16"]:
-    """Rows of which enough is decided to judge by: drawn again from their first near tie on, until it is."""
-    ids = tokens(8, 16, seed=5)
-    for seed in range(6, 100):
-        clear = decided(converted, ids)
-        if clear.float().mean() > 0.25:
-            return ids
-        ids = torch.where(clear, ids, tokens(8, 16, seed=seed))
-    raise AssertionError("no rows without near ties")
+    """Rows of which enough is decided to judge by."""
+    return redrawn(lambda seed: tokens(8, 16, seed=seed), lambda ids: ~decided(converted, ids), 0.25)
 
 
 def compare(case: Case, exported: Any, converted: ToMoEForCausalLM, ids: Tensor) -> tuple[float, float]:

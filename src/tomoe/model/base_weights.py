@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from transformers import PreTrainedModel
@@ -53,8 +53,15 @@ class BaseWeights:
 
     def for_training(self) -> PreTrainedModel:
         """The model that calibration and training run on. Raises UserError if it cannot be loaded."""
-        how: dict[str, Any] = {"shards": self.shards, "offload": self.offload, "quantization": self.quantization}
-        return self.computing_(load_dense(self.model, self.dtype, self.device, **how))
+        model = load_dense(
+            self.model,
+            self.dtype,
+            self.device,
+            shards=self.shards,
+            offload=self.offload,
+            quantization=self.quantization,
+        )
+        return self.computing_(model)
 
     def original(self) -> PreTrainedModel:
         """The original weights, to calibrate and repair with, offloaded if possible, unless they are computed with in another

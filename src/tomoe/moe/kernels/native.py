@@ -206,10 +206,22 @@ SCHEMA = (
 
 
 @torch.library.custom_op("tomoe::experts", mutates_args=(), schema=SCHEMA)
-def experts(x: Tensor, expert_ids: Tensor, expert_rows: Tensor, *rest: Any) -> Tensor:
-    """The kernel as a PyTorch operator, for graphs; `rest` as in SCHEMA."""
-    *weights, kind, fine, way = rest
-    return call(x, expert_ids, _members_of(expert_rows, len(weights[1]), fine), weights, kind, fine, way)
+def experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_rows: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    kind: int,
+    fine: bool,
+    way: int,
+) -> Tensor:
+    """The kernel as a PyTorch operator, for graphs."""
+    members = _members_of(expert_rows, len(up), fine)
+    return call(x, expert_ids, members, (gate, up, down, gate_bias, up_bias), kind, fine, way)
 
 
 @experts.register_fake

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from tomoe.model.shape import ModelShape
+from tomoe.pruning.learned.attention_masks import value_logits
 from tomoe.pruning.learned.gumbel import gumbel_sigmoid
 from tomoe.pruning.learned.projection import Projection
 from tomoe.pruning.network import per_layer
@@ -83,14 +83,6 @@ class PrunedAttention(nn.Module):
     def value_rotation(self, i: int) -> Float[Tensor, "G C C"] | None:
         """Return the basis that the V/O masks of layer i act in; None: the model's own."""
         return self.value_rotations[i] if self.section.rotate_values else None
-
-
-# Without shapes, as torch.compile traces it.
-def value_logits(
-    x: Tensor, project_in: Tensor, embedding: Tensor, norm: nn.Module, project_out: Tensor, start: Tensor
-) -> Tensor:
-    """`PrunedAttention.value_logits` of one layer's tensors: x [T, D], logits [T, C]."""
-    return F.linear(F.gelu(norm(F.linear(x.float(), project_in, embedding))), project_out, start)
 
 
 class SampledAttention:

@@ -33,8 +33,16 @@ class AttentionMasks(Protocol):
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]: ...
 
 
+# Without shapes, as torch.compile traces it.
+def value_logits(
+    x: Tensor, project_in: Tensor, embedding: Tensor, norm: nn.Module, project_out: Tensor, start: Tensor
+) -> Tensor:
+    """One logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3), in float32: of x [T, D], logits [T, C]."""
+    return F.linear(F.gelu(norm(F.linear(x.float(), project_in, embedding))), project_out, start)
+
+
 class ValueLogits(nn.Module):
-    """Gives one logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3), in float32.
+    """`value_logits` with the tensors that a plan keeps.
 
     `project_in` is Proj_E, and its bias is the mean expert embedding of the site; `norm` and `project_out` are the V/O part
     of Proj_D, and their bias is the start.
@@ -47,7 +55,8 @@ class ValueLogits(nn.Module):
         self.project_out = nn.Linear(embedding_size, head_dim)
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T C"]:
-        return self.project_out(F.gelu(self.norm(self.project_in(x.float()))))
+        into, out = self.project_in, self.project_out
+        return value_logits(x, into.weight, into.bias, self.norm, out.weight, out.bias)
 
 
 class PlannedAttention:
