@@ -219,6 +219,17 @@ def test_a_disk_that_fills_up_leaves_what_was_there(
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_padding_does_not_run() -> None:
+    """Who watches a model that is compared, as the check of its routers does, counts real tokens only."""
+    model, ids = make_pico("llama"), tokens(3, 16)
+    lengths = torch.tensor([16, 9, 2])
+    mask = torch.arange(16) < lengths[:, None]
+    seen: list[int] = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    recorded = record(model, ids, mask)
+    assert seen == [len(states) for states in recorded.states] == lengths.tolist()
+
+
 def test_agreement_is_what_the_other_measure_says() -> None:
     """KL, agreement and perplexity by the code of `tomoe evaluate`; differences by hand."""
     reference, model, ids = make_pico("llama"), make_pico("llama"), tokens(5, 16)

@@ -101,12 +101,15 @@ def record(
     mask: Bool[Tensor, "B S"],
     on_progress: StageCallback = no_stage_progress,
 ) -> Recorded:
-    """Run a model whose logits are its output matrix times final hidden states, as in every model that ToMoE converts."""
+    """Run a model whose logits are its output matrix times final hidden states, as in every model that ToMoE converts.
+
+    Padding stands at the ends, and does not run: who watches the model, as `RouterCheck` does, sees real tokens only.
+    """
     states = []
     with evaluating(model):
-        for b in range(len(input_ids)):
-            one = slice(b, b + 1)
-            states.append(forward_sequences(model, input_ids[one], mask[one], inner=True).last_hidden_state[0].cpu())
+        for b, length in enumerate(mask.sum(1).tolist()):
+            ids, real = input_ids[b : b + 1, :length], mask[b : b + 1, :length]
+            states.append(forward_sequences(model, ids, real, inner=True).last_hidden_state[0].cpu())
             on_progress(b + 1, len(input_ids))
     return Recorded(model.get_output_embeddings(), states)
 

@@ -183,12 +183,13 @@ def test_a_conversion_takes_fewer_experts_where_that_saves_zeros(tomoe: CommandL
 
 def test_every_part_of_the_proof_can_fail() -> None:
     good = RouterAgreement(
-        choices=1000, same=0.99, furthest_logits=0.003, furthest=0.5, weight_error=1e-3, weight_bound=2**-8
+        choices=122_880, same=0.99, furthest_logits=0.003, furthest=0.5, weight_error=1e-3, weight_bound=2**-8
     )
     assert good.problem is None
     for changes, words in (
-        ({"same": 0.8}, "20.0% of the cases, ties are at most 3.3%"),
-        ({"same": 0.96}, "4.0% of the cases"),
+        ({"same": 0.8}, "20.0% of 122,880 cases, ties are at most 3.5%"),
+        ({"same": 0.96}, "4.0% of"),
+        ({"same": 0.9, "choices": 96}, "10.0% of 96 cases, ties are at most 8.9%"),
         ({"furthest": 3.0}, "0.003 lower"),
         ({"weight_error": 0.01}, "off 1 by up to 0.01"),
         ({"weight_error": float("nan")}, "off 1"),
