@@ -87,9 +87,8 @@ setup_engines() {
 }
 
 demo() {
-    local measured="--set data.evaluation_source=python-docs --set data.evaluation_tokens=4096"
-    # shellcheck disable=SC2086 # options, not one word
-    demonstrate inputs --form inputs $measured
+    # text that is at hand: nothing has to be sampled
+    demonstrate inputs --form inputs --data python-docs --set data.seq_len=256 --set data.evaluation_tokens=2048
     demonstrate experts --recipe demo
     printf '\nThe reports are demo-out/inputs/report.html and demo-out/experts/report.html. Next: .venv/bin/tomoe --help, or the README.\n'
 }

@@ -250,7 +250,7 @@ def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def short_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports have short texts and, except in tests marked `figures`, no figures: both take most of a small conversion."""
-    monkeypatch.setattr("tomoe.report.build.LOOP_LENGTH", 4)
+    monkeypatch.setattr("tomoe.report.build.LOOP_LENGTH", 8)
     if "figures" not in request.keywords:
         monkeypatch.setattr("tomoe.report.build.all_figures", lambda *_: [])
 

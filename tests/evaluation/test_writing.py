@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from conftest import make_plan
+from conftest import make_plan, tokens
 from pico_files import CommandLine, refused, write_pico
 from pico_tokenizer import make_spaced_tokenizer, make_tokenizer
 from tomoe.errors import UserError
@@ -27,8 +27,11 @@ from tomoe.evaluation.writing.programs import runs
 from tomoe.evaluation.writing.run import write
 from tomoe.model.generation import asked, generate
 from tomoe.model.loading import load_dense, load_tokenizer
+from tomoe.model.structure import shape_of
 from tomoe.model.tokens import continuation_text
 from tomoe.moe.fold import fold
+from tomoe.moe.modeling_tomoe import FEW_TOKENS, choices_of
+from tomoe.pruning.inputs import plan_inputs
 
 TEMPLATE = "{% for m in messages %}<bos>{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 PROMPTS = [[5, 9, 30], [8] * 9, [40, 41], [7, 6, 5, 4, 3, 10, 11]]
@@ -61,11 +64,25 @@ def test_a_batch_writes_what_the_family_writes_for_each_prompt_alone(llama: PreT
     assert one_by_one == stopped
 
 
+def test_in_a_batch_tokens_choose_inputs_too(llama: PreTrainedModel) -> None:
+    """A decoder that leaves a batch whole would write what the dense model writes."""
+    ids = tokens(2, 24, seed=4)
+    moe = fold(llama, plan_inputs(llama, shape_of(llama), ids, torch.ones_like(ids, dtype=torch.bool), 0.6))
+    chose: list[bool] = []
+    for choice in choices_of(moe):
+        applies = choice.applies
+        choice.applies = lambda x, applies=applies: chose.append(applies(x)) or chose[-1]  # type: ignore[method-assign]
+    continuations(moe, make_tokenizer(), [[7, n] for n in range(5, 5 + 2 * FEW_TOKENS)], 4)
+    assert chose
+    assert all(chose)
+    assert not any(choice.always for choice in choices_of(moe))
+
+
 def test_nothing_is_written_after_an_end_or_beyond_the_context(llama: PreTrainedModel) -> None:
     done: list[tuple[int, int]] = []
     (whole,) = continuations(llama, make_tokenizer(), [[5] * 50], 100, progress=lambda *now: done.append(now))
     assert len(whole) == 64 - 50
-    assert done[-1] == (1, 1)
+    assert done == [(count, 100) for count in (*range(1, 15), 100)]
     llama.generation_config.eos_token_id = [whole[3], 999]
     (short,) = continuations(llama, make_tokenizer(), [[5] * 50], 100)
     assert short == whole[: whole.index(whole[3])]

@@ -15,6 +15,7 @@ from tomoe.model.hooks import own_rows
 from tomoe.model.shape import max_positions, text_config
 from tomoe.model.structure import CACHE
 from tomoe.model.tokens import continuation_text
+from tomoe.moe.modeling_tomoe import choosing_all
 from tomoe.progress import StageCallback, no_stage_progress
 
 ROWS = 32
@@ -35,26 +36,29 @@ def continuations(
 ) -> list[list[int]]:
     """The most likely tokens after each prompt, at most `most`, in the order of the prompts. A text ends with an end-of-text
     token, which is left out, when `ended` says so, which is asked every few tokens, or at the end of the context. `rows`
-    prompts of like length are continued at a time; `progress` counts those that are done."""
+    prompts of like length are continued at a time; `progress` counts tokens, all `most` of a text that has ended. Where
+    tokens choose inputs, all do: in a batch none would, and every text would be the dense model's."""
     written: list[list[int]] = [[] for _ in prompts]
+    total = most * len(prompts)
 
     def over(prompt: Sequence[int], ids: Sequence[int]) -> bool:
         return ended(continuation_text(tokenizer, prompt, ids))
 
-    if not batchable(model):
-        for n, prompt in enumerate(prompts):
-            written[n] = _alone(model, prompt, most, over)
-            progress(n + 1, len(prompts))
-        return written
-    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
-    for start in range(0, len(order), rows):
-        batch = order[start : start + rows]
-        texts = [written[n] for n in batch]
+    with choosing_all(model):
+        if not batchable(model):
+            for n, prompt in enumerate(prompts):
+                written[n] = _alone(model, prompt, most, over)
+                progress(most * (n + 1), total)
+            return written
+        order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+        for start in range(0, len(order), rows):
+            batch = order[start : start + rows]
+            texts = [written[n] for n in batch]
 
-        def report(done: int, start: int = start) -> None:
-            progress(start + done, len(prompts))
+            def report(done: int, start: int = start) -> None:
+                progress(most * start + done, total)
 
-        _continue(model, [prompts[n] for n in batch], texts, most, over, report)
+            _continue(model, [prompts[n] for n in batch], texts, most, over, report)
     return written
 
 
@@ -132,12 +136,12 @@ def _continue(
             written[row].append(token)
             if count % LOOK or not ended(prompts[row], written[row]):
                 going.append(place)
+        report(most * (len(prompts) - len(going)) + count * len(going))
         if len(going) < len(alive):
-            report(len(prompts) - len(going))
             if not going:
                 return
             kept = torch.tensor(going, device=model.device)
             cache.batch_select_indices(kept)
             alive, chosen, mask = [alive[place] for place in going], chosen[kept], mask[kept]
         tokens, mask = chosen[:, None], torch.nn.functional.pad(mask, (0, 1), value=1)
-    report(len(prompts))
+    report(most * len(prompts))

@@ -73,7 +73,7 @@ def holds_bfloat16(router: Router) -> bool:
 
 
 def fastest_way(tokens: int, size: int, dtype: torch.dtype) -> Way | None:
-    """Which way was the fastest on such a processor; None if PyTorch's product was (docs/lab/log.md has AVX2)."""
+    """Which way was the fastest on such a processor; None if PyTorch's product was, or no other was measured there."""
     if PROCESSOR.get("amx_bf16"):
         fits = dtype == torch.bfloat16 and tokens >= MATRIX_TOKENS and size % MATRIX_DIMS == 0
         return Way.MATRIX if fits and has_matrix_units() else None
