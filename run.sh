@@ -87,8 +87,7 @@ setup_engines() {
 }
 
 demo() {
-    # text that is at hand: nothing has to be sampled
-    demonstrate inputs --form inputs --data python-docs --set data.seq_len=256 --set data.evaluation_tokens=2048
+    demonstrate inputs --form inputs
     demonstrate experts --recipe demo
     printf '\nThe reports are demo-out/inputs/report.html and demo-out/experts/report.html. Next: .venv/bin/tomoe --help, or the README.\n'
 }

@@ -259,12 +259,11 @@ def test_a_recipe_with_a_key_that_python_uses(tmp_path: Path) -> None:
         Recipe.load(tmp_path / "recipe.json")
 
 
-def test_inputs_need_little_text_and_the_model_writes_no_more() -> None:
-    sampled, given = (
-        Recipe.load(None, ["model=m", "experts.form=inputs", *more]) for more in ([], ["data.sources=./a.txt"])
-    )
-    assert (sampled.data.calibration_tokens, sampled.data.evaluation_tokens) == (2048, 2048)
-    assert (given.data.calibration_tokens, given.data.evaluation_tokens) == (2048, 16_384)
-    assert (
-        Recipe.load(None, ["model=m", "experts.form=inputs", "data.evaluation_tokens=99"]).data.evaluation_tokens == 99
-    )
+def test_inputs_need_little_text_and_nothing_is_sampled() -> None:
+    form = ["model=m", "experts.form=inputs"]
+    data = Recipe.load(None, form).data
+    assert data.sources == ("python-docs",)
+    assert (data.calibration_tokens, data.evaluation_tokens, data.tokens) == (2048, 2048, 4096 + 256)
+    given = Recipe.load(None, [*form, "data.sources=self", "data.evaluation_tokens=99", "data.seq_len=64"]).data
+    assert (given.sources, given.evaluation_tokens, given.seq_len) == (("self",), 99, 64)
+    assert Recipe.load(None, ["model=m"]).data.sources == ("self",)

@@ -22,9 +22,14 @@ USUAL_NUMBERS = {"overlapping": 8}
 RIDGE_PER_NEURON, LEAST_RIDGE = 4.0, 1e-2
 
 
-INPUTS_TEXT = 2048
-"""Calibration tokens of the form `inputs`, unless the recipe says how many: they only divide the budget. As many are held out
-where the model writes the text itself, which takes longer than all else."""
+INPUTS_TEXT: dict[str, Any] = {
+    "sources": ("python-docs",),
+    "seq_len": 256,
+    "calibration_tokens": 2048,
+    "evaluation_tokens": 2048,
+}
+"""The text of the form `inputs`, unless the recipe names another: it only divides the budget, so a little that is at hand does,
+and nothing is sampled, which would take longer than all else."""
 
 
 def _usual_number(section: dict[str, Any]) -> int:
@@ -215,11 +220,8 @@ class Recipe(RunRecipe):
         if self.experts.form == "inputs":
             # nothing is refitted, and little text divides the budget
             self._imply("repair", {"mode": "none"})
-            asked = {"tokens"} & self.data.model_fields_set
-            needed = {"calibration_tokens": INPUTS_TEXT} | ({} if asked else {"tokens": 0})
-            if "self" in self.data.sources:
-                needed["evaluation_tokens"] = INPUTS_TEXT
-            self._imply("data", needed)
+            asked = "tokens" in self.data.model_fields_set
+            self._imply("data", INPUTS_TEXT if asked else INPUTS_TEXT | {"tokens": 0})
             self.__dict__["data"] = self._with_enough_text()
         return self
 
