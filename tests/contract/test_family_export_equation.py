@@ -6,6 +6,7 @@ routers choose what the masks mean.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ import torch
 from family_contract import tiny_model, tokens
 from margins import clear_prompts, clear_tokens
 from safetensors.torch import load_file, save_file
-from test_equation import assert_same
+from test_equation import TOLERANCE, assert_same
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_pico, make_plan, write_export
@@ -110,8 +111,13 @@ def test_with_all_experts_it_is_the_dense_model(case: Case) -> None:
 
 def test_its_routers_choose_what_the_masks_mean(case: Case) -> None:
     ids = clear_tokens(case.folded, lambda seed: tokens(2, 200, seed))
-    with masked(case.dense, planned_masks(case.plan)):
-        assert_same(case.folded(ids).logits, case.dense(ids).logits)
+    exact = copy.deepcopy(case.dense).double()
+    with masked(case.dense, planned_masks(case.plan)), masked(exact, planned_masks(case.plan)):
+        meant, exactly = case.dense(ids).logits, exact(ids).logits
+    assert_same(copy.deepcopy(case.folded).double()(ids).logits, exactly)
+    # in float32 some families round more than that by themselves: linear attention 1.4e-5 of the largest logit
+    bound = max(TOLERANCE * float(meant.abs().max()), 4 * float((meant - exactly).abs().max()))
+    assert float((case.folded(ids).logits - meant).abs().max()) <= bound
     exported, form = case.exported(), case.target.form_in(torch.float32)
     result = case.compared(RouterCheck(case.target.routers(exported, form)))
     assert result.problem is None
