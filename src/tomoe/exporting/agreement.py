@@ -82,10 +82,10 @@ def summarize(sequences: Iterable[Iterable[Positions]]) -> Agreement:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a model predicted for the sequences of a text, kept as D numbers a token, so that the model itself may go."""
+    """What a model predicted for the real tokens of a text, kept as D numbers a token, so that the model itself may go."""
 
     head: nn.Module
-    states: list[Float[Tensor, "S D"]]
+    states: list[Float[Tensor, "_ D"]]  # real tokens: rows differ in length
 
     def logits(self, b: int, positions: Int[Tensor, " t"]) -> Float[Tensor, "t V"]:
         """The logits at some positions of sequence b, on the CPU."""
