@@ -211,9 +211,10 @@ def figure(results: dict[str, Any], headline: dict[str, Any]) -> CaptionedFigure
     for kind, color, marker in zip(("tomoe", "dense", "llama.cpp"), COLORS, MARKERS, strict=False):
         own = [(ms, hits) for _, its, ms, hits in shown if its == kind]
         axis.plot(*zip(*own, strict=True), linestyle="none", marker=marker, color=color, markersize=6)
-    for name, _, ms, hits in shown:
-        covered = any(abs(ms - x) < 40 and 0 < y - hits < 4 for _, _, x, y in shown)
-        axis.annotate(name, (ms, hits), (0, -13 if covered else 7), textcoords="offset points", ha="center", fontsize=7)
+    for name, kind, ms, hits in shown:
+        # shares of a form, and files of llama.cpp, stand close together
+        place, side = ((0, 7), "center") if kind == "dense" else ((-6, -3), "right")
+        axis.annotate(name, (ms, hits), place, textcoords="offset points", ha=side, fontsize=7)
     axis.set_xlim(0, 1.1 * max(ms for _, _, ms, _ in shown))
     axis.set_ylim(0, 1.2 * max(hits for *_, hits in shown))
     axis.set_xlabel("milliseconds a token, one thread")
