@@ -154,7 +154,7 @@ def _observe(
     names = [row.name for row in rows]
     task = _text_task(models[0], offload)
     written = [
-        task.write(model, tokenizer, progress=stage_callback(on_progress, f"letting {basename(name)} write"))
+        task.write(model, tokenizer, progress=stage_callback(on_progress, f"generating with {basename(name)}"))
         for name, model in zip(names, models, strict=True)
     ]
     ask = question if written[0].chat else opening
