@@ -69,7 +69,7 @@ class DataSection(Section):
 
     sources: tuple[str, ...] = Field(default=("self",), min_length=1)
     """Names, hub ids or local paths; several are mixed in equal parts by tokens. `self` samples from the dense model.
-    The form `inputs` reads 2,048 tokens of `python-docs` in sequences of 256 and measures on as many, unless told otherwise."""
+    The form `inputs` reads a little of `python-docs` unless told otherwise."""
     seq_len: int = Field(default=512, ge=8)
     """Tokens per sequence (context length)."""
     tokens: int = Field(default=0, ge=0)

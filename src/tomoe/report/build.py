@@ -17,7 +17,7 @@ from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, checke
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.writing.loops import TOPICS, Variety, opening, question
 from tomoe.evaluation.writing.run import LOOP_LENGTH, LoopTask
-from tomoe.files import atomic_write, basename, read_json, sha256
+from tomoe.files import atomic_write, read_json, sha256
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.shape import max_positions
@@ -154,7 +154,7 @@ def _observe(
     names = [row.name for row in rows]
     task = _text_task(models[0], offload)
     written = [
-        task.write(model, tokenizer, progress=stage_callback(on_progress, f"generating with {basename(name)}"))
+        task.write(model, tokenizer, progress=stage_callback(on_progress, f"generating with {name}"))
         for name, model in zip(names, models, strict=True)
     ]
     ask = question if written[0].chat else opening
@@ -168,7 +168,9 @@ def _observe(
 
 def _text_task(model: PreTrainedModel, offload: bool) -> LoopTask:
     """The texts to write: at most a quarter of the context, fewer and shorter ones where a token takes long."""
-    slow = offload or model.device.type == "cpu"
-    length = LOOP_LENGTH // (1 if not slow else 4 if offload or model.num_parameters() > SLOW else 2)
+    texts, length = WRITTEN, LOOP_LENGTH
+    if offload or model.device.type == "cpu":
+        texts //= 2
+        length //= 4 if offload or model.num_parameters() > SLOW else 2
     positions = max_positions(model.config) or 4 * length
-    return LoopTask(TOPICS[: WRITTEN // 2 if slow else WRITTEN], min(length, max(1, positions // 4)))
+    return LoopTask(TOPICS[:texts], min(length, max(1, positions // 4)))
