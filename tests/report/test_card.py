@@ -19,12 +19,14 @@ from transformers import AutoTokenizer
 from conftest import make_pico
 from tomoe.errors import Note
 from tomoe.evaluation.results import ExpertUsage, Row, TaskScore
+from tomoe.evaluation.tables import to_markdown
 from tomoe.model import catalog
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import license
-from tomoe.report.card import write_card
+from tomoe.report.card import limits, write_card
 from tomoe.report.license import BaseModelInfo, base_model_info
+from tomoe.report.verdict import lost
 
 
 def plan_of(*sources: str, model: str = "someone/dense-1b") -> Plan:
@@ -71,28 +73,58 @@ def test_every_number_is_a_result_of_the_model_index(tmp_path: Path) -> None:
     score = TaskScore(
         "piqa", 5, "acc_norm", 0.625, 0.05, 100, 0, {"acc": 0.6, "acc_norm": 0.625}, "1.0", "lm-eval 0.4.13"
     )
-    card = written(tmp_path, plan_of("wikitext"), measured("wikitext (test)", (score,)))
+    rows = measured("wikitext (test)", (score,))
+    path = write_card(tmp_path / "moe", plan_of("wikitext", "self"), rows, command="tomoe convert x -o moe")
+    assert [file for file in path.parent.iterdir() if file.name[0] != "."] == [path]
+    card = ModelCard.load(path)
     results: dict[str, EvalResult] = {result.metric_type: result for result in card.data.eval_results}
     values = {kind: result.metric_value for kind, result in results.items()}
     assert values == {"perplexity": 12.5, "kl_to_dense": 0.25, "top1_agreement": 0.75, "acc_norm": 0.625}
     text = results["perplexity"]
-    assert (text.dataset_type, text.dataset_config, text.dataset_split) == (
-        "Salesforce/wikitext", "wikitext-2-raw-v1", "test"
-    )  # fmt: skip
+    place = (text.dataset_type, text.dataset_config, text.dataset_split)
+    assert place == ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
     assert text.dataset_args["context_length"] == 16
     assert "stride" not in text.dataset_args
     task = results["acc_norm"]
     assert (task.dataset_type, task.dataset_args) == ("piqa", {"num_few_shot": 5, "questions": 100})
     assert {result.task_type for result in results.values()} == {"text-generation"}
     assert card.data.metrics == sorted(values)
-    assert (card.data.pipeline_tag, card.data.library_name, card.data.model_name) == (
-        "text-generation",
-        "transformers",
-        "moe",
+    assert (
+        card.data.to_dict().items()
+        >= {
+            "pipeline_tag": "text-generation",
+            "library_name": "transformers",
+            "base_model": "someone/dense-1b",
+            "tags": ["moe", "tomoe"],
+            "license": "other",
+        }.items()
     )
-    assert "| piqa | 5 | acc norm |" in card.content
-    assert "No safety or fairness test was run" in card.content
-    assert "No task" not in card.content
+    assert card.data.model_name == "moe"
+    for part in (
+        "import tomoe",
+        "trust_remote_code=True",
+        "150 steps",
+        "look it up",
+        "the dense model wrote",
+        "| piqa | 5 | acc norm |",
+        "No safety or fairness test was run",
+        "```\ntomoe convert x -o moe\n```",
+        to_markdown(rows).splitlines()[3],
+    ):
+        assert part in card.content
+
+
+def test_the_card_admits_what_flatters() -> None:
+    plan = plan_of("wikitext")
+    for data, flattering in (("self, held out", True), ("wikitext, self, held out", True), ("self-help.txt", False)):
+        rows = measured(data)
+        assert any("wrote that text itself" in limit for limit in limits(plan, rows)) == flattering
+        assert ("the dense model wrote itself" in lost(rows)) == flattering
+    for steps in (150, 0):
+        untrained = [
+            limit for limit in limits(replace(plan, notes={"steps": steps}), rows) if "Nothing was trained" in limit
+        ]
+        assert bool(untrained) == (steps == 0)
 
 
 def test_text_that_is_no_data_set_has_its_own_name(tmp_path: Path) -> None:
@@ -124,9 +156,12 @@ def test_license_and_base_model_are_known_where_a_file_says_so(tmp_path: Path, m
     assert base_model_info(str(folder)) == BaseModelInfo(None, None)
     (folder / "README.md").write_text("---\nlicense: MIT\n---\nwords\n")
     assert base_model_info(str(folder)) == BaseModelInfo(None, "mit")
-    card = written(tmp_path, plan_of("self", model=str(folder)), measured())
+    card = written(tmp_path, plan_of("self", model=str(folder)), [])
     assert (card.data.license, card.data.license_name, card.data.base_model) == ("mit", None, None)
-    assert "mit, as the dense model" in card.content
+    assert card.data.eval_results is None
+    assert str(tmp_path) not in card.content
+    for part in ("dense, turned into", "Not measured.", "mit, as the dense model"):
+        assert part in card.content
     monkeypatch.setattr(license, "try_to_load_from_cache", lambda repo, name: str(folder / name))
     assert base_model_info("someone/dense-1b") == BaseModelInfo("someone/dense-1b", "mit")
     monkeypatch.setattr(license, "try_to_load_from_cache", huggingface_hub.try_to_load_from_cache)

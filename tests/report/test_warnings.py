@@ -67,72 +67,50 @@ def test_nothing_is_said_where_nothing_is_wrong() -> None:
     assert find_warnings() == []
 
 
-@pytest.mark.parametrize(
-    ("target", "off", "told"),
-    [
-        ("hf", 0.9 * BUDGET_TOLERANCE, False), ("hf", -0.9 * BUDGET_TOLERANCE, False), ("hf", 1.1 * BUDGET_TOLERANCE, True),
-        ("hf", -0.1, True),
-        # its wide experts meet no budget more exactly
-        ("gguf", 0.9 * GGUF_TOLERANCE, False), ("gguf", -0.9 * GGUF_TOLERANCE, False), ("gguf", 1.1 * GGUF_TOLERANCE, True),
-    ],
-)  # fmt: skip
-def test_a_missed_budget(target: str, off: float, told: bool) -> None:
+@pytest.mark.parametrize(("target", "tolerance"), [("hf", BUDGET_TOLERANCE), ("gguf", GGUF_TOLERANCE)])
+def test_a_missed_budget(target: str, tolerance: float) -> None:
+    """For GGUF its wide experts meet no budget more exactly."""
     plan = sound_plan()
-    found = find_warnings(asked(plan, plan.active_fraction() + off, target=target))
-    assert [warning.kind for warning in found] == ["budget missed"] * told
-    if told:
-        assert f"{plan.active_fraction():.1%} of" in found[0].text
-        assert f"asks for {plan.active_fraction() + off:.1%}" in found[0].text
+    active = plan.active_fraction()
+    for sign in (1, -1):
+        assert kinds(asked(plan, active + sign * 0.9 * tolerance, target=target)) == []
+        wanted = active + sign * 1.1 * tolerance
+        (found,) = find_warnings(asked(plan, wanted, target=target))
+        assert found.kind == "budget missed"
+        assert found.text.startswith(f"{active:.1%} of")
+        assert f"asks for {wanted:.1%}" in found.text
 
 
 def test_attention_that_is_nearly_empty() -> None:
     plan = sound_plan()  # heads of 8 dims: one of eight is nearly nothing, two are not
-    for dims, told in ((1, True), (2, False)):
-        kept = torch.arange(8) < dims
-        found = find_warnings(changed(plan, 1, value_kept=kept, value_top_k=dims))
-        assert [warning.kind for warning in found] == ["narrow attention"] * told
-        if told:
-            assert found[0].text.startswith("layer 1: hardly anything is left of V/O (layer 1: 1 of 8 dims)")
+    one, two = (changed(plan, 1, value_kept=torch.arange(8) < dims, value_top_k=dims) for dims in (1, 2))
+    (found,) = find_warnings(one)
+    assert found.kind == "narrow attention"
+    assert found.text.startswith("layer 1: hardly anything is left of V/O (layer 1: 1 of 8 dims)")
+    assert kinds(two) == []
     one_pair = torch.arange(4) < 1  # 2 of 8 dims: the least that Q and K can have here
     assert kinds(changed(plan, 0, qk_kept=one_pair)) == []
     wide = make_pico("llama", hidden_size=64)  # heads of 16
     narrow = changed(asked(some_plan(wide, per_token=False), 1.0), 0, qk_kept=torch.arange(8) < 1)
-    texts = [warning.text for warning in find_warnings(narrow) if warning.kind == "narrow attention"]
-    assert len(texts) == 1
-    assert "left of Q/K (layer 0: 2 of 16 dims)" in texts[0]
-
-
-def test_attention_that_no_recipe_can_prune_is_whole() -> None:
-    plan = sound_plan()
-    shape = replace(plan.shape, num_heads=0, num_kv_heads=0, head_dim=0, rotary_size=0)
-    layers = [
-        replace(
-            layer, qk_kept=torch.ones(0, dtype=torch.bool), value_kept=torch.ones(0, dtype=torch.bool), value_top_k=0
-        )
-        for layer in plan.layers
-    ]
+    (text,) = (warning.text for warning in find_warnings(narrow) if warning.kind == "narrow attention")
+    assert "left of Q/K (layer 0: 2 of 16 dims)" in text
+    # attention that no recipe can prune has no dims, and is whole
+    shape, none = replace(plan.shape, num_heads=0, num_kv_heads=0, head_dim=0, rotary_size=0), torch.ones(0).bool()
+    layers = [replace(layer, qk_kept=none, value_kept=none, value_top_k=0) for layer in plan.layers]
     assert "narrow attention" not in kinds(replace(plan, shape=shape, layers=layers))
 
 
 def test_neurons_that_no_expert_uses() -> None:
-    plan = sound_plan()
     for used, told in ((35, True), (36, False)):  # of 48: 73 % and 75 %
-        neurons = torch.zeros(3, 48, dtype=torch.bool)
-        neurons[:, : used - 12] = True
-        neurons[1] = torch.roll(neurons[0], 12)
-        neurons[2] = neurons[0]
-        found = find_warnings(changed(plan, 0, expert_masks=neurons))
-        assert [warning.kind for warning in found] == ["unused neurons"] * told
+        expert = torch.arange(48) < used - 12
+        neurons = torch.stack([expert, expert.roll(12), expert])
+        plan = changed(sound_plan(), 0, expert_masks=neurons)
+        assert kinds(plan) == ["unused neurons"] * told
         if told:
-            assert "layer 0: only 73% are in use" in found[0].text
-
-
-def test_all_layers_of_one_kind_share_a_sentence() -> None:
-    same = torch.zeros(3, 48, dtype=torch.bool)
-    same[:, :30] = True
-    plan = changed(changed(sound_plan(), 0, expert_masks=same), 1, expert_masks=same)
-    (found,) = find_warnings(plan)
-    assert found.text.startswith("layers 0, 1: many neurons are in no expert")
+            assert "layer 0: only 73% are in use" in find_warnings(plan)[0].text
+            # all layers of one kind share a sentence
+            (found,) = find_warnings(changed(plan, 1, expert_masks=neurons))
+            assert found.text.startswith("layers 0, 1: many neurons are in no expert")
 
 
 def test_dead_and_overloaded_experts_are_named() -> None:
@@ -146,9 +124,7 @@ def test_dead_and_overloaded_experts_are_named() -> None:
         ("overloaded expert", "layer 3: expert 2 got 100% of the 4,096 tokens"),
     ]
     assert kinds(None, row(usage=ExpertUsage([[1.0], [0.4, 0.6]], 4096))) == []
-
-
-def test_few_tokens_say_nothing_about_experts() -> None:
+    # few tokens say nothing
     shares = [[0.4, 0.6, 0.0]]
     assert kinds(None, row(usage=ExpertUsage(shares, 1499))) == []
     assert kinds(None, row(usage=ExpertUsage(shares, 1500))) == ["dead experts", "overloaded expert"]
@@ -170,11 +146,8 @@ def test_fine_grained_experts_that_are_never_or_always_chosen() -> None:
     assert find_warnings(rows=[row(usage=ExpertUsage([[0.05] * 20], 40_960, [19]))]) == []
     assert kinds(None, row(usage=ExpertUsage([[0.052] * 19 + [0.012]], 40_960, [19]))) == []
     assert kinds(None, row(usage=ExpertUsage([[0.0525] * 19 + [0.0025]], 40_960, [19]))) == ["collapsed routing"]
-    many = [1 / 16] * 16 + [0.0] * 16
-    assert (
-        "16 of 32 experts (16, 17, 18, 19, 20, 21, 22, 23, ...)"
-        in find_warnings(rows=[row(usage=ExpertUsage([many], 4096, [12]))])[0].text
-    )
+    many = ExpertUsage([[1 / 16] * 16 + [0.0] * 16], 4096, [12])
+    assert "16 of 32 experts (16, 17, 18, 19, 20, 21, 22, 23, ...)" in find_warnings(rows=[row(usage=many)])[0].text
 
 
 def test_experts_that_all_tokens_use_by_their_bias_are_no_choice() -> None:
@@ -237,7 +210,7 @@ rows_of = st.integers(3, 9).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(deadline=None, max_examples=75, derandomize=True)
 @given(rows_of, rows_of, st.integers(1, 6))
 def test_overlap_is_what_a_plain_search_finds(text: list[list[int]], fitted: list[list[int]], n: int) -> None:
     assert shared_share(sequences(text), sequences(fitted), n) == pytest.approx(plain_share(text, fitted, n))
@@ -247,16 +220,10 @@ def test_overlap_of_long_runs_alone() -> None:
     draw = torch.Generator().manual_seed(0)
     fitted = torch.randint(1, 50_000, (8, 64), generator=draw)
     text = torch.randint(1, 50_000, (4, 100), generator=draw)
-    real = torch.ones_like(text, dtype=torch.bool)
-    everything = torch.ones_like(fitted, dtype=torch.bool)
-    assert shared_share(Sequences(text, real), Sequences(fitted, everything)) == 0.0
     text[1, 20:32] = fitted[5, 10:22]  # twelve tokens in a row are chance
-    assert shared_share(Sequences(text, real), Sequences(fitted, everything)) == 0.0
+    assert shared_share(sequences(text.tolist()), sequences(fitted.tolist())) == 0.0
     text[2, 7:37] = fitted[3, 30:60]
-    assert shared_share(Sequences(text, real), Sequences(fitted, everything)) == pytest.approx(30 / 400)
-    everything[3, 40] = False
-    assert shared_share(Sequences(text, real), Sequences(fitted, everything)) == pytest.approx(19 / 400)
-    assert shared_share(Sequences(text[:, :12], real[:, :12]), Sequences(fitted, everything)) == 0.0
+    assert shared_share(sequences(text.tolist()), sequences(fitted.tolist())) == pytest.approx(30 / 400)
 
 
 def test_inspect_tells_what_convert_found(tomoe: CommandLine, tmp_path: Path) -> None:
