@@ -14,8 +14,9 @@ from test_card import measured, plan_of
 
 from damage import odd_copies
 from tomoe.errors import UserError
-from tomoe.evaluation.results import to_json
+from tomoe.evaluation.results import ExpertUsage, Row, TaskScore, to_json
 from tomoe.evaluation.speed.timings import Cell
+from tomoe.evaluation.tables import to_markdown
 from tomoe.evaluation.writing.loops import Variety
 from tomoe.files import sha256
 from tomoe.recipe.conversion import Recipe
@@ -25,33 +26,35 @@ from tomoe.report.page import Generation, PageFacts
 
 pytestmark = pytest.mark.slow
 
-LOOPS = [Variety("m", 8, 64, 1, 0.5)] * 2
-OBSERVED = build.Observed(build.FORMAT, "0", [Generation("p", [("m", "t")])], LOOPS)
+PLAN = plan_of("self")
+SCORE = TaskScore("piqa", 5, "acc", 0.6, 0.01, 100, 0, {"acc": 0.6}, "1.0", "lm-eval 0.4")
+ROW = measured(tasks=(SCORE,), usage=ExpertUsage([[0.25, 0.75], [0.5, 0.5]], 4096, [1, 2]), training_overlap=0.5)[1]
+OBSERVED = build.Observed(build.FORMAT, "0", [Generation("p", [("m", "t")])], [Variety("m", 8, 64, 1, 0.5)] * 2)
 
 
-def show_page(folder: Path, **facts: Any) -> None:
-    page.write_page(folder, PageFacts("t", plan_of("self"), **facts))
-
-
-def show_observed(observed: build.Observed, folder: Path) -> None:
-    show_page(folder, generations=observed.generations, varieties=observed.varieties)
-
-
-def show_cells(cells: list[Cell], folder: Path) -> None:
-    show_page(folder, cells=cells)
+def parts_of_rows(rows: list[Row]) -> dict[str, Any]:
+    """The odd rows as those of the dense model and of the converted one."""
+    to_markdown(rows)
+    return {"rows": [*rows, *measured(), *rows]}
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "show", "least_shown"),
+    ("kind", "values", "parts", "least_shown"),
     [
-        (build.Cost, COST, lambda cost, folder: show_page(folder, cost=cost), 20),
-        (list[Cell], [asdict(cell())], show_cells, 20),
-        (build.Observed, asdict(OBSERVED), show_observed, 10),
+        (build.Cost, COST, lambda cost: {"cost": cost}, 20),
+        (list[Cell], [asdict(cell())], lambda cells: {"cells": cells}, 20),
+        (
+            build.Observed,
+            asdict(OBSERVED),
+            lambda seen: {"generations": seen.generations, "varieties": seen.varieties},
+            10,
+        ),
+        (list[Row], [asdict(ROW)], parts_of_rows, 100),
     ],
-    ids=["costs", "cells", "texts"],
+    ids=["costs", "cells", "texts", "rows"],
 )
 def test_odd_values_are_shown_or_refused(
-    kind: Any, values: Any, show: Callable[[Any, Path], object], least_shown: int, tmp_path: Path
+    kind: Any, values: Any, parts: Callable[[Any], dict[str, Any]], least_shown: int, tmp_path: Path
 ) -> None:
     copies, shown, refused = list(odd_copies(json.loads(json.dumps(values)))), 0, 0
     for odd in copies:
@@ -60,7 +63,7 @@ def test_odd_values_are_shown_or_refused(
         except UserError as error:
             refused += "file.json" in str(error) and "\n" not in str(error)
             continue
-        show(checked, tmp_path)
+        page.write_page(tmp_path, PageFacts("t", PLAN, **parts(checked)))
         shown += 1
     assert shown > least_shown
     assert refused == len(copies) - shown > 40

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ MARK = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src
 LISTED = 8  # experts listed for a token: all of them, in every layer, would be most of the page
 
 
-def render(template: str, script: str = "", **values: Any) -> str:
-    """Render a page from one of our templates; every value that is not markup is escaped. Without `script` none runs."""
+@cache
+def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("tomoe", "report/templates"),
         autoescape=True,
@@ -31,9 +32,14 @@ def render(template: str, script: str = "", **values: Any) -> str:
     )
     shows = (svg_uri, shown, numbers, choices, strongest)
     environment.filters |= {show.__name__: show for show in shows}
+    return environment
+
+
+def render(template: str, script: str = "", **values: Any) -> str:
+    """Render a page from one of our templates; every value that is not markup is escaped. Without `script` none runs."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     source = Markup(f"'sha256-{digest}'" if script else "'none'")
-    return environment.get_template(template).render(**values, script=Markup(script), script_source=source)
+    return _environment().get_template(template).render(**values, script=Markup(script), script_source=source)
 
 
 def write_route_page(path: Path, title: str, source: str, trace: RoutingTrace, layer: int) -> Path:
