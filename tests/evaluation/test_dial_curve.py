@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_results import some_rows
 
-from pico_files import CommandLine, pico_recipe, refused, rows_from, write_pico, write_text
-from tomoe.conversion.convert import convert
+from pico_files import CommandLine, refused, rows_from
 from tomoe.errors import UserError
 from tomoe.evaluation.evaluate import dial_settings, evaluate, save_dials
 from tomoe.evaluation.results import DIAL, read_rows
@@ -23,15 +24,15 @@ def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path
     folder, dial = tmp_path / "moe", dial_of(str(converted_fine / "moe"))
     shutil.copytree(converted_fine / "moe", folder)
     found = tmp_path / "rows.json"
-    done = tomoe("evaluate", folder, "--active", "0.3,50%,0.6,0.6001,1", "--dtype", "float32", "--json", found)
+    done = tomoe("evaluate", folder, "--active", "30%,0.6,0.6001,1", "--dtype", "float32", "--json", found)
     assert done.code == 0, done.err
-    points = [dial.nearest(active) for active in (0.3, 0.5, 0.6, 1)]
-    assert done.err.splitlines()[:4] == [f"moe: {point}" for point in points]
+    points = [dial.nearest(active) for active in (0.3, 0.6, 1)]
+    assert done.err.splitlines()[:3] == [f"moe: {point}" for point in points]
     rows = rows_from(found.read_text())
     planned = dial.config.planned_top_k
-    assert points[2].experts_per_token == planned
+    assert points[1].experts_per_token == planned
     names = [f"moe, {p.experts_per_token} of 64 experts" for p in points]
-    assert [row.name for row in rows] == ["dense", *names[:2], "moe", names[3]]
+    assert [row.name for row in rows] == ["dense", names[0], "moe", names[2]]
     assert [row.experts_per_token for row in rows] == [None, *(p.experts_per_token for p in points)]
     for row, point in zip(rows[1:], points, strict=True):
         assert row.facts["active_share"] == pytest.approx(point.active_fraction)
@@ -39,8 +40,8 @@ def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path
         assert row.training_overlap is not None
     # with all experts it is the dense model
     distances = [row.measurement.kl for row in rows[1:]]
-    assert min(distances[:3]) > 1e-2  # 0.066 to 0.35 over six seeds, and below 5e-9 with all of them
-    assert distances[3] < 1e-6
+    assert min(distances[:2]) > 1e-2  # 0.066 to 0.35 over six seeds, and below 5e-9 with all of them
+    assert distances[2] < 1e-6
     assert rows[-1].measurement.perplexity == pytest.approx(rows[0].measurement.perplexity, rel=1e-5)
     shares = [[share for layer in row.usage.shares for share in layer] for row in rows[1:]]
     assert max(shares[-1]) == pytest.approx(1 / 64)
@@ -58,40 +59,26 @@ def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path
     assert all(f"{row.measurement.perplexity:.4g} at {row.facts['active_share']:.0%}" in page for row in rows[1:])
 
 
-def test_shares_of_inputs(tomoe: CommandLine, tmp_path: Path) -> None:
-    """Without a dense model named, the one of the plan is the reference, and with all inputs they are the same."""
-    write_pico(tmp_path / "dense")
-    write_text(tmp_path / "text.txt")
-    out = tmp_path / "out"
-    convert(
-        pico_recipe(tmp_path, "experts.form=inputs", "train.steps=0", "attention.pruning=off", "repair.mode=none"), out
-    )
-    found = tmp_path / "rows.json"
-    done = tomoe("evaluate", out, "--active", "0.7,1", "--dtype", "float32", "--json", found)
-    assert done.code == 0, done.err
-    rows = rows_from(found.read_text())
-    assert [row.facts["active_share"] for row in rows] == pytest.approx([1, 0.7, 1], abs=0.01)
-    assert rows[1].measurement.kl > 1e-6
-    assert rows[2].measurement.kl < 1e-9
-
-
 def test_a_single_point_and_a_strange_reference_are_not_kept(converted_fine: Path, tmp_path: Path) -> None:
     shutil.copytree(converted_fine / "moe", tmp_path / "moe")
     dense, fine = str(converted_fine / "dense"), str(tmp_path / "moe")
-    for models, active in (([dense, fine], [0.5]), ([fine, fine], [0.5, 1.0])):
-        settings = dial_settings(models, active)
-        assert save_dials(settings, evaluate(models, tokens=64, active=active)) == []
-    (tmp_path / "moe" / "dial.json").mkdir()
+    _, routed = some_rows()
+    plain = replace(routed, usage=None)
+    assert save_dials(dial_settings([dense, fine], [0.5]), [plain, routed]) == []
+    assert save_dials(dial_settings([fine, fine], [0.5, 1.0]), [routed] * 3) == []
     settings = dial_settings([dense, fine], [0.5, 1.0])
+    assert save_dials(settings, [plain, routed, routed]) == [tmp_path / "moe" / "dial.json"]
+    (tmp_path / "moe" / "dial.json").unlink()
+    (tmp_path / "moe" / "dial.json").mkdir()
     with pytest.raises(UserError, match="cannot write"):
-        save_dials(settings, evaluate([dense, fine], tokens=64, active=[0.5, 1.0]))
+        save_dials(settings, [plain, routed, routed])
 
 
 def test_offloaded_it_is_the_same(converted_fine: Path) -> None:
     names = [str(converted_fine / name) for name in ("dense", "moe")]
-    settings = {"tokens": 64, "active": [0.4, 1], "dtype": "bfloat16"}
+    settings = {"tokens": 64, "active": [0.4], "dtype": "bfloat16"}
     whole, offloaded = (evaluate(names, offload=offload, **settings) for offload in (False, True))
-    assert len(whole) == 3
+    assert len(whole) == 2
     assert offloaded == whole
 
 

@@ -11,15 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conftest import make_plan, tokens
-from pico_files import CommandLine, rows_from, small, write_pico, write_text
+from pico_files import CommandLine, refused, rows_from, write_pico, write_text
+from pico_tokenizer import make_tokenizer
 from tomoe.data import sources
 from tomoe.data.corpus import Sequences
 from tomoe.data.evaluation_text import EvaluationText, read_text
 from tomoe.errors import UserError
-from tomoe.evaluation import evaluate, perplexity
+from tomoe.evaluation import evaluate, perplexity, tasks
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.perplexity import Predictions, measure, sequences_sha256, sliding
@@ -30,6 +31,7 @@ from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.moe.fold import fold
 
 pytestmark = pytest.mark.slow
+Pico = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 # -- sliding windows
 
@@ -46,17 +48,15 @@ def naive_losses(model: PreTrainedModel, stream: torch.Tensor, context: int, str
 
 
 # up to the context of 12 there is one window, whatever the stride
-@pytest.mark.parametrize(
-    ("length", "stride"), [(7, 5), (12, 5), *((length, stride) for length in (13, 41) for stride in (1, 5, 11, 12))]
-)
+@pytest.mark.parametrize(("length", "stride"), [(7, 5), (12, 5), (13, 5), (29, 1), (29, 5), (29, 12)])
 def test_sliding_perplexity_is_that_of_single_tokens(llama: PreTrainedModel, stride: int, length: int) -> None:
     stream = tokens(1, length, seed=5)[0]
-    for model in (llama, fold(llama, make_plan(llama, "per_token"))):
-        losses = naive_losses(model, stream, 12, stride)
-        m = measure(model, *sliding(stream, 12, stride), stride=stride)
-        assert m.tokens == len(losses)
-        assert m.nll == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-        assert (m.stride, m.context_length) == (stride, 12)
+    moe = fold(llama, make_plan(llama, "per_token"))
+    losses = naive_losses(moe, stream, 12, stride)
+    m = measure(moe, *sliding(stream, 12, stride), stride=stride)
+    assert m.tokens == len(losses)
+    assert m.nll == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert (m.stride, m.context_length) == (stride, 12)
     if stride < 12:
         assert m.tokens == length - 1  # every token but the first
 
@@ -72,13 +72,7 @@ def test_windows_are_views_and_hash_as_what_they_hold() -> None:
     assert ids[7, :100].tolist() == stream[21:121].tolist()
     assert int(mask[-1].sum()) + 3 * (len(ids) - 1) == 500
     assert sequences_sha256(ids, mask) == sequences_sha256(ids.clone(), mask.clone())
-
-
-def test_routing_counts_each_token_of_overlapping_windows_once(llama: PreTrainedModel) -> None:
-    moe = fold(llama, make_plan(llama, "off"))
-    (row,) = compare([("moe", moe)], text_of(tokens(1, 41)[0], 12, 5))
-    assert row.usage is not None
-    assert row.usage.tokens == 41
+    assert len({sequences_sha256(*both) for both in ((ids, mask), (ids + ~mask, mask), (ids, ~mask))}) == 3
 
 
 def test_long_sequences_are_measured_by_position_too(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,19 +113,20 @@ def test_the_first_model_runs_over_the_text_once(llama: PreTrainedModel) -> None
         assert alone.kl > 0
 
 
-@pytest.mark.parametrize("stride", [None, 500])
+@pytest.mark.parametrize("stride", [None, 50])
 def test_what_is_only_padding_does_not_run(llama: PreTrainedModel, stride: int | None) -> None:
-    """A context of 600 tokens takes as long for 700 tokens of text as they need, and for 9 hardly any time."""
+    """A context of 60 tokens takes as long for 70 tokens of text as they need, and for 9 hardly any time. Routing counts each
+    token of overlapping windows once."""
     moe = fold(llama, make_plan(llama, "off", form="fine"))
     lengths: list[int] = []
     hook = moe.model.register_forward_hook(lambda _m, _i, out: lengths.append(out.last_hidden_state.shape[1]))
-    for total, expected in ((9, [9]), (700, [600, 200 if stride else 100])):
+    for total, expected in ((9, [9]), (70, [60, 20 if stride else 10])):
         stream = tokens(1, total)[0]
         lengths.clear()
-        (row,) = compare([("moe", moe)], text_of(stream, 600, stride))
+        (row,) = compare([("moe", moe)], text_of(stream, 60, stride))
         # the first runs see how the model makes its logits
         assert lengths[-len(expected) :] == expected
-        assert row.measurement.context_length == 600
+        assert row.measurement.context_length == 60
         assert row.usage is not None
         assert row.usage.tokens == total
     hook.remove()
@@ -160,22 +155,15 @@ def test_sequences_that_run_together_are_measured_as_alone(
     assert together[1].measurement.kl == pytest.approx(alone[1].measurement.kl, rel=1e-4)
 
 
-@pytest.mark.parametrize("found", [True, False])
-def test_the_usual_context_is_that_of_the_loaded_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool
-) -> None:
+def test_the_usual_context_is_that_of_the_loaded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its config is read with it, not once more, and no model is loaded where there is no text."""
     model, loaded = write_pico(tmp_path / "dense"), []
-    text = write_text(tmp_path / "text.txt")
     load = evaluate.load_model
     monkeypatch.setattr(evaluate, "load_model", lambda *args: loaded.append(args[0]) or load(*args))
-    if not found:
-        text.unlink()
-        with pytest.raises(UserError, match="no file or folder"):
-            evaluate.evaluate(model, text)
-        assert not loaded
-        return
-    (row,) = evaluate.evaluate(model, text, tokens=512, dtype="float32")
+    with pytest.raises(UserError, match="no file or folder"):
+        evaluate.evaluate(model, tmp_path / "text.txt")
+    assert not loaded
+    (row,) = evaluate.evaluate(model, write_text(tmp_path / "text.txt"), tokens=512, dtype="float32")
     assert (row.measurement.context_length, loaded) == (256, [str(model)])
 
 
@@ -189,36 +177,17 @@ def test_a_model_is_named_by_its_folder_however_that_is_reached(
     assert row.name == shown
 
 
-def test_a_reference_that_scales_its_logits_gives_the_same_distance_twice(llama: PreTrainedModel) -> None:
-    """Its states say too little, so nothing of them is kept."""
-
-    class Scaled(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.base_model, self.config = llama, llama.model, llama.config
-
-        def get_output_embeddings(self) -> torch.nn.Module:
-            return llama.lm_head
-
-        def forward(self, **given: object) -> object:
-            out = self.inner(**given)
-            out.logits = out.logits * 0.5
-            return out
-
-    ids = tokens(3, 12)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    first = Predictions(Scaled(), keep=True)
-    measure(first, ids, mask)
-    moe = fold(llama, make_plan(llama, "off"))
-    assert measure(moe, ids, mask, first).kl == measure(moe, ids, mask, Scaled()).kl
-    assert first.kept == {}
+@pytest.fixture(scope="module")
+def pico(tmp_path_factory: pytest.TempPathFactory) -> Pico:
+    folder = str(write_pico(tmp_path_factory.mktemp("pico")))
+    return load_dense(folder, torch.float32), load_tokenizer(folder)
 
 
 # -- text
 
 
-def test_published_perplexities_are_of_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = load_tokenizer(str(write_pico(tmp_path / "dense")))
+def test_published_perplexities_are_of_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer()
     monkeypatch.setattr(sources, "documents", lambda source, split, **_: iter([f"{source} {split}", "b", "c"]))
     given = read_text("wikitext", tokenizer, 64, None)
     stream = given.sequences.input_ids[given.sequences.mask]
@@ -262,27 +231,6 @@ aggregate_metric_list:
 metadata:
   version: 1.0
 """
-WRITING = """
-task: writing
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    validation: {data}
-output_type: generate_until
-training_split: null
-validation_split: validation
-test_split: null
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{choices[answer]}}}}"
-generation_kwargs:
-  until: ["never"]
-  do_sample: false
-  max_gen_toks: 6
-metric_list:
-  - metric: bypass
-metadata:
-  version: 1.0
-"""
 QUESTIONS = [
     {"question": "the sea is", "choices": ["wide", "a town"], "answer": 0},
     {"question": "a boat went over the old and quiet", "choices": ["hills", "sea", "rain on every town"], "answer": 1},
@@ -292,22 +240,16 @@ QUESTIONS = [
 ]
 
 
-@pytest.fixture
-def task_dir(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def task_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("lm_eval", reason="tasks are the extra `eval`")
-    folder = tmp_path / "tasks"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("tasks")
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
     for name in ("seas", "hills"):
         (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=folder / "data.jsonl"))
+    (folder / "gone.yaml").write_text(TASK.format(name="gone", data=folder / "gone.jsonl"))
     (folder / "both.yaml").write_text(GROUP)
-    (folder / "writing.yaml").write_text(WRITING.format(data=folder / "data.jsonl"))
     return folder
-
-
-@pytest.fixture
-def dense_folder(tmp_path: Path) -> Path:
-    return write_pico(tmp_path / "dense")
 
 
 def right_answers(model: PreTrainedModel, tokenizer: object) -> dict[str, list[bool]]:
@@ -326,8 +268,8 @@ def right_answers(model: PreTrainedModel, tokenizer: object) -> dict[str, list[b
     return found
 
 
-def test_tasks_score_what_a_plain_computation_scores(dense_folder: Path, task_dir: Path) -> None:
-    dense, tokenizer = load_dense(str(dense_folder), torch.float32), load_tokenizer(str(dense_folder))
+def test_tasks_score_what_a_plain_computation_scores(pico: Pico, task_dir: Path) -> None:
+    dense, tokenizer = pico
     moe = fold(dense, make_plan(dense, "per_token"))
     progress: list[tuple[str, int, int]] = []
     one, four = (TaskSet([TaskSpec("seas")], task_dir, batch_size=size) for size in (1, 4))
@@ -344,16 +286,17 @@ def test_tasks_score_what_a_plain_computation_scores(dense_folder: Path, task_di
     assert len(progress) == 26
 
 
-def test_every_model_is_asked_the_same(dense_folder: Path, task_dir: Path) -> None:
-    model, tokenizer = load_dense(str(dense_folder), torch.float32), load_tokenizer(str(dense_folder))
+def test_every_model_is_asked_the_same(pico: Pico, task_dir: Path) -> None:
+    model, tokenizer = pico
     asked: list[list[int]] = []
-    model.model.register_forward_pre_hook(
+    hook = model.model.register_forward_pre_hook(
         lambda _m, _a, given: asked.append(given["input_ids"].flatten().tolist()), with_kwargs=True
     )
-    tasks = TaskSet(parse_tasks("seas:2"), task_dir, limit=3, batch_size=1)
-    first = tasks.run(model, tokenizer)
+    seas = TaskSet(parse_tasks("seas:2"), task_dir, limit=3, batch_size=1)
+    first = seas.run(model, tokenizer)
     assert (first[0].examples, first[0].shots) == (3, 2)
-    assert tasks.run(model, tokenizer) == first
+    assert seas.run(model, tokenizer) == first
+    hook.remove()
     half = len(asked) // 2
     assert asked[:half] == asked[half:]
     shown = {tuple(row["question"] in tokenizer.decode(ids) for row in QUESTIONS) for ids in asked}
@@ -362,38 +305,34 @@ def test_every_model_is_asked_the_same(dense_folder: Path, task_dir: Path) -> No
     assert len(shown) > 1  # not the same two for each
 
 
-def test_prompts_that_do_not_fit_are_counted(tmp_path: Path, task_dir: Path) -> None:
-    tasks = TaskSet([TaskSpec("seas", metric="acc")], task_dir)
-    folder = write_pico(tmp_path / "short", max_position_embeddings=30)
-    model, tokenizer = load_dense(str(folder), torch.float32), load_tokenizer(str(folder))
-    (score,) = tasks.run(model, tokenizer)
+def test_prompts_that_do_not_fit_are_counted(pico: Pico, task_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seas = TaskSet([TaskSpec("seas", metric="acc")], task_dir)
+    model, tokenizer = pico
+    monkeypatch.setattr(model.config, "max_position_embeddings", 30)
+    (score,) = seas.run(model, tokenizer)
     lengths = [len(f"{row['question']} {choice}") for row in QUESTIONS for choice in row["choices"]]
     assert score.truncated == sum(length > 31 for length in lengths) > 0  # the last token is only predicted
-    model.config.max_position_embeddings = 20
+    monkeypatch.setattr(model.config, "max_position_embeddings", 20)
     with pytest.raises(UserError, match="an answer has 28 tokens, but the model takes no more than 20"):
-        tasks.run(model, tokenizer)
+        seas.run(model, tokenizer)
 
 
-def test_a_group_is_one_line_and_a_lone_metric_is_shown(dense_folder: Path, task_dir: Path) -> None:
-    model, tokenizer = load_dense(str(dense_folder), torch.float32), load_tokenizer(str(dense_folder))
-    both, seas = TaskSet([TaskSpec("both", 1, "acc"), TaskSpec("seas", 1, "acc")], task_dir).run(model, tokenizer)
+def test_a_group_is_one_line_and_a_lone_metric_is_shown(pico: Pico, task_dir: Path) -> None:
+    both, seas = TaskSet([TaskSpec("both", 1, "acc"), TaskSpec("seas", 1, "acc")], task_dir).run(*pico)
     assert (both.task, both.examples, both.shots, both.metric) == ("both", 10, 1, "acc")
     assert 0 <= both.value <= 1
     assert seas.examples == 5
     with pytest.raises(UserError, match="reports no f1, but acc, acc_norm"):
-        TaskSet([TaskSpec("seas", metric="f1")], task_dir).run(model, tokenizer)
+        TaskSet([TaskSpec("seas", metric="f1")], task_dir).run(*pico)
 
 
-def test_written_answers_do_not_depend_on_padding(dense_folder: Path, task_dir: Path) -> None:
+def test_written_answers_do_not_depend_on_padding(pico: Pico) -> None:
     """Prompts of unequal length are padded on the left there; the MoE must write what it writes for each alone."""
-    from lm_eval.api.instance import Instance
-
-    from tomoe.evaluation import tasks
-
-    dense, tokenizer = load_dense(str(dense_folder), torch.float32), load_tokenizer(str(dense_folder))
+    instances = pytest.importorskip("lm_eval.api.instance", reason="tasks are the extra `eval`")
+    dense, tokenizer = pico
     moe = fold(dense, make_plan(dense, "per_token"))
     given = {"until": ["never"], "do_sample": False, "max_gen_toks": 6}
-    asked = [Instance("generate_until", {}, (row["question"], given), i) for i, row in enumerate(QUESTIONS)]
+    asked = [instances.Instance("generate_until", {}, (row["question"], given), i) for i, row in enumerate(QUESTIONS)]
     for model in (dense, moe):
         alone, together = (
             tasks._wrapped(model, tokenizer, size, lambda _done, _all: None).generate_until(asked, disable_tqdm=True)
@@ -415,9 +354,8 @@ def test_task_lists_are_read_and_refused_in_a_sentence(
             parse_tasks(nothing)
     with pytest.raises(UserError, match="there is no folder"):
         TaskSet([TaskSpec("seas")], tmp_path / "nowhere")
-    (task_dir / "data.jsonl").unlink()
-    with pytest.raises(UserError, match="cannot load the task seas"):
-        TaskSet([TaskSpec("seas")], task_dir)
+    with pytest.raises(UserError, match="cannot load the task gone"):
+        TaskSet([TaskSpec("gone")], task_dir)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(UserError, match=r"pip install '\.\[eval\]'"):
         TaskSet([TaskSpec("seas")], task_dir)
@@ -436,13 +374,13 @@ def test_suites_are_those_of_the_paper() -> None:
 
 
 def test_evaluate_puts_all_models_into_one_table(
-    tomoe: CommandLine, tmp_path: Path, dense_folder: Path, text: Path, task_dir: Path
+    tomoe: CommandLine, tmp_path: Path, converted: Path, task_dir: Path
 ) -> None:
-    assert tomoe("carve", dense_folder, "-o", tmp_path / "moe", "--data", text, *small()).code == 0
+    dense, moe, text = (converted / name for name in ("dense", "moe", "text.txt"))
     files = ["--json", tmp_path / "rows.json", "--markdown", tmp_path / "rows.md"]
-    tasks = ["--tasks", "seas,hills:1", "--task-dir", task_dir, "--limit", "4", "--batch-size", "2"]
+    asked = ["--tasks", "seas,hills:1", "--task-dir", task_dir, "--limit", "4", "--batch-size", "2"]
     windows = ["--text", text, "--context", "32", "--stride", "16", "--tokens", "320", "--dtype", "float32"]
-    done = tomoe("evaluate", dense_folder, tmp_path / "moe", *windows, *tasks, *files)
+    done = tomoe("evaluate", dense, moe, *windows, *asked, *files)
     assert done.code == 0, done.err
     rows = rows_from((tmp_path / "rows.json").read_text())
     assert rows_from(to_json(rows)) == rows
@@ -466,21 +404,13 @@ def test_evaluate_puts_all_models_into_one_table(
     assert rows[0].training_overlap is None
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--limit", "3"], "name some with --tasks, or a suite with --suite"),
-        (["--tasks", "boolq:x"], "is no task"),
-        (["--stride", "4"], "name a text with --text"),
-        (["--text", "wikitext"], "cannot load Salesforce/wikitext"),
-        (["--text", "TEXT", "--context", "16", "--stride", "17"], "between 1 and the context (16)"),
-    ],
-)
-def test_evaluate_refuses_in_one_line(
-    tomoe: CommandLine, dense_folder: Path, converted: Path, text: Path, options: list[str], said: str
-) -> None:
-    moe = converted / "moe" if said.startswith("name a text") else dense_folder
-    done = tomoe("evaluate", dense_folder, moe, *(str(text) if o == "TEXT" else o for o in options))
-    assert done.code == 2
-    assert said in done.err
-    assert len(done.err.strip().splitlines()) == 1
+def test_evaluate_refuses_in_one_line(tomoe: CommandLine, converted: Path) -> None:
+    dense, moe, text = (converted / name for name in ("dense", "moe", "text.txt"))
+    for said, *words in (
+        ("name some with --tasks, or a suite with --suite", dense, "--limit", "3"),
+        ("is no task", dense, "--tasks", "boolq:x"),
+        ("name a text with --text", dense, moe, "--stride", "4"),
+        ("cannot load Salesforce/wikitext", dense, "--text", "wikitext"),
+        ("between 1 and the context (16)", dense, "--text", text, "--context", "16", "--stride", "17"),
+    ):
+        refused(tomoe("evaluate", *words), said)

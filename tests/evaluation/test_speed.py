@@ -15,19 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conftest import make_pico, make_plan, tokens
-from pico_files import CommandLine
-from tomoe.budget import Decoding
+from pico_files import CommandLine, refused
 from tomoe.evaluation.speed import throughput, timings
 from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
 from tomoe.evaluation.speed.throughput import STEPS, Pair
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
-from tomoe.model.structure import shape_of
+from tomoe.model.structure import CACHE, shape_of
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import FEW_TOKENS, WAYS, choices_of
 from tomoe.pruning.inputs import plan_inputs
 
-D, F, LAYERS, HEADS, KV, VOCAB, N = 32, 48, 2, 4, 2, 64, 4  # the pico qwen2
-C = D // HEADS
+D, C, LAYERS, KV, VOCAB = 32, 8, 2, 2, 64  # the pico qwen2
 
 
 @pytest.fixture(scope="module")
@@ -38,80 +36,10 @@ def pair() -> Pair:
     return Pair(dense, moe, tokens(4, 64)[0], max_seconds=60.0, pairs=3)
 
 
-def weights_that_work(pair: Pair, moe: bool) -> int:
-    """On a token, of the decoder layers."""
-    config, total = pair.moe.config, 0
-    for i in range(LAYERS):
-        qk, values, width = (
-            (config.tomoe_qk_dims[i], config.tomoe_value_dims[i], config.tomoe_expert_sizes[i]) if moe else (C, C, F)
-        )
-        total += D * (HEADS * qk + KV * qk + KV * values + HEADS * values) + 3 * D * width
-    return total
-
-
 def test_a_long_prompt_uses_all_inputs_so_nothing_bounds_it(pair: Pair, inputs: Any) -> None:
     cell = replace(pair, moe=inputs, max_seconds=1e6).measure("prefill", 1, FEW_TOKENS + 1)
     assert cell is not None
     assert cell.bound == 1.0
-
-
-def test_bytes_of_weights_are_those_that_a_pass_needs(pair: Pair) -> None:
-    ids = pair.rows(1, 16)[:, 3:4]
-    embedding = VOCAB * D * 4
-    whole = sum(p.numel() for p in pair.dense.parameters()) * 4
-    assert throughput.weight_bytes(pair.dense) == whole
-    assert throughput.touched_bytes(pair.dense, ids) == whole - embedding + D * 4  # one row of the table
-    idle = [
-        3 * D * 4 * (u - w)
-        for u, w in zip(pair.moe.config.tomoe_union_sizes, pair.moe.config.tomoe_expert_sizes, strict=True)
-    ]
-    mine = throughput.weight_bytes(pair.moe)
-    stored = sum(t.numel() * t.element_size() for t in pair.moe.state_dict().values())
-    assert mine == stored
-    assert min(idle) > 0
-    assert throughput.touched_bytes(pair.moe, ids) == mine - embedding + D * 4 - sum(idle)
-
-
-def test_bytes_of_a_batch_are_those_of_the_experts_that_it_needs(pair: Pair) -> None:
-    ids = pair.rows(3, 5)
-    chosen: list[set[int]] = []
-    hooks = [
-        layer.mlp.router.register_forward_hook(lambda _, __, out: chosen.append(set(out.argmax(-1).flatten().tolist())))
-        for layer in pair.moe.model.layers
-    ]
-    with torch.no_grad():
-        pair.moe(ids)
-    for hook in hooks:
-        hook.remove()
-    assert any(len(experts) > 1 for experts in chosen)
-    idle = 0
-    for layer, experts in zip(pair.moe.model.layers, chosen, strict=True):
-        needed = {n for e in experts for n in layer.mlp.expert_rows[e].tolist()}
-        idle += 3 * D * 4 * (layer.mlp.up_proj.shape[0] - len(needed))
-    table = (VOCAB - len(set(ids.flatten().tolist()))) * D * 4
-    meant = throughput.weight_bytes(pair.moe) - table - idle
-    assert throughput.touched_bytes(pair.moe, ids) == meant
-    after = throughput.touched_bytes(pair.moe, ids[:, 4:], throughput.prefill(pair.moe, ids[:, :4]))
-    assert after < meant
-    # routing depends on what came before, though some tokens need the same experts without it
-    differ = []
-    for length in range(5, 17):
-        rows = pair.rows(3, length)
-        behind = throughput.touched_bytes(pair.moe, rows[:, 4:], throughput.prefill(pair.moe, rows[:, :4]))
-        differ.append(behind != throughput.touched_bytes(pair.moe, rows[:, 4:]))
-    assert any(differ)
-
-
-def test_bytes_of_fine_grained_experts_hold_the_shared_part(pair: Pair) -> None:
-    """One token: what `budget.Decoding` bounds decoding by, with the norms and biases that it leaves out."""
-    plan = make_plan(pair.dense, "off", form="fine")
-    assert min(layer.shared_size for layer in plan.counts) > 0
-    moe = fold(pair.dense, plan)
-    decoding = Decoding.of(plan.shape, VOCAB * D, plan.num_experts)
-    small = sum(p.numel() for name, p in moe.named_parameters() if p.dim() == 1)
-    read = decoding.read(plan.active_fraction()) + small + D  # one row of the table
-    buffers = sum(b.numel() * b.element_size() for name, b in moe.state_dict().items() if "expert_neurons" in name)
-    assert throughput.touched_bytes(moe, pair.ids[None, :1]) == 4 * read + buffers
 
 
 # Operators that take rows by number, and which argument holds the numbers.
@@ -141,15 +69,22 @@ class RowsRead(TorchDispatchMode):
         return sum(int(rows.sum()) * t[0].numel() * t.element_size() for t, rows in self.found.values())
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 2), (3, 4)], ids=["one token", "two tokens", "a batch"])
-@pytest.mark.parametrize("form", ["fine", "fine, a whole layer", "overlapping"])
-@pytest.mark.parametrize("family", ["qwen2", "llama3"], ids=["an output matrix of its own", "tied"])
+@pytest.mark.parametrize(
+    ("family", "form", "attention", "size"),
+    [
+        ("qwen2", "fine", "off", (1, 1)),
+        ("qwen2", "fine, a whole layer", "off", (3, 4)),
+        ("llama3", "fine", "off", (1, 2)),
+        ("qwen2", "overlapping", "static", (3, 4)),
+        ("llama3", "overlapping", "static", (1, 1)),
+    ],
+    ids=lambda value: {"qwen2": "an output matrix of its own", "llama3": "tied"}.get(str(value)),
+)
 def test_bytes_are_the_rows_that_operators_read(
-    family: str, form: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    family: str, form: str, attention: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dense = make_pico(family)
-    plan = make_plan(dense, "off", form=form.split(",")[0])
-    moe = fold(dense, plan)
+    moe = fold(dense, make_plan(dense, attention, form=form.split(",")[0]))
     if "whole" in form:
         moe.config.tomoe_experts_per_token[0] = moe.config.tomoe_num_experts
     moe.config.tomoe_expert_backend = "runs"
@@ -157,10 +92,14 @@ def test_bytes_are_the_rows_that_operators_read(
     for step in ("router logits", "logits"):  # products that PyTorch sees
         *_, last = WAYS[step]
         monkeypatch.setitem(WAYS, step, {last: WAYS[step][last]})
-    with torch.no_grad(), RowsRead(moe) as read:
-        moe(ids, logits_to_keep=1)
-    lists = sum(t.numel() * t.element_size() for t in moe.state_dict().values() if not t.is_floating_point())
-    assert throughput.touched_bytes(moe, ids) == read.bytes() + lists
+    for model, begun in ((dense, 0), (moe, 0), (moe, 3)):
+        # routing depends on what came before
+        kept = throughput.prefill(model, tokens(size[0], begun, seed=3)) if begun else ()
+        past = {CACHE: throughput._cache(kept)}
+        with torch.no_grad(), RowsRead(model) as read:
+            model(ids, use_cache=True, logits_to_keep=1, **past)
+        lists = sum(t.numel() * t.element_size() for t in model.state_dict().values() if not t.is_floating_point())
+        assert throughput.touched_bytes(model, ids, kept) == read.bytes() + lists
     if size == (1, 1):
         assert read.bytes() + lists < throughput.weight_bytes(moe) - (family == "qwen2") * (VOCAB - 1) * D * 4
 
@@ -176,22 +115,12 @@ def inputs(pair: Pair) -> Any:
     return moe
 
 
-def left_out(model: Any) -> int:
-    """Weights that one token does not use."""
-    return sum((c.width - c.count) * sum(len(p.weight) for p in c.projections) for c in choices_of(model))
-
-
-def test_inputs_that_a_token_does_not_choose_are_not_read(pair: Pair, inputs: Any) -> None:
-    ids = pair.rows(1, FEW_TOKENS + 1)
-    assert throughput.touched_bytes(inputs, ids[:, :1]) == throughput.touched_bytes(
-        pair.dense, ids[:, :1]
-    ) - 4 * left_out(inputs)
-    assert throughput.touched_bytes(inputs, ids) == throughput.touched_bytes(pair.dense, ids)
-
-
-def test_bytes_of_a_few_tokens_are_those_of_the_inputs_that_some_token_chooses(pair: Pair, inputs: Any) -> None:
-    """Counted by sorting what the projections get."""
-    ids, unread = pair.rows(2, 1), 0
+@pytest.mark.parametrize("batch", [1, 2])
+def test_bytes_of_a_few_tokens_are_those_of_the_inputs_that_some_token_chooses(
+    pair: Pair, inputs: Any, batch: int
+) -> None:
+    """Counted by sorting what the projections get. Many tokens read all inputs."""
+    ids, unread = pair.rows(batch, 1), 0
     seen: dict[int, Tensor] = {}
     hooks = [
         choice.projections[0].register_forward_pre_hook(lambda _, args, i=i: seen.update({i: args[0].flatten(0, -2)}))
@@ -206,13 +135,10 @@ def test_bytes_of_a_few_tokens_are_those_of_the_inputs_that_some_token_chooses(p
         scores = seen[i].abs() * matrix.norm(dim=0)
         chosen = {int(n) for row in scores for n in row.argsort(descending=True)[: choice.count]}
         unread += (choice.width - len(chosen)) * len(matrix)
-    assert 0 < unread < left_out(inputs)
+    assert unread > 0
     assert throughput.touched_bytes(inputs, ids) == throughput.touched_bytes(pair.dense, ids) - 4 * unread
-
-
-def test_a_tied_output_matrix_is_read_whole() -> None:
-    dense = make_pico("llama3")
-    assert throughput.touched_bytes(dense, tokens(1, 1)) == sum(p.numel() for p in dense.parameters()) * 4
+    many = pair.rows(1, FEW_TOKENS + 1)
+    assert throughput.touched_bytes(inputs, many) == throughput.touched_bytes(pair.dense, many)
 
 
 def test_cache_bytes(pair: Pair) -> None:
@@ -291,7 +217,7 @@ def test_cells(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cell.dense_s, cell.moe_s, cell.ratio) == (8.0, 4.0, 2.0)
     assert (cell.ratio_low, cell.ratio_high) == (1.5, 2.5)
     assert (cell.phase, cell.batch, cell.prompt, cell.dtype, cell.runs) == ("prefill", 2, 8, "float32", 3)
-    assert cell.bound == weights_that_work(pair, False) / weights_that_work(pair, True)
+    assert cell.bound == pytest.approx(1 / make_plan(pair.dense, "static").active_fraction())
     assert (cell.backend, cell.verdict) == (ways(pair.moe, 16), "faster")
     assert replace(cell, ratio_low=0.9).verdict == "even"
     assert replace(cell, ratio_low=0.7, ratio_high=0.9).verdict == "SLOWER"
@@ -329,15 +255,11 @@ def test_which_way_the_experts_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     moe = pair.moe
     assert ways(pair.dense, 4) == "-"
     assert ways(moe, 4) in WAYS["experts"]
-    monkeypatch.setitem(
-        WAYS, "experts", {name: WAYS["experts"][name] for name in ("runs", "masked")}
-    )  # without kernels of the package
+    # without kernels of the package
+    monkeypatch.setitem(WAYS, "experts", {name: WAYS["experts"][name] for name in ("runs", "masked")})
     assert [ways(moe, n) for n in (4, 4000)] == ["masked", "runs"]
-    moe.config.tomoe_expert_backend = "runs"
-    try:
-        assert ways(moe, 4) == "runs"
-    finally:
-        moe.config.tomoe_expert_backend = "auto"
+    monkeypatch.setattr(moe.config, "tomoe_expert_backend", "runs")
+    assert ways(moe, 4) == "runs"
 
 
 @pytest.mark.parametrize("way", ["native", "masked", "runs"])
@@ -385,34 +307,15 @@ def test_nothing_is_timed_again_where_no_single_way_ran(pair: Pair) -> None:
 def test_the_command(tomoe: CommandLine, tmp_path: Path, converted: Path) -> None:
     model, moe = converted / "dense", converted / "moe"
     written = tmp_path / "speed.json"
-    done = tomoe(
-        "benchmark",
-        model,
-        moe,
-        "--batch",
-        "1,3",
-        "--prompt",
-        "8",
-        "--pairs",
-        "3",
-        "--dtype",
-        "float32",
-        "--threads",
-        "1",
-        "--json",
-        written,
-    )
+    options = "--batch 1,3 --prompt 8 --pairs 3 --dtype float32 --threads 1".split()
+    done = tomoe("benchmark", model, moe, *options, "--json", written)
     assert done.code == 0, done.err
     found = json.loads(written.read_text())
     assert found["format"] == timings.FORMAT
     assert (found["dense"], found["moe"]) == ("dense", "moe")
     assert found["active_share"] == pytest.approx(0.6, abs=0.002)
-    assert [(c["phase"], c["batch"], c["prompt"]) for c in found["cells"]] == [
-        ("prefill", 1, 8),
-        ("decode", 1, 8),
-        ("prefill", 3, 8),
-        ("decode", 3, 8),
-    ]
+    sizes = [(phase, batch, 8) for batch in (1, 3) for phase in ("prefill", "decode")]
+    assert [(c["phase"], c["batch"], c["prompt"]) for c in found["cells"]] == sizes
     for cell in found["cells"]:
         assert {"dtype", "dense_s", "moe_s", "ratio", "ratio_low", "ratio_high", "verdict", "backend"} <= set(cell)
         assert min(cell["same_kernel_s"], cell["choice_ratio"]) > 0
@@ -422,19 +325,9 @@ def test_the_command(tomoe: CommandLine, tmp_path: Path, converted: Path) -> Non
     assert operations[1] / operations[0] == pytest.approx(found["active_share"], abs=1e-6)
     weights = load_file(model / "model.safetensors")
     assert operations[0] == 2 * sum(w.numel() for name, w in weights.items() if "layers" in name and w.dim() == 2)
-    for words in (
-        "prefill",
-        "decode",
-        "bound",
-        "cache",
-        "GFLOP",
-        "held out",
-        "60.0% of the decoder parameters",
-        "All, same kernel",
-    ):
-        assert words in " ".join(done.out.split()), "wherever lines end"
-    refused = tomoe("benchmark", model, moe, "--batch", "1,x")
-    assert refused.code == 2
-    assert "'1,x'" in refused.err
-    assert "whole numbers" in refused.err
+    shown = " ".join(done.out.split())  # wherever lines end
+    for words in ("prefill", "decode", "bound", "cache", "GFLOP", "held out", "All, same kernel"):
+        assert words in shown
+    assert "60.0% of the decoder parameters" in shown
+    refused(tomoe("benchmark", model, moe, "--batch", "1,x"), "'1,x'", "whole numbers")
     assert tomoe("benchmark", model, model).code == 2

@@ -84,29 +84,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return out
 
 
-def test_a_curve_of_another_version_is_left_out(folder: Path) -> None:
-    (folder / "dial.json").write_text('{"format": "tomoe-comparison-99"}')
-    build.write_reports(folder, again=False)
-    assert (folder / "report.html").is_file()
-
-
 @pytest.mark.parametrize("name", ["evaluation.json", "report.json", "benchmark.json", "run/cost.json", "dial.json"])
-@pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b'{"a": "\xff"}', b'{"a": ' + b"9" * 10_000 + b"}", b"7", b'{"cells": [7], "seconds": 7}'],
-    ids=["deep", "no UTF-8", "10,000 digits", "a number", "wrong types"],
-)  # fmt: skip
-def test_a_damaged_file_is_one_sentence(folder: Path, name: str, content: bytes) -> None:
+def test_a_damaged_file_is_one_sentence(folder: Path, name: str) -> None:
+    (folder / "dial.json").write_text('{"format": "tomoe-comparison-99"}')  # a curve of another version is left out
     build.write_reports(folder, again=False)
     assert (folder / "report.html").is_file()
-    (folder / name).write_bytes(content)
-    # an object of another format was written by another version, so that the models are measured again
-    wrong = content.startswith(b'{"cells') and name in ("evaluation.json", "report.json")
-    if name == "dial.json":
-        content = content.replace(b'"cells": [7]', b'"format": "tomoe-comparison-2"')
-        (folder / name).write_bytes(content)
-    with pytest.raises(UserError, match="cannot|no |not " if wrong else str(folder / name)) as raised:
-        build.write_reports(folder, again=False)
-    assert "\n" not in str(raised.value)
+    file = folder / name
+    wrong = {"format": "tomoe-comparison-2"} if name == "dial.json" else {"cells": [7], "seconds": 7}
+    # these were written by another version, so that the models are measured again
+    said = "cannot|no |not " if name in ("evaluation.json", "report.json") else str(file)
+    for content, words in (("7", str(file)), (json.dumps(wrong), said)):
+        file.write_text(content)
+        with pytest.raises(UserError, match=words) as raised:
+            build.write_reports(folder, again=False)
+        assert "\n" not in str(raised.value)
 
 
 def test_cards_take_no_markup_from_names(tmp_path: Path) -> None:

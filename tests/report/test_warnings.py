@@ -188,9 +188,9 @@ def test_evaluation_text_out_of_the_training_text() -> None:
 
 
 def sequences(rows: list[list[int]]) -> Sequences:
-    """Token 0 is padding, wherever it stands."""
+    """Token 0 is padding, wherever it stands, with the id of another token."""
     ids = torch.tensor(rows)
-    return Sequences(ids, ids != 0)
+    return Sequences(ids.clamp(min=1), ids != 0)
 
 
 def plain_share(text: list[list[int]], fitted: list[list[int]], n: int) -> float:
