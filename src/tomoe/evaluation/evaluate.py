@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -125,30 +126,24 @@ def _loaded(
     settings: Sequence[tuple[str, Setting | None]], dtype: str, device: str, offload: bool
 ) -> Iterator[tuple[str, PreTrainedModel]]:
     """Load each model when it is asked for, once for all of its points."""
-    before = ""
-    model = None
-    for name, point in settings:
-        if name != before:
-            # the one before must be gone
-            model = None
-            before = name
-            model = load_model(name, dtype, device, offload)
-        assert model is not None
-        if point is not None:
-            use_(model, point)
-        yield name, model
+    for name, points in itertools.groupby(settings, key=lambda setting: setting[0]):
+        model = load_model(name, dtype, device, offload)
+        for _, point in points:
+            if point is not None:
+                use_(model, point)
+            yield name, model
+        del model  # before the next one is loaded
 
 
 def _dense_of(folder: str) -> str:
     """The dense model that a converted folder was made from. Raises UserError if it is not known or not found."""
-    plan = Path(folder) / "plan.json"
-    name = str(read_plan(plan.parent).recipe.get("model", "")) if plan.is_file() else ""
-    try:
+    name = ""
+    if (Path(folder) / "plan.json").is_file():
+        name = str(read_plan(Path(folder)).recipe.get("model", ""))
+    with contextlib.suppress(UserError):
         if name:
             resolve(name)
             return name
-    except UserError:
-        pass
     raise UserError(f"the dense model that {folder} was made from was not found; name it first, before {folder}")
 
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.evaluation.results import Measurement, Span
-from tomoe.files import basename
 from tomoe.model.shape import ceil_div
 from tomoe.model.tokens import check_ids
 from tomoe.progress import StageCallback, no_stage_progress
@@ -105,7 +103,7 @@ def measure(
     *,
     ran: Callable[[list[int]], None] | None = None,
     stride: int | None = None,
-    name: str | None = None,
+    name: str = "",
     data: str = "",
     seed: int | None = None,
 ) -> Measurement:
@@ -129,7 +127,7 @@ def measure(
     tokens, nll, kl, agreements = sums.sum(0).tolist()
     if not (nll / tokens < HIGHEST_NLL and math.isfinite(kl)):
         raise UserError(
-            f"the predictions of {name or model_name(model)} are not finite numbers (mean loss {nll / tokens}, KL "
+            f"the predictions of {name or 'the model'} are not finite numbers (mean loss {nll / tokens}, KL "
             f"{kl / tokens}); load it in float32 or bfloat16, and if that does not help, convert it again"
         )
     error = ratio_error(sums[:, 1], sums[:, 0])
@@ -144,7 +142,7 @@ def measure(
         stride=stride,
         kl=None if reference is None else max(0.0, kl / tokens),  # float32 rounding may leave -1e-9
         top1_agreement=None if reference is None else agreements / tokens,
-        model=model_name(model) if name is None else name,
+        model=name,
         data=data,
         data_sha256=sequences_sha256(input_ids, mask),
         dtype=str(first.dtype).removeprefix("torch."),
@@ -198,12 +196,12 @@ def _sum_sequences(
         for b in group:
             scored = (mask[b, :-1] & new_tokens(mask, b, stride)[1:]).nonzero().squeeze(1)
             states, head = predictions.sequence(b, scored)
-            ref_states, ref_head = (None, None) if ref is None else ref.sequence(b, scored)
+            taught = None if ref is None else ref.sequence(b, scored)
             targets = input_ids[b, 1:][scored.to(input_ids.device)]
             # the token that is predicted, not the one before it, has the position
             bounds = torch.searchsorted(scored + 1, torch.tensor([0, *ends], device=scored.device)).tolist()
             for span, (i, j) in enumerate(pairwise(bounds)):
-                reference = None if ref_states is None or ref_head is None else (ref_states[i:j], ref_head)
+                reference = None if taught is None else (taught[0][i:j], taught[1])
                 sums[b, span] = _score(states[i:j], head, targets[i:j], reference)
         if ran:
             ran(group)
@@ -236,17 +234,10 @@ def sequences_sha256(input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -
     return digest.hexdigest()
 
 
-def model_name(model: nn.Module) -> str:
-    """Hub id, or the last part of a local path; the class if neither is known."""
-    name = str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
-    return basename(name) if Path(name).exists() else name
-
-
 @contextmanager
 def evaluating(model: nn.Module | None) -> Iterator[None]:
     """Switch dropout off within the `with` block."""
-    was_training = model is not None and model.training
-    if model is None or not was_training:
+    if model is None or not model.training:
         yield
         return
     model.eval()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
@@ -79,13 +79,8 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
         )
     rows: list[list[int]] = []
     chosen: list[list[list[int]]] = []
-    width = 0
 
-    def record(router: nn.Module, _args: Any, output: Any) -> None:
-        nonlocal width
-        logits = output[0] if isinstance(output, tuple) else output
-        width = int(logits.shape[-1])
-        logits = logits.reshape(-1, width)
+    def record(router: Any, _args: Any, logits: Tensor) -> None:
         top_k = top_ks[router]
         if top_k is None:
             rows.append(route(logits)[0][:, 0].tolist())
@@ -105,4 +100,4 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
         tokens = torch.tensor([list(ids)])
         check_ids(tokens, model)
         forward_sequences(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=has_inner(model))
-    return RoutingTrace(pieces(tokenizer, ids), rows, width, chosen)
+    return RoutingTrace(pieces(tokenizer, ids), rows, next(iter(top_ks)).out_features, chosen)

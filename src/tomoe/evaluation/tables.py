@@ -117,16 +117,6 @@ def task_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return ["task", "shots", "metric", *(row.name for row in rows)] if body else [], body
 
 
-def _written(rows: Sequence[Row]) -> dict[str, list[tuple[str, TaskScore]]]:
-    """The tasks whose answers were written, with the names and scores of the models."""
-    found: dict[str, list[tuple[str, TaskScore]]] = {}
-    for row in rows:
-        for score in row.tasks:
-            if TOKENS_PER_S in score.metrics:
-                found.setdefault(score.task, []).append((row.name, score))
-    return found
-
-
 def _share(score: TaskScore | None) -> str:
     if score is None:
         return NONE
@@ -149,6 +139,11 @@ def task_footnote(rows: Sequence[Row]) -> str:
     counts = ", ".join(dict.fromkeys(f"{s.task} {s.examples:,}" for s in scores))
     truncated = sum(s.truncated for s in scores)
     examples = [s for s in scores if s.shots]
+    speeds: dict[str, list[str]] = {}  # of the tasks whose answers were written
+    for row in rows:
+        for s in row.tasks:
+            if TOKENS_PER_S in s.metrics:
+                speeds.setdefault(s.task, []).append(f"{row.name} {s.metrics[TOKENS_PER_S]:.1f}")
     harnesses = {s.harness: list(dict.fromkeys(o.task for o in scores if o.harness == s.harness)) for s in scores}
     parts = [
         f"Per cent, ± one standard error. Questions: {counts}",
@@ -156,10 +151,7 @@ def task_footnote(rows: Sequence[Row]) -> str:
             harnesses if len(harnesses) == 1 else [f"{', '.join(tasks)}: {how}" for how, tasks in harnesses.items()]
         ),
         f"few-shot examples drawn with seed {examples[0].seed}" if examples else "",
-        *(
-            f"Tokens/s while writing {task}: {', '.join(f'{name} {score.metrics[TOKENS_PER_S]:.1f}' for name, score in found)}"
-            for task, found in _written(rows).items()
-        ),
+        *(f"Tokens/s while writing {task}: {', '.join(found)}" for task, found in speeds.items()),
         f"{truncated:,} prompts were longer than the model's context and lost their beginning" if truncated else "",
     ]
     return ". ".join(part for part in parts if part) + "."

@@ -17,8 +17,7 @@ from tomoe.moe.modeling_tomoe import ToMoEMLP, route
 def routers(model: nn.Module) -> dict[nn.Module, int | None]:
     """Return the routers of a model, in order, and how many experts a token uses; None for one of overlapping experts."""
     # families have other names for their MLPs, and what another module calls a router chooses something else
-    owners = [module for module in model.modules() if isinstance(module, ToMoEMLP)]
-    return {owner.router: owner.top_k for owner in owners}
+    return {module.router: module.top_k for module in model.modules() if isinstance(module, ToMoEMLP)}
 
 
 class ExpertCounter:
@@ -26,22 +25,19 @@ class ExpertCounter:
 
     def __init__(self, model: nn.Module):
         self.top_ks = routers(model)
-        self.routers = list(self.top_ks)
         self.chosen: dict[nn.Module, Tensor] = {}  # 0/1 [B S, N] of the last forward pass
         self.counts: dict[nn.Module, Tensor] = {}  # [N]
         self.tokens = 0
 
     def __enter__(self) -> ExpertCounter:
-        self.hooks = hooked(router.register_forward_hook(self._record) for router in self.routers)
+        self.hooks = hooked(router.register_forward_hook(self._record) for router in self.top_ks)
         self.hooks.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.hooks.__exit__(None, None, None)
 
-    def _record(self, router: nn.Module, _args: Any, output: Any) -> None:
-        logits = output[0] if isinstance(output, tuple) else output
-        logits = logits.reshape(-1, logits.shape[-1])
+    def _record(self, router: nn.Module, _args: Any, logits: Tensor) -> None:
         expert_ids, _ = route(logits, self.top_ks[router])
         self.chosen[router] = torch.zeros_like(logits, dtype=torch.long).scatter_(1, expert_ids, 1)
         # also in a process that counts no sequence
@@ -58,15 +54,15 @@ class ExpertCounter:
     def collect(self) -> None:
         """Add up what several processes counted."""
         tokens = torch.tensor(self.tokens)
-        for count in (*(self.counts[router] for router in self.routers), tokens):
+        for count in (*(self.counts[router] for router in self.top_ks), tokens):
             distributed.all_reduce_(count)
         self.tokens = int(tokens)
 
     def usage(self) -> ExpertUsage | None:
         """Shares by layer; None if the model has no router."""
-        if not self.routers:
+        if not self.top_ks:
             return None
-        counts = [self.counts[router] for router in self.routers]
+        counts = [self.counts[router] for router in self.top_ks]
         # of all choices: with several experts a token the shares still add up to 1
         per_token = [top_k for top_k in self.top_ks.values() if top_k is not None]
         return ExpertUsage([(row.double() / max(int(row.sum()), 1)).tolist() for row in counts], self.tokens, per_token)

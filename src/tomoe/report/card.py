@@ -7,7 +7,6 @@ import re
 import shlex
 import warnings
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tomoe.files import CARD, CARD_BESIDE, basename, write_card_file
 from tomoe.model.hub import PLAN_FILES
 from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.recipe.conversion import Recipe
+from tomoe.report.html import template
 from tomoe.report.license import base_model_info
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
@@ -64,7 +64,7 @@ def write_card(
     )
     card = ModelCard.from_template(
         data,
-        template_str=resources.files("tomoe.report").joinpath("templates", "card.md.j2").read_text(encoding="utf-8"),
+        template_str=template("card.md.j2"),
         install=INSTALL,
         title=escape_markdown(name),
         quoted=_fenced(json.dumps(name, ensure_ascii=False)),

@@ -35,18 +35,24 @@ def _environment() -> Environment:
     return environment
 
 
-def render(template: str, script: str = "", **values: Any) -> str:
+def render(page: str, script: str = "", **values: Any) -> str:
     """Render a page from one of our templates; every value that is not markup is escaped. Without `script` none runs."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     source = Markup(f"'sha256-{digest}'" if script else "'none'")
-    return _environment().get_template(template).render(**values, script=Markup(script), script_source=source)
+    return _environment().get_template(page).render(**values, script=Markup(script), script_source=source)
+
+
+def template(name: str) -> str:
+    """The text of one of our templates."""
+    return resources.files("tomoe.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def write_route_page(path: Path, title: str, source: str, trace: RoutingTrace, layer: int) -> Path:
     """Write a page of a text in the colors of its experts; `source` names the text. Raises UserError if it cannot be
     written."""
-    script = resources.files("tomoe.report").joinpath("templates/tokens.js").read_text(encoding="utf-8")
-    page = render("route.html.j2", script, title=title, source=source, trace=trace, layer=layer, colors=COLORS)
+    page = render(
+        "route.html.j2", template("tokens.js"), title=title, source=source, trace=trace, layer=layer, colors=COLORS
+    )
     return atomic_write(path, page)
 
 

@@ -51,8 +51,6 @@ def _card_license(card: Path) -> str | None:
 
 
 def _gguf_license(file: Path) -> str | None:
-    if not file.is_file():
-        return None
     try:
         field = gguf.GGUFReader(file).fields.get("general.license")
         return None if field is None else _plain(field.contents())

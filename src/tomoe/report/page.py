@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tomoe.evaluation.writing.loops import Variety
 from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.plan import AnyPlan
 from tomoe.report import verdict
-from tomoe.report.html import render, svg_uri
+from tomoe.report.html import render, svg_uri, template
 from tomoe.report.style import CaptionedFigure
 from tomoe.report.summary import conversion_summary, recipe_of, shown_name
 from tomoe.report.warnings import find_warnings
@@ -73,7 +72,7 @@ def write_page(out: Path, facts: PageFacts) -> Path:
         dial_footnote=footnote(facts.dial),
         loops=verdict.loops(facts.varieties) if len(facts.varieties) > 1 else "",
         generations=facts.generations,
-        method=svg_uri(drawing(facts.plan.form)),
+        method=svg_uri(template(words.drawing)),
         drawn=words.drawn,
         summary=[*conversion_summary(facts.plan), *hashes, *_cost(facts.cost)],
         version=__version__,
@@ -109,8 +108,3 @@ def _benchmark_command(out: Path, plan: AnyPlan) -> str:
     name = shlex.quote(basename(out))
     dense = shlex.quote((recipe and shown_name(recipe.model)) or "DENSE")
     return f"tomoe benchmark {dense} {name} --json {name}/benchmark.json\ntomoe report {name}"
-
-
-def drawing(form: str) -> str:
-    """The SVG that shows how a token uses a model of that form."""
-    return resources.files("tomoe.report").joinpath("templates", WORDS[form].drawing).read_text(encoding="utf-8")

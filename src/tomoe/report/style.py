@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -17,17 +16,13 @@ from matplotlib.figure import Figure
 
 from tomoe.files import atomic_write
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 INK = "#1b1f24"
 WIDTH = 5.0  # inches: letters stay readable on a phone
 # Okabe and Ito's colors that stand out from white and from black alike; dashes and markers tell them apart in grey
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D")
-LIGHT = "#8fb8cf"  # a paler shade of the first color
-SHADES = ("#dde3e8", LIGHT, COLORS[0])  # of parts within each other, the whole first
+SHADES = ("#dde3e8", "#8fb8cf", COLORS[0])  # of parts within each other, the whole first
 PNG_DPI = 160
 SVG_DPI = 100  # of images within
 STYLE: dict[str, Any] = {
@@ -68,23 +63,16 @@ class CaptionedFigure:
         return _to_svg(self.figure)
 
 
-def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a drawing function: the settings above hold, whatever matplotlib is set to elsewhere."""
-    settings = cast(Any, dict(matplotlib.rcParamsDefault) | STYLE)
-    settings.pop("backend", None)
-
-    @wraps(draw)
-    def within(*args: P.args, **kwargs: P.kwargs) -> R:
-        with matplotlib.rc_context(settings):
-            return draw(*args, **kwargs)
-
-    return within
+# Decorates what draws: these settings hold, whatever matplotlib is set to elsewhere.
+styled = matplotlib.rc_context(
+    {name: value for name, value in {**matplotlib.rcParamsDefault, **STYLE}.items() if name != "backend"}
+)
 
 
-def canvas(height: float, rows: int = 1, **subplots: Any) -> tuple[Figure, list[Axes]]:
-    """Make a figure of the common width, `height` inches tall, and its axes from top to bottom."""
+def canvas(height: float) -> tuple[Figure, Axes]:
+    """Make a figure of the common width, `height` inches tall, and its axes."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, list(figure.subplots(rows, 1, squeeze=False, **subplots)[:, 0])
+    return figure, figure.subplots()
 
 
 def _settle(figure: Figure, dpi: int) -> None:

@@ -64,12 +64,9 @@ def set_to(changes: Changes) -> Iterator[None]:
     """Inside the block the attributes have these values."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
-        _set(changes)
+        for owner, name, value in changes:
+            setattr(owner, name, value)
         yield
     finally:
-        _set(before)
-
-
-def _set(values: Changes) -> None:
-    for owner, name, value in values:
-        setattr(owner, name, value)
+        for owner, name, value in before:
+            setattr(owner, name, value)

@@ -86,10 +86,6 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def _outputs(choice: Choice) -> int:
-    return sum(matrix_of(projection).shape[0] for projection in choice.projections)
-
-
 @contextmanager
 def _unread(choices: Sequence[Choice]) -> Iterator[list[int]]:
     """Bytes of the weights behind inputs that no token of a pass chooses: one number for each choice that is made."""
@@ -100,7 +96,8 @@ def _unread(choices: Sequence[Choice]) -> Iterator[list[int]]:
             x = args[0]
             if choice.applies(x):
                 used = which_inputs(x, choice.norms(), choice.count).flatten(0, -2).any(0)
-                unread.append(int((~used).sum()) * _outputs(choice) * choice.projections[0].weight.element_size())
+                outputs = sum(len(matrix_of(projection)) for projection in choice.projections)
+                unread.append(int((~used).sum()) * outputs * choice.projections[0].weight.element_size())
 
         return hook
 
@@ -118,7 +115,7 @@ def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: Kept = ()) -> int:
     total = weight_bytes(model) - (0 if tied else (len(table) - rows) * table[0].numel() * table.element_size())
     choices = choices_of(model)
     with ExpertCounter(model) as counter, _unread(choices) as unread:
-        if not counter.routers and not choices:
+        if not counter.top_ks and not choices:
             return total
         model(ids, use_cache=True, logits_to_keep=1, **{CACHE: _cache(kept)})
         total -= sum(unread)
@@ -158,11 +155,8 @@ class Pair:
         head, tail = ids[:, :prompt], ids[:, prompt:]
         device = head.device
         both = (self.dense, self.moe)
-        kept: dict[int, Kept] = {id(model): () for model in both}
-        static = None
-        if phase != "prefill":
-            kept = {id(model): prefill(model, head) for model in both}
-            static = self._static(head, tail) if phase == COMPILED else None
+        kept: dict[int, Kept] = {id(model): () if phase == "prefill" else prefill(model, head) for model in both}
+        static = self._static(head, tail) if phase == COMPILED else None
 
         def run(model: Any) -> float:
             if phase == "prefill":

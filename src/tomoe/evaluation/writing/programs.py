@@ -26,7 +26,7 @@ exec(compile(sys.stdin.read(), "program", "exec"), {{"__name__": "__main__"}})
 """
 
 
-def runs(program: str, seconds: float = SECONDS) -> bool:
+def runs(program: str) -> bool:
     """Whether a program comes to its end without an error, in an empty folder: it has to reach a last line that is added
     here."""
     word = secrets.token_hex(16)
@@ -45,7 +45,7 @@ def runs(program: str, seconds: float = SECONDS) -> bool:
             start_new_session=True,
         )
         try:
-            out, _ = process.communicate(f"{program}\nprint({word!r})\n", timeout=seconds)
+            out, _ = process.communicate(f"{program}\nprint({word!r})\n", timeout=SECONDS)
         except subprocess.TimeoutExpired:
             out = ""
         finally:
