@@ -16,7 +16,7 @@ from tomoe.evaluation.results import Count
 from tomoe.evaluation.usage import routers
 from tomoe.model.hooks import hooked
 from tomoe.model.tokens import UNKNOWN, check_ids
-from tomoe.moe.modeling_tomoe import route
+from tomoe.moe.modeling_tomoe import Router, route
 from tomoe.plan import always_used
 
 WINDOW = 8  # tokens before one that say how it is written: some tokenizers drop or add spaces at the very beginning
@@ -80,7 +80,7 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
     rows: list[list[int]] = []
     chosen: list[list[list[int]]] = []
 
-    def record(router: Any, _args: Any, logits: Tensor) -> None:
+    def record(router: Router, _args: Any, logits: Tensor) -> None:
         top_k = top_ks[router]
         if top_k is None:
             rows.append(route(logits)[0][:, 0].tolist())

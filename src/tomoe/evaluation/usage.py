@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from tomoe import distributed
 from tomoe.evaluation.results import ExpertUsage
 from tomoe.model.hooks import hooked
-from tomoe.moe.modeling_tomoe import ToMoEMLP, route
+from tomoe.moe.modeling_tomoe import Router, ToMoEMLP, route
 
 
-def routers(model: nn.Module) -> dict[nn.Module, int | None]:
+def routers(model: nn.Module) -> dict[Router, int | None]:
     """Return the routers of a model, in order, and how many experts a token uses; None for one of overlapping experts."""
     # families have other names for their MLPs, and what another module calls a router chooses something else
     return {module.router: module.top_k for module in model.modules() if isinstance(module, ToMoEMLP)}
@@ -37,7 +37,7 @@ class ExpertCounter:
     def __exit__(self, *_: object) -> None:
         self.hooks.__exit__(None, None, None)
 
-    def _record(self, router: nn.Module, _args: Any, logits: Tensor) -> None:
+    def _record(self, router: Router, _args: Any, logits: Tensor) -> None:
         expert_ids, _ = route(logits, self.top_ks[router])
         self.chosen[router] = torch.zeros_like(logits, dtype=torch.long).scatter_(1, expert_ids, 1)
         # also in a process that counts no sequence

@@ -35,7 +35,7 @@ def layers_figure(plan: AnyPlan) -> CaptionedFigure:
     words = WORDS[plan.form]
     bars, lines = words.bars(plan), words.lines(plan)
     layers = range(len(plan.describe()))
-    figure, axes = canvas(2.9)
+    figure, (axes,) = canvas(2.9)
     for (name, shares), color in zip(bars.items(), SHADES, strict=False):
         axes.bar(layers, shares, color=color, width=0.85, label=name)
     first = 1 if bars else 0  # the bars are of the first color
@@ -79,7 +79,7 @@ def dial_figure(rows: Sequence[Row], plan: AnyPlan) -> CaptionedFigure | None:
         return None
     planned = None if isinstance(plan, InputsPlan) else max(layer.top_k for layer in plan.counts)
     dense = rows[0].measurement.perplexity
-    figure, axes = canvas(3.2)
+    figure, (axes,) = canvas(3.2)
     shares, perplexities, _ = zip(*points, strict=True)
     unit = "inputs" if planned is None else "experts"
     axes.plot(shares, perplexities, color=COLORS[0], marker=MARKERS[0], markersize=5, label=f"other numbers of {unit}")
@@ -124,7 +124,7 @@ def training_figure(metrics: Metrics) -> CaptionedFigure | None:
         return None
     steps, losses = zip(*points, strict=True)
     smooth = _smooth(losses)
-    figure, axes = canvas(2.5)
+    figure, (axes,) = canvas(2.5)
     axes.plot(steps, losses, color=COLORS[0], linewidth=0.7, alpha=0.35, label="each logged step")
     axes.plot(steps, smooth, color=COLORS[0], label="running median")
     axes.set_ylim(bottom=0)

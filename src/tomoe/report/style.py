@@ -63,16 +63,15 @@ class CaptionedFigure:
         return _to_svg(self.figure)
 
 
-# Decorates what draws: these settings hold, whatever matplotlib is set to elsewhere.
-styled = matplotlib.rc_context(
-    {name: value for name, value in {**matplotlib.rcParamsDefault, **STYLE}.items() if name != "backend"}
-)
+SETTINGS: dict[Any, Any] = dict(matplotlib.rcParamsDefault) | STYLE
+del SETTINGS["backend"]
+styled = matplotlib.rc_context(SETTINGS)  # decorates what draws: whatever matplotlib is set to elsewhere, these hold
 
 
-def canvas(height: float) -> tuple[Figure, Axes]:
-    """Make a figure of the common width, `height` inches tall, and its axes."""
+def canvas(height: float, rows: int = 1, **subplots: Any) -> tuple[Figure, list[Axes]]:
+    """Make a figure of the common width, `height` inches tall, and its axes from top to bottom."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.subplots()
+    return figure, list(figure.subplots(rows, 1, squeeze=False, **subplots)[:, 0])
 
 
 def _settle(figure: Figure, dpi: int) -> None:

@@ -13,7 +13,6 @@ from tomoe.errors import UserError
 from tomoe.evaluation.writing.programs import runs
 
 Row = Mapping[str, Any]
-LONGEST = 320  # tokens of an answer
 AT_MARGIN = re.compile(r"\n(?=[^\s#)\]}])")
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 
@@ -35,6 +34,7 @@ class WrittenTask:
     metric: str
     hub: tuple[str, str | None]  # data set on the hub and its config; the split is `test`
     columns: tuple[str, ...]
+    most: int  # tokens of an answer
     prompt: Callable[[Row], Prompt]
     ended: Callable[[str], bool]  # whether what was written is a whole answer
     solved: Callable[[Row, str], bool]
@@ -101,6 +101,7 @@ WRITTEN = {
             "pass@1",
             ("openai/openai_humaneval", None),
             ("prompt", "test", "entry_point"),
+            320,
             _function,
             function_ended,
             _passes,
@@ -111,6 +112,7 @@ WRITTEN = {
             "exact match",
             ("openai/gsm8k", "main"),
             ("question", "answer"),
+            320,
             _word_problem,
             _word_problem_ended,
             lambda row, text: answer_of(text) == answer_of(row["answer"]),

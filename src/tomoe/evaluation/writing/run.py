@@ -15,7 +15,7 @@ from tomoe.errors import UserError
 from tomoe.evaluation.results import LOOP_METRIC, TOKENS_PER_S, TaskScore
 from tomoe.evaluation.writing.continuations import ROWS, continuations
 from tomoe.evaluation.writing.loops import TOPICS, Variety, distinct, loops, opening, question
-from tomoe.evaluation.writing.problems import LONGEST, WRITTEN, Prompt, Row, WrittenTask
+from tomoe.evaluation.writing.problems import WRITTEN, Prompt, Row, WrittenTask
 from tomoe.model.generation import asked
 from tomoe.model.tokens import check_text, continuation_text
 from tomoe.progress import StageCallback, no_stage_progress
@@ -89,7 +89,7 @@ class LoadedTask:
     def run(self, model: Any, tokenizer: PreTrainedTokenizerBase, rows: int, progress: StageCallback) -> TaskScore:
         """Let a model solve the problems, so many at a time."""
         prompts = [self.task.prompt(row) for row in self.rows]
-        written = write(model, tokenizer, prompts, LONGEST, self.task.ended, rows, progress)
+        written = write(model, tokenizer, prompts, self.task.most, self.task.ended, rows, progress)
         solved = [self.task.solved(row, text) for row, text in zip(self.rows, written.texts, strict=True)]
         return written.score(self.task.name, self.task.metric, solved, {"solved": sum(solved)})
 
