@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 # The engine in this process: two models take turns.
@@ -137,16 +138,6 @@ def measure(models: dict[str, Run], batch: int, length: int, repeats: int) -> di
     return times
 
 
-def measured_open(open_model: Callable[[], Run], grown: list[int]) -> Run:
-    """Open a model, and note by how many bytes the process grew."""
-    import psutil  # type: ignore[import-untyped]
-
-    before = psutil.Process().memory_info().rss
-    run = open_model()
-    grown.append(psutil.Process().memory_info().rss - before)
-    return run
-
-
 def table(args: argparse.Namespace, models: dict[str, Run], memory: dict[str, int]) -> None:
     """Measure every cell; the dense model is the first."""
     dense, *exports = models
@@ -188,17 +179,22 @@ def shortened(sizes: dict[str, Any], layers: int | None) -> dict[str, Any]:
     return sizes | {"num_hidden_layers": layers, "vocab_size": sizes["vocab_size"] * layers // whole}
 
 
+def write_random(folder: Path, make: Callable[[], Any]) -> Path:
+    """A model of random weights in bfloat16, unless the folder is there."""
+    if not (folder / "config.json").exists():
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.bfloat16)
+        make().save_pretrained(folder)
+        torch.set_default_dtype(torch.float32)
+    return folder
+
+
 def write_dense(folder: Path, sizes: dict[str, Any]) -> Path:
-    """A Llama of random weights in bfloat16."""
+    """A Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     dense = folder / f"dense-{sizes['hidden_size']}-{sizes['num_hidden_layers']}"
-    if not (dense / "config.json").exists():
-        torch.manual_seed(0)
-        torch.set_default_dtype(torch.bfloat16)
-        LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=ROPE)).save_pretrained(dense)
-        torch.set_default_dtype(torch.float32)
-    return dense
+    return write_random(dense, lambda: LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=ROPE)))
 
 
 def write_export(folder: Path, sizes: dict[str, Any], layout: list[int]) -> Path:
@@ -209,16 +205,16 @@ def write_export(folder: Path, sizes: dict[str, Any], layout: list[int]) -> Path
     # the dense MLP, divided: nothing else would be beside it
     assert shared + experts * width == sizes["intermediate_size"], "the neurons of the layout are not those of the MLP"
     # the shared part is stored as a multiple of the expert width, as an export stores it
-    chosen = {"n_routed_experts": experts, "moe_intermediate_size": width, "num_experts_per_tok": top_k,
-              "n_shared_experts": -(-shared // width), "head_dim": sizes["hidden_size"] // 32,
-              "rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}  # fmt: skip
+    chosen = {
+        "n_routed_experts": experts,
+        "moe_intermediate_size": width,
+        "num_experts_per_tok": top_k,
+        "n_shared_experts": -(-shared // width),
+        "head_dim": sizes["hidden_size"] // 32,
+        "rope_parameters": ROPE | {"partial_rotary_factor": 1.0},
+    }
     export = folder / f"{experts}x{width}-{top_k}-{shared}-{sizes['hidden_size']}-{sizes['num_hidden_layers']}"
-    if not (export / "config.json").exists():
-        torch.manual_seed(0)
-        torch.set_default_dtype(torch.bfloat16)
-        Glm4MoeForCausalLM(Glm4MoeConfig(**sizes | RANDOM_EXPERTS | chosen)).save_pretrained(export)
-        torch.set_default_dtype(torch.float32)
-    return export
+    return write_random(export, lambda: Glm4MoeForCausalLM(Glm4MoeConfig(**sizes | RANDOM_EXPERTS | chosen)))
 
 
 def write_files(converted: Path, folder: Path, precision: Any) -> tuple[dict[str, Path], int]:
@@ -263,10 +259,11 @@ def open_models(args: argparse.Namespace, clock: Callable[[], float]) -> tuple[d
         # an export is the first: it sets up what experts need
         opens = {path.name: partial(open_vllm, path, args.dtype, longest, prompts, clock) for path in (*exports, dense)}
     opened, memory = {}, {}
+    process = psutil.Process()
     for name, open_model in opens.items():
-        grown: list[int] = []
-        opened[name] = measured_open(open_model, grown)
-        memory[name] = grown[0]
+        before = process.memory_info().rss
+        opened[name] = open_model()
+        memory[name] = process.memory_info().rss - before
     first = "dense" if args.engine == "llama.cpp" else dense.name
     return {name: opened[name] for name in sorted(opened, key=lambda name: name != first)}, memory
 

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -50,20 +51,19 @@ def make(
     hidden: int, size: int, dtype: torch.dtype, active: float, generator: torch.Generator
 ) -> tuple[LlamaMLP, ToMoEMLP]:
     """A dense MLP, and the MoE of eight random parts of its neurons."""
-    torch.set_default_dtype(dtype)
-    dense = LlamaMLP(LlamaConfig(hidden_size=hidden, intermediate_size=size)).requires_grad_(False)
     members = torch.stack([torch.randperm(size, generator=generator) < round(active * size) for _ in range(8)])
     order = neuron_order(members)
-    config: Any = SimpleNamespace(
-        tomoe_num_experts=8, tomoe_expert_form="overlapping", tomoe_expert_sizes=[round(active * size)],
-        tomoe_union_sizes=[len(order)], tomoe_shared_sizes=[0], tomoe_mlp_parts=PARTS, num_experts_per_tok=1,
-        top_k_key="num_experts_per_tok", tomoe_expert_backend="auto",
-    )  # fmt: skip
-    moe = ToMoEMLP(dense, config, 0).requires_grad_(False)
-    torch.set_default_dtype(torch.float32)
-    for name in ("gate_proj", "up_proj"):
-        getattr(moe, name).copy_(getattr(dense, name).weight[order])
-    moe.down_proj.copy_(dense.down_proj.weight.t()[order])
+    dense, moe = both(
+        hidden,
+        size,
+        dtype,
+        order,
+        tomoe_num_experts=8,
+        tomoe_expert_form="overlapping",
+        tomoe_expert_sizes=[round(active * size)],
+        tomoe_shared_sizes=[0],
+        num_experts_per_tok=1,
+    )
     moe.expert_rows.copy_(torch.stack([row.nonzero().squeeze(1) for row in members[:, order]]))
     return dense, moe
 
@@ -72,21 +72,34 @@ def make_fine(
     hidden: int, size: int, dtype: torch.dtype, experts: int, shared: int, active: float
 ) -> tuple[LlamaMLP, ToMoEMLP]:
     """A dense MLP, and the MoE of its neurons, as many as divide into experts, with `shared` of them or a few more."""
-    torch.set_default_dtype(dtype)
-    dense = LlamaMLP(LlamaConfig(hidden_size=hidden, intermediate_size=size)).requires_grad_(False)
     width = (size - shared) // experts
     shared = size - experts * width
     top_k = max(1, round((active * size - shared) / width))
-    config: Any = SimpleNamespace(
-        tomoe_num_experts=experts, tomoe_expert_form="fine", tomoe_expert_sizes=[width], tomoe_union_sizes=[size],
-        tomoe_shared_sizes=[shared], tomoe_mlp_parts=PARTS, tomoe_expert_backend="auto",
-        layer_top_k=lambda layer: top_k, num_experts_per_tok=top_k, top_k_key="num_experts_per_tok",
-    )  # fmt: skip
+    return both(
+        hidden,
+        size,
+        dtype,
+        torch.arange(size),
+        tomoe_num_experts=experts,
+        tomoe_expert_form="fine",
+        tomoe_expert_sizes=[width],
+        tomoe_shared_sizes=[shared],
+        layer_top_k=lambda layer: top_k,
+        num_experts_per_tok=top_k,
+    )
+
+
+def both(hidden: int, size: int, dtype: torch.dtype, order: Tensor, **sizes: Any) -> tuple[LlamaMLP, ToMoEMLP]:
+    """A dense MLP, and the MoE with such a config that has these of its neurons, in this order."""
+    torch.set_default_dtype(dtype)
+    dense = LlamaMLP(LlamaConfig(hidden_size=hidden, intermediate_size=size)).requires_grad_(False)
+    own = {"tomoe_mlp_parts": PARTS, "tomoe_expert_backend": "auto", "top_k_key": "num_experts_per_tok"}
+    config: Any = SimpleNamespace(tomoe_union_sizes=[len(order)], **own, **sizes)
     moe = ToMoEMLP(dense, config, 0).requires_grad_(False)
     torch.set_default_dtype(torch.float32)
     for name in ("gate_proj", "up_proj"):
-        getattr(moe, name).copy_(getattr(dense, name).weight)
-    moe.down_proj.copy_(dense.down_proj.weight.t())
+        getattr(moe, name).copy_(getattr(dense, name).weight[order])
+    moe.down_proj.copy_(dense.down_proj.weight.t()[order])
     return dense, moe
 
 

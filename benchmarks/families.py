@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "contract")]
 
 from family_contract import hold, public_class, write_public, write_tiny  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from pico_files import write_text  # noqa: E402
@@ -35,26 +37,33 @@ from tomoe.model.mlp import converted_mlps  # noqa: E402
 CONVERTED, REFUSED, NOT_TRIED, FAILED = "converted", "refused", "not tried", "failed"
 
 
-def try_type(model_type: str) -> dict[str, Any]:
-    """What became of one type of model."""
+def tried(write: Callable[[Path], PreTrainedModel | None]) -> dict[str, Any]:
+    """What became of a model that `write` writes to a folder, and returns unless it is to be loaded from there."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            dense = write_tiny(model_type, folder / "dense")
+            dense = write(folder / "dense")
         except Exception as error:
-            return {"outcome": NOT_TRIED, "why": f"no generic tiny config builds it ({_short(error)})"}
+            return {"outcome": NOT_TRIED, "why": _short(error)}
         try:
+            if dense is None:
+                dense = load_dense(str(folder / "dense"), torch.float32)
             mlp = converted_mlps(dense)[0].name
             found = hold(dense, folder, write_text(folder / "text.txt"))
         except UserError as error:
-            return {"outcome": REFUSED, "why": _reason(error)}
+            return {"outcome": REFUSED, "why": str(error).partition(" model: ")[2] or str(error)}
         except Exception as error:
             return {"outcome": FAILED, "why": _short(error)}
-        repair = found["repair"]
-        return {
-            "outcome": CONVERTED, "class": type(dense).__name__, "mlp": mlp, "layers": found["layers"],
-            "error_before": repair["error_before"], "error_after": repair["error_after"],
-        }  # fmt: skip
+    errors = {name: found["repair"][name] for name in ("error_before", "error_after")}
+    return {"outcome": CONVERTED, "class": type(dense).__name__, "mlp": mlp, "layers": found["layers"]} | errors
+
+
+def try_type(model_type: str) -> dict[str, Any]:
+    """What became of one type of model."""
+    found = tried(partial(write_tiny, model_type))
+    if found["outcome"] == NOT_TRIED:
+        found["why"] = f"no generic tiny config builds it ({found['why']})"
+    return found
 
 
 def try_public(model_type: str) -> dict[str, Any]:
@@ -62,24 +71,9 @@ def try_public(model_type: str) -> dict[str, Any]:
     name = public_class(model_type)
     if name == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]:
         return {}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        try:
-            write_public(name, folder / "dense")
-        except Exception as error:
-            return {"public": name, "public_outcome": NOT_TRIED, "public_why": _short(error)}
-        try:
-            dense = load_dense(str(folder / "dense"), torch.float32)
-            hold(dense, folder, write_text(folder / "text.txt"))
-        except UserError as error:
-            return {"public": name, "public_outcome": REFUSED, "public_why": _reason(error)}
-        except Exception as error:
-            return {"public": name, "public_outcome": FAILED, "public_why": _short(error)}
-    return {"public": name, "public_outcome": CONVERTED, "public_why": f"as `{type(dense).__name__}`"}
-
-
-def _reason(error: UserError) -> str:
-    return str(error).partition(" model: ")[2] or str(error)
+    found = tried(partial(write_public, name))
+    why = f"as `{found['class']}`" if found["outcome"] == CONVERTED else found["why"]
+    return {"public": name, "public_outcome": found["outcome"], "public_why": why}
 
 
 def _short(error: Exception) -> str:
@@ -121,10 +115,8 @@ def _public(found: list[dict[str, Any]]) -> list[str]:
 
 def page(found: list[dict[str, Any]]) -> str:
     """The page of the reference."""
-    of = {
-        outcome: [row for row in found if row["outcome"] == outcome]
-        for outcome in (CONVERTED, REFUSED, NOT_TRIED, FAILED)
-    }
+    outcomes = CONVERTED, REFUSED, NOT_TRIED, FAILED
+    of = {outcome: [row for row in found if row["outcome"] == outcome] for outcome in outcomes}
     dense = [row for row in of[REFUSED] if "Mixtures of Experts already" not in row["why"]]
     lines = [
         "# Model families",

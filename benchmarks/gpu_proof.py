@@ -63,12 +63,17 @@ except ModuleNotFoundError as missing:
 Row = dict[str, Any]
 # Widths of SmolLM2-135M, Qwen2.5-0.5B and -1.5B, and Llama 3 8B.
 SHAPES = {"135M": (576, 1536), "0.5B": (896, 4864), "1.5B": (1536, 8960), "8B": (4096, 14336)}
-# Experts of a layout, the share of the neurons that all tokens use, and what divides the width of an expert.
-# Decoder layers, and the size of a vocabulary, of models that are made of random weights; tiny ones are for a CPU.
+# Widths, decoder layers, heads and the vocabulary of models that are made of random weights; tiny ones are for a CPU.
 LARGE = {
-    "135M": (576, 1536, 30, 9, 49152), "0.5B": (896, 4864, 24, 14, 151936), "7B": (4096, 11008, 32, 32, 151936),
-    "8B": (4096, 14336, 32, 32, 128256), "tiny": (32, 512, 2, 4, 300),
-}  # fmt: skip
+    "135M": (576, 1536, 30, 9, 49152),
+    "0.5B": (896, 4864, 24, 14, 151936),
+    "7B": (4096, 11008, 32, 32, 151936),
+    "8B": (4096, 14336, 32, 32, 128256),
+    "tiny": (32, 512, 2, 4, 300),
+}
+# Settings of a run that reads little text, for a CPU.
+TINY = ["data.seq_len=16", "data.tokens=900", "data.calibration_tokens=128", "data.evaluation_tokens=128"]
+# Experts of a layout, the share of the neurons that all tokens use, and what divides the width of an expert.
 LAYOUTS = {"fine 256": (256, 0.125, 1), "fine 64": (64, 0.125, 1), "wide 32": (32, 0.15, 32)}
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 # Weight sets that are timed in turn, so that none stays in the cache of the device.
@@ -90,6 +95,7 @@ class Proof:
         self.gb_per_s = self.tflop_per_s = 0.0
         self.moe = self.out / "moe"
         self.large = "tiny" if self.tiny else args.shape
+        self.sources = f"data.sources={args.text or 'python-docs'}"
         # minutes of fine-tuning so far, by active fraction
         self.tuned: dict[float, int] = {}
 
@@ -173,6 +179,17 @@ class Proof:
         most = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return most / 1e9
+
+    def convert(self, recipe: Recipe, out: Path) -> tuple[float, dict[str, float]]:
+        """Seconds of a conversion, and the peak of each stage in GB."""
+        peaks: dict[str, float] = {}
+
+        def watch(stage: str, *_: object) -> None:
+            peaks[stage] = max(peaks.get(stage, 0.0), self.peak_gb())
+
+        began = time.perf_counter()
+        tomoe.convert(recipe, out, force=True, on_progress=watch)
+        return time.perf_counter() - began, peaks
 
     def poison(self, *shape: int, dtype: torch.dtype) -> None:
         """Leave NaN in the memory that the next tensors of such sizes get: what a kernel does not write shows."""
@@ -367,12 +384,9 @@ def routers(proof: Proof) -> Iterator[Row]:
 
 def recipe_of(proof: Proof) -> Recipe:
     """Half of the model, from the text."""
-    small = [
-        "data.seq_len=16", "data.tokens=900", "data.calibration_tokens=128", "data.evaluation_tokens=128",
-        "experts.num_experts=64",
-    ] if proof.tiny else ["data.tokens=75000"]  # fmt: skip
-    where = [f"model={proof.args.model}", f"data.sources={proof.args.text}", f"device={proof.device}"]
-    return Recipe.load(None, [*where, *small, "active=0.6" if proof.tiny else "active=0.5", "train.steps=0"])
+    sizes = [*TINY, "experts.num_experts=64", "active=0.6"] if proof.tiny else ["data.tokens=75000", "active=0.5"]
+    where = [f"model={proof.args.model}", proof.sources, f"device={proof.device}"]
+    return Recipe.load(None, [*where, *sizes, "train.steps=0"])
 
 
 def converts(proof: Proof) -> Iterator[Row]:
@@ -382,15 +396,9 @@ def converts(proof: Proof) -> Iterator[Row]:
     least = max(stage.total for stage in least_memory(sizes, recipe, settle_layout(recipe, sizes.shape)))
     written = []
     for name in ("moe", "again"):
-        began = time.perf_counter()
-        peaks: dict[str, float] = {}
-
-        def watch(stage: str, *_: object) -> None:
-            peaks[stage] = max(peaks.get(stage, 0.0), proof.peak_gb())  # noqa: B023
-
-        tomoe.convert(recipe, proof.out / name, force=True, on_progress=watch)
+        seconds, peaks = proof.convert(recipe, proof.out / name)
         written.append((proof.out / name / "model.safetensors").read_bytes())
-        yield {"seconds": time.perf_counter() - began, "estimated GB": least / 1e9, "peaks GB": peaks}
+        yield {"seconds": seconds, "estimated GB": least / 1e9, "peaks GB": peaks}
     yield {"same bits": written[0] == written[1], "free GB": free_on_device(proof.device) / 1e9}
 
 
@@ -423,12 +431,8 @@ def speed(proof: Proof) -> Iterator[Row]:
     )  # fmt: skip
     for cell in found.cells:
         row = {"phase": cell.phase, "batch": cell.batch, "prompt": cell.prompt, "experts": cell.backend}
-        yield row | {
-            "dense ms": 1e3 * cell.dense_s,
-            "moe ms": 1e3 * cell.moe_s,
-            "ratio": cell.ratio,
-            "bound": cell.bound,
-        }
+        row |= {"dense ms": 1e3 * cell.dense_s, "moe ms": 1e3 * cell.moe_s}
+        yield row | {"ratio": cell.ratio, "bound": cell.bound}
 
 
 def exports(proof: Proof) -> Iterator[Row]:
@@ -443,10 +447,8 @@ def exports(proof: Proof) -> Iterator[Row]:
 
 def tunes(proof: Proof) -> Iterator[Row]:
     """Fine-tuning."""
-    small = ["data.seq_len=16", "data.tokens=900", "data.evaluation_tokens=128", "train.steps=1"]
-    small += ["data.calibration_tokens=128"]
-    changes = small if proof.tiny else ["train.steps=200", "data.tokens=500000"]
-    where = [f"model={proof.moe}", f"data.sources={proof.args.text}", f"device={proof.device}"]
+    changes = [*TINY, "train.steps=1"] if proof.tiny else ["train.steps=200", "data.tokens=500000"]
+    where = [f"model={proof.moe}", proof.sources, f"device={proof.device}"]
     began = time.perf_counter()
     finetune(FinetuneRecipe.load(None, [*where, *changes]), proof.out / "tuned", force=True)
     yield {"seconds": time.perf_counter() - began}
@@ -479,31 +481,21 @@ def makes(proof: Proof) -> Iterator[Row]:
 
 
 def small_run(proof: Proof, seq_len: int, sequences: int) -> list[str]:
-    """Settings of a run that reads so many sequences of the documentation of Python."""
+    """Settings of a run that reads so many sequences."""
     length = 16 if proof.tiny else seq_len
     tokens = [f"data.seq_len={length}", f"data.tokens={length * (sequences + 24)}"]
     tokens += [f"data.calibration_tokens={8 * length}", f"data.evaluation_tokens={8 * length}"]
-    return [*tokens, f"device={proof.device}", "data.sources=python-docs"]
+    return [*tokens, f"device={proof.device}", proof.sources]
 
 
 def converts_large(proof: Proof) -> Iterator[Row]:
     """A conversion by default to 50 %: seconds and peak of each stage."""
-    model, peaks = random_model(proof, proof.large), dict[str, float]()
-    large = ["data.sources=python-docs", f"device={proof.device}", "active=0.5"]
+    model = random_model(proof, proof.large)
+    large = [proof.sources, f"device={proof.device}", "active=0.5"]
     small = [*small_run(proof, 512, 64), "active=0.6", "experts.num_experts=64"]
-    recipe = Recipe.load(None, [f"model={model}", *(small if proof.tiny else large)])
-
-    def watch(stage: str, *_: object) -> None:
-        peaks[stage] = max(peaks.get(stage, 0.0), proof.peak_gb())
-
-    began = time.perf_counter()
-    tomoe.convert(recipe, proof.moe, force=True, on_progress=watch)
+    seconds, peaks = proof.convert(Recipe.load(None, [f"model={model}", *(small if proof.tiny else large)]), proof.moe)
     cost = json.loads((proof.moe / "run" / "cost.json").read_text("utf-8"))
-    yield (
-        {"seconds": time.perf_counter() - began}
-        | cost["seconds"]
-        | {f"{name} peak GB": gb for name, gb in peaks.items()}
-    )
+    yield {"seconds": seconds} | cost["seconds"] | {f"{name} peak GB": gb for name, gb in peaks.items()}
 
 
 def trains_paper(proof: Proof) -> Iterator[Row]:
@@ -514,7 +506,7 @@ def trains_paper(proof: Proof) -> Iterator[Row]:
     recipe = Recipe.load("paper", [*changes, "train.save_every=1000"])
     proof.peak_gb()
     train(recipe, proof.out / "paper", force=True)
-    rows = [json.loads(line) for line in (proof.out / "paper" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    rows = metrics(proof.out / "paper")
     seconds = statistics.median(row["seconds"] for row in rows[1:])
     yield {"seconds a step": seconds, "tokens/s": rows[-1]["tokens"] / seconds, "peak GB": proof.peak_gb()}
     base = BaseWeights.of(recipe)
@@ -524,6 +516,11 @@ def trains_paper(proof: Proof) -> Iterator[Row]:
     step = MaskStep(dense.model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
     ids = torch.randint(250, (1, recipe.data.seq_len))
     yield profiled(proof, partial(step, Sequences(ids, torch.ones_like(ids, dtype=torch.bool)), 1, 0))
+
+
+def metrics(run: Path) -> list[Row]:
+    """The steps of a run."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
 def profiled(proof: Proof, run: Callable[[], object]) -> Row:
@@ -553,18 +550,14 @@ def tunes_shapes(proof: Proof) -> Iterator[Row]:
         weights = sum(math.prod(t.shape) for t in load_dense(str(model), torch.bfloat16).parameters())
         for compile in ("false", "auto"):
             steps, batch = (2, 2) if proof.tiny else (12, 0)
-            words = [
-                *small_run(proof, 512, 64 * steps),
-                f"model={moe}",
-                f"train.compile={compile}",
-                f"train.steps={steps}",
-            ]
+            words = [*small_run(proof, 512, 64 * steps), f"model={moe}"]
+            words += [f"train.compile={compile}", f"train.steps={steps}"]
             out = proof.out / f"{shape} {compile}"
             proof.peak_gb()
             with suppress(UserError):
                 # random weights need not get better
                 finetune(FinetuneRecipe.load(None, [*words, f"train.batch_size={batch}"]), out, force=True)
-            rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+            rows = metrics(out / "run")
             rate = statistics.median(row["tokens_per_second"] for row in rows[len(rows) // 2 :])
             # two operations a weight and token in the teacher, six in the student
             share = 8 * weights * rate / proof.tflop_per_s / 1e12 if proof.tflop_per_s else 0.0
@@ -603,17 +596,16 @@ def tunes_curve(proof: Proof) -> Iterator[Row]:
 
 def tuned_once(proof: Proof, folder: Path, out: Path, steps: int) -> tuple[Row, float]:
     """One run of fine-tuning: what it says, and its seconds a step."""
-    sources = f"data.sources=python-packages,{proof.args.text}"
-    small = ["data.seq_len=16", "data.calibration_tokens=128", "data.evaluation_tokens=128", "data.tokens=2000"]
+    sources = proof.sources if proof.tiny else f"data.sources=python-packages,{proof.args.text}"
     length, batch = (16, 2) if proof.tiny else (512, 32)
     large = [f"data.tokens={(steps + 4) * length * batch + 50_000}", f"train.batch_size={batch}"]
     words = [sources, f"model={folder}", f"device={proof.device}", f"train.steps={steps}", f"dense={proof.args.model}"]
     began, said = time.perf_counter(), "better"
     try:
-        finetune(FinetuneRecipe.load(None, [*words, *(small if proof.tiny else large)]), out, force=True)
+        finetune(FinetuneRecipe.load(None, [*words, *(TINY if proof.tiny else large)]), out, force=True)
     except UserError as error:
         said = str(error).partition("(")[0]
-    rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    rows = metrics(out / "run")
     row = {"outcome": said, "steps": steps, "seconds": time.perf_counter() - began, "tokens": steps * length * batch}
     return row, statistics.median(line["seconds"] for line in rows[len(rows) // 2 :])
 
@@ -661,7 +653,7 @@ def main(words: list[str] | None = None) -> Proof:
     parser.add_argument("--part", choices=sorted(PARTS), required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--model", help="folder or .gguf file (part model)")
-    parser.add_argument("--text", help="a text file (parts model and curve)")
+    parser.add_argument("--text", help="a text file (for part large the documentation of Python will do)")
     parser.add_argument("--text2", help="another text to measure on (part curve)")
     parser.add_argument("--problems", help="a folder that holds humaneval/*.jsonl, whose programs are run (part curve)")
     parser.add_argument("--shape", choices=LARGE, default="7B", help="of part large")

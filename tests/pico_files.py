@@ -129,6 +129,14 @@ def refused(outcome: Outcome, *words: str) -> None:
         assert word in outcome.err, (word, outcome.err)
 
 
+def proved(export: Outcome, out: Path) -> dict[str, Any]:
+    """The proof of an export that succeeded, as OUT/export.json holds it."""
+    assert export.code == 0, export.err
+    proof: dict[str, Any] = json.loads((out / "export.json").read_text())["proof"]
+    assert proof["same"] is True
+    return proof
+
+
 def carved(folder: Path, *options: str) -> Path:
     """Fill the folder with `dense`, `text.txt` and `moe`, which `tomoe carve` makes of them; return the folder."""
     dense, text = write_pico(folder / "dense"), write_text(folder / "text.txt")

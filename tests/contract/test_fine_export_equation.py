@@ -35,8 +35,8 @@ from tomoe.pruning.masking import masked, planned_masks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
 
-FAMILIES = {"llama": {}, "llama3": {}, "mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}}
-CASES = [(family, attention) for family in FAMILIES for attention in ("off", "static")]
+# A pruned attention is filled up, with biases or norms or neither; the output matrix of llama3 is that of the embeddings.
+CASES = [("llama", "off"), ("llama3", "static"), ("qwen2", "static"), ("qwen3", "off"), ("qwen3", "static")]
 # of the largest logit, among tokens without a near tie
 TOLERANCE = 1e-3
 # A near tie: the last expert that is chosen is nearer to the first that is not than this share of the router's largest logit.
@@ -56,17 +56,20 @@ def fine_plan(dense: PreTrainedModel, attention: str, **experts: object) -> Plan
     return make_plan(dense, attention, active=0.7, form="fine", **experts)
 
 
-def make_case(family: str, attention: str, folder: Path, **changes: object) -> Case:
-    dense = make_pico(family, **FAMILIES[family] | changes)
-    plan = fine_plan(dense, attention)
+def written(dense: PreTrainedModel, plan: Plan, folder: Path, multiple: int | None = None) -> Case:
+    """The plan folded and exported to the class that `auto` takes."""
     moe = fold(dense, plan)
-    write_export(choose(moe, "glm4_moe"), moe, None, folder, Options())
+    choice = choose(moe, "auto")
+    assert choice.target.name == "glm4_moe"
+    write_export(choice, moe, None, folder, Options(multiple))
     return Case(dense, plan, moe, folder)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda pair: "-".join(pair))
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(*request.param, tmp_path_factory.mktemp("export") / "out")
+    family, attention = request.param
+    dense = make_pico(family)
+    return written(dense, fine_plan(dense, attention), tmp_path_factory.mktemp("export") / "out")
 
 
 def chosen_experts(moe: Any, ids: Tensor, n: int) -> tuple[Tensor, list[Tensor]]:
@@ -125,15 +128,12 @@ def right(case: Case, exported: Any, converted: ToMoEForCausalLM) -> bool:
     return alike == 1 and off <= TOLERANCE
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_the_export_computes_what_the_masks_mean(case: Case, implementation: str) -> None:
+def test_the_export_computes_what_the_masks_mean(case: Case) -> None:
     ids = tokens(8, 16, seed=5)
     with masked(case.dense, planned_masks(case.plan)):
         meant = case.dense(ids).logits
     assert_same(case.folded(ids).logits, meant)
-    exported, report = AutoModelForCausalLM.from_pretrained(
-        case.folder, attn_implementation=implementation, output_loading_info=True
-    )
+    exported, report = AutoModelForCausalLM.from_pretrained(case.folder, output_loading_info=True)
     assert not any(report.values()), report
     assert type(exported).__module__.startswith("transformers.models.glm4_moe")
     assert exported.dtype == torch.float32
@@ -158,10 +158,9 @@ def test_nothing_is_added_where_all_layers_choose_equally_many(tmp_path: Path) -
     """As many parameters as the dense model and its routers; the output matrix is written out."""
     dense = make_pico("llama3", intermediate_size=64)
     plan = set_top_k(fine_plan(dense, "off"), 3)
-    moe = fold(dense, plan)
-    options = Options(width_multiple=1)
+    case, options = written(dense, plan, tmp_path / "out", multiple=1), Options(1)
+    moe = case.folded
     sizes = TARGETS["glm4_moe"].sizes(moe, options)
-    write_export(choose(moe, "glm4_moe"), moe, None, tmp_path / "out", options)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     n, d = moe.config.tomoe_num_experts, moe.config.hidden_size
     routers = sum(t.numel() for name, t in stored.items() if ".gate." in name)
@@ -178,28 +177,24 @@ def test_nothing_is_added_where_all_layers_choose_equally_many(tmp_path: Path) -
         assert notice is not None
         assert "one expert of zeros is always chosen" in notice
         assert "--set target=glm4_moe" in notice
-    case = Case(dense, plan, moe, tmp_path / "out")
     assert right(case, AutoModelForCausalLM.from_pretrained(case.folder), moe)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_first_layers_that_use_all_experts_are_written_whole(family: str, tmp_path: Path) -> None:
-    dense = make_pico(family)
+def test_first_layers_that_use_all_experts_are_written_whole(tmp_path: Path) -> None:
+    dense = make_pico("qwen3")
     plan = fine_plan(dense, "static")
     first, *others = plan.layers
     plan = replace(plan, layers=(replace(first, top_k=8), *others))
-    moe = fold(dense, plan)
-    layout = stock_layout(moe)
+    case = written(dense, plan, tmp_path / "out")
+    layout = stock_layout(case.folded)
     assert (layout.whole, layout.top_k, layout.experts) == (1, 2, 8)
-    write_export(choose(moe, "glm4_moe"), moe, None, tmp_path / "out", Options())
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(case.folder)
     assert exported.model.layers[0].mlp.up_proj.weight.shape == (48, 32)
     ids = tokens(8, 16, seed=5)
     with masked(dense, planned_masks(plan)):
         meant = dense(ids).logits
     logits = exported(ids).logits
-    assert float((logits - meant)[decided(moe, ids)].abs().max()) <= TOLERANCE * float(meant.abs().max())
-    case = Case(dense, plan, moe, tmp_path / "out")
+    assert float((logits - meant)[decided(case.folded, ids)].abs().max()) <= TOLERANCE * float(meant.abs().max())
     whole, converted = all_experts(case)
     assert float((whole(ids).logits - converted(ids).logits).abs().max()) <= TOLERANCE * float(meant.abs().max())
 
@@ -207,19 +202,18 @@ def test_first_layers_that_use_all_experts_are_written_whole(family: str, tmp_pa
 def test_other_numbers_of_experts_can_be_asked_for_at_load_time(tmp_path: Path) -> None:
     dense = make_pico("llama")
     plan = set_top_k(fine_plan(dense, "off"), 3)
-    moe = fold(dense, plan)
-    write_export(choose(moe, "glm4_moe"), moe, None, tmp_path / "out", Options())
-    for k in (1, 2, 5, 8):
-        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", num_experts_per_tok=k)
-        case = Case(dense, plan, fold(dense, set_top_k(plan, k)), tmp_path / "out")
-        assert right(case, exported, case.folded)
+    case = written(dense, plan, tmp_path / "out")
+    for k in (1, 5):
+        exported = AutoModelForCausalLM.from_pretrained(case.folder, num_experts_per_tok=k)
+        assert right(case, exported, fold(dense, set_top_k(plan, k)))
 
 
 def test_what_it_cannot_hold_is_refused_in_one_sentence() -> None:
-    def problem(family: str, attention: str = "off", form: str = "fine", **changes: object) -> str:
+    """What every class with such a decoder refuses is tried on Mixtral."""
+
+    def problem(family: str, form: str = "fine", **changes: object) -> str:
         dense = make_pico(family, **changes)
-        active = 0.7 if form == "fine" else 0.6
-        moe = fold(dense, make_plan(dense, attention, active=active, form=form))
+        moe = fold(dense, make_plan(dense, "off", form=form))
         with pytest.raises(UserError) as refused:
             choose(moe, "glm4_moe")
         assert "\n" not in str(refused.value)
@@ -227,16 +221,6 @@ def test_what_it_cannot_hold_is_refused_in_one_sentence() -> None:
 
     assert "share neurons" in problem("llama", form="overlapping")
     assert "sliding window" in problem("mistral")
-    assert "no gate" in problem("phi")
-    assert "V/O dims" in problem("llama", "per_token")
     assert "activation is gelu" in problem("llama", hidden_act="gelu")
-    assert "output has a bias" in problem("llama", attention_bias=True)
     moe = fold(make_pico("llama"), fine_plan(make_pico("llama"), "off"))
     assert "fine-grained" in str(TARGETS["mixtral"].supports(moe))
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_auto_takes_it(family: str) -> None:
-    dense = make_pico(family)
-    choice = choose(fold(dense, fine_plan(dense, "static")), "auto")
-    assert choice.target.name == "glm4_moe"

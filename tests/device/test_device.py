@@ -13,9 +13,7 @@ import pytest
 
 from conftest import SOURCE
 
-STAGES = (
-    "load", "convert", "carve", "repair", "finetune", "evaluate", "generate", "benchmark", "export", "forward", "proof",
-)  # fmt: skip
+STAGES = "load convert carve repair finetune evaluate generate benchmark export forward proof".split()
 TOLERANCE = 1e-5  # of the largest number, float32
 
 

@@ -12,7 +12,7 @@ from family_contract import tiny_model
 from test_export_equation import CASES as MIXTRAL_CASES
 from test_family_export_equation import FAMILIES as CLASSES
 from test_family_export_equation import fitting
-from test_fine_export_equation import FAMILIES as FINE_FAMILIES
+from test_fine_export_equation import CASES as GLM4_CASES
 from vllm_runs import (
     Predicted,
     ask_transformers,
@@ -25,10 +25,13 @@ from vllm_runs import (
 )
 
 from conftest import make_pico, make_plan, tokens, write_export
+from pico_files import CommandLine, proved, write_text
 from pico_tokenizer import make_tokenizer
 from tomoe.exporting.choice import TARGETS, choose
 from tomoe.exporting.stock.fine_grained import FineGrained
 from tomoe.exporting.target import Options
+from tomoe.model.catalog import MODELS, cache_folder
+from tomoe.model.loading import load_tokenizer
 from tomoe.moe.fold import fold
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_vllm]
@@ -39,11 +42,10 @@ HEADS = {"mistral": {"head_dim": 32}, "qwen3": {"head_dim": 32}}
 PROMPTS = tokens(2, 20, seed=5).tolist()  # beyond the sliding window of mistral
 NEW_TOKENS = 8
 
-
 Exports = dict[tuple[str, str, str], Path]
 Answers = dict[tuple[str, str, str], list[Predicted]]
 CASES = [(*case, "mixtral") for case in MIXTRAL_CASES]
-FINE_CASES = [(family, attention, "glm4_moe") for family in FINE_FAMILIES for attention in ("off", "static")]
+FINE_CASES = [(*case, "glm4_moe") for case in GLM4_CASES]
 # of fine-grained experts in the exports: eight, and one of zeros for the layer that chooses fewer
 ALL_EXPERTS = 9
 
@@ -51,8 +53,7 @@ ALL_EXPERTS = 9
 def write_pico_export(family: str, attention: str, target: str, folder: Path) -> None:
     """The export of a pico model that vLLM can run, with a tokenizer; the dense model beside it."""
     tokenizer, fine = make_tokenizer(), target == "glm4_moe"
-    changes = SIZES | HEADS.get(family, {}) | (FINE_FAMILIES[family] if fine else {})
-    dense = make_pico(family, **changes, vocab_size=len(tokenizer))
+    dense = make_pico(family, **SIZES | HEADS.get(family, {}), vocab_size=len(tokenizer))
     form = {"form": "fine"} if fine else {}
     moe = fold(dense, make_plan(dense, attention, active=0.8, **form))
     options = Options() if fine else Options(width_multiple=32)
@@ -121,7 +122,8 @@ def test_with_all_experts_vllm_writes_what_the_dense_model_writes(
 def test_the_server_answers_with_the_text_that_transformers_writes(
     target: str, exports: Exports, tmp_path: Path
 ) -> None:
-    folder, prompt = exports["llama", "off", target], "the sea and a boat"
+    attention = "static" if target == "mixtral" else "off"
+    folder, prompt = exports["llama", attention, target], "the sea and a boat"
     tokenizer = make_tokenizer()
     (expected,) = ask_transformers(folder, [tokenizer(prompt).input_ids], NEW_TOKENS)
     with serving(folder, tmp_path / "log", "--dtype", "float32", "--max-model-len", "64", "--enforce-eager") as address:
@@ -181,3 +183,31 @@ def test_vllm_predicts_what_a_family_s_class_does(family: str, family_answers: d
             assert_routed_alike(answer, expected, tolerance=1e-4)
     else:
         assert_routed_alike(answer, expected, tolerance=1e-4)
+
+
+NAME = "smollm2-135m"
+# A conversion without learning, on a text that is soon read.
+QUICK = (
+    "data.seq_len=128",
+    "data.tokens=3072",
+    "data.calibration_tokens=1024",
+    "data.evaluation_tokens=512",
+    "experts.form=overlapping",
+    "experts.num_experts=2",
+)
+
+
+@pytest.mark.skipif(not (cache_folder() / NAME / MODELS[NAME].gguf).is_file(), reason=f"{NAME} is not in the cache")
+@pytest.mark.usefixtures("as_shipped")
+def test_the_mixtral_export_of_a_real_model_writes_the_same_text(tomoe: CommandLine, tmp_path: Path) -> None:
+    text, made, out = write_text(tmp_path / "text.txt", sentences=400), tmp_path / "moe", tmp_path / "export"
+    settings = [word for setting in QUICK for word in ("--set", setting)]
+    done = tomoe("carve", NAME, "-o", made, "--data", text, "--active", "0.8", *settings)
+    assert done.code == 0, done.err
+    proved(tomoe("export", made, "--format", "mixtral", "-o", out, "--tokens", "256"), out)
+    tokenizer, new = load_tokenizer(NAME), 24
+    texts = ("The three most important things about the sea are", "In 1815, Napoleon was defeated at Waterloo by")
+    prompts = [tokenizer(text).input_ids for text in texts]
+    (answers,) = ask_vllm([{"folder": str(out), "prompts": prompts, "new_tokens": new}], tmp_path)
+    assert_alike(answers, ask_transformers(out, prompts, new), tolerance=1e-3)
+    assert [a.written for a in answers] == [a.written for a in ask_transformers(made, prompts, new)]

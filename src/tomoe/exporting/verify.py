@@ -26,17 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from tomoe.data.evaluation_text import EvaluationText
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import evaluating
-from tomoe.exporting.agreement import (
-    BOUNDS,
-    Agreement,
-    Bounds,
-    Positions,
-    Recorded,
-    agree,
-    judge,
-    record,
-    summarize,
-)
+from tomoe.exporting.agreement import BOUNDS, Agreement, Bounds, Positions, Recorded, agree, judge, record, summarize
 from tomoe.exporting.stock.routers import RouterForm
 from tomoe.model.far_tokens import FarTokens, first_difference, layer_outputs
 from tomoe.model.hooks import hooked, input_of

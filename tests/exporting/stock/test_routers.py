@@ -6,7 +6,6 @@ import copy
 import math
 from functools import cache
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,7 @@ from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 from conftest import make_pico, make_plan
-from tomoe.exporting.stock.fine_grained import StockLayout, router_scales, router_tensors, stock_layout
+from tomoe.exporting.stock.fine_grained import StockLayout, router_scales, router_tensors
 from tomoe.exporting.stock.routers import Sigmoid
 from tomoe.exporting.stock.table import glm4_sizes
 from tomoe.moe.fold import fold
@@ -77,10 +76,8 @@ def test_weights_and_choices_keep_within_the_derived_bounds(seed: int, top_k: in
     assert bool((chosen == 0).any(1).all()), "an expert that is always chosen was not"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_scales_are_measured_on_the_model(family: str) -> None:
-    dense = make_pico(family)
-    moe: ToMoEForCausalLM = fold(dense, make_plan(dense, "off", form="fine"))
+def test_scales_are_measured_on_the_model() -> None:
+    moe = copy.deepcopy(pico())
     before = router_scales(moe, Sigmoid())
     assert all(0 < eps <= 1 for eps in before)
     with torch.no_grad():
@@ -89,17 +86,3 @@ def test_scales_are_measured_on_the_model(family: str) -> None:
     with torch.no_grad():
         moe.model.layers[0].mlp.router.weight.zero_()
     assert router_scales(moe, Sigmoid())[0] == 1.0
-
-
-def test_layers_that_choose_fewer_experts_get_experts_of_zeros() -> None:
-    moe = pico()
-    chosen = [layer.mlp.top_k for layer in moe.model.layers]
-    assert chosen == [3, 2]
-    layout = stock_layout(moe)
-    assert (layout.experts, layout.top_k, layout.zeros) == (9, 3, 1)
-    x = inputs(0)
-    with torch.no_grad():
-        for layer, zeros_chosen in zip(moe.model.layers, (False, True), strict=True):
-            _, _, ids = stock_router(layer.mlp, layout, 2.0**-12)(x)
-            assert bool((ids == 8).any(1).all()) == zeros_chosen
-            assert bool((ids == 8).any()) == zeros_chosen

@@ -79,23 +79,13 @@ class GgufArch(ABC):
         return self.carrier.layout(moe, multiple or self.multiple)
 
     def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
-        """Write the keys of the decoder and of the experts."""
+        """Write the keys of the decoder and of the experts; here those that all have."""
         writer.add_embedding_length(moe.config.hidden_size)
         writer.add_head_count(moe.config.num_attention_heads)
         writer.add_rope_freq_base(float(moe.config.rope_parameters["rope_theta"]))
         writer.add_vocab_size(moe.config.vocab_size)
         writer.add_expert_count(layout.experts)
         writer.add_expert_used_count(layout.top_k)
-        self.write_decoder_sizes(writer, moe)
-        self.write_expert_sizes(writer, moe, layout)
-
-    @abstractmethod
-    def write_decoder_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM) -> None:
-        """Write the other keys of the decoder."""
-
-    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
-        """Write the other keys of the experts."""
-        writer.add_expert_feed_forward_length(layout.width)
 
     @abstractmethod
     def decoder_entries(self, moe: ToMoEForCausalLM, entry: MakeEntry) -> Iterator[Entry]:
@@ -188,7 +178,8 @@ class PlainArch(GgufArch):
         """llama.cpp computes no sliding window here, so contexts must fit into one."""
         return min([super().context_length(moe), *(w for w in sliding_windows(moe) if w is not None)])
 
-    def write_decoder_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM) -> None:
+    def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
+        super().write_sizes(writer, moe, layout)
         head_dim = moe.model.layers[0].self_attn.head_dim
         writer.add_head_count_kv(num_kv_heads(moe.config))
         writer.add_key_length(head_dim)
@@ -248,7 +239,8 @@ class Llama(PlainArch):
     decoder = PlainDecoder(biased=True)
     scaled_frequencies = True
 
-    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
+    def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
+        super().write_sizes(writer, moe, layout)
         writer.add_feed_forward_length(layout.width)
 
     def ordered(self, part: str, t: Tensor, head_dim: int) -> Tensor:
@@ -265,8 +257,9 @@ class Glm4Moe(PlainArch):
     mlp_norm = "post_attention_norm"
     other_form = "; experts.form = overlapping has a place for them"
 
-    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
-        super().write_expert_sizes(writer, moe, layout)
+    def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
+        super().write_sizes(writer, moe, layout)
+        writer.add_expert_feed_forward_length(layout.width)
         writer.add_feed_forward_length(moe.config.intermediate_size)
         writer.add_expert_shared_count(layout.shared // layout.width)
         writer.add_expert_weights_scale(ROUTED_SCALE)

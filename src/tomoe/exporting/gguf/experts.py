@@ -76,19 +76,17 @@ def merge_experts(file: Path, merged: Path) -> Path:
     with neurons of zeros."""
     reader = GGUFReader(file)
     arch = _arch(reader)
-    how = MERGED[_arch(reader)]
+    how = MERGED[arch]
     writer = GGUFWriter(merged, how.arch)
     layers = _number(reader, "block_count")
     factors = {
         "_exps": 1 / _number(reader, "expert_used_count") if how.weighs else 1.0,
         "_shexp": 1 / how.shared_factor,
     }
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
     parts: dict[str, list[ReaderTensor]] = {}
-    for name, tensor in tensors.items():
-        if not any(router in name for router in _ROUTERS):
-            # the shared part comes first, so that rows of all layers are in the order of the converted model
-            parts.setdefault(name.replace("_exps", "").replace("_shexp", ""), []).append(tensor)
+    for tensor in reader.tensors:
+        if not any(router in tensor.name for router in _ROUTERS):
+            parts.setdefault(tensor.name.replace("_exps", "").replace("_shexp", ""), []).append(tensor)
     sizes = {sum(_neurons(t) for t in parts[f"blk.{i}.ffn_up.weight"]) for i in range(layers)}
     size = max(sizes) if len(sizes) == 1 else ceil_div(max(sizes), _BLOCK) * _BLOCK
     changed: dict[str, Any] = {"leading_dense_block_count": layers, "feed_forward_length": size}
@@ -97,9 +95,8 @@ def merge_experts(file: Path, merged: Path) -> Path:
         if field.name.startswith("GGUF.") or field.name == "general.architecture":
             continue
         name = field.name if key == field.name else f"{how.arch}.{key}"
-        kind = field.types[0]
         sub = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
-        writer.add_key_value(name, changed.pop(key, field.contents()), kind, sub)
+        writer.add_key_value(name, changed.pop(key, field.contents()), field.types[0], sub)
     for key, value in changed.items():
         writer.add_uint32(f"{how.arch}.{key}", value)
     types = {name: _type(group, factors) for name, group in parts.items()}
@@ -139,7 +136,8 @@ def _type(group: list[ReaderTensor], factors: Mapping[str, float]) -> GGMLQuanti
 def _joined(
     name: str, group: list[ReaderTensor], kind: GGMLQuantizationType, factors: Mapping[str, float]
 ) -> Shaped[np.ndarray, ...]:
-    """The rows, or for down projections the columns, of the shared part and of all experts."""
+    """The rows, or for down projections the columns, of the shared part and of all experts: in this order, which is that of
+    the converted model."""
     pieces = []
     for tensor in sorted(group, key=lambda t: "_exps" in t.name):
         data = tensor.data if tensor.tensor_type == kind else quants.dequantize(tensor.data, tensor.tensor_type)

@@ -69,15 +69,14 @@ class Lfm2MoeArch(FamilyArch):
     decoder = LFM2_MOE.decoder
     own_target = "lfm2_moe"
 
-    def write_decoder_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM) -> None:
+    def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
+        super().write_sizes(writer, moe, layout)
         config: Any = moe.config
         attends = [kind == "full_attention" for kind in config.layer_types]
         writer.add_head_count_kv([config.num_key_value_heads if attention else 0 for attention in attends])
         writer.add_layer_norm_rms_eps(config.norm_eps)
         writer.add_shortconv_l_cache(config.conv_L_cache)
-
-    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
-        super().write_expert_sizes(writer, moe, layout)
+        writer.add_expert_feed_forward_length(layout.width)
         writer.add_feed_forward_length(len(moe.mlps()[0].up_proj))
         writer.add_leading_dense_block_count(layout.whole)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
@@ -95,7 +94,8 @@ class Qwen35MoeArch(FamilyArch):
     decoder = QWEN3_5_MOE.decoder
     own_target = "qwen3_5_moe"
 
-    def write_decoder_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM) -> None:
+    def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
+        super().write_sizes(writer, moe, layout)
         config: Any = moe.config
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_key_length(config.head_dim)
@@ -112,9 +112,7 @@ class Qwen35MoeArch(FamilyArch):
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
         attends = [kind == "full_attention" for kind in config.layer_types]
         writer.add_full_attention_interval(attends.index(True) + 1)
-
-    def write_expert_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
-        super().write_expert_sizes(writer, moe, layout)
+        writer.add_expert_feed_forward_length(layout.width)
         writer.add_expert_shared_feed_forward_length(layout.shared)
 
     def engine_problem(self, model: PreTrainedModel) -> str | None:

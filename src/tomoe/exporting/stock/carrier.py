@@ -178,9 +178,22 @@ class Carrier(Target):
     def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
         """For a layer by its number, name (behind that of the layer) and value of every tensor of its MLP."""
 
-    @abstractmethod
     def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Gate, up and down of an expert, or of the shared one if it is None, with what undoes its weight."""
+        """Gate, up [w, D] and down [D, w] of an expert (zeros beyond the last), or of the shared one if it is None. A class
+        that weighs it multiplies down by what undoes that."""
+        assert mlp.gate_proj is not None
+        width = layout.shared if expert is None else layout.width
+        if expert is None:
+            rows = torch.arange(mlp.shared_size, device=mlp.up_proj.device)
+        elif expert < mlp.num_experts:
+            rows = mlp.expert_rows[expert].long()
+        else:
+            # the shared part comes first in the matrices, and is longer than the experts of zeros can claim
+            first = (expert - mlp.num_experts) * layout.width
+            last = min(first + layout.width, mlp.shared_size if layout.always else 0)
+            rows = torch.arange(min(first, last), last, device=mlp.up_proj.device)
+        gate, up = (padded(t[rows], width, 0) for t in (mlp.gate_proj, mlp.up_proj))
+        return gate, up, padded(mlp.down_proj[rows].t(), width, 1)
 
     def bytes(self, moe: ToMoEForCausalLM, layout: StockLayout) -> int:
         """Of the weights."""

@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tomoe.exporting.stock.carrier import Carrier, StockLayout, each, padded, round_up
-from tomoe.exporting.stock.routers import HalfPrecisionSigmoid, RouterForm, stored_router
+from tomoe.exporting.stock.carrier import Carrier, StockLayout, each, round_up
+from tomoe.exporting.stock.routers import FIRST, LAST, HalfPrecisionSigmoid, RouterForm
 from tomoe.exporting.target import Options
 from tomoe.exporting.verify import Check, Proof, StockRouter, verify_by_parts
 from tomoe.model.hooks import hooked, input_of
@@ -131,7 +131,7 @@ class FineGrained(Carrier):
 
     def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """A gate of zeros makes the sigmoid of the shared expert exactly 1/2, which powers of two undo without rounding."""
-        gate, up, down = expert_matrices(mlp, layout, expert)
+        gate, up, down = super().matrices(mlp, layout, expert)
         shared = 2 if self.shared_gate else 1
         routed = layout.top_k if self.form.normalized else 1
         return gate, up, down * (shared if expert is None else routed)
@@ -214,31 +214,17 @@ def router_scales(moe: ToMoEForCausalLM, form: RouterForm) -> list[float]:
 def router_tensors(
     mlp: ToMoEMLP, layout: StockLayout, eps: float, form: RouterForm
 ) -> tuple[Float[Tensor, "n D"], Float[Tensor, " n"]]:
-    """u and c in float32. Of the experts of zeros, behind those of the shared part, as many as are missing to k are
-    chosen."""
-    needed = layout.top_k - experts_per_token(mlp)
-    others = layout.experts - mlp.num_experts
-    return stored_router(form, mlp.router.weight, mlp.router.bias, eps, needed, others - needed)
+    """u and c in float32. Behind the router's own experts stand those of the shared part and of zeros: as many as are missing
+    to k are always chosen, the others never."""
+    weight, bias = mlp.router.weight.float(), mlp.router.bias.float()
+    first = layout.top_k - experts_per_token(mlp)
+    last = layout.experts - mlp.num_experts - first
+    zeros = weight.new_zeros(first + last, weight.shape[1])
+    always = bias.new_tensor([FIRST] * first + [LAST] * last)
+    return torch.cat([eps * weight, zeros]), torch.cat([form.corrections(bias, eps), always])
 
 
 def whole_matrices(mlp: ToMoEMLP) -> tuple[Tensor, Tensor, Tensor]:
     """Gate, up [F, D] and down [D, F] of all neurons."""
     assert mlp.gate_proj is not None
     return mlp.gate_proj, mlp.up_proj, mlp.down_proj.t().contiguous()
-
-
-def expert_matrices(mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate, up [w, D] and down [D, w] of an expert (zeros beyond the last), or of the shared one if it is None."""
-    assert mlp.gate_proj is not None
-    width = layout.shared if expert is None else layout.width
-    if expert is None:
-        rows = torch.arange(mlp.shared_size, device=mlp.up_proj.device)
-    elif expert < mlp.num_experts:
-        rows = mlp.expert_rows[expert].long()
-    else:
-        # the shared part comes first in the matrices, and is longer than the experts of zeros can claim
-        first = (expert - mlp.num_experts) * layout.width
-        last = min(first + layout.width, mlp.shared_size if layout.always else 0)
-        rows = torch.arange(min(first, last), last, device=mlp.up_proj.device)
-    gate, up = (padded(t[rows], width, 0) for t in (mlp.gate_proj, mlp.up_proj))
-    return gate, up, padded(mlp.down_proj[rows].t(), width, 1)

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tomoe.exporting.stock.carrier import StockLayout, each
-from tomoe.exporting.stock.fine_grained import FineGrained, expert_matrices, named
+from tomoe.exporting.stock.carrier import Carrier, StockLayout, each
+from tomoe.exporting.stock.fine_grained import FineGrained, named
 from tomoe.exporting.stock.routers import RouterForm
 from tomoe.exporting.verify import StockRouter
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
@@ -53,7 +53,7 @@ class Gemma4(FineGrained):
         return with_norms
 
     def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        return expert_matrices(mlp, layout, expert)
+        return Carrier.matrices(self, mlp, layout, expert)
 
     def gates(self, exported: Any) -> dict[int, Any]:
         return {i: layer.router for i, layer in enumerate(exported.model.layers)}

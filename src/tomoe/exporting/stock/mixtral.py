@@ -12,10 +12,9 @@ from pathlib import Path
 from torch import Tensor
 
 from tomoe.exporting.stock.carrier import Carrier, StockLayout, each, round_up
-from tomoe.exporting.stock.fine_grained import expert_matrices
 from tomoe.exporting.target import Options
 from tomoe.exporting.verify import Check, Proof, verify_exactly
-from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
+from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.recipe.target_rules import STOCK_MULTIPLE
 
 
@@ -28,9 +27,6 @@ class Mixtral(Carrier):
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
         width = round_up(max(mlp.expert_rows.shape[1] for mlp in moe.mlps()), multiple or STOCK_MULTIPLE)
         return StockLayout(width, 0, moe.config.tomoe_num_experts, 1, 0, 0)
-
-    def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        return expert_matrices(mlp, layout, expert)
 
     def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
         def of_layer(i: int) -> Iterable[tuple[str, Tensor]]:

@@ -31,7 +31,7 @@ class RouterForm(ABC):
 
     reach: eps Z at most; rounding: two experts keep their order if their z + b differ by more than rounding / eps;
     weight_error: how far a weight may be from 1, at most; corrected: whether there is a c; normalized: whether the weights of
-    a token sum to 1, and not to k.
+    a token are divided by their sum, and not by 1/2.
     """
 
     reach: float
@@ -44,15 +44,22 @@ class RouterForm(ABC):
         """eps for the largest logit Z; 1 for a router of zeros."""
         return 2.0 ** math.floor(math.log2(self.reach / largest)) if largest else 1.0
 
-    @abstractmethod
-    def corrections(self, bias: Float[Tensor, " N"], eps: float, stored: int) -> Float[Tensor, " N"]:
-        """c of experts with these biases, of so many that are stored."""
+    def corrections(self, bias: Float[Tensor, " N"], eps: float) -> Float[Tensor, " N"]:
+        """c of experts with these biases, where there is one."""
+        return torch.zeros_like(bias)
 
     @abstractmethod
+    def scores(self, logits: Float[Tensor, "T n"]) -> Float[Tensor, "T n"]:
+        """s of u x."""
+
     def choose(
         self, logits: Float[Tensor, "T n"], corrections: Float[Tensor, " n"], top_k: int
     ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
         """The experts of each token, and how much of their outputs is added, where 1 is right."""
+        scores = self.scores(logits)
+        ids = (scores + corrections).topk(top_k, dim=1).indices
+        chosen = scores.gather(1, ids)
+        return ids, top_k * chosen / chosen.sum(1, keepdim=True) if self.normalized else 2 * chosen
 
 
 class Sigmoid(RouterForm):
@@ -71,15 +78,11 @@ class Sigmoid(RouterForm):
 
     reach, rounding, weight_error = 2.0**-9.5, 2.0**-20, 2.0**-8
 
-    def corrections(self, bias: Float[Tensor, " N"], eps: float, stored: int) -> Float[Tensor, " N"]:
+    def corrections(self, bias: Float[Tensor, " N"], eps: float) -> Float[Tensor, " N"]:
         return eps / 4 * bias
 
-    def choose(
-        self, logits: Float[Tensor, "T n"], corrections: Float[Tensor, " n"], top_k: int
-    ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        scores = logits.sigmoid()
-        ids = (scores + corrections).topk(top_k, dim=1).indices
-        return ids, 2 * scores.gather(1, ids)
+    def scores(self, logits: Float[Tensor, "T n"]) -> Float[Tensor, "T n"]:
+        return logits.sigmoid()
 
 
 class HalfPrecisionSigmoid(Sigmoid):
@@ -105,12 +108,6 @@ class NormalizedSigmoid(Sigmoid):
 
     normalized = True
 
-    def choose(
-        self, logits: Float[Tensor, "T n"], corrections: Float[Tensor, " n"], top_k: int
-    ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        ids, weights = super().choose(logits, corrections, top_k)
-        return ids, top_k * weights / weights.sum(1, keepdim=True)
-
 
 class Softmax(RouterForm):
     """s = softmax(u x) in float32, weights s / sum of the chosen s: 1/k each, so down projections are multiplied by k.
@@ -124,24 +121,5 @@ class Softmax(RouterForm):
     corrected = False
     normalized = True
 
-    def corrections(self, bias: Float[Tensor, " N"], eps: float, stored: int) -> Float[Tensor, " N"]:
-        return eps / stored * bias
-
-    def choose(
-        self, logits: Float[Tensor, "T n"], corrections: Float[Tensor, " n"], top_k: int
-    ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        scores = logits.softmax(1)
-        ids = (scores + corrections).topk(top_k, dim=1).indices
-        chosen = scores.gather(1, ids)
-        return ids, top_k * chosen / chosen.sum(1, keepdim=True)
-
-
-def stored_router(
-    form: RouterForm, weight: Float[Tensor, "N D"], bias: Float[Tensor, " N"], eps: float, first: int, last: int
-) -> tuple[Float[Tensor, "n D"], Float[Tensor, " n"]]:
-    """u and c in float32; behind the N experts of the router stand `first` that are always chosen and `last` that never are."""
-    stored = len(weight) + first + last
-    zeros = weight.new_zeros(first + last, weight.shape[1], dtype=torch.float32)
-    always = bias.new_tensor([FIRST] * first + [LAST] * last, dtype=torch.float32)
-    corrections = form.corrections(bias.float(), eps, stored)
-    return torch.cat([eps * weight.float(), zeros]), torch.cat([corrections, always])
+    def scores(self, logits: Float[Tensor, "T n"]) -> Float[Tensor, "T n"]:
+        return logits.softmax(1)
