@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from conftest import make_pico
+from conftest import make_pico, make_plan
 from pico_tokenizer import make_tokenizer
 from tomoe.cli import main
 from tomoe.data.corpus import Sequences
 from tomoe.evaluation.results import Row, read_rows
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss
+from tomoe.moe.checkpoint import save_moe
+from tomoe.moe.fold import fold
 from tomoe.recipe.conversion import Recipe
 
 WORDS = list(
@@ -143,6 +146,14 @@ def carved(folder: Path, *options: str) -> Path:
     with pytest.raises(SystemExit) as left:
         main(["carve", str(dense), "-o", str(folder / "moe"), "--data", str(text), *small(), *options])
     assert not left.value.code
+    return folder
+
+
+def write_folded(folder: Path, family: str, tokenizer: PreTrainedTokenizerBase, **changes: object) -> Path:
+    """A converted pico model by a random plan, without a run."""
+    dense = make_pico(family, vocab_size=len(tokenizer), **changes)
+    plan = make_plan(dense, "off", active=0.8)
+    save_moe(fold(dense, plan), plan, tokenizer, folder)
     return folder
 
 

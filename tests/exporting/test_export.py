@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import tomoe.exporting.stock.carrier as carrier
 import tomoe.exporting.writing as writing
 from conftest import LLAMA3_ROPE, make_pico, tokens
-from pico_files import SMALL, CommandLine, contents, pico_recipe, proved, write_pico, write_text
+from pico_files import SMALL, CommandLine, contents, pico_recipe, proved, write_folded, write_pico, write_text
+from pico_tokenizer import make_tokenizer
 from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import measure
@@ -107,10 +108,10 @@ def test_what_a_short_text_does_not_reach_is_tried(
     """Sequences of 16 tokens see neither a window of 32 nor frequencies that change after 64 tokens."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
-    write_pico(tmp_path / "dense", "mistral", max_position_embeddings=256, sliding_window=32, rope_parameters=rope)
-    write_text(tmp_path / "text.txt")
-    convert(pico_recipe(tmp_path, "train.steps=0"), tmp_path / "moe")
-    export = ("export", tmp_path / "moe", "--format", "mixtral", "-o")
+    sizes = {"max_position_embeddings": 256, "sliding_window": 32}
+    moe = write_folded(tmp_path / "moe", "mistral", make_tokenizer(), rope_parameters=rope, **sizes)
+    text = write_text(tmp_path / "text.txt")
+    export = ("export", moe, "--text", text, "--tokens", "16", "--format", "mixtral", "-o")
     done = tomoe(*export, tmp_path / "right")
     edges = {"window": "beyond the window of 32 tokens", "context": "beyond the original context of 64 tokens"}
     assert [tried["what"] for tried in proved(done, tmp_path / "right")["far"]] == list(edges.values())

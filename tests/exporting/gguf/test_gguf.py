@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from conftest import LLAMA3_ROPE, make_pico, make_plan, tokens, write_export
-from pico_files import CommandLine, pico_recipe, proved, refused, write_pico, write_text
+from pico_files import CommandLine, pico_recipe, proved, refused, write_folded, write_pico, write_text
 from pico_tokenizer import TOKENIZER, make_tokenizer
 from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
@@ -326,11 +326,9 @@ def test_tokenizers_that_split_otherwise_are_refused() -> None:
 
 @pytest.mark.usefixtures("needs_llama_cpp")
 def test_a_window_of_a_few_tokens_can_be_proved_too(tomoe: CommandLine, tmp_path: Path) -> None:
-    dense = write_pico(tmp_path / "dense", "mistral", vocab_size=len(TOKENIZER))
-    TOKENIZER.save_pretrained(dense)
-    write_text(tmp_path / "text.txt")
-    convert(pico_recipe(tmp_path, "train.steps=0"), tmp_path / "moe")
-    done = tomoe("export", tmp_path / "moe", "--format", "gguf", "-o", tmp_path / "out", "--tokens", "16")
+    moe, text = write_folded(tmp_path / "moe", "mistral", TOKENIZER), write_text(tmp_path / "text.txt")
+    options = ("--format", "gguf", "--text", text, "--tokens", "16")
+    done = tomoe("export", moe, "-o", tmp_path / "out", *options)
     assert proved(done, tmp_path / "out")["positions"] == 4  # contexts of 5 tokens, within the window of 6
 
 
