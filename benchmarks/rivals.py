@@ -2,8 +2,9 @@
 
 The dense model in PyTorch, in bfloat16 and in float32; each converted folder as it is and, where tokens choose, with everything
 in the same kernel, which tells what the kernel gives from what the choice gives; and GGUF files in llama.cpp. All are opened at
-once and take turns: a prompt of PROMPT tokens of the text, then TOKENS more, whose processor seconds on one thread are told as
-the median of the rounds and, in brackets, the lowest and the highest. One line of Markdown a row, and RESULTS in JSON. With
+once and take turns: a prompt of PROMPT tokens of the text, then TOKENS more. Processor seconds on one thread, of a token and of
+the prompt, are told as the median of the rounds and, in brackets, the lowest and the highest. One line of Markdown a row, and
+RESULTS in JSON, where rows of other names stay. With
 --problems the GGUF files also solve HumanEval, as `tomoe evaluate` lets models in PyTorch do, and RESULTS keep how many they
 solve: in a call of their own, without TEXT, so that nothing is timed meanwhile.
 
@@ -24,6 +25,8 @@ import statistics
 import string
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +49,36 @@ from tomoe.report.style import COLORS, MARKERS, CaptionedFigure, canvas, save, s
 
 PROMPT, TOKENS = 128, 8
 SAME_KERNEL = ": everything, same kernel"
-Decode = Callable[[], float]
-"""Processor seconds of one token."""
 
 
-def in_torch(model: Any, ids: Tensor) -> tuple[Decode, int]:
-    """Decoding token after token in PyTorch, and the bytes of the weights of a token."""
-    kept = prefill(model, ids[:, :PROMPT])
+@dataclass(frozen=True)
+class Rival:
+    """What is timed of one row."""
 
-    def decode() -> float:
-        began = time.process_time()
-        throughput.decode(model, kept, ids[:, PROMPT : PROMPT + TOKENS])
-        return (time.process_time() - began) / TOKENS
-
-    return decode, throughput.touched_bytes(model, ids[:, PROMPT : PROMPT + 1], kept)
+    token: Callable[[], float]  # processor seconds of one token
+    prompt: Callable[[], float]  # processor seconds of the prompt
+    bytes: int  # of the weights that a token reads
 
 
-def in_llama_cpp(path: Path, ids: list[int]) -> tuple[Decode, int]:
-    """The same in llama.cpp, and the bytes of the weights of a token; what TOKENS take longer than one."""
+def seconds(run: Callable[[], object]) -> float:
+    began = time.process_time()
+    run()
+    return time.process_time() - began
+
+
+def in_torch(model: Any, ids: Tensor) -> Rival:
+    """Decoding token after token in PyTorch."""
+    head, tail = ids[:, :PROMPT], ids[:, PROMPT : PROMPT + TOKENS]
+    kept = prefill(model, head)
+    return Rival(
+        lambda: seconds(lambda: throughput.decode(model, kept, tail)) / TOKENS,
+        lambda: seconds(lambda: prefill(model, head)),
+        throughput.touched_bytes(model, tail[:, :1], kept),
+    )
+
+
+def in_llama_cpp(path: Path, ids: list[int]) -> Rival:
+    """The same in llama.cpp: what TOKENS take longer than one, and the prompt with one token."""
     reader = GGUFReader(path)
     tensors = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
     if "output.weight" in tensors:
@@ -74,17 +89,19 @@ def in_llama_cpp(path: Path, ids: list[int]) -> tuple[Decode, int]:
         tensors |= {name: size * used // number for name, size in tensors.items() if "_exps." in name}
     engine = LlamaCpp(path, 1, PROMPT + 2 * TOKENS, letter=0, threads=1)
 
-    def seconds(tokens: int) -> float:
-        began = time.process_time()
-        # the prompt was read before, so that its time is not among what is compared
-        engine.run(ids[:PROMPT], tokens, fresh=False)
-        return time.process_time() - began
+    def run(tokens: int, fresh: bool) -> float:
+        return seconds(lambda: engine.run(ids[:PROMPT], tokens, fresh))
 
-    return lambda: (seconds(1 + TOKENS) - seconds(1)) / TOKENS, sum(tensors.values())
+    return Rival(
+        # a prompt that was read before is not among what is compared
+        lambda: (run(1 + TOKENS, False) - run(1, False)) / TOKENS,
+        lambda: run(1, True),
+        sum(tensors.values()),
+    )
 
 
-def rows_of(args: argparse.Namespace) -> dict[str, tuple[Decode, int]]:
-    """By name, how each row decodes, and how many bytes of weights it reads for a token."""
+def rows_of(args: argparse.Namespace) -> dict[str, Rival]:
+    """What is timed, by name."""
     dense, tokenizer = tomoe.load(args.dense)
     ids = torch.tensor(tokenizer(args.text.read_text()[: 16 * (PROMPT + TOKENS)])["input_ids"])[None]
 
@@ -92,15 +109,17 @@ def rows_of(args: argparse.Namespace) -> dict[str, tuple[Decode, int]]:
     rows["dense, PyTorch, float32"] = in_torch(in_own_memory(tomoe.load(args.dense, "float32")[0]), ids)
     for name, folder, active in args.folder:
         model = in_own_memory(tomoe.load(folder, active=active)[0])
-        decode, _ = rows[name] = in_torch(model, ids)
+        own = rows[name] = in_torch(model, ids)
         changes = everything(model, ways(model, 1))
         if changes is not None:
 
-            def whole(decode: Decode = decode, changes: Any = changes) -> float:
+            def whole(run: Callable[[], float], changes: Any = changes) -> float:
                 with set_to(changes):
-                    return decode()
+                    return run()
 
-            rows[f"{name}{SAME_KERNEL}"] = whole, rows["dense, PyTorch"][1]
+            rows[f"{name}{SAME_KERNEL}"] = Rival(
+                partial(whole, own.token), partial(whole, own.prompt), rows["dense, PyTorch"].bytes
+            )
     return rows | {name: in_llama_cpp(Path(file), ids[0].tolist()) for name, file in args.gguf}
 
 
@@ -167,22 +186,28 @@ def solve(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rows = rows_of(args)
-    times: dict[str, list[float]] = {name: [] for name in rows}
+    tokens: dict[str, list[float]] = {name: [] for name in rows}
+    prompts: dict[str, list[float]] = {name: [] for name in rows}
     for round_ in range(args.rounds + 1):
-        for name, (decode, _) in rows.items():
-            seconds = decode()
+        for name, row in rows.items():
+            token, prompt = row.token(), row.prompt()
             # the first round warms up
             if round_:
-                times[name].append(seconds)
-    write(args, rows={name: {"ms": [1e3 * t for t in times[name]], "bytes": size} for name, (_, size) in rows.items()})
-    first = times["dense, PyTorch"]
-    print("| | ms a token | read for a token | x dense |\n|---|---|---|---|")
-    for name, (_, size) in rows.items():
-        ms = sorted(1e3 * t for t in times[name])
-        ratio = statistics.median(a / b for a, b in zip(first, times[name], strict=True))
-        print(
-            f"| {name} | {statistics.median(ms):.0f} ({ms[0]:.0f} to {ms[-1]:.0f}) | {format_bytes(size)} | {ratio:.2f} |"
-        )
+                tokens[name].append(1e3 * token)
+                prompts[name].append(1e3 * prompt)
+    found = {name: {"ms": tokens[name], "prompt ms": prompts[name], "bytes": row.bytes} for name, row in rows.items()}
+    write(args, rows=kept(args.results).get("rows", {}) | found)
+    print("| | ms a token | ms a prompt | read for a token | x dense |\n|---|---|---|---|---|")
+    first = tokens["dense, PyTorch"]
+    for name, row in rows.items():
+        ratio = statistics.median(a / b for a, b in zip(first, tokens[name], strict=True))
+        times = f"{middle(tokens[name])} | {middle(prompts[name])}"
+        print(f"| {name} | {times} | {format_bytes(row.bytes)} | {ratio:.2f} |")
+
+
+def middle(times: list[float]) -> str:
+    """The median, the lowest and the highest."""
+    return f"{statistics.median(times):.0f} ({min(times):.0f} to {max(times):.0f})"
 
 
 def points(results: dict[str, Any], headline: dict[str, Any]) -> Iterator[tuple[str, str, float, int]]:
