@@ -13,22 +13,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, FORMS, make_pico, make_plan
+from conftest import make_pico, make_plan
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
-from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold, neuron_order
 from tomoe.plan import LayerPlan, Plan
 
 FILES = ("plan.json", "plan.safetensors")
 
 
-def saved(folder: Path, attention: str = "per_token", form: str = "overlapping") -> Plan:
-    bare = make_plan(make_pico("llama"), attention, form=form)
+def saved(folder: Path, attention: str = "per_token", form: str = "overlapping", rotate: bool = False) -> Plan:
+    bare = make_plan(make_pico("llama"), attention, form=form, rotate=rotate)
+    first, *others = bare.layers
     plan = dataclasses.replace(
         bare,
+        layers=(dataclasses.replace(first, value_rotation=None), *others),
         source="0123abcd",
         dense_config={"hidden_size": 32},
         recipe={"active": 0.6},
@@ -48,84 +48,34 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], 
     (folder / "plan.json").write_text(json.dumps(head))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
-def test_round_trip(attention: str, form: str, tmp_path: Path) -> None:
-    plan = saved(tmp_path / "one", attention, form)
+@pytest.mark.parametrize(
+    ("attention", "form", "rotate", "number"),
+    [
+        ("off", "overlapping", False, 1),
+        ("per_token", "overlapping", True, 3),
+        ("per_token", "fine", False, 4),
+        ("static", "fine", True, 4),
+    ],
+)
+def test_round_trip(attention: str, form: str, rotate: bool, number: int, tmp_path: Path) -> None:
+    """Rotated values have a format of their own, as versions that know nothing of them must not fold such a plan."""
+    plan = saved(tmp_path / "one", attention, form, rotate)
+    assert json.loads((tmp_path / "one" / "plan.json").read_text())["format"] == f"tomoe-plan-{number}"
     again = Plan.load(tmp_path / "one")
-    for name in ("shape", "source", "dense_config", "recipe", "notes"):
+    for name in ("shape", "source", "dense_config", "recipe", "notes", "counts", "rotated"):
         assert getattr(again, name) == getattr(plan, name)
     for one, two in zip(plan.layers, again.layers, strict=True):
-        for name in ("expert_masks", "router_weight", "qk_kept", "value_kept"):
-            assert torch.equal(getattr(one, name), getattr(two, name))
-            assert getattr(one, name).dtype == getattr(two, name).dtype
-        for name in ("shared_mask", "router_bias") if form == "fine" else ():
-            assert torch.equal(getattr(one, name), getattr(two, name))
-            assert getattr(one, name).dtype == getattr(two, name).dtype
-        assert (one.value_top_k, one.top_k) == (two.value_top_k, two.top_k)
-        assert one.value_router.keys() == two.value_router.keys()
-        assert all(torch.equal(one.value_router[name], two.value_router[name]) for name in one.value_router)
+        loaded = vars(two) | two.value_router
+        for name, value in (vars(one) | one.value_router).items():
+            if isinstance(value, Tensor):
+                assert torch.equal(value, loaded[name])
+                assert value.dtype == loaded[name].dtype
+            elif not isinstance(value, dict):
+                assert value == loaded[name]
     again.save(tmp_path / "two")
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == sorted(FILES)
     for name in FILES:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("attention", ["static", "per_token"])
-def test_rotated_values_have_a_format_of_their_own(attention: str, form: str, tmp_path: Path) -> None:
-    """Versions that know nothing of them must not fold such a plan; layers without a cut need none.
-
-    That of fine-grained experts says it of both.
-    """
-    plan = make_plan(make_pico("qwen2"), attention, form=form, rotate=True)
-    plan = dataclasses.replace(
-        plan, layers=(dataclasses.replace(plan.layers[0], value_rotation=None), *plan.layers[1:])
-    )
-    plan.save(tmp_path / "one")
-    number = 4 if form == "fine" else 3
-    assert json.loads((tmp_path / "one" / "plan.json").read_text())["format"] == f"tomoe-plan-{number}"
-    again = Plan.load(tmp_path / "one")
-    assert again.layers[0].value_rotation is None
-    assert torch.equal(again.layers[1].value_rotation, plan.layers[1].value_rotation)
-    assert (again.widths(), again.rotated) == (plan.widths(), True)
-    again.save(tmp_path / "two")
-    for name in FILES:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    assert again.counts == plan.counts
-
-
-def _turned(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
-    identity = torch.eye(8).repeat(4, 1, 1)
-    return lambda head, tensors: tensors.update({"layers.1.value_rotation": change(identity)})
-
-
-ROTATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "of another number of heads": (lambda t: t[:2].clone(), r"value_rotation has shape \(2, 8, 8\)"),
-    "of larger heads": (lambda t: torch.eye(16).repeat(4, 1, 1), r"value_rotation has shape \(4, 16, 16\)"),
-    "without a dim": (lambda t: t[0].clone(), r"value_rotation has shape \(8, 8\)"),
-    "that stretches": (lambda t: 1.001 * t, "not orthogonal"),
-    "that shrinks": (lambda t: 0.999 * t, "not orthogonal"),
-    "that drops a direction": (lambda t: t * (torch.arange(8) > 0), "not orthogonal"),
-    "NaN": (lambda t: t * torch.nan, "not orthogonal"),
-    "infinite": (lambda t: t.masked_fill(t > 0, torch.inf), "not orthogonal"),
-    "too large to square": (lambda t: t * 3e38, "not orthogonal"),
-    "of bools": (lambda t: t.bool(), "of BOOL"),
-}
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.usefixtures("as_shipped")
-@pytest.mark.parametrize("name", ROTATIONS)
-def test_a_rotation_that_is_none(name: str, tmp_path: Path) -> None:
-    change, words = ROTATIONS[name]
-    saved(tmp_path)
-    rewrite(tmp_path, _turned(lambda t: t))
-    assert Plan.load(tmp_path).rotated
-    rewrite(tmp_path, _turned(change))
-    with pytest.raises(UserError, match=words) as caught:
-        Plan.load(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 ODD = 44
@@ -156,13 +106,6 @@ def test_neurons_of_fine_experts_take_a_bit(neurons: int, tmp_path: Path) -> Non
     assert Plan.load(tmp_path).counts == plan.counts
 
 
-def test_a_loaded_plan_folds_to_the_same_model(tmp_path: Path) -> None:
-    plan, dense = saved(tmp_path), make_pico("llama")
-    one, two = (fold(dense, p).state_dict() for p in (plan, Plan.load(tmp_path)))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
 def test_routers_take_two_bytes_where_that_loses_nothing(tmp_path: Path) -> None:
     plan = saved(tmp_path)
     drawn = [torch.randn(4, 32, generator=torch.Generator().manual_seed(i)) for i in range(2)]
@@ -188,32 +131,32 @@ def test_a_plan_holds_no_base_weight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("kept", [0.0, 0.3, 0.99])
-def test_truncated_files(name: str, kept: float, tmp_path: Path) -> None:
+def test_files_that_are_cut_short_or_missing(name: str, tmp_path: Path) -> None:
     saved(tmp_path)
     data = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(data[: int(kept * len(data))])
-    with pytest.raises(UserError):
-        Plan.load(tmp_path)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_missing_files(name: str, tmp_path: Path) -> None:
-    saved(tmp_path)
+    for kept in (0.0, 0.3, 0.99):
+        (tmp_path / name).write_bytes(data[: int(kept * len(data))])
+        with pytest.raises(UserError):
+            Plan.load(tmp_path)
     (tmp_path / name).unlink()
-    with pytest.raises(UserError, match="holds no plan"):
-        Plan.load(tmp_path)
-    with pytest.raises(UserError, match="holds no plan"):
-        Plan.load(tmp_path / "nowhere")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match="holds no plan"):
+            Plan.load(folder)
 
 
-@pytest.mark.parametrize(
-    "data", [b"\xff\xfe\x00", b"[1, 2]", b"3", b"null", b'{"format": "other"}', b"{}", b"not JSON"]
-)
-def test_foreign_heads(data: bytes, tmp_path: Path) -> None:
+def test_foreign_heads(tmp_path: Path) -> None:
     saved(tmp_path)
-    (tmp_path / "plan.json").write_bytes(data)
-    with pytest.raises(UserError, match=r"plan\.json"):
+    head = json.loads((tmp_path / "plan.json").read_text())
+    for data in (b"\xff\xfe\x00", b"[1, 2]", b"3", b"null", b'{"format": "other"}', b"{}", b"not JSON"):
+        (tmp_path / "plan.json").write_bytes(data)
+        with pytest.raises(UserError, match=r"plan\.json"):
+            Plan.load(tmp_path)
+    for key in ("shape", "value_top_k", "tensors_sha256", "dense_config", "recipe", "notes", "source"):
+        (tmp_path / "plan.json").write_text(json.dumps({name: v for name, v in head.items() if name != key}))
+        with pytest.raises(UserError):
+            Plan.load(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps(head | {"format": "tomoe-plan-9"}))
+    with pytest.raises(UserError, match=r"'tomoe-plan-9'.*'tomoe-plan-1'"):
         Plan.load(tmp_path)
 
 
@@ -232,36 +175,53 @@ def test_foreign_and_flipped_tensors(tmp_path: Path) -> None:
         Plan.load(tmp_path)
 
 
-def test_plans_of_another_version_are_named(tmp_path: Path) -> None:
-    saved(tmp_path)
-    rewrite(tmp_path, lambda head, _: head.update(format="tomoe-plan-9"))
-    with pytest.raises(UserError, match=r"'tomoe-plan-9'.*'tomoe-plan-1'"):
-        Plan.load(tmp_path)
-
-
-@pytest.mark.parametrize("key", ["shape", "value_top_k", "tensors_sha256", "dense_config", "recipe", "notes", "source"])
-def test_missing_keys(key: str, tmp_path: Path) -> None:
-    saved(tmp_path)
-    head = json.loads((tmp_path / "plan.json").read_text())
-    del head[key]
-    (tmp_path / "plan.json").write_text(json.dumps(head))
-    with pytest.raises(UserError):
-        Plan.load(tmp_path)
-
-
 def _set(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
     return lambda head, tensors: tensors.update({f"layers.1.{name}": value})
 
 
-DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
+Damages = dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]]
+
+
+def refused(folder: Path, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        Plan.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+UNTURNED = torch.eye(8).repeat(4, 1, 1)
+ROTATIONS: Damages = {
+    "of another number of heads": (
+        _set("value_rotation", UNTURNED[:2].clone()),
+        r"value_rotation has shape \(2, 8, 8\)",
+    ),
+    "that stretches": (_set("value_rotation", 1.001 * UNTURNED), "not orthogonal"),
+    "that drops a direction": (_set("value_rotation", UNTURNED * (torch.arange(8) > 0)), "not orthogonal"),
+    "NaN": (_set("value_rotation", UNTURNED * torch.nan), "not orthogonal"),
+    "infinite": (_set("value_rotation", UNTURNED.masked_fill(UNTURNED > 0, torch.inf)), "not orthogonal"),
+    "too large to square": (_set("value_rotation", UNTURNED * 3e38), "not orthogonal"),
+    "of bools": (_set("value_rotation", UNTURNED.bool()), "of BOOL"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("as_shipped")
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_a_rotation_that_is_none(name: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    rewrite(tmp_path, _set("value_rotation", UNTURNED))
+    assert Plan.load(tmp_path).rotated
+    change, words = ROTATIONS[name]
+    rewrite(tmp_path, change)
+    refused(tmp_path, words)
+
+
+DAMAGES: Damages = {
     "no router": (lambda head, tensors: tensors.pop("layers.1.router_weight"), "router_weight"),
     "part of a value router": (
         lambda head, tensors: tensors.pop("layers.1.value_router.norm.bias"),
         "lacks .*norm.bias",
     ),
     "router of other width": (_set("router_weight", torch.zeros(4, 31)), "router_weight has shape"),
-    "router of other dims": (_set("router_weight", torch.zeros(4)), "router_weight has shape"),
-    "neurons of another model": (_set("expert_neurons", torch.ones(4, 47).bool()), "expert_neurons has shape"),
     "another number of experts": (
         lambda head, tensors: tensors.update(
             {
@@ -273,9 +233,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str
     ),
     "unequal widths": (_set("expert_neurons", torch.ones(4, 48).tril().bool()), "unequal widths"),
     "an empty expert": (_set("expert_neurons", torch.zeros(4, 48, dtype=torch.bool)), "no neuron"),
-    "no experts": (_set("expert_neurons", torch.zeros(0, 48, dtype=torch.bool)), "expert_neurons has shape"),
     "no Q/K dims": (_set("qk_kept", torch.zeros(4, dtype=torch.bool)), "no Q/K dim"),
-    "other Q/K choices": (_set("qk_kept", torch.ones(8, dtype=torch.bool)), "qk_kept has shape"),
     "dropped V/O dims with a value router": (_set("value_kept", torch.arange(8) < 7), "among all V/O dims"),
     "router NaN": (_set("router_weight", torch.full((4, 32), torch.nan)), "not finite"),
     "value router infinity": (_set("value_router.norm.bias", torch.full((16,), torch.inf)), "not finite"),
@@ -287,7 +245,6 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str
     "K beyond the head": (lambda head, _: head.update(value_top_k=[1, 9]), "K = 9"),
     "K of one layer": (lambda head, _: head.update(value_top_k=[1]), "holds 1 layers"),
     "K that is no number": (lambda head, _: head.update(value_top_k=["a", 1]), "damaged"),
-    "K that is no list": (lambda head, _: head.update(value_top_k=None), "damaged"),
     "shape that is no dict": (lambda head, _: head.update(shape=[1, 2]), "damaged"),
     "shape without a size": (lambda head, _: head["shape"].pop("head_dim"), "damaged"),
     "shape with words": (lambda head, _: head["shape"].update(mlp_size="many"), "'many' as mlp_size"),
@@ -302,9 +259,7 @@ def test_plans_that_contradict_themselves(name: str, tmp_path: Path) -> None:
     change, words = DAMAGES[name]
     saved(tmp_path)
     rewrite(tmp_path, change)
-    with pytest.raises(UserError, match=words) as caught:
-        Plan.load(tmp_path)
-    assert "\n" not in str(caught.value)
+    refused(tmp_path, words)
 
 
 def _flipped(name: str, bits: int) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
@@ -312,7 +267,7 @@ def _flipped(name: str, bits: int) -> Callable[[dict[str, Any], dict[str, Tensor
     return lambda head, tensors: tensors[f"layers.1.{name}"].view(-1)[-1:].bitwise_xor_(bits)
 
 
-PACKED_DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
+PACKED_DAMAGES: Damages = {
     "a neuron beyond the last, of an expert": (_flipped("expert_neurons", 0x10), "more neurons than the model"),
     "a neuron beyond the last, of the shared part": (_flipped("shared_neurons", 0x80), "more neurons than the model"),
     "a shared neuron in an expert, too": (_flipped("shared_neurons", 0x0F), "in no expert, or in several"),
@@ -335,9 +290,7 @@ def test_packed_neurons_that_are_none(name: str, tmp_path: Path) -> None:
     change, words = PACKED_DAMAGES[name]
     fine_plan().save(tmp_path)
     rewrite(tmp_path, change)
-    with pytest.raises(UserError, match=words) as caught:
-        Plan.load(tmp_path)
-    assert "\n" not in str(caught.value)
+    refused(tmp_path, words)
 
 
 def test_a_choice_of_values_needs_a_router_and_the_other_way_round() -> None:
@@ -364,8 +317,8 @@ def test_a_plan_of_another_model_is_not_folded(changes: dict[str, int]) -> None:
     assert made_for.removeprefix("the plan was made for ").rstrip(", ") != has.split(";")[0].strip()
 
 
-def test_describe_counts_what_widths_say(dense: PreTrainedModel) -> None:
-    plan = make_plan(dense, "per_token")
+def test_describe_counts_what_widths_say() -> None:
+    plan = make_plan(make_pico("qwen2"), "per_token")
     rows = plan.describe()
     assert [(row["width"], row["qk_dims"], row["value_dims"]) for row in rows] == plan.widths()
     assert sum(row["active"] for row in rows) / len(rows) == pytest.approx(plan.active_fraction())
@@ -392,9 +345,3 @@ def test_order_does_not_depend_on_the_machine() -> None:
     layer = LayerPlan(neurons, torch.zeros(2, 1), torch.ones(1).bool(), torch.ones(1).bool(), 1)
     counts = layer.count(ModelShape(1, 1, 6, 1, 1, 1, 0, gated=True))
     assert (counts.width, counts.union) == (3, 4)
-
-
-def test_shapes_differ_where_a_size_does() -> None:
-    shape = shape_of(make_pico("llama"))
-    assert shape == shape_of(make_pico("llama"))
-    assert shape != dataclasses.replace(shape, rotary_size=4)

@@ -53,19 +53,6 @@ def test_widths_are_those_of_the_widest_expert_and_token() -> None:
     assert layer_widths([drawn(neurons, qk_mask=values[2], static_values=values[0])], shape) == (12, 5, 2)
 
 
-def test_union_and_its_gradient() -> None:
-    """d (1 - prod(1 - s_n)) / d s_n is the product of 1 - s over the others, zeros included."""
-    s = torch.rand(4, 9, generator=torch.Generator().manual_seed(0))
-    s[1, :3], s[2, 2:6], s[3, 4:] = 1.0, 1.0, 0.0
-    s.requires_grad_()
-    union = losses._union(s)
-    torch.testing.assert_close(union, (1 - (1 - s[0]) * (1 - s[1]) * (1 - s[2]) * (1 - s[3])).mean())
-    (grad,) = torch.autograd.grad(union, s)
-    for n in range(4):
-        others = [1 - s[m] for m in range(4) if m != n]
-        torch.testing.assert_close(grad[n], others[0] * others[1] * others[2] / 9)
-
-
 @pytest.mark.parametrize("rows", [8, 512])
 def test_a_product_of_logarithms_is_that_of_torch(rows: int) -> None:
     """To 1e-5 of its size and gradient for any numbers; of the zeros and ones that masks are made of, bit by bit."""
