@@ -104,6 +104,8 @@ EMBEDDING_SIZE = 16
 # Added to the seed of every pico model: what a test asserts must hold for other weights, too.
 SEED = int(os.environ.get("TOMOE_TEST_SEED", "0"))
 ATTENTION_MODES = ("off", "static", "per_token")
+# every way of attention; grouped heads with biases, partial rotary dims without a gate, and heads with norms
+PAIRS = (("qwen2", "off"), ("phi", "static"), ("qwen3", "per_token"))
 FORMS = ("overlapping", "fine")
 # grouped heads and biases: the family that `./run.sh check` runs
 QUICK_FAMILY = "qwen2"

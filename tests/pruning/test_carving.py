@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from conftest import make_network, make_pico, tokens
+from conftest import PAIRS, make_network, make_pico, tokens
 from tomoe.budget import active_params, decoder_params, mlp_params
 from tomoe.model.structure import shape_of
 from tomoe.pruning.allocation import allocate, evened
@@ -143,10 +142,10 @@ def test_attention_importance_sees_pairs_and_groups() -> None:
     assert (values > 0).sum() == s.head_dim - 1
 
 
-@pytest.mark.parametrize("attention", ["off", "static", "per_token"])
-def test_step_0_is_the_carved_plan(dense: PreTrainedModel, attention: str) -> None:
+@pytest.mark.parametrize(("family", "attention"), PAIRS)
+def test_step_0_is_the_carved_plan(family: str, attention: str) -> None:
+    dense, ids = make_pico(family), tokens(8, 24)
     net = make_network(dense, attention)
-    ids = tokens(8, 24)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[-1, 15:] = False
     before = {name: t.clone() for name, t in dense.state_dict().items()}
@@ -164,10 +163,11 @@ def test_step_0_is_the_carved_plan(dense: PreTrainedModel, attention: str) -> No
 
 @pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["off", "static", "per_token"])
-def test_sampling_keeps_the_widths_of_the_plan_on_average(dense: PreTrainedModel, attention: str) -> None:
+@pytest.mark.parametrize(("family", "attention"), PAIRS)
+def test_sampling_keeps_the_widths_of_the_plan_on_average(family: str, attention: str) -> None:
     """And so meets the budget, but for the maximum over experts that it is counted with (Eq. 8)."""
-    net, ids, draws = make_network(dense, attention), tokens(8, 24), 16
+    dense, ids, draws = make_pico(family), tokens(8, 24), 16
+    net = make_network(dense, attention)
     mask = torch.ones_like(ids, dtype=torch.bool)
     carve_(net, dense, ids, mask, 0.7, seed=5)
     s, c = net.shape, net.shape.head_dim

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, EMBEDDING_SIZE, make_network, make_pico, tokens
+from conftest import EMBEDDING_SIZE, make_network, make_pico, tokens
 from tomoe.budget import BUDGET_TOLERANCE
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
@@ -47,8 +47,16 @@ def plan_of(attention: str) -> Plan:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_shipped")
-@pytest.mark.parametrize(("active", "spread"), [(0.3, 1.0), (0.5, 0.2), (0.62, 3.0), (0.85, 1.0), (1.0, 1.0)])
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
+@pytest.mark.parametrize(
+    ("attention", "active", "spread"),
+    [
+        ("off", 0.5, 0.2),
+        ("static", 0.85, 1.0),
+        ("per_token", 0.3, 1.0),
+        ("per_token", 0.62, 3.0),
+        ("per_token", 1.0, 1.0),
+    ],
+)
 def test_the_budget_is_met(attention: str, active: float, spread: float) -> None:
     net = network(attention, spread)
     plan = extract_plan(net, model(), active, CALIBRATION)
@@ -64,7 +72,7 @@ def test_the_budget_is_met(attention: str, active: float, spread: float) -> None
         assert {(qk, values) for _, qk, values in plan.widths()} == {(16, 16)}
 
 
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
+@pytest.mark.parametrize("attention", ["static", "per_token"])
 def test_the_kept_dims_are_the_best(attention: str) -> None:
     net, plan = network(attention), plan_of(attention)
     with torch.no_grad():
@@ -73,8 +81,6 @@ def test_the_kept_dims_are_the_best(attention: str) -> None:
             logits = net.neurons[i](embeddings[2 * i + 1])
             for row, kept in zip(logits, layer.expert_masks, strict=True):
                 assert row[kept].min() >= row[~kept].max()
-            if attention == "off":
-                continue
             dims = net.attention.dims[i](net.attention.embeddings(embeddings)[i])
             values, qk = dims[: plan.shape.head_dim], dims[plan.shape.head_dim :]
             if not layer.qk_kept.all():
@@ -123,60 +129,41 @@ def test_calibration_reads_real_tokens_only() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
-def test_twice_gives_the_same_bytes(attention: str, tmp_path: Path) -> None:
-    net = network(attention)
-    plan_of(attention).save(tmp_path / "one")
-    section = AttentionSection(pruning="off") if net.attention is None else net.attention.section
-    copy = mask_network(net.shape, net.layout, EMBEDDING_SIZE, section, net.sampling, seed=99)
+def test_twice_gives_the_same_bytes_and_leaves_network_and_model_alone(tmp_path: Path) -> None:
+    net, dense = network("per_token"), model()
+    plan_of("per_token").save(tmp_path / "one")
+    copy = mask_network(net.shape, net.layout, EMBEDDING_SIZE, net.attention.section, net.sampling, seed=99)
     copy.load_state_dict(net.state_dict())
     torch.manual_seed(5)
     torch.rand(3)
-    extract_plan(copy, model(), 0.6, CALIBRATION).save(tmp_path / "two")
+    logits = dense(IDS).logits
+    extract_plan(copy, dense, 0.6, CALIBRATION).save(tmp_path / "two")
     for name in ("plan.json", "plan.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
-def test_extraction_leaves_network_and_model_alone(attention: str) -> None:
-    net, dense = network(attention), model()
-    before = {name: t.clone() for name, t in net.state_dict().items()}
-    logits = dense(IDS).logits
-    extract_plan(net, dense, 0.6, CALIBRATION)
-    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert all(torch.equal(t, net.state_dict()[name]) for name, t in copy.state_dict().items())
     assert torch.equal(dense(IDS).logits, logits)
-    assert all(p.grad is None for p in net.parameters())
+    assert all(p.grad is None for p in copy.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in dense.modules())
-
-
-def widened(attention: str, change: str) -> tuple[Plan, Plan]:
-    """Plans before and after layer 2's logits of one kind of dim rise."""
-    net = network(attention)
-    before = plan_of(attention)
-    if change == "neurons":
-        net.neurons[2].start += 1.0
-    else:
-        part = slice(0, 16) if change == "values" else slice(16, None)
-        net.attention.dims[2].start[part] += 2.0
-    return before, extract_plan(net, model(), 0.6, CALIBRATION)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attention", "change", "place"),
-    [("off", "neurons", 0), ("per_token", "neurons", 0), ("static", "qk", 1), ("per_token", "qk", 1),
-     ("static", "values", 2), ("per_token", "values", 2)],
-)  # fmt: skip
-def test_higher_logits_make_a_wider_layer(attention: str, change: str, place: int) -> None:
+    ("attention", "kind"), [("off", "neurons"), ("static", "qk"), ("static", "values"), ("per_token", "values")]
+)
+def test_higher_logits_make_a_wider_layer(attention: str, kind: str) -> None:
     """... and, as the budget stays, the others no wider."""
-    before, after = (plan.widths() for plan in widened(attention, change))
+    net, before = network(attention), plan_of(attention).widths()
+    if kind == "neurons":
+        net.neurons[2].start += 1.0
+    else:
+        net.attention.dims[2].start[slice(0, 16) if kind == "values" else slice(16, None)] += 2.0
+    after, place = extract_plan(net, model(), 0.6, CALIBRATION).widths(), ["neurons", "qk", "values"].index(kind)
     assert after[2][place] > before[2][place]
     others = [(a, b) for i, (a, b) in enumerate(zip(after, before, strict=True)) if i != 2]
     assert sum(a[0] for a, _ in others) <= sum(b[0] for _, b in others)
 
 
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
+@pytest.mark.parametrize("attention", ["off", "static"])
 def test_budgets_out_of_reach(attention: str) -> None:
     net = network(attention)
     experts, section = ExpertsSection(form="overlapping", width_multiple=MULTIPLE), AttentionSection(pruning=attention)
@@ -194,11 +181,11 @@ def test_widths_too_coarse_for_the_budget() -> None:
         extract_plan(net, model(), 0.6, CALIBRATION)
 
 
-@pytest.mark.parametrize("multiple", [8, 64, 256])
+@pytest.mark.parametrize("multiple", [8, 256])
 def test_what_is_known_of_a_budget_is_what_extraction_finds(multiple: int) -> None:
     """With attention whole, the sizes alone tell which budgets can be met; they are refused in the same words."""
     net, outcomes = make_network(model(), "off", width_multiple=multiple), set()
-    for active in (0.05, 0.3, 0.45, 0.6, 0.61, 0.75, 1.0):
+    for active in (0.05, 0.45, 0.6, 1.0):
         recipe = Recipe(active=active, experts={"form": "overlapping", "width_multiple": multiple})
         errors = []
         for check in (
@@ -273,23 +260,21 @@ def test_all_sites_move_by_one_offset() -> None:
 def test_the_plan_remembers_how_wide_training_left_each_expert() -> None:
     net = make_network(model(), "off", spread=2.0, width_multiple=MULTIPLE)
     plan = extract_plan(net, model(), 0.6, CALIBRATION)
-    logits = Extraction(net).experts.neuron_logits
-    for row, layer, layer_logits in zip(
-        plan.notes["expert_widths"], plan.counts, map(torch.detach, logits), strict=True
-    ):
+    logits, offsets = Extraction(net).experts.neuron_logits, torch.arange(-5, 5, 0.01)[:, None, None]
+    for row, layer, layer_logits in zip(plan.notes["expert_widths"], plan.counts, logits, strict=True):
         mean = sum(row) / len(row)
         assert abs(mean - layer.width) <= MULTIPLE / 2 + 1  # one width for all is their mean, but for whole units
-        shifted = [(1 - torch.exp(-torch.exp(layer_logits + 3.0 + o / 100))).sum(1) for o in range(-500, 500)]
-        nearest = min(shifted, key=lambda kept: abs(float(kept.mean()) - mean))
+        shifted = (1 - torch.exp(-torch.exp(layer_logits.detach() + 3.0 + offsets))).sum(-1)
+        nearest = shifted[(shifted.mean(1) - mean).abs().argmin()]
         torch.testing.assert_close(torch.tensor(row).float(), nearest, atol=2.0, rtol=0.0)
         assert max(row) > min(row)
 
 
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
+@pytest.mark.parametrize("attention", ["off", "static"])
 def test_least_active_counts_one_unit_of_everything(attention: str) -> None:
     whole = ModelShape(2, 32, 48, 4, 2, 8, 8, True)
     partly = ModelShape(2, 32, 48, 4, 2, 8, 4, False)
-    per_layer = {"off": 16, "static": 3, "per_token": 3}[attention]  # dims of Q/K and V/O; a pair is two
+    per_layer = {"off": 16, "static": 3}[attention]  # dims of Q/K and V/O; a pair is two
     total = 3 * 32 * 48 + 32 * 6 * 16
 
     def least(shape: ModelShape, width: int) -> float:

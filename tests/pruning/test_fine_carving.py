@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, make_pico, tokens
+from conftest import make_pico, tokens
 from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params
 from tomoe.conversion.steps import new_network
 from tomoe.errors import UserError
@@ -31,8 +31,7 @@ from tomoe.pruning.fine_carving import (
     carve_fine,
     error_curve,
 )
-from tomoe.pruning.layouts import FineLayout, OverlappingLayout, _Search, _search, settle_layout, stored_zeros
-from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.layouts import FineLayout, OverlappingLayout, _Search, _search, settle_layout
 from tomoe.pruning.network import Activations, MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, ExpertsSection, Recipe
 from tomoe.recipe.target_rules import TARGET_RULES
@@ -41,31 +40,14 @@ SMOLLM2 = ModelShape(30, 576, 1536, 9, 3, 64, 64, True)
 LLAMA2_7B = ModelShape(32, 4096, 11008, 32, 32, 128, 128, True)
 QWEN_05B = ModelShape(24, 896, 4864, 14, 2, 64, 64, True)
 QWEN_15B = ModelShape(28, 1536, 8960, 12, 2, 128, 128, True)
+TEXT = tokens(4, 24), torch.ones(4, 24, dtype=torch.bool)
 
 
 def fine(**keys: object) -> ExpertsSection:
     return ExpertsSection(**({"form": "fine", "num_experts": 64} | keys))
 
 
-def test_the_usual_number_of_overlapping_experts_is_8_and_of_fine_ones_depends_on_the_model() -> None:
-    assert (ExpertsSection().form, ExpertsSection().num_experts) == ("fine", 0)
-    assert ExpertsSection(form="overlapping").num_experts == 8
-
-
-@pytest.mark.parametrize(("size", "columns"), [(1, 5), (3, 4), (7, 2)])
-def test_balanced_assignment_fills_every_column(size: int, columns: int) -> None:
-    scores = torch.rand(size * columns, columns, generator=torch.Generator().manual_seed(size))
-    assigned = balanced_assignment(scores, size)
-    assert assigned.bincount(minlength=columns).tolist() == [size] * columns
-
-
-def test_balanced_assignment_gives_way_where_it_costs_least() -> None:
-    """All prefer column 0, which has room for two: the one that loses least goes elsewhere."""
-    scores = torch.tensor([[1.0, 0.9], [1.0, 0.1], [1.0, 0.5], [0.0, 1.0]])
-    assert balanced_assignment(scores, 2).tolist() == [1, 0, 0, 1]
-
-
-@pytest.mark.parametrize("values", [2, 5, 1000])
+@pytest.mark.parametrize("values", [2, 1000])
 def test_balanced_assignment_is_the_greedy_one(values: int) -> None:
     """Row after row, by what it loses, each takes the best column that has room; of equal ones the first."""
     generator = torch.Generator().manual_seed(values)
@@ -77,6 +59,7 @@ def test_balanced_assignment_is_the_greedy_one(values: int) -> None:
         expected[i] = max((c for c in range(7) if free[c]), key=lambda c: (rows[i][c], -c))
         free[expected[i]] -= 1
     assert balanced_assignment(scores, 3).tolist() == expected
+    assert balanced_assignment(scores[:, :1], 21).tolist() == [0] * 21
 
 
 def test_balanced_clusters_have_one_size_and_keep_together_what_points_one_way() -> None:
@@ -86,7 +69,6 @@ def test_balanced_clusters_have_one_size_and_keep_together_what_points_one_way()
     x = directions[member] + 0.1 * torch.randn(48, 40, generator=generator)
     assigned = balanced_clusters(x * (1 + 9 * torch.rand(48, 1, generator=generator)), 6, seed=1)
     assert assigned.bincount(minlength=6).tolist() == [8] * 6
-    assert torch.equal(assigned, balanced_clusters(x, 6, seed=1)) or len({*assigned.tolist()}) == 6
     pure = [len(member[assigned == n].unique()) == 1 for n in range(6)]
     assert sum(pure) >= 4, "clusters mix directions"
 
@@ -147,10 +129,12 @@ def lower_hull(values: list[float]) -> list[float]:
     return [
         min(
             values[x] if a == b else values[a] + (values[b] - values[a]) * (x - a) / (b - a)
-            for a in points for b in points if a <= x <= b and (a < b or a == x)
+            for a in points
+            for b in points
+            if a <= x <= b and (a < b or a == x)
         )
         for x in points
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -166,92 +150,71 @@ def test_the_error_curve_is_the_convex_hull_of_what_is_computed_directly(seed: i
     assert all(b - a <= c - b + 1e-6 for a, b, c in zip(curve, curve[1:], curve[2:], strict=False))
 
 
-def test_a_token_has_the_shared_part_and_some_experts() -> None:
-    widths = FineLayout(64, 16, 512, 16).widths(1536)
-    assert (widths[:3], widths[-1], len(widths)) == ([512, 528, 544], 1536, 65)
+SIXTY_FOUR = {"num_experts": 64}
+MORE_SHARED = {"shared": 0.4}
 
 
 @pytest.mark.parametrize(
-    ("shape", "experts", "active", "uniform", "expected"),
+    ("target", "shape", "active", "experts", "expected"),
     [
         # half of the MLP, attention whole
-        (LLAMA2_7B, fine(expert_size=128, dense_layers=0), 0.6658, True, FineLayout(64, 128, 2816, 21)),
-        (LLAMA2_7B, fine(expert_size=128, num_experts=32), 0.6658, False, None),
-        (SMOLLM2, fine(expert_size=16), 0.625, False, FineLayout(64, 16, 512, 16)),
-        (SMOLLM2, fine(expert_size=32, num_experts=32), 0.625, False, FineLayout(32, 32, 512, 8)),
-        (SMOLLM2, fine(expert_size=24), 0.3, False, FineLayout(64, 24, 0, 4)),
-    ],
-)  # fmt: skip
-def test_layouts_in_numbers(
-    shape: ModelShape, experts: ExpertsSection, active: float, uniform: bool, expected: FineLayout | None
-) -> None:
-    recipe = Recipe(active=active, experts=experts, target="glm4_moe" if uniform else "hf")
-    if expected is None:
-        with pytest.raises(UserError, match="can be cut to"):
-            settle_layout(recipe, shape)
-        return
-    layout = settle_layout(recipe, shape)
-    assert layout == replace(expected, uniform=uniform)
-    assert layout.shared + layout.num_experts * layout.expert_size == shape.mlp_size
-
-
-@pytest.mark.parametrize(
-    ("shape", "active", "experts", "expected"),
-    [
+        (
+            "glm4_moe",
+            LLAMA2_7B,
+            0.6658,
+            {"expert_size": 128, "dense_layers": 0} | MORE_SHARED,
+            FineLayout(64, 128, 2816, 21),
+        ),
+        ("hf", SMOLLM2, 0.625, {"expert_size": 16} | SIXTY_FOUR, FineLayout(64, 16, 512, 16)),
+        ("hf", SMOLLM2, 0.625, {"expert_size": 32, "num_experts": 32}, FineLayout(32, 32, 512, 8)),
+        ("hf", SMOLLM2, 0.3, {"expert_size": 24} | SIXTY_FOUR, FineLayout(64, 24, 0, 4)),
         # three quarters of a token's neurons are shared
-        (SMOLLM2, 0.5, {}, FineLayout(49, 24, 360, 5)),
-        (LLAMA2_7B, 0.5, {}, FineLayout(64, 144, 1792, 5)),
-        (LLAMA2_7B, 0.7, {}, FineLayout(64, 96, 4864, 11)),
+        ("glm4_moe", SMOLLM2, 0.5, {}, FineLayout(49, 24, 360, 5)),
+        ("glm4_moe", LLAMA2_7B, 0.7, {}, FineLayout(64, 96, 4864, 11)),
         # not 64 of 8, though they are rounder: a shared part of 1,024 would be two thirds of the layer
-        (SMOLLM2, 0.8, {}, FineLayout(48, 15, 816, 20)),
-        (LLAMA2_7B, 0.9, {}, FineLayout(48, 96, 6400, 30)),
+        ("glm4_moe", SMOLLM2, 0.8, {}, FineLayout(48, 15, 816, 20)),
+        ("glm4_moe", LLAMA2_7B, 0.9, {}, FineLayout(48, 96, 6400, 30)),
         # 64 experts of 20 neurons would be stored as 64 of 24
-        (SMOLLM2, 0.5, {"shared": 0.4}, FineLayout(56, 24, 192, 12)),
+        ("glm4_moe", SMOLLM2, 0.5, MORE_SHARED, FineLayout(56, 24, 192, 12)),
         # 64 experts meet no such budget
-        (SMOLLM2, 0.7, {}, FineLayout(48, 22, 480, 19)),
+        ("glm4_moe", SMOLLM2, 0.7, {}, FineLayout(48, 22, 480, 19)),
         # 64 experts would be 36, 51 and 39 for a token
-        (SMOLLM2, 0.8, {"shared": 0.4}, FineLayout(58, 15, 666, 30)),
-        (SMOLLM2, 0.9, {"shared": 0.4}, FineLayout(39, 24, 600, 30)),
-        (LLAMA2_7B, 0.8, {"shared": 0.4}, FineLayout(64, 95, 4928, 28)),
-        (LLAMA2_7B, 0.7, {"shared": 0.4}, FineLayout(64, 128, 2816, 24)),
-        (SMOLLM2, 0.5, {"expert_size": 20}, FineLayout(64, 20, 256, 11)),
-        (SMOLLM2, 0.5, {"num_experts": 72, "shared": 0.4}, FineLayout(56, 24, 192, 12)),
+        ("glm4_moe", SMOLLM2, 0.8, MORE_SHARED, FineLayout(58, 15, 666, 30)),
+        ("glm4_moe", SMOLLM2, 0.9, MORE_SHARED, FineLayout(39, 24, 600, 30)),
+        ("glm4_moe", LLAMA2_7B, 0.8, MORE_SHARED, FineLayout(64, 95, 4928, 28)),
+        ("glm4_moe", SMOLLM2, 0.5, {"expert_size": 20}, FineLayout(64, 20, 256, 11)),
+        ("glm4_moe", SMOLLM2, 0.5, {"num_experts": 72} | MORE_SHARED, FineLayout(56, 24, 192, 12)),
         # K-quants
-        (SMOLLM2, 0.75, {"num_experts": 4, "width_multiple": 256, "dense_layers": 0}, FineLayout(4, 256, 512, 2)),
-    ],
-)  # fmt: skip
-def test_a_stock_form_may_take_fewer_experts_to_hold_few_zeros(
-    shape: ModelShape, active: float, experts: dict[str, float], expected: FineLayout
-) -> None:
-    layout = settle_layout(Recipe(active=active, target="glm4_moe", experts={"form": "fine"} | experts), shape)
-    assert replace(layout, uniform=False, dense_layers=0) == expected
-    assert (layout.uniform, layout.dense_layers) == (True, experts.get("dense_layers", 1))
-
-
-@pytest.mark.parametrize(
-    ("shape", "active", "experts", "expected"),
-    [
-        # glm4_moe gets 48 of 78 neurons
-        (QWEN_05B, 0.5, {}, FineLayout(53, 64, 1472, 8)),
+        (
+            "glm4_moe",
+            SMOLLM2,
+            0.75,
+            {"num_experts": 4, "width_multiple": 256, "dense_layers": 0},
+            FineLayout(4, 256, 512, 2),
+        ),
+        # rows of a GGUF file are whole blocks if they can be; glm4_moe gets 48 of 78 neurons
+        ("gguf", QWEN_05B, 0.5, {}, FineLayout(53, 64, 1472, 8)),
         # 64 of 48 neurons
-        (QWEN_05B, 0.6, {}, FineLayout(48, 64, 1792, 12)),
-        (SMOLLM2, 0.5, {}, FineLayout(37, 32, 352, 4)),
-        (QWEN_15B, 0.5, {}, FineLayout(64, 96, 2816, 9)),
+        ("gguf", QWEN_05B, 0.6, {}, FineLayout(48, 64, 1792, 12)),
+        ("gguf", SMOLLM2, 0.5, {}, FineLayout(37, 32, 352, 4)),
         # what has no layout in blocks gets the one of other targets
-        (SMOLLM2, 0.6, {}, FineLayout(64, 16, 512, 11)),
-        (SMOLLM2, 0.5, {"width_multiple": 8}, FineLayout(49, 24, 360, 5)),
-        (SMOLLM2, 0.5, {"expert_size": 20}, FineLayout(64, 20, 256, 11)),
+        ("gguf", SMOLLM2, 0.6, {}, FineLayout(64, 16, 512, 11)),
+        ("gguf", SMOLLM2, 0.5, {"width_multiple": 8}, FineLayout(49, 24, 360, 5)),
+        ("gguf", SMOLLM2, 0.5, {"expert_size": 20}, FineLayout(64, 20, 256, 11)),
     ],
-)  # fmt: skip
-def test_rows_of_a_gguf_file_are_whole_blocks_if_they_can_be(
-    shape: ModelShape, active: float, experts: dict[str, int], expected: FineLayout
+)
+def test_layouts_in_numbers(
+    target: str, shape: ModelShape, active: float, experts: dict[str, float], expected: FineLayout
 ) -> None:
-    layout = settle_layout(Recipe(active=active, target="gguf", experts=experts), shape)
-    assert replace(layout, uniform=False, dense_layers=0) == expected
-    width = _width(shape, active)
-    size = shape.mlp_size + 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / 3
-    mean = (shape.mlp_size + (shape.num_layers - 1) * layout.width(layout.top_k)) / shape.num_layers
-    assert abs(mean - width) <= 0.003 * size
+    layout = settle_layout(Recipe(active=active, target=target, experts=experts), shape)
+    stock = target != "hf"
+    whole = experts.get("dense_layers", 1) if stock else 0
+    assert layout == replace(expected, uniform=stock, dense_layers=whole)
+    assert layout.shared + layout.num_experts * layout.expert_size == shape.mlp_size
+    if stock:
+        size = shape.mlp_size + 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim / 3
+        mean = (whole * shape.mlp_size + (shape.num_layers - whole) * layout.width(layout.top_k)) / shape.num_layers
+        assert abs(mean - _width(shape, active)) <= 0.003 * size
 
 
 @pytest.mark.parametrize(
@@ -268,7 +231,7 @@ def test_rows_of_a_gguf_file_are_whole_blocks_if_they_can_be(
         (QWEN_15B, 0.5, {"num_experts": 64, "expert_size": 128}, None),  # 24 of them for a token
         (SMOLLM2, 0.5, {}, None),
     ],
-)  # fmt: skip
+)
 def test_a_gpu_gets_few_wide_experts_or_a_refusal(
     shape: ModelShape, active: float, experts: dict[str, int], expected: FineLayout | None
 ) -> None:
@@ -296,7 +259,7 @@ def test_a_gpu_gets_few_wide_experts_or_a_refusal(
         (SMOLLM2, ["target=glm4_moe", "experts.expert_size=20"], 64),
         (SMOLLM2, ["experts.form=overlapping"], 8),
     ],
-)  # fmt: skip
+)
 def test_models_with_wide_layers_get_more_experts(shape: ModelShape, changes: list[str], number: int) -> None:
     layout = settle_layout(Recipe(active=0.5).changed(changes), shape)
     assert layout.num_experts == number
@@ -318,24 +281,17 @@ def test_a_budget_without_a_layout_is_refused_with_one_that_has_one(
     settle_layout(recipe.changed([f"active={found}"]), SMOLLM2)
 
 
+def test_a_budget_below_the_narrowest_layout_is_refused() -> None:
+    recipe = Recipe(active=0.6658, experts={"expert_size": 128, "num_experts": 32})
+    with pytest.raises(UserError, match="can be cut to"):
+        settle_layout(recipe, LLAMA2_7B)
+
+
 def test_llama_cpp_takes_no_more_experts_of_a_token() -> None:
     recipe = Recipe(active=0.9, target="gguf", experts={"form": "fine", "expert_size": 16})
     with pytest.raises(UserError, match=r"51 experts of 16 neurons, and llama\.cpp takes at most 30; leave"):
         settle_layout(recipe, SMOLLM2)
     assert settle_layout(recipe.changed(["target=glm4_moe"]), SMOLLM2).expert_size == 16
-
-
-@pytest.mark.parametrize(
-    ("layout", "zeros"),
-    [
-        (FineLayout(64, 16, 512, 1), 0),
-        (FineLayout(64, 20, 256, 1), 64 * 4 + 8),
-        (FineLayout(56, 24, 192, 1), 0),
-        (FineLayout(64, 112, 1024, 1), 96),
-    ],
-)
-def test_zeros_of_a_stock_form_fill_up_experts_and_shared_part(layout: FineLayout, zeros: int) -> None:
-    assert stored_zeros(layout) == zeros
 
 
 @pytest.mark.parametrize("uniform", [False, True])
@@ -347,7 +303,7 @@ def test_a_layout_that_is_not_given_has_the_roundest_size_that_the_budget_allows
     experts = fine(width_multiple=32, dense_layers=0)
     layout = _search(
         shape, experts, AttentionSection(), active, TARGET_RULES["glm4_moe" if uniform else "hf"], 0
-    ).roundest(64)
+    ).roundest([64])
     assert layout is not None
     size = layout.expert_size
     assert layout.shared + 64 * size == shape.mlp_size
@@ -380,36 +336,35 @@ def _width(shape: ModelShape, active: float) -> float:
 )
 def test_what_cannot_be_divided_is_refused(experts: ExpertsSection, width: float) -> None:
     """Too narrow for one expert; more neurons than there are; a shared part that is wider than a token."""
-    assert _Search(experts, TARGET_RULES["hf"], 1024, width, 1.0, 2).roundest(experts.num_experts) is None
+    assert _Search(experts, TARGET_RULES["hf"], 1024, width, 1.0, 2).roundest([experts.num_experts]) is None
     refusal = str(_Search(experts, TARGET_RULES["hf"], 1024, width, 1.0, 2).refusal(experts.num_experts, None))
     assert re.fullmatch(r".*fine-grained experts.* cannot divide 1,024 neurons .*; change experts.*", refusal)
 
 
-def carved(model: PreTrainedModel, recipe: Recipe, text: tuple[Tensor, Tensor]) -> MaskNetwork:
+def carved(model: PreTrainedModel, recipe: Recipe) -> MaskNetwork:
     """A mask network with the carved start of a recipe. Raises UserError, before the carve, if no layout meets the budget."""
     shape = shape_of(model)
     net = new_network(recipe, shape, settle_layout(recipe, shape), model.device)
-    carve_(net, model, *text, recipe.active, recipe.seed)
+    carve_(net, model, *TEXT, recipe.active, recipe.seed)
     return net
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
+@pytest.mark.parametrize("attention", ["off", "per_token"])
 def test_what_is_known_of_a_budget_is_what_the_carve_finds(attention: str) -> None:
     """The sizes alone tell which budgets can be met, and a carve that begins ends in a plan that meets it."""
     model = make_pico("llama", intermediate_size=512)
     experts = dict(form="fine", num_experts=32, width_multiple=8)
-    ids = tokens(4, 24)
-    text, met = (ids, torch.ones_like(ids, dtype=torch.bool)), set()
-    for active in (0.05, 0.2, 0.3, 0.6, 0.61, 0.7, 1.0):
+    met = set()
+    for active in (0.05, 0.3, 0.6, 1.0):
         recipe = Recipe(active=active, experts=experts, attention=dict(pruning=attention))
         try:
-            net = carved(model, recipe, text)
+            net = carved(model, recipe)
         except UserError:
             continue
         # attention of a pico model has few dims, which cannot take up every rest
         tolerance = BUDGET_TOLERANCE if attention == "off" else 0.01
-        plan = extract_plan(net, model, active, text, tolerance)
+        plan = extract_plan(net, model, active, TEXT, tolerance)
         assert plan.active_fraction() == pytest.approx(active, abs=tolerance)
         assert all(1 <= layer.top_k <= 32 for layer in plan.layers)
         met.add(active)
@@ -422,25 +377,22 @@ def test_one_number_of_experts_for_all_layers_but_the_first(dense_layers: int) -
     """As stock targets need it; the first layers may stay whole, but not the last one."""
     model = make_pico("llama", intermediate_size=512, num_hidden_layers=3)
     shape = shape_of(model)
-    ids, whole = tokens(4, 24), min(dense_layers, 2)
-    text = ids, torch.ones_like(ids, dtype=torch.bool)
+    whole = min(dense_layers, 2)
     widths = [(512, 8, 8)] * whole + [(128 + 10 * 12, 8, 8)] * (3 - whole)
     active = active_params(shape, widths) / decoder_params(shape)
     experts = fine(num_experts=32, expert_size=12, dense_layers=dense_layers)
-    net = carved(model, Recipe(active=active, experts=experts, target="glm4_moe"), text)
-    plan = extract_plan(net, model, active, text)
+    net = carved(model, Recipe(active=active, experts=experts, target="glm4_moe"))
+    plan = extract_plan(net, model, active, TEXT)
     assert {(layer.expert_size, layer.shared_size) for layer in plan.counts} == {(12, 128)}
     assert [layer.top_k for layer in plan.layers] == [32] * whole + [10] * (3 - whole)
 
 
 def test_layers_get_equally_many_experts_unless_their_error_leaves_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_pico("llama", intermediate_size=512, num_hidden_layers=4)
-    ids = tokens(4, 24)
-    text = ids, torch.ones_like(ids, dtype=torch.bool)
     recipe, wanted = Recipe(active=0.6, experts=fine(num_experts=32, expert_size=12)), list[int]()
     given = carving.evened
     monkeypatch.setattr(carving, "evened", lambda units, most: wanted.extend(units) or given(units, most))
-    used = carved(model, recipe, text).experts_per_token.tolist()
+    used = carved(model, recipe).experts_per_token.tolist()
     others = [(own, even) for own, even in zip(wanted, used, strict=True) if own < 32]
     assert sum(wanted) == sum(used)
     assert len({own for own, _ in others}) > 2
@@ -450,13 +402,11 @@ def test_layers_get_equally_many_experts_unless_their_error_leaves_them_whole(mo
 def test_a_layout_for_a_gpu_leaves_no_layer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole layer would use more experts than fused routing takes, and leave the others few."""
     model = make_pico("llama", intermediate_size=2304, num_hidden_layers=4)
-    ids = tokens(4, 24)
-    text = ids, torch.ones_like(ids, dtype=torch.bool)
     monkeypatch.setattr(carving, "allocate", lambda losses, params, budget: [16, 5, 2, 2])
     shape = shape_of(model)
     widths = [(256 + 128 * top_k, shape.head_dim, shape.head_dim) for top_k in (7, 6, 6, 6)]
     active = active_params(shape, widths) / decoder_params(shape)
-    net = carved(model, Recipe(active=active, target="gpu"), text)
+    net = carved(model, Recipe(active=active, target="gpu"))
     assert net.layout.num_experts == 16
     assert net.experts_per_token.tolist() == [7, 6, 6, 6]
 
@@ -525,19 +475,11 @@ def test_moving_neurons_to_the_tokens_that_need_them_lowers_the_error(monkeypatc
     assert all(float(planted(seed, blocks=12)[0].loss[1]) < 0.8 * loss for seed, loss in mixed.items())
 
 
-def test_a_carve_writes_down_what_it_found() -> None:
-    """The plan of a carved model keeps its dense weights, and with all experts it is the dense model."""
+def test_a_carve_leaves_the_model_alone_and_is_the_same_twice() -> None:
     model = make_pico("qwen2", intermediate_size=256)
-    ids = tokens(4, 24)
-    text = ids, torch.ones_like(ids, dtype=torch.bool)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     recipe = Recipe(active=0.5, experts=fine(num_experts=32, width_multiple=1), seed=3)
-    net = carved(model, recipe, text)
+    net = carved(model, recipe)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    plan = extract_plan(net, model, 0.5, text)
-    again = carved(model, recipe, text)
+    again = carved(model, recipe)
     assert all(torch.equal(t, again.state_dict()[name]) for name, t in net.state_dict().items())
-    with torch.no_grad():
-        whole = model(ids).logits
-        with masked(model, planned_masks(plan)):
-            assert (model(ids).logits - whole).abs().max() > 1e-2

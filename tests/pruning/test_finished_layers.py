@@ -14,9 +14,10 @@ from jaxtyping import Bool, Int
 from test_repair import calibration
 from torch import Tensor
 
-from conftest import FORMS, make_pico, make_plan
-from pico_files import CommandLine, pico_recipe, write_pico, write_text
+from conftest import make_pico, make_plan
+from pico_files import pico_recipe, write_pico, write_text
 from tomoe.conversion.convert import convert
+from tomoe.finetuning.repair import repair
 from tomoe.plan import Plan
 from tomoe.pruning.repair import layers as repairing
 from tomoe.pruning.repair.plan import KEPT, forget_repair, repair_plan
@@ -67,11 +68,13 @@ def saved(plan: Plan, folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in ("plan.json", "plan.safetensors")}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("attention", ["off", "static"])
 @pytest.mark.parametrize(
-    "section",
-    [HALF, RepairSection(mode="full", target="local"), RepairSection(mode="low_rank", rank=3, target="half")],
+    ("form", "attention", "section"),
+    [
+        ("overlapping", "static", HALF),
+        ("overlapping", "off", RepairSection(mode="full", target="local")),
+        ("fine", "static", RepairSection(mode="low_rank", rank=3, target="half")),
+    ],
     ids=["half", "local", "low rank"],
 )
 def test_killed_and_resumed_it_gives_the_same_bytes(
@@ -94,27 +97,28 @@ def test_killed_and_resumed_it_gives_the_same_bytes(
     assert not list(run.iterdir())
 
 
-@pytest.mark.parametrize("other", ["text", "ridge", "masks", "damaged"])
-def test_layers_of_another_repair_are_not_taken(tmp_path: Path, fitted: list[int], other: str) -> None:
-    run = tmp_path / "run"
+def test_layers_of_another_repair_are_not_taken(tmp_path: Path, fitted: list[int]) -> None:
+    run, first, other = tmp_path / "run", calibration(), calibration()
     run.mkdir()
-    repaired("fine", "off", HALF, run)
-    text, section = calibration(), HALF
-    if other == "text":
-        text[0][0, 0] += 1
-    if other == "ridge":
-        section = HALF.model_copy(update={"ridge": 2e-2})
-    if other == "masks":
-        forget_repair(run)
-        repaired("overlapping", "off", HALF, run)
-    if other == "damaged":
-        path = run / KEPT / "layer-001.safetensors"
-        path.write_bytes(path.read_bytes()[:-1])
-    expected = saved(repaired("fine", "off", section, None, text), tmp_path / "whole")
-    fitted.clear()
-    assert saved(repaired("fine", "off", section, run, text), tmp_path / "again") == expected
+    other[0][0, 0] += 1
+    wide = HALF.model_copy(update={"ridge": 2e-2})
+    # each finds the layers of the one before
+    for form, section, text in (
+        ("fine", HALF, first),
+        ("fine", HALF, other),
+        ("fine", wide, other),
+        ("overlapping", wide, other),
+    ):
+        expected = saved(repaired(form, "off", section, None, text), tmp_path / "whole")
+        fitted.clear()
+        assert saved(repaired(form, "off", section, run, text), tmp_path / "again") == expected
+        assert len(fitted) == 3
     # what lies behind a damaged layer is fitted again
-    assert len(fitted) == (2 if other == "damaged" else 3)
+    path = run / KEPT / "layer-001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    fitted.clear()
+    assert saved(repaired(form, "off", section, run, text), tmp_path / "again") == expected
+    assert len(fitted) == 2
 
 
 def test_a_full_disk_costs_the_way_to_resume_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,14 +135,14 @@ def test_a_full_disk_costs_the_way_to_resume_and_nothing_else(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_a_finished_command_keeps_no_layers(
-    tomoe: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fitted: list[int]
-) -> None:
+def test_a_finished_command_keeps_no_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fitted: list[int]) -> None:
     write_pico(tmp_path / "dense")
     write_text(tmp_path / "text.txt")
     recipe = pico_recipe(tmp_path, "train.steps=0", "repair.mode=full")
+    made: list[Plan] = []
 
-    def die(*_: Any) -> None:
+    def die(plan: Plan, *_: Any) -> None:
+        made.append(plan)
         raise Killed
 
     with monkeypatch.context() as patched:
@@ -150,9 +154,7 @@ def test_a_finished_command_keeps_no_layers(
     convert(recipe, tmp_path / "out", resume=True)
     assert fitted == []
     assert not (tmp_path / "out" / "run" / KEPT).exists()
-    convert(recipe, tmp_path / "whole")
-    same = ("plan.json", "plan.safetensors", "model.safetensors")
-    assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in same)
-    done = tomoe("repair", tmp_path / "out", "-o", tmp_path / "again", "--tokens", "200")
-    assert done.code == 0, done.err
+    expected = saved(made[0], tmp_path / "whole")
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in expected} == expected
+    repair(tmp_path / "out", tmp_path / "again", ["repair.tokens=200"])
     assert not (tmp_path / "again" / "run" / KEPT).exists()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
+from conftest import FAMILIES, make_pico, make_plan, tokens
 from pico_files import write_pico
 from tomoe.errors import UserError
 from tomoe.model.loading import load_dense
@@ -130,17 +130,6 @@ def off_by(family: str, target: str = "half") -> float:
     return relative(made[i].down.weight - dense, direct_down(model, masks, made, i, SHARE[target]) - dense)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("family", "target"), [*((family, "half") for family in FAMILIES), ("llama", "local")])
-def test_every_layer_solves_the_least_squares_problem(family: str, target: str, form: str) -> None:
-    model, masks, made = make_repair(family, form=form, target=target)
-    for i, layer in enumerate(made):
-        dense = layer_parts(model)[i].mlp.down.weight
-        meant = direct_down(model, masks, made, i, SHARE[target])
-        assert relative(layer.down.weight, dense) > 0.05
-        assert relative(layer.down.weight - dense, meant - dense) < RED / 100
-
-
 def dense_attention(model: PreTrainedModel, i: int, masks: list[LayerMasks], made: list[LayerRepair]) -> Tensor:
     """What attention i gives without masks, behind layers that are masked and repaired."""
     whole = [Everything(parts.mlp.down.in_features) for parts in layer_parts(model)]
@@ -148,23 +137,41 @@ def dense_attention(model: PreTrainedModel, i: int, masks: list[LayerMasks], mad
     return run_whole(model, mixed, [*made, *[None] * (len(masks) - i)])[i]["attention"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["static", "per_token"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_output_projections_solve_theirs_where_attention_is_pruned(family: str, attention: str) -> None:
-    model, masks, made = make_repair(family, attention, output=True)
-    theirs = run_whole(model, None, [None] * len(made))
+@pytest.mark.parametrize(
+    ("family", "attention", "form", "target"),
+    [
+        ("qwen2", "off", "fine", "half"),
+        ("mistral", "off", "overlapping", "half"),
+        ("llama", "off", "fine", "local"),
+        ("qwen2", "per_token", "fine", "half"),
+        ("qwen3", "static", "overlapping", "half"),
+        ("phi", "per_token", "overlapping", "half"),
+    ],
+)
+def test_every_layer_solves_the_least_squares_problem(family: str, attention: str, form: str, target: str) -> None:
+    """And so does the output projection where attention is pruned; the model comes nearer to the dense one, which stays."""
+    model, share = make_pico(family), SHARE[target]
+    before, theirs = {name: t.clone() for name, t in model.state_dict().items()}, run_whole(model, None, [None] * 2)
+    masks = planned_masks(make_plan(model, attention, form=form))
+    made = repair(model, masks, *calibration(), RepairSettings(target, output=attention != "off"))
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     for i, (layer, parts) in enumerate(zip(made, layer_parts(model), strict=True)):
+        dense, meant = parts.mlp.down.weight, direct_down(model, masks, made, i, share)
+        assert relative(layer.down.weight, dense) > 0.05
+        assert relative(layer.down.weight - dense, meant - dense) < RED / 100
+        assert layer.down.error_after < layer.down.error_before
+        if layer.output is None:
+            continue
         ours = run_whole(model, masks, [*made[:i], *[None] * (len(made) - i)])[i]
-        x = ours["in"]
-        bias = 0 if parts.attention.o.bias is None else parts.attention.o.bias.double()
+        dense, bias, x = parts.attention.o.weight, parts.attention.o.bias, ours["in"]
         local = dense_attention(model, i, masks, made[:i])
-        wanted = 0.5 * local + 0.5 * (theirs[i]["in"] + theirs[i]["attention"] - x) - bias
-        meant = least_squares(ours["o"], wanted, parts.attention.o.weight, x, RepairSettings.ridge)
-        assert relative(layer.output.weight - parts.attention.o.weight, meant - parts.attention.o.weight) < RED / 100
-        meant = direct_down(model, masks, made, i, 0.5)
-        assert relative(layer.down.weight - parts.mlp.down.weight, meant - parts.mlp.down.weight) < RED / 100
+        wanted = (1 - share) * local + share * (theirs[i]["in"] + theirs[i]["attention"] - x)
+        meant = least_squares(ours["o"], wanted - (0 if bias is None else bias), dense, x, RepairSettings.ridge)
+        assert relative(layer.output.weight - dense, meant - dense) < RED / 100
         assert layer.output.error_after < layer.output.error_before
+    assert torch.equal(run_whole(model, None, [None] * 2)[-1]["out"], theirs[-1]["out"]), "hooks are left"
+    without, after = (run_whole(model, masks, repairs)[-1]["out"] for repairs in ([None] * len(made), made))
+    assert relative(after, theirs[-1]["out"]) < 0.95 * relative(without, theirs[-1]["out"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -176,22 +183,8 @@ def test_running_layer_by_layer_gives_the_hidden_states_of_the_whole_model(famil
         hidden, handed = layer_inputs(model, ids[rows], real[rows])
         for i, layer in enumerate(decoder_layers(model)):
             assert torch.equal(hidden, meant.hidden_states[i])
-            hidden = layer(hidden, *handed[i].args, **handed[i].kwargs)
-
-
-def final_error(model: PreTrainedModel, masks: list[LayerMasks], made: list[LayerRepair | None]) -> float:
-    """The error of the last hidden states, relative to the dense model's."""
-    ours, theirs = run_whole(model, masks, made)[-1]["out"], run_whole(model, None, [None] * len(made))[-1]["out"]
-    return relative(ours, theirs)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("attention", ["off", "static", "per_token"])
-def test_the_masked_model_comes_nearer_to_the_dense_one(dense: PreTrainedModel, attention: str, form: str) -> None:
-    masks = planned_masks(make_plan(dense, attention, form=form))
-    made = repair(dense, masks, *calibration(), RepairSettings(output=attention != "off"))
-    assert final_error(dense, masks, made) < 0.95 * final_error(dense, masks, [None] * len(made))
-    assert all(layer.down.error_after < layer.down.error_before for layer in made)
+            args, kwargs = handed[i]
+            hidden = layer(hidden, *args, **kwargs)
 
 
 class Everything:
@@ -206,21 +199,15 @@ class Everything:
     attention = None
 
 
-def test_masks_of_ones_change_nothing(dense: PreTrainedModel) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "phi"])
+def test_masks_of_ones_change_nothing(family: str) -> None:
+    dense = make_pico(family)
     masks = [Everything(parts.mlp.down.in_features) for parts in layer_parts(dense)]
     for layer, parts in zip(
         repair(dense, masks, *calibration(), RepairSettings(output=True)), layer_parts(dense), strict=True
     ):
         torch.testing.assert_close(layer.down.weight, parts.mlp.down.weight.data, atol=1e-5, rtol=0)
         torch.testing.assert_close(layer.output.weight, parts.attention.o.weight.data, atol=1e-5, rtol=0)
-
-
-def test_the_model_stays_as_it_is(dense: PreTrainedModel) -> None:
-    before, ids = {name: t.clone() for name, t in dense.state_dict().items()}, tokens()
-    logits = dense(ids).logits
-    repair(dense, planned_masks(make_plan(dense, "static")), *calibration(), RepairSettings(output=True))
-    assert all(torch.equal(t, before[name]) for name, t in dense.state_dict().items())
-    assert torch.equal(dense(ids).logits, logits)
 
 
 def weights(made: list[LayerRepair]) -> Tensor:
@@ -242,7 +229,7 @@ def test_padding_is_ignored() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 24, 72, 10_000])
+@pytest.mark.parametrize("chunk", [1, 72])
 def test_chunks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     model, masks, made = make_repair("mistral")
     monkeypatch.setattr(streams, "CHUNK_TOKENS", chunk)
@@ -271,9 +258,8 @@ def test_hidden_states_on_disk_give_the_same_bits(tmp_path: Path, monkeypatch: p
     assert not left
 
 
-@pytest.mark.parametrize("family", ["mistral", "phi"])
-def test_layers_that_stay_in_their_files_are_repaired_alike(family: str, tmp_path: Path) -> None:
-    model = load_dense(str(write_pico(tmp_path / "dense", family)), torch.float32)
+def test_layers_that_stay_in_their_files_are_repaired_alike(tmp_path: Path) -> None:
+    model = load_dense(str(write_pico(tmp_path / "dense", "phi", intermediate_size=96)), torch.float32)
     streamed = load_dense(str(tmp_path / "dense"), torch.float32, offload=True)
     masks, settings = planned_masks(make_plan(model, "static")), RepairSettings(output=True)
     made = [repair(m, masks, *calibration(), settings) for m in (model, streamed)]
@@ -297,7 +283,7 @@ def random_sums(inputs: int = 12, outputs: int = 7, count: int = 60) -> NormalEq
     return sums
 
 
-@pytest.mark.parametrize("block", [1, 5, 12, 512])
+@pytest.mark.parametrize("block", [1, 5, 512])
 def test_gram_matrices_are_summed_in_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr("tomoe.pruning.repair.equations.BLOCK", block)
     generator = torch.Generator().manual_seed(1)
@@ -338,11 +324,11 @@ def test_low_rank_is_the_singular_value_decomposition_in_the_metric() -> None:
 @pytest.mark.slow
 def test_low_rank_at_full_rank_is_the_whole_change_and_less_loses_more() -> None:
     _, _, whole = make_repair("qwen3")
-    _, _, full = make_repair("qwen3", rank=64)
-    assert relative(weights(full), weights(whole)) < 1e-5
-    errors = [make_repair("qwen3", rank=rank)[2][0].down.error_after for rank in (1, 4, 16, 32)]
+    made = [make_repair("qwen3", rank=rank)[2] for rank in (1, 4, 64)]
+    assert relative(weights(made[-1]), weights(whole)) < 1e-5
+    errors = [layers[0].down.error_after for layers in made]
     assert errors == sorted(errors, reverse=True)
-    layer = make_repair("qwen3", rank=4)[2][1].down
+    layer = made[1][1].down
     assert [t.shape for t in layer.factors] == [(32, 4), (4, 48)]
     dense = layer_parts(make_pico("qwen3"))[1].mlp.down.weight
     torch.testing.assert_close(dense + layer.factors[0] @ layer.factors[1], layer.weight)
@@ -378,14 +364,6 @@ def test_progress_says_what_was_gained_and_what_was_raised() -> None:
     assert heard[0][2]["note"].startswith("layer 0: its Gram matrix is not positive definite")
 
 
-def test_activations_that_are_not_finite_are_refused() -> None:
-    model = make_pico("llama")
-    masks = planned_masks(make_plan(model, "off"))
-    layer_parts(model)[1].mlp.up.weight.data[3] = torch.nan
-    with pytest.raises(UserError, match="not finite"):
-        repair(model, masks, *calibration())
-
-
 @pytest.mark.slow
 def test_two_processes_refit_what_one_does(tmp_path: Path) -> None:
     model, masks, made = make_repair("llama3", "static", output=True)
@@ -411,26 +389,21 @@ def test_two_processes_refit_what_one_does(tmp_path: Path) -> None:
 # Faults, planted one by one: a test above must see each.
 
 
-@pytest.mark.parametrize("family", ["llama", "phi"])
-def test_faults_of_sign_scale_and_weight_are_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     add = NormalEquations.add
-    assert off_by(family) < RED / 100
+    assert off_by("phi") < RED / 100
     for fault in (
         lambda h, gap, residual: (h, -gap, residual),
         lambda h, gap, residual: (h, 2 * gap, residual),
         lambda h, gap, residual: (h, gap, torch.ones_like(residual)),
         lambda h, gap, residual: (h, gap, residual.sign() * residual.square().sum(-1, keepdim=True)),
     ):
-        monkeypatch.setattr(NormalEquations, "add", lambda self, *args, f=fault: add(self, *f(*args)))
-        assert off_by(family) > RED
-    monkeypatch.setattr(NormalEquations, "add", add)
-
-
-def test_faults_of_the_streams_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = dict(repairing.STREAM_SHARE)
-    monkeypatch.setattr(repairing, "STREAM_SHARE", shares | {"half": 0.4})
-    assert off_by("llama") > RED
-    monkeypatch.setattr(repairing, "STREAM_SHARE", shares)
+        with monkeypatch.context() as patch:
+            patch.setattr(NormalEquations, "add", lambda self, *args, f=fault: add(self, *f(*args)))
+            assert off_by("phi") > RED
+    with monkeypatch.context() as patch:
+        patch.setitem(repairing.STREAM_SHARE, "half", 0.4)
+        assert off_by("llama") > RED
     # the stream goes on with the dense matrix: the next layer is fitted to what it will never see
     change = repairing.F.linear
     monkeypatch.setattr(

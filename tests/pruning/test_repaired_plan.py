@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
+from conftest import make_pico, make_plan, tokens
 from tomoe.errors import UserError
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
@@ -30,13 +30,16 @@ def repaired(model: PreTrainedModel, attention: str, mode: str = "full", form: s
     )
 
 
-# what is refitted reaches the masks and the fold alike in both modes; the factors of low rank make it with and without biases
-CASES = [(family, "full") for family in FAMILIES] + [(family, "low_rank") for family in ("qwen2", "phi")]
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("family", "mode"), CASES)
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
+@pytest.mark.parametrize(
+    ("family", "attention", "mode", "form"),
+    [
+        ("qwen2", "per_token", "low_rank", "fine"),
+        ("qwen3", "per_token", "full", "overlapping"),
+        ("phi", "static", "low_rank", "overlapping"),
+        ("phi", "off", "full", "fine"),
+        ("mistral", "off", "full", "overlapping"),
+    ],
+)
 def test_masked_equals_folded_with_repair(family: str, attention: str, mode: str, form: str) -> None:
     model, ids = make_pico(family), tokens(2, 12)
     plan = repaired(model, attention, mode, form)
@@ -49,8 +52,7 @@ def test_masked_equals_folded_with_repair(family: str, attention: str, mode: str
     assert (logits - bare).abs().max() > 1e-3, "repair changed nothing"
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "form"), [("full", "overlapping"), ("low_rank", "fine")])
 def test_a_repaired_plan_survives_a_save(mode: str, form: str, tmp_path: Path) -> None:
     model = make_pico("qwen2")
     plan = repaired(model, "per_token", mode, form)
@@ -84,20 +86,15 @@ def test_the_ridge_is_that_of_the_real_tokens() -> None:
         assert (a.refit["down.weight"] - c.refit["down.weight"]).abs().max() > 1e-3
 
 
-def test_repair_again_replaces_the_first() -> None:
+def test_without_its_repair_a_plan_is_the_one_before_it_and_another_replaces_it(tmp_path: Path) -> None:
     model, ids = make_pico("llama"), tokens(8, 16, seed=3)
     once = repaired(model, "off")
     twice = repair_plan(once, model, ids, torch.ones_like(ids, dtype=torch.bool), MODES["full"])
-    for a, b in zip(once.layers, twice.layers, strict=True):
-        assert torch.equal(a.refit["down.weight"], b.refit["down.weight"])
-
-
-def test_without_its_repair_a_plan_is_the_one_before_it(tmp_path: Path) -> None:
-    plan = make_plan(make_pico("llama"), "off")
-    plan.save(tmp_path / "before")
-    repaired(make_pico("llama"), "off").without_repair().save(tmp_path / "after")
-    for name in ("plan.json", "plan.safetensors"):
-        assert (tmp_path / "after" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
+    for one, other in ((make_plan(model, "off"), once.without_repair()), (once, twice)):
+        one.save(tmp_path / "one")
+        other.save(tmp_path / "other")
+        for name in ("plan.json", "plan.safetensors"):
+            assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 
 
 def test_a_device_gets_each_refitted_matrix_once() -> None:
@@ -115,16 +112,14 @@ def test_a_device_gets_each_refitted_matrix_once() -> None:
     assert torch.equal(masks.refitted("down", weight), 2 * weight)
 
 
-@pytest.mark.parametrize("wrong", ["47 columns", "one factor alone", "not finite", "unknown"])
-def test_broken_refits_are_refused(wrong: str) -> None:
-    plan = repaired(make_pico("llama"), "off")
-    layer = plan.layers[0]
-    weight = layer.refit["down.weight"]
-    refit = {
-        "47 columns": {"down.weight": weight[:, 1:]},
-        "one factor alone": {"down.left": torch.zeros(32, 2)},
-        "not finite": {"down.weight": weight * float("nan")},
-        "unknown": {"gate.weight": torch.zeros(2)},
-    }[wrong]
-    with pytest.raises(UserError, match="layer 0 of the plan is broken"):
-        replace(plan, layers=(replace(layer, refit=refit), *plan.layers[1:]))
+def test_broken_refits_are_refused() -> None:
+    plan = make_plan(make_pico("llama"), "off")
+    first, *others = plan.layers
+    for refit in (
+        {"down.weight": torch.zeros(32, 47)},
+        {"down.left": torch.zeros(32, 2)},
+        {"down.weight": torch.full((32, 48), torch.nan)},
+        {"gate.weight": torch.zeros(2)},
+    ):
+        with pytest.raises(UserError, match="layer 0 of the plan is broken"):
+            replace(plan, layers=(replace(first, refit=refit), *others))

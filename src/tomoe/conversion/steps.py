@@ -31,8 +31,7 @@ from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.inputs import plan_inputs
 from tomoe.pruning.layouts import Layout, settle_layout, tolerance_of
-from tomoe.pruning.learned.objective import MaskStep
-from tomoe.pruning.learned.planned_loss import planned_loss
+from tomoe.pruning.learned.objective import MaskStep, planned_loss
 from tomoe.pruning.learned.rotation import value_rotations
 from tomoe.pruning.network import MaskNetwork
 from tomoe.pruning.repair.plan import repair_plan
@@ -152,24 +151,18 @@ def learn_(
 
     Returns what the plan's notes say of it.
     """
-    step = MaskStep(model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
-    checks = _start_and_end(net, recipe, model, corpus, run) if recipe.train.steps else None
-    training = Training(model, net, recipe.train, recipe.seed, corpus, run, step, best=checks)
-    run_training(training, "train", on_progress)
-    return learning_notes(recipe.train.steps, checks.state() if checks else {})
-
-
-def _start_and_end(
-    net: MaskNetwork, recipe: Recipe, model: PreTrainedModel, corpus: Corpus, run: RunFolder
-) -> BestWeights:
-    """Checks, before the first step and after the last, what the plan of these masks loses on held-out text."""
-    text = corpus.evaluation.truncate(CHECKED_TOKENS)
 
     def loss() -> float:
         masks = choose_experts(net, model, recipe.active, corpus.calibration, recipe.target)
-        return planned_loss(model, masks, text, recipe.loss.objective)
+        return planned_loss(model, masks, corpus.evaluation.truncate(CHECKED_TOKENS), recipe.loss.objective)
 
-    return BestWeights(net, run, recipe.train.steps, loss, checks=1, keeps=False)
+    steps = recipe.train.steps
+    # before the first step, and after the last
+    checks = BestWeights(net, run, steps, loss, checks=1, keeps=False) if steps else None
+    step = MaskStep(model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
+    training = Training(model, net, recipe.train, recipe.seed, corpus, run, step, best=checks)
+    run_training(training, "train", on_progress)
+    return learning_notes(steps, checks.state() if checks else {})
 
 
 def learning_notes(steps: int, checked: dict[str, Any]) -> dict[str, Any]:

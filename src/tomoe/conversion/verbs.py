@@ -62,7 +62,11 @@ def plan(
     """
     if not (run_path / "recipe.json").is_file():
         raise UserError(f"{run_path} holds no run (no recipe.json); make one with `tomoe train`")
-    _refuse_place(out, force)
+    refuse_strangers(out, force, (*PLAN, "config.json"))
+    if (out / "config.json").exists():
+        raise UserError(f"{out} holds a model, which must keep the plan it was made from; choose another folder")
+    if (out / "plan.json").exists() and not force:
+        raise UserError(f"{out} already holds a plan; choose another folder or give --force")
     run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
     wanted = recipe if active is None else recipe.changed([f"active={active}"])
     if FORMS[recipe.experts.form].for_one_budget and wanted.active != recipe.active:
@@ -91,15 +95,6 @@ def plan(
         extracted.save(part)
     forget_repair(run_path)
     return extracted
-
-
-def _refuse_place(out: Path, force: bool) -> None:
-    """Raises UserError if a plan must not be written there."""
-    refuse_strangers(out, force, (*PLAN, "config.json"))
-    if (out / "config.json").exists():
-        raise UserError(f"{out} holds a model, which must keep the plan it was made from; choose another folder")
-    if (out / "plan.json").exists() and not force:
-        raise UserError(f"{out} already holds a plan; choose another folder or give --force")
 
 
 @distributed.locks_out("apply")

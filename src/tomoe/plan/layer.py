@@ -83,7 +83,7 @@ class LayerPlan:
     value_top_k: int
     """K, the value dims of one token; fewer than are kept only if a value router chooses among them."""
     value_router: dict[str, Tensor] = field(default_factory=dict)
-    """The state of `pruning.learned.ValueLogits`, or empty."""
+    """The tensors of `plan.tensors.router_shapes`, or empty."""
     refit: dict[str, Tensor] = field(default_factory=dict)
     """Refitted projections by repair: `down.weight` [D F], or `down.left` [D r] and `down.right` [r F], whose product is
     added to the dense matrix; the same under `output` [D H*C], not rotated. Empty: the dense matrices stay."""
@@ -111,6 +111,11 @@ class LayerPlan:
         return "overlapping" if self.shared_mask is None else "fine"
 
     @property
+    def _routers(self) -> list[Tensor]:
+        biases = [] if self.router_bias is None else [self.router_bias]
+        return [self.router_weight, *self.value_router.values(), *biases]
+
+    @property
     def always_used(self) -> Bool[Tensor, " N"]:
         """The fine-grained experts that every token uses, because their bias is ALWAYS."""
         assert self.router_bias is not None
@@ -121,8 +126,6 @@ class LayerPlan:
         widths, pairs = self.expert_masks.sum(1), s.rotary_size // 2
         used = self.expert_masks.any(0) if self.shared_mask is None else self.expert_masks.any(0) | self.shared_mask
         shared = 0 if self.shared_mask is None else int(self.shared_mask.sum())
-        routers = [self.router_weight, *self.value_router.values()]
-        routers += [] if self.router_bias is None else [self.router_bias]
         return LayerCounts(
             num_experts=len(self.expert_masks),
             expert_size=int(widths.min()),
@@ -139,7 +142,7 @@ class LayerPlan:
             value_top_k=self.value_top_k,
             value_embedding=len(self.value_router["norm.bias"]) if self.value_router else 0,
             rotated=self.value_rotation is not None,
-            router_params=sum(t.numel() for t in routers),
+            router_params=sum(t.numel() for t in self._routers),
         )
 
     def tensor_error(self, s: ModelShape) -> str | None:
@@ -161,9 +164,7 @@ class LayerPlan:
         stored = {name: tuple(t.shape) for name, t in self.refit.items()}
         if stored != (needed := refit_shapes(s, stored)):
             return f"its refitted projections are {stored}, the model needs {needed}"
-        routers = [self.router_weight, *self.value_router.values()]
-        routers += [] if self.router_bias is None else [self.router_bias]
-        for what, tensors in (("router", routers), ("refitted projection", self.refit.values())):
+        for what, tensors in (("router", self._routers), ("refitted projection", self.refit.values())):
             if not all(bool(t.isfinite().all()) for t in tensors):
                 return f"a {what} holds a number that is not finite"
         return None

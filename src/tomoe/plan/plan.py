@@ -59,24 +59,20 @@ class Plan:
             if error := layer.tensor_error(self.shape):
                 raise _broken_layer(i, error)
         object.__setattr__(self, "counts", tuple(layer.count(self.shape) for layer in self.layers))
-        self._check_counts()
-
-    def _check_counts(self) -> None:
         if len(self.counts) != self.shape.num_layers:
             raise UserError(f"the plan has {len(self.counts)} layers, but its model has {self.shape.num_layers}")
-        for i, layer in enumerate(self.counts):
-            if error := layer.error(self.shape):
+        for i, counts in enumerate(self.counts):
+            if error := counts.error(self.shape):
                 raise _broken_layer(i, error)
-        if len({layer.form for layer in self.counts}) > 1:
-            raise UserError(
-                "the layers of the plan differ: some have fine-grained experts, others overlapping ones; make the plan "
-                "again with `tomoe plan`"
-            )
         experts = sorted({layer.num_experts for layer in self.counts})
         embeddings = sorted({layer.value_embedding for layer in self.counts if layer.value_embedding})
-        if len(experts) > 1 or len(embeddings) > 1:
-            sizes = f"{experts} experts" if len(experts) > 1 else f"embeddings of {embeddings}"
-            raise UserError(f"the layers of the plan differ: {sizes}; make the plan again with `tomoe plan`")
+        for differ, what in (
+            (len({layer.form for layer in self.counts}) > 1, "some have fine-grained experts, others overlapping ones"),
+            (len(experts) > 1, f"{experts} experts"),
+            (len(embeddings) > 1, f"embeddings of {embeddings}"),
+        ):
+            if differ:
+                raise UserError(f"the layers of the plan differ: {what}; make the plan again with `tomoe plan`")
 
     def widths(self) -> list[tuple[int, int, int]]:
         """Return (MLP width, Q/K dims, V/O dims of a token) of every layer."""

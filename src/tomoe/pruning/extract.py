@@ -17,10 +17,9 @@ from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params
 from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.allocation import common_offset
-from tomoe.pruning.experts import ExtractedExperts
 from tomoe.pruning.layouts import check_tolerance
 from tomoe.pruning.learned.attention_plan import ExtractedAttention
-from tomoe.pruning.network import MaskNetwork
+from tomoe.pruning.network import ExtractedExperts, MaskNetwork
 from tomoe.pruning.routing import ExpertRouter, bfloat16_values
 
 

@@ -18,10 +18,9 @@ from tomoe.budget import mlp_params
 from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan
 from tomoe.pruning.allocation import Site, units_by_layer
-from tomoe.pruning.experts import Experts, ExtractedExperts, SampledExperts
 from tomoe.pruning.fine_carving import SHARED, FineStart, carve_fine
 from tomoe.pruning.layouts import FineLayout
-from tomoe.pruning.network import Activations, MaskNetwork, per_layer
+from tomoe.pruning.network import Activations, Experts, ExtractedExperts, MaskNetwork, SampledExperts, per_layer
 from tomoe.pruning.products import rounded_products
 from tomoe.pruning.routing import ExpertRouter, Routing
 from tomoe.recipe.conversion import SamplingSection

@@ -8,13 +8,12 @@ import torch
 
 from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan
-from tomoe.pruning.experts import Experts
 from tomoe.pruning.fine_grained import FineNetwork, PlannedFine
 from tomoe.pruning.layouts import Layout, OverlappingLayout
 from tomoe.pruning.learned.attention import PrunedAttention
 from tomoe.pruning.learned.hypernetwork import HyperNetwork
 from tomoe.pruning.learned.overlapping import OverlappingNetwork, PlannedOverlapping
-from tomoe.pruning.network import MaskNetwork
+from tomoe.pruning.network import Experts, MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, SamplingSection
 from tomoe.recipe.target_rules import Form
 from tomoe.seeds import derive_seed

@@ -31,11 +31,6 @@ def column_norms(group: Group) -> Float[Tensor, " D"]:
     return torch.cat([Linear(module).weight.double() for module in group.modules]).norm(dim=0).float()
 
 
-def kinds_of(layers: Sequence[Layer]) -> list[Kind]:
-    """The kinds of projections that any of these layers has."""
-    return [kind for kind in KINDS if any(kind in layer for layer in layers)]
-
-
 LEVELS = tuple(i / 40 for i in range(40, round(40 * LEAST_INPUTS) - 1, -1))
 """Shares of its inputs that a projection can get, from all of them down to a tenth."""
 KNOTS = tuple(i / 20 for i in range(19, 1, -1))  # active fractions at which the path is recorded, as far as it goes
@@ -126,7 +121,6 @@ class _Search:
 
     def __init__(self, layers: Sequence[Layer], costs: Costs, total: int):
         self.layers, self.costs, self.total = layers, costs, total
-        self.kinds = kinds_of(layers)
         self.levels = dict.fromkeys(costs, 0)
         self.saved = 0
         self.steps = [step for key in costs if (step := self._best(key)) is not None]
@@ -171,7 +165,8 @@ class _Search:
                 inputs_at_level(layer[kind].width, self.levels[i, kind]) if kind in layer else 0
                 for i, layer in enumerate(self.layers)
             ]
-            for kind in self.kinds
+            for kind in KINDS
+            if any(kind in layer for layer in self.layers)
         }
         saved = self.saved
         if active is not None:
@@ -230,12 +225,12 @@ def plan_inputs(
     check_reach(layers, decoder_params(shape), active)
     costs = input_costs(model, layers, ids, mask, seed, progress)
     path = cheapest_path(layers, costs, decoder_params(shape), active)
-    kinds = kinds_of(layers)
+    widths = path[0].inputs
     return InputsPlan(
         shape=shape,
-        names={kind: next(layer[kind].names for layer in layers if kind in layer) for kind in kinds},
-        widths={kind: [layer[kind].width if kind in layer else 0 for layer in layers] for kind in kinds},
-        columns={kind: [layer[kind].columns if kind in layer else 0 for layer in layers] for kind in kinds},
+        names={kind: next(layer[kind].names for layer in layers if kind in layer) for kind in widths},
+        widths=widths,
+        columns={kind: [layer[kind].columns if kind in layer else 0 for layer in layers] for kind in widths},
         path=path,
         active=active,
     )

@@ -143,12 +143,11 @@ def _fine_layout(shape: ModelShape, recipe: Recipe) -> FineLayout:
     return replace(settled, router_bias=rules.router_bias, leaves_whole=not rules.wide)
 
 
-def _near(active: float) -> Iterator[float]:
+def _near(active: float) -> list[float]:
     """Other shares within NEAR_ACTIVE of it, in thousandths, the nearest first."""
     first, last = math.ceil(1000 * (active - NEAR_ACTIVE)), math.floor(1000 * (active + NEAR_ACTIVE))
-    yield from sorted(
-        (n / 1000 for n in range(max(1, first), min(1000, last) + 1)), key=lambda near: abs(near - active)
-    )
+    nearby = (n / 1000 for n in range(max(1, first), min(1000, last) + 1))
+    return sorted(nearby, key=lambda near: abs(near - active))
 
 
 def _numbers_to_try(shape: ModelShape, experts: ExpertsSection, rules: TargetRules) -> Sequence[int]:
@@ -197,17 +196,14 @@ class _Search:
         """The layout that there is for the first of these numbers of experts, or for a GPU for any of them."""
         if self.rules.wide:
             return self.wide(numbers)
-        of_number = self.for_stock if self.rules.uniform and not self.experts.expert_size else self.roundest
-        return next((found for n in numbers if (found := of_number(n)) is not None), None)
+        stock = self.rules.uniform and not self.experts.expert_size
+        found = (self.for_stock(n) if stock else self.roundest([n]) for n in numbers)
+        return next(filter(None, found), None)
 
     @property
     def wanted(self) -> float:
         """Neurons that the shared part should have."""
         return self.experts.shared * self.width
-
-    def roundest(self, number: int) -> FineLayout | None:
-        """The layout of so many experts whose size is a multiple of the largest divisor of `width_multiple` that there is."""
-        return self._roundest([number])
 
     def for_stock(self, number: int) -> FineLayout | None:
         """The layout of a stock format, which may have a quarter fewer experts, and fewer still if a token would use too many.
@@ -220,11 +216,11 @@ class _Search:
         numbers = range(number, fewest - 1, -1)
         block = self.rules.block
         in_blocks = ([number], numbers, range(fewest - 1, number // 2 - 1, -1)) if block > 1 else ()
-        found = (self._roundest(some, most_zeros, MAX_EXPERTS_PER_TOKEN, block) for some in in_blocks)
+        found = (self.roundest(some, most_zeros, MAX_EXPERTS_PER_TOKEN, block) for some in in_blocks)
         return (
             next(filter(None, found), None)
-            or self._roundest([number], most_zeros, MAX_EXPERTS_PER_TOKEN)
-            or self._roundest(numbers, most_zeros, MAX_EXPERTS_PER_TOKEN)
+            or self.roundest([number], most_zeros, MAX_EXPERTS_PER_TOKEN)
+            or self.roundest(numbers, most_zeros, MAX_EXPERTS_PER_TOKEN)
             or self._with_fewest_zeros(numbers)
             or self._with_fewest_zeros(range(fewest - 1, MAX_EXPERTS_PER_TOKEN - 1, -1))
         )
@@ -255,9 +251,10 @@ class _Search:
             f"{self.width:,.0f} of them{exactly}; change experts.num_experts, experts.expert_size or active{would_do}"
         )
 
-    def _roundest(
+    def roundest(
         self, numbers: Sequence[int], most_zeros: float = math.inf, max_used: float = math.inf, block: int = 1
     ) -> FineLayout | None:
+        """The layout of experts whose size is a multiple of the largest divisor of `width_multiple` that there is."""
         multiple = self.experts.width_multiple
         while multiple and multiple % block == 0:
             found = [x for x in self._layouts(numbers, multiple, max_used) if stored_zeros(x) <= most_zeros]

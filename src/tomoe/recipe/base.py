@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -61,7 +61,11 @@ class BaseRecipe(Section):
 
     def flatten(self) -> dict[str, Any]:
         """All keys as `section.key`, with plain JSON values."""
-        return dict(_flatten(self))
+        values: dict[str, Any] = {}
+        for name, value in self.model_dump(mode="json").items():
+            section = isinstance(value, Mapping)
+            values |= {f"{name}.{key}": leaf for key, leaf in value.items()} if section else {name: value}
+        return values
 
     def save(self, path: str | Path) -> None:
         """Write JSON that `load` reads back, atomically. Raises UserError if the file cannot be written."""
@@ -69,25 +73,17 @@ class BaseRecipe(Section):
 
     def digest(self) -> str:
         """SHA-256 (hex) of every key that decides the outcome: not where it runs, nor how often it writes."""
-        deciding = {key: value for key, value in _flatten(self) if key not in self.NOT_IN_DIGEST}
+        deciding = {key: value for key, value in self.flatten().items() if key not in self.NOT_IN_DIGEST}
         return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
     def differences(self, other: Self) -> list[str]:
         """Sentences such as "train.steps: 500 here, 150 there"; empty exactly when the digests agree."""
-        there = dict(_flatten(other))
+        there = other.flatten()
         return [
             f"{key}: {json.dumps(value)} here, {json.dumps(there[key])} there"
-            for key, value in _flatten(self)
+            for key, value in self.flatten().items()
             if value != there[key] and key not in self.NOT_IN_DIGEST
         ]
-
-
-def _flatten(recipe: BaseRecipe) -> Iterator[tuple[str, Any]]:
-    for name, value in recipe.model_dump(mode="json").items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}.{key}", leaf) for key, leaf in value.items())
-        else:
-            yield name, value
 
 
 def _apply(values: dict[str, Any], override: str, recipe: type[BaseRecipe]) -> None:
@@ -106,7 +102,7 @@ def _apply(values: dict[str, Any], override: str, recipe: type[BaseRecipe]) -> N
 
 
 def _known(recipe: type[BaseRecipe]) -> list[str]:
-    return [key for key, _ in _flatten(recipe())]
+    return list(recipe().flatten())
 
 
 def _unknown(key: str, recipe: type[BaseRecipe]) -> str:

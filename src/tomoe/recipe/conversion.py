@@ -12,10 +12,6 @@ from tomoe.recipe.base import Section
 from tomoe.recipe.shared import DataSection, LoopSection, RunRecipe
 from tomoe.recipe.target_rules import TARGET_RULES, Form, Format
 
-# Where to compute and how often to write do not change what is learned.
-_NOT_IN_DIGEST = frozenset(
-    {"device", "offload", "report_to", "train.compile", "train.log_every", "train.save_every", "train.shard"}
-)
 # Experts by their form, unless the recipe says how many; fine-grained ones depend on the model.
 USUAL_NUMBERS = {"overlapping": 8}
 # Ridge of a repair on one token for each neuron of a layer, and the least one.
@@ -170,7 +166,7 @@ class TrainSection(LoopSection):
 class Recipe(RunRecipe):
     """Everything that decides a conversion."""
 
-    NOT_IN_DIGEST: ClassVar[frozenset[str]] = _NOT_IN_DIGEST
+    NOT_IN_DIGEST: ClassVar[frozenset[str]] = RunRecipe.NOT_IN_DIGEST | {"offload", "train.shard"}
     model: str = ""
     """Hub id, local folder, .gguf file, or a known name (smollm2-135m)."""
     active: float = Field(default=0.7, gt=0, le=1)

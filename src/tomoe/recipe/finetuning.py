@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -64,9 +64,6 @@ class TunedDataSection(DataSection):
 class FinetuneRecipe(RunRecipe):
     """Everything that decides how a converted model is fine-tuned."""
 
-    NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset(
-        {"device", "report_to", "train.compile", "train.log_every", "train.save_every"}
-    )
     model: str = ""
     """A converted folder."""
     dense: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -110,6 +110,10 @@ class DataSection(Section):
 class RunRecipe(BaseRecipe):
     """What the training loop and the run folder read from the recipe of any run."""
 
+    # Where to compute and how often to write do not change what is learned.
+    NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset(
+        {"device", "report_to", "train.compile", "train.log_every", "train.save_every"}
+    )
     model: str = ""
     """The model to start from."""
     seed: int = Field(default=0, ge=0)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -71,16 +71,11 @@ class AttentionRanking:
         spent = 0
         choices, dims = attention_units(s, self.net.section, active)
         for i, (qk, values) in enumerate(self.importance):
-            order = qk.argsort(descending=True, stable=True)
-            chosen = torch.zeros(len(qk), dtype=torch.bool).scatter_(0, order[:choices].cpu(), True)
-            spent += int(attention_params(s, len(s.qk_dims(chosen)), dims))
-            starts = [start_logits(_ranks(t), n, keep_bias) for t, n in ((values, dims), (qk, choices))]
+            value_ranks, qk_ranks = (t.argsort(descending=True, stable=True).argsort() for t in (values, qk))
+            spent += int(attention_params(s, len(s.qk_dims((qk_ranks < choices).cpu())), dims))
+            starts = start_logits(value_ranks, dims, keep_bias), start_logits(qk_ranks, choices, keep_bias)
             self.net.dims[i].start_at_(torch.cat(starts))
         return spent
-
-
-def _ranks(importance: Float[Tensor, " size"]) -> Int[Tensor, " size"]:
-    return importance.argsort(descending=True, stable=True).argsort()
 
 
 def attention_importance(

@@ -49,7 +49,8 @@ class LayerTensors:
         self.assignment, self.probs = softmax_sample(logits, self.noise, self.temperature)
         self.neurons = self.assignment @ self.neuron_masks
 
-    def masked(self, hidden: Tensor) -> Tensor:
+    def cut(self, hidden: Tensor) -> Tensor:
+        """The neurons [.., F] of the MLP, masked."""
         neurons = self.neurons
         assert neurons is not None
         self.neurons = None  # it is not needed until the next pass, and takes 4 bytes a neuron and token
@@ -92,7 +93,7 @@ class AttentionTensors:
         rotated = y if self.rotation is None else rotate_heads(y, self.rotation)
         return times_heads(rotated, self.values)
 
-    def turned_back(self, y: Tensor) -> Tensor:
+    def cut(self, y: Tensor) -> Tensor:
         """The mixed values [.., H C], masked, in the model's own basis."""
         assert self.values is not None
         kept = times_heads(y, self.values)
@@ -112,11 +113,11 @@ class _Chooses:
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-class _MasksNeurons:
-    tensors: LayerTensors
+class _MasksInput:
+    tensors: LayerTensors | AttentionTensors
 
     def forward(self, hidden: Tensor) -> Any:
-        return super().forward(self.tensors.masked(hidden))  # type: ignore[misc]
+        return super().forward(self.tensors.cut(hidden))  # type: ignore[misc]
 
 
 class _MasksQK:
@@ -133,13 +134,6 @@ class _MasksV:
         return self.tensors.values_of(super().forward(hidden))  # type: ignore[misc]
 
 
-class _MasksO:
-    tensors: AttentionTensors
-
-    def forward(self, hidden: Tensor) -> Any:
-        return super().forward(self.tensors.turned_back(hidden))  # type: ignore[misc]
-
-
 @cache
 def _masking(role: type, family: Any) -> type:
     """The class of the family that masks in a role; one for all layers, as a graph is of one class."""
@@ -150,12 +144,12 @@ def _roles(parts: LayerParts, masks: LayerTensors) -> list[tuple[nn.Module, type
     """The modules of a layer that mask, in which role, and what each reads."""
     roles: list[tuple[Any, type, Any]] = [
         (parts.mlp.module, _Chooses, masks),
-        (parts.mlp.down.module, _MasksNeurons, masks),
+        (parts.mlp.down.module, _MasksInput, masks),
     ]
     if masks.attention is not None:
         own, dense = masks.attention, parts.attention
         roles += [(dense.module, _Chooses, own), (dense.q.module, _MasksQK, own), (dense.k.module, _MasksQK, own)]
-        roles += [(dense.v.module, _MasksV, own), (dense.o.module, _MasksO, own)]
+        roles += [(dense.v.module, _MasksV, own), (dense.o.module, _MasksInput, own)]
     return roles
 
 

@@ -15,12 +15,11 @@ from tomoe.budget import mlp_params
 from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan
 from tomoe.pruning.allocation import Site, common_offset, units_by_layer
-from tomoe.pruning.experts import Experts, ExtractedExperts, SampledExperts
 from tomoe.pruning.layouts import OverlappingLayout
 from tomoe.pruning.learned.gumbel import gumbel_sigmoid, gumbel_softmax, keep_probability
 from tomoe.pruning.learned.overlapping_carving import OverlappingStart, carve_overlapping
 from tomoe.pruning.learned.projection import Projection, start_logits
-from tomoe.pruning.network import Activations, MaskNetwork, per_layer
+from tomoe.pruning.network import Activations, Experts, ExtractedExperts, MaskNetwork, SampledExperts, per_layer
 from tomoe.pruning.routing import ExpertRouter, Routing
 from tomoe.recipe.conversion import SamplingSection
 from tomoe.seeds import derive_seed

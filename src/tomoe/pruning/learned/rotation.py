@@ -9,13 +9,11 @@ Shapes: G key/value heads, R query heads of each, H in all, C dims of a head, D 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from tomoe.model.hooks import hooked
 from tomoe.model.running import run_model
@@ -74,20 +72,13 @@ def value_rotations(
     """The rotation of every layer from one pass over calibration text, with weights that are not packed; padding (mask 0)
     does not count."""
     s = shape_of(model)
-    layers = layer_parts(model)
     rotations: list[Tensor] = []
 
-    def hooks() -> Iterator[RemovableHandle]:
-        for parts in layers:
+    def rotate(o: nn.Module, args: tuple[Any, ...]) -> None:
+        attended = args[0].flatten(0, -2)[mask.flatten()]
+        rotations.append(head_rotations(attended, o.get_parameter("weight"), s.num_kv_heads, s.head_dim))
+        on_progress(len(rotations), s.num_layers)
 
-            def rotate(o: nn.Module, args: tuple[Any, ...]) -> None:
-                attended = args[0].flatten(0, -2)[mask.flatten()]
-                weight = o.get_parameter("weight")
-                rotations.append(head_rotations(attended, weight, s.num_kv_heads, s.head_dim))
-                on_progress(len(rotations), s.num_layers)
-
-            yield parts.attention.o.register_forward_pre_hook(rotate)
-
-    with hooked(hooks()):
+    with hooked(parts.attention.o.register_forward_pre_hook(rotate) for parts in layer_parts(model)):
         run_model(model, ids, mask)
     return rotations

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tomoe.pruning.experts import SampledExperts
 from tomoe.pruning.learned.attention import SampledAttention
-from tomoe.pruning.network import MaskNetwork
+from tomoe.pruning.network import MaskNetwork, SampledExperts
 from tomoe.pruning.routing import Routing
 from tomoe.seeds import derive_seed
 

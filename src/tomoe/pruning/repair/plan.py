@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -52,16 +52,13 @@ def repair_plan(
     settings = RepairSettings(target, ridge, section.rank if section.mode == "low_rank" else 0, prunes_values)
     repaired: list[LayerPlan] = []
     errors = torch.zeros(2, dtype=torch.float64)
-
-    def report(done: int, total: int, info: dict[str, Any]) -> None:
-        on_progress("repair", done, total, info)
-
     store = None if folder is None else FinishedLayers(folder / KEPT, _key(bare, model, ids, mask, settings))
     count = 0 if store is None else store.count()
 
     def finished(i: int) -> LayerRepair | None:
         return store.read(i, model.device) if store is not None and i < count else None
 
+    report = partial(on_progress, "repair")
     fits = repair_layers(model, planned_masks(bare, model.device), ids, mask, settings, report, folder, finished)
     for i, (layer, fit) in enumerate(zip(bare.layers, fits, strict=True)):
         if store is not None and i >= count:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,12 +43,8 @@ def held(layer: nn.Module) -> Iterator[None]:
                 layer.__dict__["forward"] = streamed
 
 
-@dataclass(frozen=True)
-class Handed:
-    """What a decoder layer is called with beside the hidden states: masks, RoPE, whatever the family hands over."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+Handed = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a decoder layer is called with beside the hidden states: masks, RoPE, whatever the family hands over."""
 
 
 @torch.no_grad()
@@ -66,7 +61,7 @@ def layer_inputs(
     def idle(i: int, *args: Any, **kwargs: Any) -> Any:
         hidden = input_of(args, kwargs)
         first[:] = first or [hidden]
-        handed.append(Handed(args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}))
+        handed.append((args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}))
         beside = extra[i]
         return hidden if beside is None else (hidden, *beside)
 
@@ -176,8 +171,8 @@ class Streams:
                 if self.attention:
                     stack.callback(parts.attention.o.register_forward_pre_hook(took("o")).remove)
                     stack.callback(parts.attention.o.register_forward_hook(gave("attention")).remove)
-            handed = self.handed[chunk.start, stream is self.converted][i]
-            out = self.layers[i](stream[chunk].to(self.device), *handed.args, **handed.kwargs)
+            args, kwargs = self.handed[chunk.start, stream is self.converted][i]
+            out = self.layers[i](stream[chunk].to(self.device), *args, **kwargs)
         seen["out"] = out[0] if isinstance(out, tuple | list) else out
         # Some families flatten batch and sequence before the MLP.
         return {name: t.view(*seen["out"].shape[:2], -1) for name, t in seen.items()}
