@@ -252,7 +252,7 @@ def decisions(model: PreTrainedModel, plan: Plan, ids: Tensor) -> tuple[Tensor, 
     for m, layer in zip(masks, model.model.layers, strict=True):
 
         def attend(_: object, args: tuple, kwargs: dict, m: object = m) -> None:
-            if m.attention is not None and m.attention.value_logits is not None:
+            if m.attention is not None and m.attention.value_router:
                 x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
                 chosen.append(m.attention.values(x.flatten(0, -2)))
 

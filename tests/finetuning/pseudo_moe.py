@@ -48,9 +48,6 @@ class PseudoMoE:
             # a frozen router chooses, and passes no gradient on to its input
             for router in self.routers:
                 router.forward = torch.no_grad()(router.forward)
-        for m in self.masks:
-            if m.attention is not None and m.attention.value_logits is not None:
-                m.attention.value_logits.requires_grad_(False)
         self.learned = Fp32MasterWeights(
             _trained_weights(dense, _frozen_embeddings(dense), None) + _trained_routers(self.routers, recipe)
         )

@@ -29,7 +29,7 @@ from tomoe.files import format_bytes
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
 from tomoe.plan import ALWAYS, LayerPlan, Plan
-from tomoe.pruning.learned.attention_masks import ValueLogits
+from tomoe.plan.tensors import router_shapes
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import card, page, summary
 from tomoe.report.html import svg_uri, template
@@ -59,8 +59,7 @@ def some_plan(model: PreTrainedModel, per_token: bool = True) -> Plan:
         if i == 1:
             qk[0], values[1:4] = False, per_token
             if per_token:
-                state = ValueLogits(s.hidden_size, 4, s.head_dim).state_dict()
-                router = {name: torch.randn(t.shape, generator=generator) for name, t in state.items()}
+                router = {name: torch.randn(*size, generator=generator) for name, size in router_shapes(s, 4).items()}
         top_k = s.head_dim - 3 if router else int(values.sum())
         layers.append(LayerPlan(neurons, torch.randn(3, s.hidden_size, generator=generator), qk, values, top_k, router))
     recipe = Recipe(model="someone/dense-1b").model_dump(mode="json")

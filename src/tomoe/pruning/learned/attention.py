@@ -68,7 +68,7 @@ class PrunedAttention(nn.Module):
         return value_logits(x, self.token_embeddings[i].weight, embedding, projection.norm, *out)
 
     def value_router(self, i: int, embedding: Float[Tensor, " E"]) -> dict[str, Tensor]:
-        """The state of `ValueLogits` that give the same, as the plan keeps it: embedding and start become biases."""
+        """The tensors that give the same logits, as the plan keeps them: embedding and start become biases."""
         projection, c = self.dims[i], self.shape.head_dim
         state = {
             "project_in.weight": self.token_embeddings[i].weight,

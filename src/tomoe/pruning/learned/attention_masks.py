@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -35,28 +35,15 @@ class AttentionMasks(Protocol):
 
 # Without shapes, as torch.compile traces it.
 def value_logits(
-    x: Tensor, project_in: Tensor, embedding: Tensor, norm: nn.Module, project_out: Tensor, start: Tensor
+    x: Tensor,
+    project_in: Tensor,
+    embedding: Tensor,
+    norm: Callable[[Tensor], Tensor],
+    project_out: Tensor,
+    start: Tensor,
 ) -> Tensor:
     """One logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3), in float32: of x [T, D], logits [T, C]."""
     return F.linear(F.gelu(norm(F.linear(x.float(), project_in, embedding))), project_out, start)
-
-
-class ValueLogits(nn.Module):
-    """`value_logits` with the tensors that a plan keeps.
-
-    `project_in` is Proj_E, and its bias is the mean expert embedding of the site; `norm` and `project_out` are the V/O part
-    of Proj_D, and their bias is the start.
-    """
-
-    def __init__(self, hidden_size: int, embedding_size: int, head_dim: int):
-        super().__init__()
-        self.project_in = nn.Linear(hidden_size, embedding_size)
-        self.norm = nn.LayerNorm(embedding_size)
-        self.project_out = nn.Linear(embedding_size, head_dim)
-
-    def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T C"]:
-        into, out = self.project_in, self.project_out
-        return value_logits(x, into.weight, into.bias, self.norm, out.weight, out.bias)
 
 
 class PlannedAttention:
@@ -67,12 +54,7 @@ class PlannedAttention:
         self.value_mask = layer.value_kept.float().to(device)
         self.value_rotation = None if layer.value_rotation is None else layer.value_rotation.to(device)
         self.top_k = layer.value_top_k
-        self.value_logits: ValueLogits | None = None
-        if layer.value_router:
-            embedding_size = layer.value_router["project_in.weight"].shape[0]
-            self.value_logits = ValueLogits(shape.hidden_size, embedding_size, shape.head_dim)
-            self.value_logits.load_state_dict(layer.value_router)
-            self.value_logits.to(device)
+        self.value_router = {name: t.to(device) for name, t in layer.value_router.items()}
 
     @classmethod
     def of(cls, layer: LayerPlan, shape: ModelShape, device: torch.device) -> PlannedAttention | None:
@@ -80,10 +62,16 @@ class PlannedAttention:
         whole = bool(layer.qk_kept.all()) and layer.value_top_k == shape.head_dim and layer.value_rotation is None
         return None if whole else cls(layer, shape, device)
 
+    def value_logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T C"]:
+        """Those of a value router: its embedding is the bias of `project_in`, its start that of `project_out`."""
+        into, norm, out = (
+            (self.value_router[f"{part}.weight"], self.value_router[f"{part}.bias"])
+            for part in ("project_in", "norm", "project_out")
+        )
+        return value_logits(x, *into, lambda y: F.layer_norm(y, y.shape[-1:], *norm), *out)
+
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
-        if self.value_logits is None:
-            return self.value_mask
-        return largest(self.value_logits(x), self.top_k)
+        return largest(self.value_logits(x), self.top_k) if self.value_router else self.value_mask
 
 
 # Without shapes, as torch.compile traces it.
