@@ -53,21 +53,19 @@ def examine(recipe: Recipe) -> Diagnosis:
     free = available.device_memory or available.memory
     least = least_memory(sizes, recipe, layout)
     lacking = [need.stage for need in least if not need.fits(free)]
-    beside = main_memory(sizes, recipe) if available.device_memory else None
-    remedies = _remedies(sizes, recipe, layout, free) if "training" in lacking else []
     num_experts = 0 if layout is None else layout.num_experts
     decoding = Decoding.of(sizes.shape, sizes.output, num_experts)
     return Diagnosis(
-        sizes,
-        least,
-        beside,
-        available,
-        lacking,
-        remedies,
-        decoding,
-        _one_expert(sizes, layout, recipe.active),
-        file_bytes(sizes.total + decoding.routers),
-        _works(sizes, recipe, least, num_experts),
+        sizes=sizes,
+        least=least,
+        beside=main_memory(sizes, recipe) if available.device_memory else None,
+        available=available,
+        lacking=lacking,
+        remedies=_remedies(sizes, recipe, layout, free) if "training" in lacking else [],
+        decoding=decoding,
+        one_expert=_one_expert(sizes, layout, recipe.active),
+        file_bytes=file_bytes(sizes.total + decoding.routers),
+        works=_works(sizes, recipe, least, num_experts),
     )
 
 
@@ -97,8 +95,7 @@ def _works(sizes: Sizes, recipe: Recipe, least: Sequence[MemoryEstimate], num_ex
         paper = Recipe.load("paper", [f"model={recipe.model}", f"active={recipe.active}", f"device={recipe.device}"])
         found["the paper's training"] = least_memory(sizes, paper, layout_of(paper, sizes.shape))[0].total
     except UserError:
-        # its layout does not fit this model or budget
-        pass
+        pass  # its layout does not fit this model or budget
     if not num_experts:
         return found
     tuned = FinetuneRecipe()

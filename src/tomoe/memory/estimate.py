@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from tomoe import distributed
 from tomoe.budget import decoder_params
@@ -22,8 +22,8 @@ from tomoe.errors import UserError
 from tomoe.exporting.choice import check_target
 from tomoe.files import format_bytes
 from tomoe.model.base_weights import BaseWeights
-from tomoe.model.checks import check_causal
-from tomoe.model.loading import free_on_device, load_config, pick_device
+from tomoe.model.checks import skeleton
+from tomoe.model.loading import free_on_device, load_config
 from tomoe.model.quantized import BITS
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_without_weights, shape_of
@@ -83,17 +83,11 @@ class AvailableMemory:
     device_memory: int
 
 
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model without weights. Raises UserError if no causal language model has such a config."""
-    check_causal(config.name_or_path or "this", config)
-    with usable_config(config.name_or_path or config.model_type), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
-
-
 def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
-    """Count parameters from the config. Raises UserError, with the reason, if the structure does not fit ToMoE or the target."""
-    model = skeleton(config)
+    """Count parameters from the config. Raises UserError, with the reason, if the structure does not fit ToMoE or the target,
+    or if no causal language model has such a config."""
+    with usable_config(config.name_or_path or config.model_type):
+        model = skeleton(config.name_or_path or "this", config)
     shape = shape_of(model)
     check_without_weights(model)
     check_target(recipe, model)
@@ -107,29 +101,33 @@ def layout_of(recipe: Recipe, shape: ModelShape) -> Layout | None:
     return None if recipe.experts.form == "inputs" else settle_layout(recipe, shape)
 
 
-def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None, shards: int = 1) -> tuple[MemoryEstimate, ...]:
-    """Return what each stage takes in one process, of a GPU if there is one, with `shards` of them in training."""
-    t = recipe.train
-    shape = sizes.shape
-    computing = BaseWeights.of(recipe).compute
-    stored: torch.dtype = getattr(torch, t.dtype)
-    name = str(computing).removeprefix("torch.")
-    quantized = t.quantization != "none"
+def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None) -> tuple[MemoryEstimate, ...]:
+    """Return what each stage takes in one process, of a GPU if there is one."""
+    t, shape, base = recipe.train, sizes.shape, BaseWeights.of(recipe)
+    computing, name = base.compute, str(base.compute).removeprefix("torch.")
     # of a model that is read layer by layer: one layer, and what is outside of the layers
     outside = sizes.total - sizes.decoder_params
-    one_layer = (outside + sizes.decoder_params // shape.num_layers) * stored.itemsize
-    by_layer = recipe.offload or t.shard or quantized
+    one_layer = (outside + sizes.decoder_params // shape.num_layers) * base.dtype.itemsize
+    by_layer = base.offload or t.shard or base.quantization != "none"
     original = {f"weights in {name}": one_layer if by_layer else weight_bytes(sizes, computing)}
-    on_gpu = pick_device(recipe.device).startswith("cuda")
-    refits = {} if on_gpu else _refitted(sizes, recipe)
-    folding = MemoryEstimate("folding", original | {"files of the model": _files(sizes, recipe, on_gpu)} | refits)
+    on_gpu = base.device.startswith("cuda")
+    refits = {} if on_gpu else _refitted(sizes, recipe, base)
+    folding = MemoryEstimate("folding", original | {"files of the model": _files(sizes, base, on_gpu)} | refits)
     if layout is None:
-        return _choosing_inputs(sizes, recipe, computing), folding
-    packed = weight_bytes(sizes, computing, t.quantization, shards)
+        tokens = min(recipe.data.seq_len, recipe.data.calibration_tokens)
+        choosing = {
+            f"weights in {name}": weight_bytes(sizes, computing),
+            "activations of one sequence": activation_bytes(shape, computing, tokens),
+            # and their gradient, and the log-probabilities with theirs
+            "logits of one sequence": 4 * tokens * sizes.output // shape.hidden_size * _FLOAT32,
+        }
+        return MemoryEstimate("choosing inputs", choosing), folding
+    packed = weight_bytes(sizes, computing, base.quantization, base.shards)
     with torch.device("meta"):
         net = mask_network(shape, layout, recipe.experts.embedding_size, recipe.attention, recipe.sampling, recipe.seed)
+    learned = base.quantization if t.steps and base.quantization != "none" else name
     start = {
-        f"weights in {t.quantization if quantized and t.steps else name}": one_layer if recipe.offload else packed,
+        f"weights in {learned}": one_layer if base.offload else packed,
         "masks, routers and their optimizer": trainable_bytes(net, t.steps > 0),
     }
     if t.steps:
@@ -157,36 +155,23 @@ def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None, shards: in
 
 def main_memory(sizes: Sizes, recipe: Recipe) -> MemoryEstimate:
     """Return what a conversion on a GPU takes of main memory. The system takes back what is read from files if need be."""
-    read = weight_bytes(sizes, getattr(torch, recipe.train.dtype))
-    parts = {"the files that the weights are read from": read, "files of the model": _files(sizes, recipe, False)}
-    return MemoryEstimate("a conversion", parts | _refitted(sizes, recipe))
+    base = BaseWeights.of(recipe)
+    read = weight_bytes(sizes, base.dtype)
+    parts = {"the files that the weights are read from": read, "files of the model": _files(sizes, base, False)}
+    return MemoryEstimate("a conversion", parts | _refitted(sizes, recipe, base))
 
 
-def _choosing_inputs(sizes: Sizes, recipe: Recipe, dtype: torch.dtype) -> MemoryEstimate:
-    shape = sizes.shape
-    tokens = min(recipe.data.seq_len, recipe.data.calibration_tokens)
-    parts = {
-        f"weights in {str(dtype).removeprefix('torch.')}": weight_bytes(sizes, dtype),
-        "activations of one sequence": activation_bytes(shape, dtype, tokens),
-        # and their gradient, and the log-probabilities with theirs
-        "logits of one sequence": 4 * tokens * sizes.output // shape.hidden_size * _FLOAT32,
-    }
-    return MemoryEstimate("choosing inputs", parts)
-
-
-def _refitted(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
+def _refitted(sizes: Sizes, recipe: Recipe, base: BaseWeights) -> dict[str, int]:
     if recipe.repair.mode == "none" or recipe.experts.form == "inputs":
         return {}
-    itemsize = getattr(torch, recipe.train.dtype).itemsize
-    return {"refitted projections": repair_bytes(sizes.shape, recipe.repair, itemsize)}
+    return {"refitted projections": repair_bytes(sizes.shape, recipe.repair, base.dtype.itemsize)}
 
 
-def _files(sizes: Sizes, recipe: Recipe, on_gpu: bool) -> int:
+def _files(sizes: Sizes, base: BaseWeights, on_gpu: bool) -> int:
     """Bytes of the file that is written and of its copy; on a GPU, of the layer that is folded and of one loaded beside it."""
-    itemsize = getattr(torch, recipe.train.dtype).itemsize
     if on_gpu:
-        return 2 * sizes.decoder_params // sizes.shape.num_layers * itemsize
-    return 2 * min(sizes.total * itemsize, CHECKPOINT_SHARD_BYTES)
+        return 2 * sizes.decoder_params // sizes.shape.num_layers * base.dtype.itemsize
+    return 2 * min(sizes.total * base.dtype.itemsize, CHECKPOINT_SHARD_BYTES)
 
 
 def weight_bytes(sizes: Sizes, dtype: torch.dtype, quantization: str = "none", shards: int = 1) -> int:
@@ -291,29 +276,19 @@ def _left_in_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup"
         _, kind, path = line.split(":", 2)
         if kind not in ("", "memory"):
             continue
-        top = root / kind
         limit, used, idle = (
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             if kind
             else ("memory.max", "memory.current", "inactive_file")
         )
-        here = top / path.strip("/")
+        here = root / kind / path.strip("/")
         for group in (here, *here.parents):
-            left = _left(group, limit, used, idle)
-            if left is not None:
-                yield left
-            if group == top:
-                break
-
-
-def _left(group: Path, limit: str, used: str, idle: str) -> int | None:
-    """None if the group has no limit, or cannot be read from here."""
-    try:
-        most, now = int((group / limit).read_text()), int((group / used).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, most - now + int(stat.get(idle, 0)))
-    except (OSError, ValueError):  # "max" is no number
-        return None
+            try:
+                most, now = (int((group / name).read_text()) for name in (limit, used))
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # it has no limit ("max" is no number), or cannot be read from here
+                continue
+            yield max(0, most - now + int(stat.get(idle, 0)))
 
 
 def check_memory(recipe: Recipe, folds: bool) -> None:
@@ -325,21 +300,16 @@ def check_memory(recipe: Recipe, folds: bool) -> None:
 def _check(recipe: Recipe, folds: bool) -> None:
     if not recipe.model:
         return  # loading it reports that
-    device = pick_device(recipe.device)
-    on_gpu = device.startswith("cuda")
+    base = BaseWeights.of(recipe)
+    on_gpu = base.device.startswith("cuda")
     sizes = sizes_of(load_config(recipe.model, checked=True), recipe)
-    layout = layout_of(recipe, sizes.shape)
-    training, *repair, folding = least_memory(
-        sizes, recipe, layout, distributed.world_size() if recipe.train.shard else 1
-    )
-    available = available_memory(device)
+    training, *repair, folding = least_memory(sizes, recipe, layout_of(recipe, sizes.shape))
+    available = available_memory(base.device)
     free = available.device_memory if on_gpu else available.memory
     local = 1 if on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # all processes measure dense model and MoE beside each other, unless the base was sharded
-    needs = [(training, local)]
-    if folds:
-        needs += [*((need, local) for need in repair), (folding, 1 if recipe.train.shard else local)]
-    for need, processes in needs:
+    for need in (training, *repair, folding) if folds else (training,):
+        processes = 1 if need is folding and recipe.train.shard else local
         if not need.fits(free, processes):
             parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in need.parts.items())
             hint = "" if recipe.offload or recipe.train.steps else "--offload holds one layer at a time, "

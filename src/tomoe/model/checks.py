@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tomoe.errors import UserError, shortened
 from tomoe.files import is_plain_filename, read_json, weight_files
@@ -84,8 +84,9 @@ def check_claims(folder: Path, tensors: Mapping[str, Header]) -> None:
         raise UserError(f"the config of {folder} takes its weights from {weights!r}, which is no file of that folder")
 
 
-def check_causal(place: Path | str, config: PreTrainedConfig) -> None:
-    """Raises UserError if transformers knows the type of model, but has no causal language model of it, or half of one."""
+def skeleton(place: Path | str, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a config without weights. Raises UserError if transformers knows the type of model, but has no causal
+    language model of it, or half of one."""
     kind = config.model_type
     text = text_config(config)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
@@ -95,7 +96,9 @@ def check_causal(place: Path | str, config: PreTrainedConfig) -> None:
                 f"{place} is a {kind!r} model: its decoder continues what an encoder has read, and ToMoE starts from a decoder "
                 "that stands alone"
             )
-        return
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return model
     if text.model_type == kind:
         raise UserError(
             f"{place} is a {kind!r} model, of which transformers has no causal language model to start from"
@@ -107,10 +110,8 @@ def check_causal(place: Path | str, config: PreTrainedConfig) -> None:
 
 
 def check_size(folder: Path, config: PreTrainedConfig, tensors: Mapping[str, Header]) -> None:
-    """Raises UserError if the model of the config, counted on the meta device, is larger than the weights can fill."""
-    check_causal(folder, config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    """Raises UserError as `skeleton`, and if the model of the config is larger than the weights can fill."""
+    model = skeleton(folder, config)
     claimed = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
     stored = sum(math.prod(header.shape) * _element_size(header.dtype) for header in tensors.values())
     if claimed > _ELEMENTS_PER_BYTE * stored + _FREE_ELEMENTS:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from tomoe.model.hooks import hooked
-from tomoe.model.mlp import decoder_layers
+from tomoe.model.mlp import decoder_layers, decoder_of, named_layers
 from tomoe.model.shape import text_config
 
 BEHIND = 32  # tokens behind the edge of a window or of the original context
@@ -107,9 +107,8 @@ def original_context(config: PreTrainedConfig) -> int | None:
 @contextmanager
 def first_layers(model: Any, count: int) -> Iterator[None]:
     """Inside the block the model has so many decoder layers."""
-    layers = decoder_layers(model)
-    parent = next(m for m in model.modules() if layers in m.children())
-    name = next(name for name, child in parent.named_children() if child is layers)
+    path, layers = named_layers(model)
+    parent, name = decoder_of(model), path.rpartition(".")[2]
     setattr(parent, name, nn.ModuleList(list(layers)[:count]))
     try:
         yield

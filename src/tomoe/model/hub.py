@@ -23,15 +23,6 @@ CONFIG_FILES = (ADAPTER, "config.json", "generation_config.json", "model.safeten
 PLAN_FILES = ("plan.json", "plan.safetensors")  # a plan of inputs is the first alone
 
 
-def broken_connection(error: BaseException | None) -> str | None:
-    """What broke on the way to the hub, if that caused an error; None if the hub answered."""
-    while error is not None:
-        if isinstance(error, HTTPError) and not isinstance(error, HfHubHTTPError | BadRequestError):
-            return f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}".strip()
-        error = error.__cause__ or error.__context__
-    return None
-
-
 def download_model(repo: str) -> Path:
     """The folder of a model on the hub, in the cache: its configs and the safetensors files that transformers would read.
     Raises UserError if the repository holds an adapter, and whatever huggingface_hub raises."""
@@ -79,5 +70,10 @@ def hub_reason(error: BaseException) -> str | None:
             return f"the hub refused ({status}); run `hf auth login` with a token that has the right to do this"
         if isinstance(error, RepositoryNotFoundError):
             return "the hub has no such repository, or it is private (`hf auth login`)"
-    broken = broken_connection(error)
-    return f"the hub is out of reach ({broken})" if broken else None
+    broken: BaseException | None = error
+    while broken is not None:
+        if isinstance(broken, HTTPError) and not isinstance(broken, HfHubHTTPError | BadRequestError):
+            what = f"{type(broken).__name__} {broken}".splitlines()[0].strip()
+            return f"the hub is out of reach ({what})"
+        broken = broken.__cause__ or broken.__context__
+    return None

@@ -21,7 +21,7 @@ from tomoe.model.names import check_no_adapter
 from tomoe.model.names import resolve as resolve
 from tomoe.model.offload import cast_, iter_weights, load_offloaded
 from tomoe.model.quantized import keep_differentiable_, quantization_config
-from tomoe.model.stored import StoredModel, is_gguf, read_config, untie_, writable_generation_
+from tomoe.model.stored import StoredModel, is_gguf, location, read_config, untie_, writable_generation_
 from tomoe.model.tokens import fit_tokenizer_
 from tomoe.model.trouble import TOKENIZER_ADVICE, one_sentence, writing
 
@@ -178,10 +178,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     model has no row for one of its tokens."""
     place = _locate(model)
     with one_sentence(model, place, part="tokenizer"):
-        where = {"gguf_file": place.name} if is_gguf(place) else {}
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(place.parent if is_gguf(place) else place), trust_remote_code=False, **where
-        )
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**location(place), trust_remote_code=False)
         # the tokens of a .gguf file are those of its rows, and reading its config takes seconds
         rows = None if is_gguf(place) else getattr(read_config(place).get_text_config(), "vocab_size", None)
     # transformers makes some tokenizers out of no file at all

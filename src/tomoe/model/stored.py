@@ -31,15 +31,19 @@ def is_gguf(place: Path | str) -> TypeGuard[Path]:
     return isinstance(place, Path) and place.suffix == ".gguf"
 
 
+def location(place: Path | str) -> dict[str, str]:
+    """How `from_pretrained` is told of a folder, a file or a hub id."""
+    if is_gguf(place):
+        return {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
+    return {"pretrained_model_name_or_path": str(place)}
+
+
 def read_config(place: Path | str, **changes: Any) -> PreTrainedConfig:
     """The config of a folder, file or hub id, with these changes; attention runs by what is installed here. Raises UserError
     for a .gguf file that is no model, or that says what no config can."""
-    where = {"pretrained_model_name_or_path": str(place)}
-    if is_gguf(place):
-        where = {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
-        file = GgufFile.read(place)
-    config: PreTrainedConfig = AutoConfig.from_pretrained(trust_remote_code=False, **where, **changes)
-    if is_gguf(place):
+    file = GgufFile.read(place) if is_gguf(place) else None
+    config: PreTrainedConfig = AutoConfig.from_pretrained(trust_remote_code=False, **location(place), **changes)
+    if file is not None:
         file.settle_(config)
     config._attn_implementation = None
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
@@ -83,12 +87,10 @@ class StoredModel:
 
     def load(self, dtype: torch.dtype, **arguments: Any) -> PreTrainedModel:
         """The model with weights of `dtype`, plain unless the arguments quantize it. Raises UserError by the report."""
-        settings: dict[str, Any] = {"pretrained_model_name_or_path": str(self.place), "use_safetensors": True}
-        if is_gguf(self.place):
-            settings = {"pretrained_model_name_or_path": str(self.place.parent), "gguf_file": self.place.name}
-            # Older versions of transformers have no such config: they always dequantize.
-            if (gguf := getattr(transformers, "GgufConfig", None)) is not None:
-                settings["quantization_config"] = gguf(dequantize=True)
+        settings: dict[str, Any] = location(self.place) | {"use_safetensors": True}
+        # Older versions of transformers have no such config: they always dequantize.
+        if is_gguf(self.place) and (gguf := getattr(transformers, "GgufConfig", None)) is not None:
+            settings["quantization_config"] = gguf(dequantize=True)
         if self.packing.renames:
             settings["key_mapping"] = dict(self.packing.renames)
         loaded: PreTrainedModel
@@ -97,14 +99,14 @@ class StoredModel:
         loaded, report = AutoModelForCausalLM.from_pretrained(
             config=self.config, dtype=dtype, trust_remote_code=False, **settings
         )  # type: ignore[misc]  # a pair, because of output_loading_info
-        if is_gguf(self.place):
-            file = GgufFile.read(self.place)
+        file = GgufFile.read(self.place) if is_gguf(self.place) else None
+        if file is not None:
             zero = {name for name in report["missing_keys"] if file.is_zero(loaded, name)}
             for name in zero:
                 loaded.get_parameter(name).data.zero_()
             report["missing_keys"] = [name for name in report["missing_keys"] if name not in zero]
         self._check(report)
-        if is_gguf(self.place):
+        if file is not None:
             file.check_used(loaded)
         return loaded
 
