@@ -143,9 +143,7 @@ def proved(export: Outcome, out: Path) -> dict[str, Any]:
 def carved(folder: Path, *options: str) -> Path:
     """Fill the folder with `dense`, `text.txt` and `moe`, which `tomoe carve` makes of them; return the folder."""
     dense, text = write_pico(folder / "dense"), write_text(folder / "text.txt")
-    with pytest.raises(SystemExit) as left:
-        main(["carve", str(dense), "-o", str(folder / "moe"), "--data", str(text), *small(), *options])
-    assert not left.value.code
+    succeed("carve", dense, "-o", folder / "moe", "--data", text, *small(), *options)
     return folder
 
 
@@ -155,6 +153,13 @@ def write_folded(folder: Path, family: str, tokenizer: PreTrainedTokenizerBase, 
     plan = make_plan(dense, "off", active=0.8)
     save_moe(fold(dense, plan), plan, tokenizer, folder)
     return folder
+
+
+def succeed(*args: str | Path) -> None:
+    """`tomoe ...` for a fixture that is made once, whatever it prints."""
+    with pytest.raises(SystemExit) as left:
+        main([str(a) for a in args])
+    assert not left.value.code
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import make_pico
-from pico_files import pico_recipe, write_text
-from pico_tokenizer import make_tokenizer
+from pico_files import pico_recipe, write_pico, write_text
+from stored_models import edit_config, edit_tensors
 from tomoe.conversion.convert import convert
 from tomoe.conversion.verbs import plan, train
 from tomoe.finetuning.repair import repair
@@ -17,6 +16,7 @@ from tomoe.memory.estimate import least_memory, sizes_of
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.compute_dtype import compute_dtype, measuring_dtype
 from tomoe.model.loading import load_dense, load_model
+from tomoe.plan import Plan
 from tomoe.pruning.layouts import OverlappingLayout
 from tomoe.recipe.conversion import Recipe
 
@@ -50,24 +50,29 @@ def test_the_processor_decides_what_bfloat16_weights_compute_in(
     assert compute_dtype(setting, stored, device) == expected
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`dense`, stored in bfloat16, and `text.txt`."""
-    tokenizer = make_tokenizer()
-    model = make_pico("llama", intermediate_size=512, vocab_size=len(tokenizer), max_position_embeddings=256)
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "dense")
-    tokenizer.save_pretrained(tmp_path / "dense")
-    write_text(tmp_path / "text.txt")
-    return tmp_path
+    folder = tmp_path_factory.mktemp("bfloat16")
+    dense = write_pico(folder / "dense")
+    edit_tensors(dense, lambda tensors: {name: t.bfloat16() for name, t in tensors.items()})
+    edit_config(dense, dtype="bfloat16")
+    write_text(folder / "text.txt")
+    return folder
 
 
-BFLOAT16 = ("train.dtype=bfloat16", "train.compute_dtype=float32")
+@pytest.fixture(scope="module")
+def in_float32(folder: Path) -> Recipe:
+    """A recipe for weights stored in bfloat16 that compute in float32, and what `convert` makes of it, in `moe`."""
+    recipe = pico_recipe(folder, "train.dtype=bfloat16", "train.compute_dtype=float32")
+    convert(recipe, folder / "moe")
+    return recipe
 
 
 @pytest.mark.slow
-def test_bfloat16_weights_in_float32_products_are_converted_as_float32_weights(folder: Path) -> None:
-    whole = convert(pico_recipe(folder, "train.dtype=float32"), folder / "float32")
-    halves = convert(pico_recipe(folder, *BFLOAT16), folder / "bfloat16")
+@pytest.mark.usefixtures("in_float32")
+def test_bfloat16_weights_in_float32_products_are_converted_as_float32_weights(folder: Path, tmp_path: Path) -> None:
+    whole, halves = convert(pico_recipe(folder, "train.dtype=float32"), tmp_path), Plan.load(folder / "moe")
     for a, b in zip(whole.layers, halves.layers, strict=True):
         assert torch.equal(a.router_weight, b.router_weight)
         assert torch.equal(a.expert_masks, b.expert_masks)
@@ -76,37 +81,32 @@ def test_bfloat16_weights_in_float32_products_are_converted_as_float32_weights(f
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_float32")
 def test_the_result_is_stored_as_the_recipe_says_with_the_dense_values(folder: Path) -> None:
-    convert(pico_recipe(folder, *BFLOAT16, "repair.mode=none"), folder / "moe")
     moe, dense = (load_dense(str(folder / name), torch.float32) for name in ("moe", "dense"))
     stored = load_model(str(folder / "moe"), "bfloat16", "cpu")
-    kept = moe.get_input_embeddings().weight
-    assert torch.equal(kept, dense.get_input_embeddings().weight)
+    for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"):
+        assert torch.equal(moe.get_parameter(name), dense.get_parameter(name))
     assert {p.dtype for name, p in stored.named_parameters() if "router" not in name} == {torch.bfloat16}
-    q = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(moe.get_parameter(q), dense.get_parameter(q))
     assert '"dtype": "bfloat16"' in (folder / "moe" / "config.json").read_text()
 
 
 @pytest.mark.slow
-def test_train_then_plan_and_repair_compute_as_convert_does(folder: Path) -> None:
-    recipe = pico_recipe(folder, *BFLOAT16)
-    convert(recipe, folder / "moe")
-    train(recipe, folder / "run")
-    plan(folder / "run", folder / "plan")
-    repair(folder / "moe", folder / "again")
-    bytes_ = [(folder / name / "plan.safetensors").read_bytes() for name in ("moe", "plan", "again")]
-    assert bytes_[0] == bytes_[1] == bytes_[2]
+def test_train_then_plan_and_repair_compute_as_convert_does(folder: Path, in_float32: Recipe, tmp_path: Path) -> None:
+    train(in_float32, tmp_path / "run")
+    plan(tmp_path / "run", tmp_path / "plan")
+    repair(folder / "moe", tmp_path / "again")
+    made = (folder / "moe" / "plan.safetensors").read_bytes()
+    assert all((tmp_path / name / "plan.safetensors").read_bytes() == made for name in ("plan", "again"))
 
 
-@pytest.mark.parametrize("part", ["offload", "quantized"])
+@pytest.mark.parametrize(
+    "changes", [["offload=true", "train.steps=0", "data.sources=text.txt"], ["train.quantization=int8"]]
+)
 def test_weights_that_are_read_or_unpacked_layer_by_layer_keep_their_dtype(
-    part: str, monkeypatch: pytest.MonkeyPatch
+    changes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor(monkeypatch)
-    changes = (
-        ["offload=true", "train.steps=0", "data.sources=text.txt"] if part == "offload" else ["train.quantization=int8"]
-    )
     assert BaseWeights.of(Recipe.load(None, ["device=cpu"])).compute == torch.float32
     assert BaseWeights.of(Recipe.load(None, ["device=cpu", *changes])).compute == torch.bfloat16
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 import struct
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,33 +14,14 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import torch
+from huggingface_hub import constants
 
 from pico_files import write_pico
-
-pytestmark = pytest.mark.slow
-
-# One process for all troubles, because importing takes longer than they do. For every line of JSON, [address, cache folder]:
-# load the model from there; say what it got or said.
-LOADER = """
-import json, sys, time
-from pathlib import Path
-import huggingface_hub.constants as constants
-import torch
 from tomoe.errors import UserError
 from tomoe.model.loading import load_config, load_dense
 
-torch.set_num_threads(1)
-time.sleep = lambda seconds: None
-constants.HF_HUB_ETAG_TIMEOUT = constants.HF_HUB_DOWNLOAD_TIMEOUT = 3
-for line in sys.stdin:
-    repository = json.loads(line)
-    try:
-        load_config(repository)
-        said = "%d weights" % load_dense(repository, torch.float32).num_parameters()
-    except UserError as error:
-        said = "refused: %s" % error
-    print(json.dumps(said), flush=True)
-"""
+pytestmark = pytest.mark.slow
 
 
 class Hub(ThreadingHTTPServer):
@@ -120,51 +99,45 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     served.server_close()
 
 
-@pytest.fixture(scope="module")
-def loader(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    own = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HOME": str(tmp_path_factory.mktemp("home")),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    with subprocess.Popen(
-        [sys.executable, "-c", LOADER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | own,
-    ) as process:
-        yield process
-        process.communicate()
+@pytest.fixture(autouse=True)
+def client(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client of this process asks the server, waits for 3 seconds at most, and never between two tries."""
+    address = f"http://127.0.0.1:{hub.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 3)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 3)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
 
-def load(loader: subprocess.Popen[str], repository: str) -> str:
+def load(repository: str) -> str:
     """The number of weights or the sentence."""
-    assert loader.stdin is not None
-    assert loader.stdout is not None
-    loader.stdin.write(json.dumps(repository) + "\n")
-    loader.stdin.flush()
-    return str(json.loads(loader.stdout.readline()))
+    try:
+        load_config(repository)
+        return f"{load_dense(repository, torch.float32).num_parameters()} weights"
+    except UserError as error:
+        return f"refused: {error}"
 
 
 @pytest.mark.parametrize(("trouble", "times"), [("503", 2), ("late", 1), ("half", 2)])
-def test_trouble_that_passes(hub: Hub, loader: subprocess.Popen[str], trouble: str, times: int) -> None:
+def test_trouble_that_passes(hub: Hub, trouble: str, times: int) -> None:
     hub.trouble, hub.left, hub.file = trouble, times, ""
-    assert load(loader, f"ada/{trouble}-{times}").endswith(" weights")
+    assert load(f"ada/{trouble}-{times}").endswith(" weights")
     assert hub.left <= 0
 
 
 @pytest.mark.parametrize(
     ("trouble", "file"), [("503", ""), ("reset", ""), ("half", ""), ("reset", "model.safetensors")]
 )
-def test_trouble_that_stays(hub: Hub, loader: subprocess.Popen[str], trouble: str, file: str) -> None:
+def test_trouble_that_stays(hub: Hub, trouble: str, file: str) -> None:
     hub.trouble, hub.left, hub.file = trouble, 10**6, file
     repository = f"ada/{trouble}-{len(file)}"
-    sentence = load(loader, repository)
+    sentence = load(repository)
     hub.left = 0
     part = "model" if file else "config"
     assert sentence.startswith(f"refused: cannot load the {part} {repository} from the hub: ")
@@ -174,8 +147,8 @@ def test_trouble_that_stays(hub: Hub, loader: subprocess.Popen[str], trouble: st
         assert "the hub is out of reach (" in sentence
 
 
-def test_a_hub_that_is_gone(hub: Hub, loader: subprocess.Popen[str]) -> None:
+def test_a_hub_that_is_gone(hub: Hub) -> None:
     """Last: nobody listens any more."""
     hub.shutdown()
     hub.server_close()
-    assert "the hub is out of reach (ConnectError" in load(loader, "ada/gone")
+    assert "the hub is out of reach (ConnectError" in load("ada/gone")

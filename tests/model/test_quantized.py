@@ -14,19 +14,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from conftest import make_network, make_pico, mask_step, tokens
-from pico_files import CommandLine, pico_recipe, small, write_pico, write_text
+from pico_files import pico_recipe, small, succeed, write_pico, write_text
 from stored_models import write_gguf
 from tomoe.conversion import verbs
-from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus, Sequences
 from tomoe.errors import UserError
 from tomoe.evaluation.evaluate import evaluate
+from tomoe.evaluation.results import read_rows
 from tomoe.memory import estimate
 from tomoe.model import quantized
 from tomoe.model.loading import fingerprint, load_config, load_dense
 from tomoe.model.structure import check_output, shape_of
 from tomoe.moe.fold import fold
-from tomoe.plan import REPAIRED
+from tomoe.plan import REPAIRED, Plan
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe
 
@@ -165,66 +165,70 @@ def test_gradients_come_through_every_projection(quantization: str, folder: Path
         assert apart(x.grad, given @ weight) < 1e-5
 
 
-@pytest.fixture(scope="module", params=["carved", "random"])
-def learned_whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A folder with `dense`, `text.txt` and `run`, what masks learn with weights as they are; and the recipe's changes."""
-    changes = ["train.save_every=4", f"start={request.param}", "attention.pruning=static"]
-    folder = fill(tmp_path_factory.mktemp("whole"))
-    verbs.train(pico_recipe(folder, *changes), folder / "run")
-    return folder, changes
-
-
-@pytest.mark.parametrize("quantization", KINDS)
-def test_a_conversion_is_carved_planned_and_folded_from_the_original_weights(
-    quantization: str, learned_whole: tuple[Path, list[str]], tmp_path: Path
-) -> None:
-    """So is the basis of the values, which a random start needs, too."""
-    folder, changes = learned_whole
-    original = load_dense(str(folder / "dense"), torch.float32)
-    made = convert(pico_recipe(folder, f"train.quantization={quantization}", *changes), tmp_path / "moe")
-    assert made.source == fingerprint(original)
-    assert made.dense_config == verbs.plan(folder / "run", tmp_path / "plain").dense_config
-    assert made.rotated
-    # the start is the dense model's; then other weights give other gradients
+@needs_library
+@pytest.mark.parametrize("start", ["carved", "random"])
+def test_masks_start_from_the_original_weights(start: str, folder: Path) -> None:
+    """A random start needs the basis of their values. Then other weights give other gradients."""
+    recipe = pico_recipe(folder, f"start={start}", "train.save_every=4", "attention.pruning=static")
+    packed, whole = (
+        verbs.train(recipe.changed([f"train.quantization={kind}"]), folder / kind) for kind in ("nf4", "none")
+    )
     for step, same in ((0, True), (4, False)):
-        ours, theirs = (learned(run, step) for run in (tmp_path / "moe" / "run", folder / "run"))
-        assert all(torch.equal(t, theirs[name]) for name, t in ours.items()) is same
-    meant = fold(original, made)
-    found = load_dense(str(tmp_path / "moe"), torch.float32)
-    assert "quantization_config" not in found.config.to_dict()
-    assert all(torch.equal(t, found.state_dict()[name]) for name, t in meant.state_dict().items())
-    verbs.plan(tmp_path / "moe" / "run", tmp_path / "plan")
-    assert (tmp_path / "plan" / "plan.safetensors").read_bytes() == (tmp_path / "moe" / "plan.safetensors").read_bytes()
+        meant = learned(whole, step)
+        assert all(torch.equal(t, meant[name]) for name, t in learned(packed, step).items()) is same
 
 
-@pytest.mark.parametrize("quantization", KINDS)
-def test_projections_are_refitted_from_the_original_weights(quantization: str, folder: Path) -> None:
-    recipe = pico_recipe(folder, f"train.quantization={quantization}", "repair.mode=full", "repair.tokens=256")
-    made = convert(recipe, folder / "moe")
-    original = load_dense(str(folder / "dense"), torch.float32)
-    text = Corpus.load(folder / "moe" / "run" / "corpus.safetensors").train.truncate(256)
-    meant = repair_plan(made, original, text.input_ids, text.mask, recipe.repair)
+@pytest.fixture(scope="module")
+def in_4_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `dense`, `text.txt` and `moe`, whose masks learned from weights in 4 bits."""
+    folder = fill(tmp_path_factory.mktemp("in_4_bits"))
+    learning = {"train_quantization": "nf4", "train_save_every": "4", "attention_pruning": "static"}
+    after = {"repair_mode": "full", "repair_tokens": "256", "data_evaluation_tokens": "32"}
+    options = small(**learning, **after)
+    succeed("convert", folder / "dense", "--data", folder / "text.txt", "-o", folder / "moe", *options)
+    return folder
+
+
+@needs_library
+def test_a_conversion_is_planned_repaired_and_folded_from_the_original_weights(in_4_bits: Path, tmp_path: Path) -> None:
+    moe, original = in_4_bits / "moe", load_dense(str(in_4_bits / "dense"), torch.float32)
+    made, found = Plan.load(moe), load_dense(str(moe), torch.float32)
+    assert made.source == fingerprint(original)
+    config = json.loads(original.config.to_json_string(use_diff=False))
+    assert made.dense_config == {key: value for key, value in config.items() if not key.startswith("_")}
+    assert made.rotated
+    text = Corpus.load(moe / "run" / "corpus.safetensors").train.truncate(256)
+    meant = repair_plan(made, original, text.input_ids, text.mask, Recipe.load(moe / "recipe.json").repair)
     for ours, theirs in zip(made.layers, meant.layers, strict=True):
-        assert torch.equal(ours.refit["down.weight"], theirs.refit["down.weight"])
+        assert all(torch.equal(t, theirs.refit[name]) for name, t in ours.refit.items())
     assert made.notes[REPAIRED] == meant.notes[REPAIRED]
     assert made.notes[REPAIRED]["error_after"] < made.notes[REPAIRED]["error_before"]
-    verbs.plan(folder / "moe" / "run", folder / "plan")
-    assert (folder / "plan" / "plan.safetensors").read_bytes() == (folder / "moe" / "plan.safetensors").read_bytes()
+    assert "quantization_config" not in found.config.to_dict()
+    assert all(torch.equal(t, found.state_dict()[name]) for name, t in fold(original, made).state_dict().items())
+    verbs.plan(moe / "run", tmp_path / "plan")
+    assert (tmp_path / "plan" / "plan.safetensors").read_bytes() == (moe / "plan.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("quantization", KINDS)
-def test_a_run_that_was_cut_off_resumes(quantization: str, folder: Path) -> None:
-    recipe = pico_recipe(folder, f"train.quantization={quantization}")
-    verbs.train(recipe, folder / "whole")
-    shutil.copytree(folder / "whole", folder / "halves")
-    shutil.rmtree(folder / "halves" / "masks" / "step-000004")
-    verbs.train(recipe, folder / "halves", resume=True)
-    whole, found = learned(folder / "whole", 4), learned(folder / "halves", 4)
-    assert all(torch.equal(t, whole[name]) for name, t in found.items())
+@needs_library
+def test_what_came_out_is_measured_beside_the_original(in_4_bits: Path) -> None:
+    moe = in_4_bits / "moe"
+    assert (moe / "report.html").exists()
+    whole = evaluate([str(in_4_bits / "dense"), str(moe)], dtype="float32")
+    assert [row.measurement.nll for row in read_rows(moe)] == [row.measurement.nll for row in whole]
 
 
-@pytest.mark.parametrize("quantization", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@needs_library
+def test_a_run_that_was_cut_off_resumes(in_4_bits: Path, tmp_path: Path) -> None:
+    began = in_4_bits / "moe" / "run"
+    run = shutil.copytree(began, tmp_path / "run")
+    shutil.rmtree(run / "masks" / "step-000004")
+    verbs.train(Recipe.load(began / "recipe.json"), run, resume=True)
+    whole = learned(began, 4)
+    assert all(torch.equal(t, whole[name]) for name, t in learned(run, 4).items())
+
+
+@needs_library
+@pytest.mark.parametrize(("quantization", "dtype"), [("int8", "float32"), ("nf4", "bfloat16")])
 def test_packed_layers_take_the_memory_that_is_counted(quantization: str, dtype: str, folder: Path) -> None:
     packed = load_dense(str(folder / "dense"), getattr(torch, dtype), quantization=quantization)
     own = pico_recipe(folder, f"train.quantization={quantization}", f"train.dtype={dtype}")
@@ -249,14 +253,3 @@ def test_what_cannot_be_packed(tmp_path: Path) -> None:
     write_gguf(make_pico("llama"), tmp_path / "model.gguf")
     with pytest.raises(UserError, match=r"stored quantized already \(GGUF\)"):
         load_dense(str(tmp_path / "model.gguf"), torch.float32, quantization="nf4")
-
-
-@needs_library
-def test_what_came_out_is_measured_beside_the_original(tomoe: CommandLine, folder: Path) -> None:
-    command = ["convert", folder / "dense", "--data", folder / "text.txt", "-o", folder / "moe"]
-    done = tomoe(*command, *small(train_quantization="nf4", data_evaluation_tokens="32"))
-    assert done.code == 0, done.err
-    assert (folder / "moe" / "report.html").exists()
-    rows = json.loads((folder / "moe" / "evaluation.json").read_text())["rows"]
-    whole = evaluate([str(folder / "dense"), str(folder / "moe")], dtype="float32")
-    assert [row["measurement"]["nll"] for row in rows] == [row.measurement.nll for row in whole]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from conftest import make_pico, tokens
-from pico_files import CommandLine, fine, refused, write_pico, write_text
+from pico_files import CommandLine, Outcome, fine, refused, write_pico, write_text
 from stored_models import KINDS, edit_config, edit_tensors, write_stored
 from tomoe.errors import Note, UserError
 from tomoe.model import stored
@@ -57,33 +57,41 @@ def test_a_checkpoint_is_the_numbers_that_are_stored(kind: str, tmp_path: Path) 
     assert fingerprint(half[0]) == fingerprint(half[1])
 
 
-@pytest.mark.parametrize("form", ["whole", "--offload"])
-def test_a_quantized_checkpoint_becomes_a_plain_model(tomoe: CommandLine, tmp_path: Path, form: str) -> None:
-    """`apply` reads it by layers, and must find the weights that the plan was made for."""
+def carve(tomoe: CommandLine, folder: Path, *options: str) -> Outcome:
+    """Make `moe` of `dense` in a folder, of which the logits are those of the dense model if all experts are chosen."""
+    text = write_text(folder / "text.txt")
+    options = (*fine(), "--active", "0.6", "--repair", "none", *options)
+    return tomoe("carve", folder / "dense", "-o", folder / "moe", "--data", text, *options)
+
+
+def all_experts(folder: Path) -> Tensor:
+    return logits(load_dense(str(folder / "moe"), torch.float32, num_experts_per_tok=64))
+
+
+def test_a_quantized_checkpoint_becomes_a_plain_model(tomoe: CommandLine, tmp_path: Path) -> None:
+    """`apply` must find the weights that the plan was made for. Nothing is measured of a model that is read by layers."""
     meant = write_stored(tmp_path / "dense", "fp8 in blocks")
-    text = write_text(tmp_path / "text.txt")
-    options = [*fine(), "--active", "0.6", "--repair", "none", *([form] if form != "whole" else [])]
-    done = tomoe("carve", tmp_path / "dense", "-o", tmp_path / "moe", "--data", text, *options)
+    done = carve(tomoe, tmp_path, "--offload")
     assert done.code == 0, done.err
+    assert f"tomoe evaluate {tmp_path / 'dense'} {tmp_path / 'moe'} --offload" in done.err.replace("\n", " ")
+    assert (tmp_path / "moe" / "README.md").exists()
+    assert not (tmp_path / "moe" / "evaluation.json").exists()
     assert "quantization_config" not in json.loads((tmp_path / "moe" / "config.json").read_text())
-    moe = load_dense(str(tmp_path / "moe"), torch.float32, num_experts_per_tok=64)
-    torch.testing.assert_close(logits(moe), logits(meant), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(all_experts(tmp_path), logits(meant), atol=1e-3, rtol=1e-3)
     done = tomoe("apply", tmp_path / "moe", tmp_path / "dense", "-o", tmp_path / "again")
     assert done.code == 0, done.err
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("moe", "again"))
     assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
 
 
-ENTRIES = {
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "name the model that was quantized"),
-    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, "name the model that was quantized"),
-    "torchao": (
-        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
-        "name the model that was quantized",
-    ),
-    "hqq": ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}, "name the model that"),
-    "quark": ({"quant_method": "quark"}, "name the model that was quantized"),
-    "compressed-tensors": ({"quant_method": "compressed-tensors", "config_groups": {}}, "pip install compressed"),
+PLAIN = "name the model that was quantized"
+ENTRIES: dict[str, tuple[dict[str, object], str]] = {
+    "gptq": ({"bits": 4, "group_size": 32}, PLAIN),
+    "awq": ({"bits": 4, "version": "gemm"}, PLAIN),
+    "torchao": ({"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}, PLAIN),
+    "hqq": ({"quant_config": {"weight_quant_params": {"nbits": 4}}}, PLAIN),
+    "quark": ({}, PLAIN),
+    "compressed-tensors": ({"config_groups": {}}, "pip install compressed"),
 }
 
 
@@ -93,22 +101,11 @@ def test_what_cannot_be_dequantized_here_is_one_sentence(tomoe: CommandLine, tmp
     if method in PACKAGES and find_spec(PACKAGES[method]) is not None:
         pytest.skip("the package is there")
     write_pico(tmp_path / "dense")
-    edit_config(tmp_path / "dense", quantization_config=entry)
+    edit_config(tmp_path / "dense", quantization_config=entry | {"quant_method": method})
     for offload in (False, True):
         with pytest.raises(UserError, match=words):
             load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
     refused(tomoe("doctor", tmp_path / "dense"), words)
-
-
-def test_a_method_that_nobody_knows_over_plain_weights(tmp_path: Path) -> None:
-    """exl3 and others leave an entry in configs of plain weights; it is not of the model that was loaded."""
-    write_pico(tmp_path / "dense")
-    plain = load_dense(str(tmp_path / "dense"), torch.float32)
-    edit_config(tmp_path / "dense", quantization_config={"quant_method": "exl3", "bits": 4})
-    for offload in (False, True):
-        model = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
-        assert fingerprint(model) == fingerprint(plain)
-        assert not hasattr(model.config, "quantization_config")
 
 
 def test_what_is_stored_quantized_is_not_quantized_again(tmp_path: Path) -> None:
@@ -135,7 +132,6 @@ def add_bias(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ("change", "config", "words"),
     [
         (add_bias, {}, "1 tensors that its config has no place for, for example model.layers.0.self_attn.q_proj.bias"),
-        (lambda t: t | {"v_head.weight": torch.ones(1, 32)}, {}, "for example v_head.weight"),
         (lambda t: t, {"num_hidden_layers": 1}, "9 tensors that its config has no place for"),
         (lambda t: {n: x for n, x in t.items() if "up_proj" not in n}, {}, "lack 2 tensors"),
         (lambda t: t | {"model.norm.weight": torch.ones(7)}, {}, "model.norm.weight is (7,), its config says (32,)"),
@@ -161,7 +157,8 @@ def test_tensors_that_differ_from_the_config_are_refused(
     refused(tomoe("doctor", tmp_path / "dense"), words)
 
 
-def test_masks_among_the_weights_are_no_weights(tmp_path: Path) -> None:
+def test_what_is_left_over_beside_plain_weights_changes_nothing(tmp_path: Path) -> None:
+    """Masks among the weights; and exl3 and others leave an entry in the config, which is not of the model that was loaded."""
     write_pico(tmp_path / "dense")
     plain = load_dense(str(tmp_path / "dense"), torch.float32)
     masks = {
@@ -169,8 +166,11 @@ def test_masks_among_the_weights_are_no_weights(tmp_path: Path) -> None:
         "model.layers.0.attn.masked_bias": torch.tensor(-1e4),
     }
     edit_tensors(tmp_path / "dense", lambda tensors: tensors | masks)
+    edit_config(tmp_path / "dense", quantization_config={"quant_method": "exl3", "bits": 4})
     for offload in (False, True):
-        assert fingerprint(load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)) == fingerprint(plain)
+        model = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
+        assert fingerprint(model) == fingerprint(plain)
+        assert not hasattr(model.config, "quantization_config")
 
 
 def test_float8_numbers_whose_scales_have_another_name_are_refused(tmp_path: Path) -> None:
@@ -180,36 +180,14 @@ def test_float8_numbers_whose_scales_have_another_name_are_refused(tmp_path: Pat
         load_dense(str(tmp_path / "dense"), torch.float32)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_two_matrices_that_the_config_ties_stay_two(tmp_path: Path, offload: bool) -> None:
-    write_pico(tmp_path / "dense")
-    two = load_dense(str(tmp_path / "dense"), torch.float32)
-    edit_config(tmp_path / "dense", tie_word_embeddings=True)
-    model = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
-    assert torch.equal(logits(model), logits(two))
-    assert model.config.tie_word_embeddings is False
-
-
-def test_two_matrices_that_the_config_ties_stay_two_in_the_moe(tomoe: CommandLine, tmp_path: Path) -> None:
-    write_pico(tmp_path / "dense")
-    edit_config(tmp_path / "dense", tie_word_embeddings=True)
-    dense, text = load_dense(str(tmp_path / "dense"), torch.float32), write_text(tmp_path / "text.txt")
-    options = [*fine(), "--active", "0.6", "--repair", "none"]
-    done = tomoe("carve", tmp_path / "dense", "-o", tmp_path / "moe", "--data", text, *options)
-    assert done.code == 0, done.err
-    moe = load_dense(str(tmp_path / "moe"), torch.float32, num_experts_per_tok=64)
-    torch.testing.assert_close(logits(moe), logits(dense), atol=1e-3, rtol=1e-3)
-
-
 def test_attention_runs_by_what_is_installed(tmp_path: Path) -> None:
     write_pico(tmp_path / "dense")
     plain = load_dense(str(tmp_path / "dense"), torch.float32)
     for asked in ("flash_attention_2", "someone/kernels-of-their-own"):
         edit_config(tmp_path / "dense", _attn_implementation=asked)
-        for offload in (False, True):
-            model = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
-            assert model.config._attn_implementation == "sdpa"
-            assert torch.equal(logits(model), logits(plain))
+        model = load_dense(str(tmp_path / "dense"), torch.float32)
+        assert model.config._attn_implementation == "sdpa"
+        assert torch.equal(logits(model), logits(plain))
 
 
 def test_of_a_model_that_reads_images_the_text_model_is_loaded(tmp_path: Path) -> None:
@@ -233,16 +211,20 @@ def test_of_a_model_that_reads_images_the_text_model_is_loaded(tmp_path: Path) -
 # ---- what the input decides fails before the work, or not at all
 
 
-def test_settings_of_generation_that_cannot_be_written_are_dropped(tomoe: CommandLine, tmp_path: Path) -> None:
-    """Llama 2's: without sampling they say nothing, and transformers refuses to write them."""
+def test_what_a_config_says_that_is_not_of_the_model(tomoe: CommandLine, tmp_path: Path) -> None:
+    """It ties two matrices that differ, and says what a call returns. Llama 2's settings of generation say nothing without
+    sampling, and transformers refuses to write them."""
     write_pico(tmp_path / "dense")
+    returned = {"return_dict": False, "output_attentions": True, "output_hidden_states": True}
+    edit_config(tmp_path / "dense", tie_word_embeddings=True, **returned)
+    dense = load_dense(str(tmp_path / "dense"), torch.float32)
     values = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "max_length": 99}
     (tmp_path / "dense" / "generation_config.json").write_text(json.dumps(values))
-    text = write_text(tmp_path / "text.txt")
-    options = [*fine(), "--active", "0.6", "--repair", "none"]
-    done = tomoe("carve", tmp_path / "dense", "-o", tmp_path / "moe", "--data", text, *options)
+    assert all(getattr(dense.config, name) is not value for name, value in returned.items())
+    done = carve(tomoe, tmp_path)
     assert done.code == 0, done.err
     assert "note" not in done.err
+    torch.testing.assert_close(all_experts(tmp_path), logits(dense), atol=1e-3, rtol=1e-3)
     done = tomoe("export", tmp_path / "moe", "-o", tmp_path / "export")
     assert done.code == 0, done.err
     written = json.loads((tmp_path / "export" / "generation_config.json").read_text())
@@ -255,35 +237,11 @@ def test_a_tokenizer_that_cannot_be_written_is_found_before_the_work(tomoe: Comm
     templates = [{"name": "default", "template": "x"}, {"name": "../outside", "template": "y"}]
     path = tmp_path / "dense" / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": templates}))
-    text = write_text(tmp_path / "text.txt")
-    done = tomoe("carve", tmp_path / "dense", "-o", tmp_path / "moe", "--data", text, *fine(), "--active", "0.6")
-    refused(done, "cannot write the config and tokenizer of this model: Invalid chat template name: '../outside'")
+    refused(
+        carve(tomoe, tmp_path),
+        "cannot write the config and tokenizer of this model: Invalid chat template name: '../outside'",
+    )
     assert not (tmp_path / "moe").exists()
-
-
-def test_whatever_a_library_raises_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_pico(tmp_path / "dense")
-    for error in (ImportError("install it"), AttributeError("no part"), IndexError(), KeyError("x"), Exception("odd")):
-
-        def fail(*_: object, error: Exception = error, **__: object) -> None:
-            raise error
-
-        monkeypatch.setattr(stored.AutoModelForCausalLM, "from_pretrained", fail)
-        with pytest.raises(UserError, match=f"cannot load the model .*/dense: .*{error.args[0] if error.args else ''}"):
-            load_dense(str(tmp_path / "dense"), torch.float32)
-
-
-@pytest.mark.parametrize(
-    "switch", [{"return_dict": False}, {"output_attentions": True}, {"output_hidden_states": True}]
-)
-def test_what_a_config_says_of_calls_is_not_of_the_model(
-    tomoe: CommandLine, tmp_path: Path, switch: dict[str, bool]
-) -> None:
-    write_pico(tmp_path / "dense")
-    edit_config(tmp_path / "dense", **switch)
-    text = write_text(tmp_path / "text.txt")
-    done = tomoe("carve", tmp_path / "dense", "-o", tmp_path / "moe", "--data", text, *fine(), "--active", "0.6")
-    assert done.code == 0, done.err
 
 
 def test_code_of_the_folder_is_named(tmp_path: Path) -> None:
@@ -315,22 +273,15 @@ def test_an_adapter_beside_the_model_is_refused(tomoe: CommandLine, tmp_path: Pa
     refused(tomoe("doctor", tmp_path / "dense"), "holds an adapter of ada/base, not a model; merge it")
 
 
-@pytest.mark.parametrize("name", ["consolidated.safetensors", "model.fp16.safetensors"])
-def test_weights_under_another_name_are_named(tomoe: CommandLine, tmp_path: Path, name: str) -> None:
+def test_weights_under_another_name_are_named(tomoe: CommandLine, tmp_path: Path) -> None:
     write_pico(tmp_path / "dense")
-    (tmp_path / "dense" / "model.safetensors").rename(tmp_path / "dense" / name)
-    with pytest.raises(UserError, match=f"holds no model.safetensors, but {name}; if its tensors"):
+    (tmp_path / "dense" / "model.safetensors").rename(tmp_path / "dense" / "consolidated.safetensors")
+    with pytest.raises(UserError, match=r"holds no model.safetensors, but consolidated.safetensors; if its tensors"):
         load_dense(str(tmp_path / "dense"), torch.float32)
-    refused(tomoe("doctor", tmp_path / "dense"), name)
+    refused(tomoe("doctor", tmp_path / "dense"), "consolidated.safetensors")
 
 
 def test_the_doctor_needs_no_weights(tomoe: CommandLine, tmp_path: Path) -> None:
     write_pico(tmp_path / "dense")
     (tmp_path / "dense" / "model.safetensors").unlink()
     assert tomoe("doctor", tmp_path / "dense", "--set", "device=cpu").code == 0
-
-
-def test_a_pico_model_is_what_it_was(tmp_path: Path) -> None:
-    make_pico("llama3").save_pretrained(tmp_path / "dense")
-    model = load_dense(str(tmp_path / "dense"), torch.float32)
-    assert model.config.tie_word_embeddings is True
