@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +33,14 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 TOLERANCE = 1e-5  # of the largest logit, float32
 # together beyond the sliding window of mistral
 PROMPT, NEW = 7, 4
+# Every family with both ways to prune attention, and both forms of experts with each of them: MLPs and attention are folded
+# apart. MLPs alone with a gate and without.
+CELLS = [
+    *((family, "static", FORMS[i % 2]) for i, family in enumerate(FAMILIES)),
+    *((family, "per_token", FORMS[1 - i % 2]) for i, family in enumerate(FAMILIES)),
+    ("qwen2", "off", "overlapping"),
+    ("phi", "off", "fine"),
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class Case:
     plan: Plan
     folded: ToMoEForCausalLM
     reloaded: ToMoEForCausalLM
+    folder: Path
 
     @cached_property
     def ids(self) -> Tensor:
@@ -54,11 +62,7 @@ class Case:
         return clear_prompts(self.folded, lambda seed: tokens(2, PROMPT, seed), NEW, but=[2])
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(*pair, form) for pair in itertools.product(FAMILIES, ATTENTION_MODES) for form in FORMS],
-    ids=lambda names: "-".join(names),
-)
+@pytest.fixture(scope="module", params=CELLS, ids="-".join)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     family, attention, form = request.param
     dense = make_pico(family)
@@ -66,7 +70,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folded = fold(dense, plan)
     folder = tmp_path_factory.mktemp("moe") / family
     save_moe(folded, plan, None, folder)
-    return Case(dense, plan, folded, AutoModelForCausalLM.from_pretrained(folder))
+    return Case(dense, plan, folded, AutoModelForCausalLM.from_pretrained(folder), folder)
 
 
 @contextmanager
@@ -92,13 +96,14 @@ def test_folded_and_reloaded_compute_what_the_masks_mean(case: Case, implementat
     with masked(case.dense, planned_masks(case.plan)):
         meant = case.dense(ids).logits
     assert (meant - case.dense(ids).logits).abs().max() > 1e-2, "the masks changed nothing"
-    for moe in (case.folded, case.reloaded):
+    for moe, backends in ((case.folded, WAYS["experts"]), (case.reloaded, ("auto",))):
         assert moe.model.layers[0].self_attn.config._attn_implementation == implementation
-        for backend in ("auto", *WAYS["experts"]):
+        for backend in backends:
             with running(moe, backend):
                 assert_same(moe(ids).logits, meant)
 
 
+@pytest.mark.parametrize("case", CELLS[-2:], indirect=True, ids="-".join)
 def test_few_and_many_tokens_take_other_ways_through_the_experts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `auto` chooses for one token, for a few and for many: all must be reached, and be right."""
     taken: list[str] = []
@@ -120,8 +125,9 @@ def test_few_and_many_tokens_take_other_ways_through_the_experts(case: Case, mon
             assert set(taken) == {backend}
 
 
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
-def test_full_masks_are_the_dense_model(dense: PreTrainedModel, attention: str) -> None:
+@pytest.mark.parametrize(("family", "attention"), [*zip(FAMILIES, ATTENTION_MODES[::-1] * 2, strict=True)])
+def test_full_masks_are_the_dense_model(family: str, attention: str) -> None:
+    dense = make_pico(family)
     plan = make_plan(dense, attention, active=1.0)
     shape = shape_of(dense)
     assert plan.widths() == [(shape.mlp_size, shape.head_dim, shape.head_dim)] * shape.num_layers
@@ -142,8 +148,10 @@ def with_top_k(plan: Plan, most: int, k: int) -> Plan:
     return replace(plan, layers=layers)
 
 
-def test_fine_experts_can_be_used_in_other_numbers(dense: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "phi"])
+def test_fine_experts_can_be_used_in_other_numbers(family: str, tmp_path: Path) -> None:
     """The number of experts is chosen at load time; all of them are the dense model."""
+    dense = make_pico(family)
     plan = make_plan(dense, "off", form="fine")
     save_moe(fold(dense, plan), plan, None, tmp_path / "moe")
     for k in (1, 2, 3, 5, 8):
@@ -155,6 +163,9 @@ def test_fine_experts_can_be_used_in_other_numbers(dense: PreTrainedModel, tmp_p
             with running(moe, backend):
                 assert_same(moe(ids).logits, meant)
         assert bool((meant - dense(ids).logits).abs().max() < 1e-5 * meant.abs().max()) == (k == 8)
+    for k in (0, 9, -1):
+        with pytest.raises(ValueError, match="num_experts_per_tok"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=k)
 
 
 def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
@@ -197,14 +208,6 @@ def test_layers_that_use_all_experts_stay_whole(llama: PreTrainedModel, tmp_path
         asked = replace(plan, layers=(first, *(replace(layer, top_k=k) for layer in others)))
         with masked(llama, planned_masks(asked)):
             assert_same(moe(ids).logits, llama(ids).logits)
-
-
-def test_a_number_of_experts_that_there_is_not_is_refused(llama: PreTrainedModel, tmp_path: Path) -> None:
-    plan = make_plan(llama, "off", form="fine")
-    save_moe(fold(llama, plan), plan, None, tmp_path / "moe")
-    for k in (0, 9, -1):
-        with pytest.raises(ValueError, match="num_experts_per_tok"):
-            AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=k)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -269,22 +272,15 @@ def decisions(model: PreTrainedModel, plan: Plan, ids: Tensor) -> tuple[Tensor, 
     return logits, [c.view(*ids.shape, -1) for c in chosen]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_from_disk_rounds_no_worse_than_masked_bfloat16(
-    family: str, attention: str, form: str, tmp_path: Path
-) -> None:
+def test_bfloat16_from_disk_rounds_no_worse_than_masked_bfloat16(case: Case, tmp_path: Path) -> None:
     """Both are roundings of one float32 function; where they choose alike, their errors must be of one size.
 
     A wrong float32 part (a rotary table cast to bfloat16, say) would show as an error many times larger.
     """
-    exact = make_pico(family)
-    plan = make_plan(exact, attention, form=form)
-    exact.save_pretrained(tmp_path / "dense")
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16)
-    save_moe(fold(exact, plan), plan, None, tmp_path / "moe")
-    moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.bfloat16)
+    exact, plan = case.dense, case.plan
+    exact.save_pretrained(tmp_path)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    moe = AutoModelForCausalLM.from_pretrained(case.folder, dtype=torch.bfloat16)
     for name, parameter in moe.named_parameters():
         assert parameter.dtype == (torch.float32 if "router." in name else torch.bfloat16), name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import tomoe.pruning.masking as masking
-from conftest import FAMILIES, make_network, make_pico, make_plan, tokens
+from conftest import make_network, make_pico, make_plan, tokens
 from tomoe.model.shape import ModelShape
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
@@ -24,6 +25,12 @@ from tomoe.pruning.routing import ExpertRouter, Routing, route
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 RED = 1e-3
+
+
+@pytest.fixture(params=["qwen2", "phi"])
+def dense(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Grouped heads and a gate; rotary pairs on a part of the head, no gate, and biases everywhere."""
+    return make_pico(request.param)
 
 
 def difference(
@@ -42,20 +49,16 @@ def attentions(moe: ToMoEForCausalLM) -> list[ToMoEAttention]:
     return [layer.self_attn for layer in moe.model.layers]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_softmax_scale_of_the_kept_dims(family: str) -> None:
+def test_softmax_scale_of_the_kept_dims(dense: PreTrainedModel) -> None:
     def damage(moe: ToMoEForCausalLM) -> None:
         for attention in attentions(moe):
             attention.scaling = attention.qk_size**-0.5
 
-    dense = make_pico(family)
     assert difference(dense, make_plan(dense, "static"), damage) > RED
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_output_mask_missing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_mask_missing(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks on V only: other tokens' dims then leak through the output of a token that did not choose them."""
-    dense = make_pico(family)
     plan = make_plan(dense, "per_token")
     assert difference(dense, plan) < 1e-4
     whole = masking.mask_hooks
@@ -69,31 +72,14 @@ def test_output_mask_missing(family: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert difference(dense, plan) > RED
 
 
-def biases(family: str) -> list[str]:
-    dense = make_pico(family)
-    moe = fold(dense, make_plan(dense, "static"))
-    replaced = [
-        f"{part}.{name}"
-        for part in ("mlp", "self_attn")
-        for name, _ in moe.model.layers[0].get_submodule(part).named_parameters()
-    ]
-    return [name for name in replaced if name.endswith("bias") and "router" not in name]
-
-
-@pytest.mark.parametrize(("family", "name"), [(family, name) for family in ("qwen2", "phi") for name in biases(family)])
-def test_bias_forgotten(family: str, name: str) -> None:
-    dense = make_pico(family)
+def test_bias_forgotten(dense: PreTrainedModel) -> None:
     plan = make_plan(dense, "per_token")
-    damage = lambda moe: moe.model.layers[0].get_parameter(name).zero_()  # noqa: E731
-    assert difference(dense, plan, damage) > RED
-
-
-def test_every_bias_is_known() -> None:
-    """The list above is not empty by mistake."""
-    attention = [f"self_attn.{name}_proj.bias" for name in "qkv"]
-    assert biases("qwen2") == attention
-    assert sorted(biases("phi")) == sorted([*attention, "self_attn.o_proj.bias", "mlp.up_bias", "mlp.down_bias"])
-    assert biases("llama") == []
+    parts = dict(fold(dense, plan).model.layers[0].named_parameters())
+    names = {name for name in parts if re.fullmatch(r"(self_attn|mlp)\.[a-z_]+[._]bias", name)}
+    assert len(names) == {"qwen2": 3, "phi": 6}[dense.config.model_type]
+    for name in names:
+        damage = lambda moe, name=name: moe.model.layers[0].get_parameter(name).zero_()  # noqa: E731
+        assert difference(dense, plan, damage) > RED, name
 
 
 def test_norm_of_q_and_k_over_kept_dims_only() -> None:
@@ -105,10 +91,8 @@ def test_norm_of_q_and_k_over_kept_dims_only() -> None:
     assert difference(dense, make_plan(dense, "static"), damage) > RED
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rotary_partners_out_of_order(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotary_partners_out_of_order(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs written side by side, where the slim head expects first halves and then second halves."""
-    dense = make_pico(family)
     plan = make_plan(dense, "static", active=0.9)
     right = ModelShape.qk_dims
 
@@ -121,8 +105,7 @@ def test_rotary_partners_out_of_order(family: str, monkeypatch: pytest.MonkeyPat
     assert difference(dense, plan) > RED
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rotary_frequencies_of_other_pairs(family: str) -> None:
+def test_rotary_frequencies_of_other_pairs(dense: PreTrainedModel) -> None:
     """The first P frequencies instead of those of the kept pairs."""
 
     def damage(moe: ToMoEForCausalLM) -> None:
@@ -131,7 +114,6 @@ def test_rotary_frequencies_of_other_pairs(family: str) -> None:
             dropped_before_kept = bool((attention.rotary_ids != first).any())
             attention.rotary_ids.copy_(first if dropped_before_kept else first.flip(0))
 
-    dense = make_pico(family)
     assert difference(dense, make_plan(dense, "static"), damage) > RED
 
 
