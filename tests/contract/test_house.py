@@ -8,8 +8,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from conftest import SOURCE
 
 DOCS = SOURCE.parents[1] / "docs"
@@ -52,17 +50,17 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_imports_only_go_down(path: Path) -> None:
-    here = room(path)
-    if here in ("__init__", "__main__"):  # doors of the house: they lead to every floor
-        return
-    assert here in RANK, f"{name(path)} stands in no layer; give it one in docs/architecture.md"
-    assert "tomoe" not in imports(path), f"{name(path)} imports the door of the house, which leads to every floor"
-    below = {full.split(".")[1] for full in imports(path) if full.startswith("tomoe.")} - {here}
-    for there in sorted(below):
-        assert RANK[there] < RANK[here], f"{name(path)} may not import tomoe.{there}"
-        assert (here, there) not in NEVER, f"{name(path)} may not import tomoe.{there}: they meet at the plan"
+def test_imports_only_go_down() -> None:
+    for path in MODULES:
+        here = room(path)
+        if here in ("__init__", "__main__"):  # doors of the house: they lead to every floor
+            continue
+        assert here in RANK, f"{name(path)} stands in no layer; give it one in docs/architecture.md"
+        assert "tomoe" not in imports(path), f"{name(path)} imports the door of the house, which leads to every floor"
+        below = {full.split(".")[1] for full in imports(path) if full.startswith("tomoe.")} - {here}
+        for there in sorted(below):
+            assert RANK[there] < RANK[here], f"{name(path)} may not import tomoe.{there}"
+            assert (here, there) not in NEVER, f"{name(path)} may not import tomoe.{there}: they meet at the plan"
 
 
 def test_the_modelling_file_is_self_contained() -> None:
@@ -78,15 +76,14 @@ def test_no_lower_floor_needs_the_command_line() -> None:
             assert "typer" not in found, f"{name(path)} imports typer, which is the command line's own"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_files_and_functions_stay_small(path: Path) -> None:
-    text = path.read_text("utf-8")
-    lines = len(text.splitlines())
-    assert lines <= MAX_FILE or path == ONE_FILE, f"{name(path)} has {lines} lines"
-    for node in nodes(path):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = node.end_lineno - node.lineno + 1
-            assert lines <= MAX_FUNCTION, f"{node.name} in {name(path)} has {lines} lines"
+def test_files_and_functions_stay_small() -> None:
+    for path in MODULES:
+        lines = len(path.read_text("utf-8").splitlines())
+        assert lines <= MAX_FILE or path == ONE_FILE, f"{name(path)} has {lines} lines"
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                assert lines <= MAX_FUNCTION, f"{node.name} in {name(path)} has {lines} lines"
 
 
 def test_the_top_floor_can_be_read_at_a_glance() -> None:
