@@ -60,10 +60,10 @@ from transformers import (
 from transformers.utils import logging
 
 from tomoe.budget import active_params, decoder_params
-from tomoe.exporting.choice import Choice
-from tomoe.exporting.target import Options
 from tomoe.memory import estimate
 from tomoe.model.structure import check_without_weights, shape_of
+from tomoe.moe.checkpoint import save_moe
+from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import ALWAYS, Plan
 from tomoe.progress import no_stage_progress
@@ -76,9 +76,11 @@ from tomoe.pruning.learned.projection import Projection
 from tomoe.pruning.network import MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, Recipe, SamplingSection
 
-if TYPE_CHECKING:  # they import this file
+if TYPE_CHECKING:  # the first two import this file
     from launcher import Launcher
     from pico_files import CommandLine
+    from tomoe.exporting.choice import Choice
+    from tomoe.exporting.target import Options
 
 # Pico matrices are too small to split over threads, and the tests run side by side; what they assert must hold with more, too.
 torch.set_num_threads(int(os.environ.get("TOMOE_TEST_THREADS", "1")))
@@ -218,6 +220,22 @@ def make_plan(model: PreTrainedModel, attention: str, active: float = 0.6, **opt
     return _plans[key]
 
 
+def pico_moe(family: str, attention: str = "per_token", **options: object) -> tuple[ToMoEForCausalLM, Plan]:
+    """A converted pico model, and its plan."""
+    dense = make_pico(family)
+    plan = make_plan(dense, attention, **options)
+    return fold(dense, plan), plan
+
+
+def pico_folder(
+    folder: Path, family: str, attention: str = "per_token", **options: object
+) -> tuple[ToMoEForCausalLM, Plan]:
+    """The same, saved in a folder."""
+    moe, plan = pico_moe(family, attention, **options)
+    save_moe(moe, plan, None, folder)
+    return moe, plan
+
+
 def write_export(
     choice: Choice, moe: ToMoEForCausalLM, tokenizer: PreTrainedTokenizerBase | None, out: Path, options: Options
 ) -> None:
@@ -305,33 +323,36 @@ def text(tmp_path: Path) -> Path:
     return write_text(tmp_path / "text.txt")
 
 
-@pytest.fixture(scope="session")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with `dense`, `text.txt` and the conversion `moe` (60 % active, no training); made once, to be read only."""
-    from pico_files import carved, contents
+def read_only(folder: Path) -> Iterator[Path]:
+    """A folder that tests share and none writes into."""
+    from pico_files import contents
 
-    folder = carved(tmp_path_factory.mktemp("converted"), "--active", "0.6")
     before = contents(folder)
     yield folder
     assert contents(folder) == before, "a test wrote into the shared conversion"
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with `dense`, `text.txt` and the conversion `moe` (60 % active, no training); made once, to be read only."""
+    from pico_files import carved
+
+    yield from read_only(carved(tmp_path_factory.mktemp("converted"), "--active", "0.6"))
 
 
 @pytest.fixture(scope="session")
 def converted_fine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The same with fine-grained experts, not repaired: with all of them a token it is the dense model."""
-    from pico_files import FINE, carved, contents
+    from pico_files import FINE, carved
 
     options = (word for key in FINE for word in ("--set", key))
-    folder = carved(tmp_path_factory.mktemp("fine"), "--active", "0.6", "--repair", "none", *options)
-    before = contents(folder)
-    yield folder
-    assert contents(folder) == before, "a test wrote into the shared conversion"
+    yield from read_only(carved(tmp_path_factory.mktemp("fine"), "--active", "0.6", "--repair", "none", *options))
 
 
 @pytest.fixture(scope="session")
 def converted_inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The same, where tokens choose inputs instead of experts."""
-    from pico_files import INPUTS, contents, write_pico, write_text
+    from pico_files import INPUTS, write_pico, write_text
     from tomoe.cli import main
 
     folder = tmp_path_factory.mktemp("inputs")
@@ -339,9 +360,7 @@ def converted_inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     with pytest.raises(SystemExit) as left:
         main(["convert", str(dense), "-o", str(folder / "moe"), "--data", str(text), "--active", "0.6", *INPUTS])
     assert not left.value.code
-    before = contents(folder)
-    yield folder
-    assert contents(folder) == before, "a test wrote into the shared conversion"
+    yield from read_only(folder)
 
 
 @pytest.fixture(scope="session")

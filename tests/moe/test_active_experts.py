@@ -9,24 +9,20 @@ import torch
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, MixtralConfig
 
 import tomoe as package
-from conftest import make_pico, make_plan, tokens
+from conftest import make_pico, pico_folder, tokens
 from pico_files import CommandLine, refused
 from tomoe.cli.console import printable
 from tomoe.errors import UserError
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.moe.active_experts import dial_of, use_
-from tomoe.moe.checkpoint import save_moe
-from tomoe.moe.fold import fold
 
 
 @pytest.fixture(scope="module")
 def fine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers with 16 shared neurons and 8 experts of 4; tokens use 3 of them in one layer and 2 in the other."""
-    dense = make_pico("qwen2")
-    plan = make_plan(dense, "off", form="fine")
-    assert [layer.top_k for layer in plan.layers] == [3, 2]
     folder = tmp_path_factory.mktemp("fine") / "moe"
-    save_moe(fold(dense, plan), plan, None, folder)
+    _, plan = pico_folder(folder, "qwen2", "off", form="fine")
+    assert [layer.top_k for layer in plan.layers] == [3, 2]
     return folder
 
 
@@ -94,11 +90,9 @@ def test_a_stock_model_with_a_shared_expert_counts_what_a_token_meets() -> None:
     assert facts["block_params"] == 3 * attention + dense + 2 * (16 + 1) * expert
 
 
-def test_what_cannot_be_dialed_says_why(fine: Path, tmp_path: Path) -> None:
-    dense = make_pico("qwen2")
-    dense.save_pretrained(tmp_path / "dense")
-    plan = make_plan(dense, "off")
-    save_moe(fold(dense, plan), plan, None, tmp_path / "overlapping")
+def test_what_cannot_be_dialed_says_why(tmp_path: Path) -> None:
+    make_pico("qwen2").save_pretrained(tmp_path / "dense")
+    pico_folder(tmp_path / "overlapping", "qwen2", "off")
     MixtralConfig().save_pretrained(tmp_path / "stock")
     for name, words in {
         "dense": "is a dense model: all of its parameters work on every token",

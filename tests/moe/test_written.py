@@ -8,25 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import make_pico, make_plan
+from conftest import make_pico, make_plan, pico_moe
 from tomoe.errors import UserError
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import FoldedLayers, fold, has_room
 
 
-@pytest.mark.parametrize("lazily", [False, True])
-def test_what_is_loaded_is_what_was_folded(lazily: bool, tmp_path: Path) -> None:
-    dense = make_pico("mistral")
-    plan = make_plan(dense, "off", form="fine")
-    save_moe(fold(dense, plan, lazily=lazily), plan, None, tmp_path / "moe", check=True)
-    assert (tmp_path / "moe" / "config.json").exists()
-
-
 def test_a_buffer_that_no_checkpoint_holds(tmp_path: Path) -> None:
     """The rotary frequencies of the running model are not those that its config gives."""
-    dense = make_pico("llama")
-    plan = make_plan(dense, "off", form="fine")
-    moe = fold(dense, plan)
+    moe, plan = pico_moe("llama", "off", form="fine")
     moe.model.rotary_emb.inv_freq = moe.model.rotary_emb.inv_freq * 3
     with pytest.raises(
         UserError, match=r"loaded from its folder, on its first tokens .*layer 0 is the first to differ"

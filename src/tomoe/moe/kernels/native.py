@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -43,7 +43,6 @@ class OverlappingMembers:
 
     tokens: ClassVar[dict[int, int]] = dict.fromkeys(Way, 256 if PROCESSOR.get("avx512_f") else 128)
     """Tokens whose activations are kept at once."""
-    numbers_of_three: ClassVar[int] = 8  # how many different numbers three experts give
 
     @staticmethod
     def numbers(expert_rows: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
@@ -52,11 +51,6 @@ class OverlappingMembers:
         for expert, neurons in enumerate(expert_rows.long()):
             members[neurons] |= 1 << expert if expert < 63 else -(1 << 63)
         return members
-
-    @staticmethod
-    def used(members: Int[Tensor, " U"], expert_ids: Int[Tensor, "T 1"]) -> Bool[Tensor, "T U"]:
-        """Which neurons a token uses."""
-        return (members >> expert_ids & 1).bool()
 
     @staticmethod
     def chunks(expert_ids: Int[Tensor, "T k"], most: int) -> Sequence[slice | Tensor]:
@@ -68,17 +62,12 @@ class FineMembers:
     """The same of fine-grained experts: the number is 1 + the expert of a neuron, or 0 if all tokens use it."""
 
     tokens: ClassVar[dict[int, int]] = {Way.ROWS: 1024, Way.MATRIX: 512}
-    numbers_of_three: ClassVar[int] = 4
 
     @staticmethod
     def numbers(expert_rows: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
         members = torch.zeros(union, dtype=torch.long)
         members[expert_rows.long()] = 1 + torch.arange(len(expert_rows))[:, None]
         return members
-
-    @staticmethod
-    def used(members: Int[Tensor, " U"], expert_ids: Int[Tensor, "T 1"]) -> Bool[Tensor, "T U"]:
-        return (members == 0) | (members == 1 + expert_ids)
 
     @staticmethod
     def chunks(expert_ids: Int[Tensor, "T k"], most: int) -> Sequence[slice | Tensor]:
@@ -320,10 +309,11 @@ def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, fine: bool, way: Way) 
     x, gate, up, down = (
         trial(rows, size, seed).to(dtype) for rows, seed in ((tokens, 977), (union, 1009), (union, 1511), (union, 2003))
     )
-    form, expert_ids = MEMBERS[fine], (torch.arange(tokens) % 3)[:, None]
-    members = torch.arange(union) % form.numbers_of_three
-    used = form.used(members, expert_ids)
-    y = run(x, expert_ids, members, (gate, up, down, None, None), 0, fine, way)
+    expert_ids, neurons = torch.arange(tokens) % 3, torch.arange(union)
+    masks = torch.stack([neurons % 4 == 1 + e if fine else (neurons >> e & 1).bool() for e in range(3)])
+    members = MEMBERS[fine].numbers(torch.stack([mask.nonzero().squeeze(1) for mask in masks]), union)
+    y = run(x, expert_ids[:, None], members, (gate, up, down, None, None), 0, fine, way)
+    used = masks[expert_ids] | (neurons % 4 == 0) if fine else masks[expert_ids]
     h = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t()) * used
     expected = h @ down.float()
     return bool((y - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * expected.abs().max())
