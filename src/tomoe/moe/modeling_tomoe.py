@@ -979,21 +979,16 @@ def run_output(head: Any, config: ToMoEConfig, x: Tensor) -> Tensor:
     return cast(Tensor, type(head).forward(head, x.clone(memory_format=torch.contiguous_format)))
 
 
-# Each is made once: what is saved and loaded again has the same class.
-FAMILY_CLASSES: dict[tuple[type, str, str], type[Any]] = {}
-
-
 def _family_class(entry: type[Any], dense_type: str, dense_class: str) -> type[Any]:
     """The class of a family's converted models: the family's own class, with what `entry` adds. Raises ValueError for a
     family that this version of transformers does not know."""
     if "entry" in entry.__dict__:
         return entry
-    key = (entry, dense_type, str(dense_class))
-    if key not in FAMILY_CLASSES:
-        FAMILY_CLASSES[key] = _make_family_class(*key)
-    return FAMILY_CLASSES[key]
+    return _make_family_class(entry, dense_type, str(dense_class))
 
 
+# Each is made once: what is saved and loaded again has the same class.
+@functools.cache
 def _make_family_class(entry: type[Any], dense_type: str, dense_class: str) -> type[Any]:
     config = config_class(dense_type)
     if entry is ToMoEModel:
