@@ -979,7 +979,7 @@ def run_output(head: Any, config: ToMoEConfig, x: Tensor) -> Tensor:
     return cast(Tensor, type(head).forward(head, x.clone(memory_format=torch.contiguous_format)))
 
 
-def _family_class(entry: type[Any], dense_type: str, dense_class: str) -> type[Any]:
+def _family_class(entry: Any, dense_type: str, dense_class: str) -> type[Any]:
     """The class of a family's converted models: the family's own class, with what `entry` adds. Raises ValueError for a
     family that this version of transformers does not know."""
     if "entry" in entry.__dict__:
