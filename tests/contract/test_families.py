@@ -32,13 +32,8 @@ KINDS = {
 }
 
 
-# Their MLPs are found, folded and written as those of LLaMA, and a conversion leaves the rest to the family's class; the
-# first is in `test_composites.py`, as its public checkpoints are.
-PLAIN_MLPS = {"qwen3_5_text", "olmo2", "gemma2", "granite", "smollm3", "cohere", "ministral3", "minicpm3"}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind] not in PLAIN_MLPS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_conversion_keeps_what_the_family_computes(kind: str, tmp_path: Path) -> None:
     dense = write_tiny(KINDS[kind], tmp_path / "dense")
     found = hold(dense, tmp_path, write_text(tmp_path / "text.txt"))
