@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import typer.main
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +25,7 @@ from conftest import make_pico, make_plan
 from pico_tokenizer import make_tokenizer
 from tomoe.cli import main
 from tomoe.data.corpus import Sequences
+from tomoe.errors import UserError
 from tomoe.evaluation.results import Row, read_rows
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss
 from tomoe.moe.checkpoint import save_moe
@@ -106,6 +112,10 @@ class Outcome:
     code: int
     out: str
     err: str
+
+
+# typer makes the commands of all verbs anew whenever one is called
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 class CommandLine:
@@ -212,3 +222,29 @@ def rows_from(text: str) -> list[Row]:
     with TemporaryDirectory() as folder:
         (Path(folder) / "evaluation.json").write_text(text, encoding="utf-8")
         return read_rows(Path(folder))
+
+
+def forked(work: Callable[[], object]) -> int:
+    """The id of a process, forked from this one, that does the work; `ended` says how. It ends with 3 if the work is refused."""
+    with warnings.catch_warnings():  # newer Pythons warn of forks beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as left:
+        code = int(left.code or 0)
+    except UserError:
+        code = 3
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def ended(pid: int) -> int:
+    """The exit code of a process, or the negative number of the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -7,36 +7,14 @@ import os
 import signal
 import socket
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pico_files import ended, forked
 from tomoe.errors import UserError
 from tomoe.locks import LOCK_FILE, folder_lock
-
-
-def forked(work: Callable[[], object]) -> int:
-    """A process that does the work and ends with 0, with 3 if it is refused, and with 1 if anything else goes wrong."""
-    with warnings.catch_warnings():  # newer Pythons warn of forks beside threads
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        work()
-        code = 0
-    except UserError:
-        code = 3
-    finally:
-        os._exit(code)
-
-
-def ended(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def holder(folder: Path) -> int:
@@ -64,7 +42,7 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_second_process_is_told_who_writes(tmp_path: Path) -> None:
+def test_a_second_process_is_told_who_writes_and_kill_9_leaves_no_lock_that_blocks(tmp_path: Path) -> None:
     out = tmp_path / "out"
     pid = holder(out)
     try:
@@ -76,13 +54,6 @@ def test_a_second_process_is_told_who_writes(tmp_path: Path) -> None:
     finally:
         os.kill(pid, signal.SIGKILL)
         ended(pid)
-
-
-def test_kill_9_leaves_no_lock_that_blocks(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    pid = holder(out)
-    os.kill(pid, signal.SIGKILL)
-    ended(pid)
     with folder_lock(out, "convert"):
         assert (out / LOCK_FILE).read_text().startswith("tomoe convert")
     assert list(out.iterdir()) == []

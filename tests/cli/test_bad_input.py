@@ -11,6 +11,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from pico_files import CommandLine, contents, fine, refused, small, write_pico
 
+pytestmark = pytest.mark.usefixtures("as_shipped")
+
 
 def test_a_model_that_is_nowhere(tomoe: CommandLine, tmp_path: Path, text: Path) -> None:
     refused(tomoe("convert", tmp_path / "nowhere", "-o", tmp_path / "out", "--data", text, *small()), "nowhere")
@@ -18,22 +20,11 @@ def test_a_model_that_is_nowhere(tomoe: CommandLine, tmp_path: Path, text: Path)
 
 
 def test_a_family_that_does_not_fit(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=2,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=2, **sizes)
     MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
-    refused(
-        tomoe("convert", tmp_path / "mixtral", "-o", tmp_path / "out", "--data", text, *small()),
-        "mixtral",
-        "cannot convert",
-        "Mixtures of Experts already",
-    )
+    done = tomoe("convert", tmp_path / "mixtral", "-o", tmp_path / "out", "--data", text, *small())
+    refused(done, "mixtral", "cannot convert", "Mixtures of Experts already")
     assert not (tmp_path / "out").exists()
 
 
@@ -47,22 +38,15 @@ def test_a_value_that_an_option_does_not_take(tomoe: CommandLine, option: str, v
     assert f"Invalid value for '{option}': {words}" in done.err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("active", ["nan", "inf", "1.5"])
-def test_a_plan_with_active_outside_its_range(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, active: str
-) -> None:
-    assert tomoe("train", model, "-o", tmp_path / "run", "--data", text, *small(train_steps="0")).code == 0
-    refused(tomoe("plan", tmp_path / "run", "-o", tmp_path / "plan", f"--active={active}"), "active")
+def test_a_plan_with_active_outside_its_range(tomoe: CommandLine, tmp_path: Path, converted: Path, active: str) -> None:
+    refused(tomoe("plan", converted / "moe" / "run", "-o", tmp_path / "plan", f"--active={active}"), "active")
     assert not (tmp_path / "plan").exists()
 
 
 def test_active_below_what_can_be_reached(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    refused(
-        tomoe("convert", model, "--active", "0.01", "-o", tmp_path / "out", "--data", text, *small()),
-        "0.01",
-        "decoder parameters",
-    )
+    done = tomoe("convert", model, "--active", "0.01", "-o", tmp_path / "out", "--data", text, *small())
+    refused(done, "0.01", "decoder parameters")
     assert not (tmp_path / "out").exists()
 
 
@@ -83,17 +67,15 @@ def test_a_budget_that_fine_grained_experts_cannot_meet(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_fine_grained_experts_are_divided_for_one_budget(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
+    tomoe: CommandLine, tmp_path: Path, converted_fine: Path
 ) -> None:
-    options = ["--active", "0.6", "--data", text, *fine(train_steps="0")]
-    assert tomoe("train", model, "-o", tmp_path / "run", *options).code == 0
-    refused(tomoe("plan", tmp_path / "run", "-o", tmp_path / "plan", "--active", "0.5"), "for active = 0.6", "--active")
-    assert tomoe("plan", tmp_path / "run", "-o", tmp_path / "plan", "--active", "0.6").code == 0
+    command = ["plan", converted_fine / "moe" / "run", "-o", tmp_path / "plan", "--active"]
+    refused(tomoe(*command, "0.5"), "for active = 0.6", "--active")
+    assert tomoe(*command, "0.6").code == 0
 
 
-@pytest.mark.parametrize(("text", "words"), [("", "holds no text"), (None, "no file or folder"), ("the sea", "16")])
+@pytest.mark.parametrize(("text", "words"), [(None, "no file or folder"), ("the sea", "16")])
 def test_text_that_is_too_little(tomoe: CommandLine, tmp_path: Path, model: Path, text: str | None, words: str) -> None:
     if text is not None:
         (tmp_path / "words.txt").write_text(text)
@@ -119,7 +101,6 @@ def test_an_existing_output_stays_without_force(
     refused(tomoe("apply", out, model, "-o", out), "--force")
     refused(tomoe("train", model, "-o", out / "run", "--data", text, *small()), "--force")
     assert contents(out) == before
-    assert tomoe("carve", model, "-o", out, "--data", text, "--force", *small()).code == 0
 
 
 @pytest.mark.slow
@@ -147,21 +128,25 @@ def test_the_dense_model_is_never_overwritten(
 
 
 @pytest.mark.slow
-def test_dense_weights_that_changed_since_the_run_began(
+def test_a_run_goes_on_from_its_own_recipe_and_weights_and_no_others(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
 ) -> None:
-    """A run resumes and is planned with the teacher that it learned from, and no other."""
-    options, run = [model, "-o", tmp_path / "run", "--data", text, *small()], tmp_path / "run"
-    assert tomoe("train", *options).code == 0
+    """Nor is it planned with another teacher than the one that it learned from."""
+    run, command = tmp_path / "run", ["train", model, "-o", tmp_path / "run", "--data", text]
+    options = [*command, *small(train_steps="2")]
+    assert tomoe(*options).code == 0
     before = contents(run)
+    refused(tomoe(*command, "--resume", *small(train_steps="9")), "train.steps")
     weights = load_file(model / "model.safetensors")
     save_file({name: 2 * t for name, t in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
-    refused(tomoe("train", *options, "--resume"), "changed since", "--force")
+    refused(tomoe(*options, "--resume"), "changed since", "--force")
     refused(tomoe("plan", run, "-o", tmp_path / "plan"), "changed since")
     assert contents(run) == before
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    assert tomoe("train", *options, "--resume").code == 0
+    assert tomoe(*options, "--resume").code == 0
     assert tomoe("plan", run, "-o", tmp_path / "plan").code == 0
+    assert tomoe(*command, "--resume", "--force", *small(train_steps="1")).code == 0
+    assert [path.name for path in sorted(run.glob("masks/step-*"))] == ["step-000000", "step-000001"]
 
 
 @pytest.mark.slow
@@ -176,26 +161,12 @@ def test_force_loses_nothing_when_the_new_input_is_bad(
     assert contents(out) == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"intermediate_size": 256}, {"rms_norm_eps": 1e-6}])
 def test_a_plan_for_another_model(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, other: dict[str, object]
+    tomoe: CommandLine, tmp_path: Path, converted: Path, other: dict[str, object]
 ) -> None:
-    assert tomoe("train", model, "-o", tmp_path / "run", "--data", text, *small()).code == 0
-    assert tomoe("plan", tmp_path / "run", "-o", tmp_path / "plan").code == 0
     stranger = write_pico(tmp_path / "stranger", family="qwen2" if "rms_norm_eps" in other else "llama", **other)
-    refused(tomoe("apply", tmp_path / "plan", stranger, "-o", tmp_path / "out"), "plan was made for")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_a_damaged_plan_is_not_applied(tomoe: CommandLine, tmp_path: Path, converted: Path) -> None:
-    (tmp_path / "plan").mkdir()
-    for name in ("plan.json", "plan.safetensors"):
-        shutil.copy(converted / "moe" / name, tmp_path / "plan")
-    tensors = tmp_path / "plan" / "plan.safetensors"
-    tensors.write_bytes(tensors.read_bytes()[:-7])
-    refused(tomoe("apply", tmp_path / "plan", converted / "dense", "-o", tmp_path / "out"), "checksums differ")
+    refused(tomoe("apply", converted / "moe", stranger, "-o", tmp_path / "out"), "plan was made for")
     assert not (tmp_path / "out").exists()
 
 
@@ -215,18 +186,6 @@ def test_a_conversion_that_was_interrupted(tomoe: CommandLine, tmp_path: Path, c
     refused(tomoe(*command.format(tmp_path).split()), "is not finished", "--resume")
 
 
-@pytest.mark.slow
-def test_resume_with_another_recipe(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
-    run = tmp_path / "run"
-    assert tomoe("train", model, "-o", run, "--data", text, *small()).code == 0
-    before = contents(run)
-    refused(tomoe("train", model, "-o", run, "--data", text, "--resume", *small(train_steps="9")), "train.steps")
-    assert contents(run) == before
-    restarted = tomoe("train", model, "-o", run, "--data", text, "--resume", "--force", *small(train_steps="2"))
-    assert restarted.code == 0
-    assert [path.name for path in sorted(run.glob("masks/step-*"))] == ["step-000000", "step-000002"]
-
-
 def test_evaluate_asks_for_text(tomoe: CommandLine, model: Path) -> None:
     refused(tomoe("evaluate", model), "--text")
 
@@ -241,12 +200,8 @@ def test_a_device_that_does_not_exist(tomoe: CommandLine, tmp_path: Path, model:
 @pytest.mark.slow
 def test_learning_in_float16(tomoe: CommandLine, tmp_path: Path, model: Path, text: Path) -> None:
     half = small(train_dtype="float16")
-    refused(
-        tomoe("convert", model, "-o", tmp_path / "out", "--data", text, *half),
-        "float16",
-        "bfloat16",
-        "train.steps is 4",
-    )
+    done = tomoe("convert", model, "-o", tmp_path / "out", "--data", text, *half)
+    refused(done, "float16", "bfloat16", "train.steps is 4")
     assert not (tmp_path / "out").exists()
     assert tomoe("carve", model, "-o", tmp_path / "out", "--data", text, *half).code == 0
 

@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from conftest import tokens
-from pico_files import FINE, CommandLine, contents, pico_recipe, refused, rows_from, steps_of, write_pico, write_text
+from pico_files import (
+    FINE,
+    CommandLine,
+    contents,
+    ended,
+    forked,
+    pico_recipe,
+    refused,
+    rows_from,
+    steps_of,
+    write_pico,
+    write_text,
+)
 from tomoe.cli import main
 from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
 from tomoe.evaluation.compare import training_overlap
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss
-from tomoe.model.loading import load_tokenizer
 from tomoe.plan import FINETUNED, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.summary import conversion_summary
-from tomoe.training import run_folder
 
 # That something is learned is what test_learning measures; these tests are about what is written.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("always_better")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("always_better", "as_shipped")]
 
 SETTINGS = (
     "train.steps=4",
@@ -57,9 +67,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(place: Path, always_better: None) -> Path:
-    """Its fine-tuning, never interrupted; to be read only."""
-    with pytest.raises(SystemExit) as left:
-        main([str(word) for word in (*options(place), "-o", place / "whole")])
+    """Its fine-tuning, never interrupted, with what it printed beside it; to be read only."""
+    printed, command = place / "whole.txt", [str(word) for word in (*options(place), "-o", place / "whole")]
+    with printed.open("w") as shown, redirect_stdout(shown), redirect_stderr(shown), pytest.raises(SystemExit) as left:
+        main(command)
     assert not left.value.code
     return place / "whole"
 
@@ -74,12 +85,11 @@ def logits(folder: Path) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(folder)(tokens()).logits
 
 
-def test_the_result_is_a_converted_model_like_any_other(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
-    out = tmp_path / "tuned"
-    outcome = tomoe(*options(place), "-o", out)
-    assert outcome.code == 0, outcome.err
-    assert all(name in outcome.out for name in ("dense", "out", "tuned", "perplexity"))
-    assert "fine-tuning 4/4" in outcome.err
+def test_the_result_is_a_converted_model_like_any_other(
+    tomoe: CommandLine, place: Path, whole: Path, tmp_path: Path
+) -> None:
+    out, printed = whole, (place / "whole.txt").read_text()
+    assert all(word in printed for word in ("dense", "out", "whole", "perplexity", "fine-tuning 4/4"))
     moe, plan, before = AutoModelForCausalLM.from_pretrained(out), Plan.load(out), Plan.load(place / "out")
     assert not torch.equal(logits(out), logits(place / "out"))
     for layer, own, old in zip(moe.model.layers, plan.layers, before.layers, strict=True):
@@ -90,7 +100,7 @@ def test_the_result_is_a_converted_model_like_any_other(tomoe: CommandLine, plac
     assert (plan.notes[FINETUNED]["steps"], plan.notes[FINETUNED]["dense"]) == (4, before.source)
     assert plan.source == moe.config.tomoe_plan_source != before.source
     assert Recipe.load(out / "recipe.json") == Recipe.load(place / "out" / "recipe.json")
-    assert [row.name for row in rows_from((out / "evaluation.json").read_text())] == ["dense", "out", "tuned"]
+    assert [row.name for row in rows_from((out / "evaluation.json").read_text())] == ["dense", "out", "whole"]
     card = (out / "README.md").read_text()
     assert "Fine-tuning" in card
     assert "tomoe finetune out" in card
@@ -123,22 +133,30 @@ def test_fine_grained_experts_are_tuned_like_any_others(tomoe: CommandLine, tmp_
     half = [*options(tmp_path), "-o", tmp_path / "cut"]
     with pytest.MonkeyPatch.context() as only_here:
         die_at(3, lambda: signal.raise_signal(signal.SIGTERM), only_here)
-        assert tomoe(*half).code == 128 + signal.SIGTERM
+        outcome = tomoe(*half)
+    assert outcome.code == 128 + signal.SIGTERM
+    assert "--resume" in outcome.err.splitlines()[-1]
+    assert (tmp_path / "cut" / "run" / "weights" / "step-000003").exists(), "the last whole step is kept"
     assert tomoe(*half, "--resume").code == 0
     for name in LEARNED:
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "tuned" / name).read_bytes(), name
 
 
-def test_its_plan_fits_no_dense_model_and_says_so(tomoe: CommandLine, place: Path, whole: Path, tmp_path: Path) -> None:
+def test_its_plan_fits_no_dense_model_and_it_can_be_tuned_again(
+    tomoe: CommandLine, place: Path, whole: Path, tmp_path: Path
+) -> None:
+    """On other text: the result still knows what the conversion learned from."""
     out, again = tmp_path / "tuned", tmp_path / "again"
-    shutil.copytree(whole, out)
-    applied = tomoe("apply", out, place / "dense", "-o", again)
-    assert applied.code == 2
-    assert "fine-tuned after folding" in applied.err
-    shutil.rmtree(out / "run" / "weights")
-    more: list[str | Path] = ["finetune", out, *options(place)[2:], "-o", again]
-    assert tomoe(*more).code == 0
+    shutil.copytree(whole, out, ignore=shutil.ignore_patterns("weights"))
+    refused(tomoe("apply", out, place / "dense", "-o", again), "fine-tuned after folding")
+    (tmp_path / "other.txt").write_text(" ".join(f"{i} apples" for i in range(900)))
+    own = options(place, "data.seq_len=32")
+    own[1], own[3] = out, tmp_path / "other.txt"
+    assert tomoe(*own, "-o", again).code == 0
     assert Plan.load(again).notes[FINETUNED]["dense"] == Plan.load(place / "out").source
+    seen = Corpus.load(place / "out" / "run" / "corpus.safetensors").train
+    assert training_overlap(str(again), seen) == 1.0
+    assert training_overlap(str(again), held_out_text([str(place / "out")]).sequences) < 1.0
 
 
 @pytest.mark.filterwarnings(
@@ -160,48 +178,9 @@ def test_a_note_that_makes_no_sense_is_shown_as_it_is(place: Path, note: dict[st
     assert len(line) < 800
 
 
-def test_what_the_conversion_kept_is_the_text_where_none_is_given(
-    tomoe: CommandLine, place: Path, tmp_path: Path
-) -> None:
-    sets = [word for setting in SETTINGS[:3] for word in ("--set", setting)]
-    out = tmp_path / "tuned"
-    assert tomoe("finetune", place / "out", *sets, "-o", out).code == 0
-    tuned, converted = (Corpus.load(folder / "run" / "corpus.safetensors") for folder in (out, place / "out"))
-    assert tuned.digest() == converted.digest()
-
-
-@pytest.mark.parametrize("named", [False, True], ids=["kept text", "named text"])
-def test_an_evaluation_source_takes_nothing_from_the_text_to_learn_from(
-    tomoe: CommandLine, place: Path, tmp_path: Path, named: bool
-) -> None:
-    (tmp_path / "other.txt").write_text(" ".join(f"{i} apples" for i in range(90)))
-    command = options(place) if named else ["finetune", place / "out", *options(place)[4:]]
-    learned = []
-    for more in ([], ["--set", f"data.evaluation_source={tmp_path / 'other.txt'}"]):
-        out = tmp_path / f"tuned{len(more)}"
-        assert tomoe(*command, *more, "-o", out).code == 0
-        learned.append(Corpus.load(out / "run" / "corpus.safetensors"))
-    held_out, of_its_own = learned
-    assert (held_out.evaluation_name, of_its_own.evaluation_name) == (None, "other.txt")
-    assert held_out.train.tokens <= of_its_own.train.tokens <= held_out.tokens_of_sources
-    assert (held_out.train.tokens < of_its_own.train.tokens) == named
-    assert load_tokenizer(str(place / "out")).decode(of_its_own.evaluation.input_ids[0]).startswith("0 apples 1")
-
-
-def test_text_of_the_conversion_counts_as_trained_on(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
-    """Fine-tuned on other text, it still knows what the conversion learned from."""
-    (tmp_path / "other.txt").write_text(" ".join(f"{i} apples" for i in range(900)))
-    out, own = tmp_path / "tuned", options(place, "data.seq_len=32")
-    own[3] = tmp_path / "other.txt"
-    assert tomoe(*own, "-o", out).code == 0
-    seen = Corpus.load(place / "out" / "run" / "corpus.safetensors").train
-    assert training_overlap(str(out), seen) == 1.0
-    assert training_overlap(str(out), held_out_text([str(place / "out")]).sequences) < 1.0
-
-
 def die_at(call: int, how: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of that forward pass, counted from 0."""
-    real, calls = FinetuneStep.__call__, iter(range(10**6))
+    real, calls = FinetuneStep.__call__, itertools.count()
 
     def step(self: FinetuneStep, *args: Any) -> dict[str, float]:
         if next(calls) == call:
@@ -218,14 +197,13 @@ def test_killed_and_resumed_it_ends_in_the_same_bytes(
     tomoe: CommandLine, place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, out = options(place), tmp_path / "cut"
-    pid = os.fork()
-    if pid == 0:  # kill -9, after the checkpoint of step 2 and one more step
+
+    def killed() -> None:
+        """After the checkpoint of step 2 and one more step."""
         die_at(3, lambda: os.kill(os.getpid(), signal.SIGKILL), monkeypatch)
-        try:
-            main([str(word) for word in (*own, "-o", out)])
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        main([str(word) for word in (*own, "-o", out)])
+
+    assert ended(forked(killed)) == -signal.SIGKILL
     assert not (out / "config.json").exists()
     assert "Last whole checkpoint: step 2" in tomoe("inspect", out).out
     assert tomoe(*own, "-o", out).code == 2, "a run that is there was started over without --force"
@@ -236,26 +214,11 @@ def test_killed_and_resumed_it_ends_in_the_same_bytes(
     assert contents(out / "run" / "weights") == contents(whole / "run" / "weights")
 
 
-def test_a_scheduler_s_warning_keeps_the_last_whole_step(
-    tomoe: CommandLine, place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, out = options(place, "train.save_every=100"), tmp_path / "cut"
-    with monkeypatch.context() as only_here:
-        die_at(3, lambda: signal.raise_signal(signal.SIGTERM), only_here)
-        outcome = tomoe(*own, "-o", out)
-    assert outcome.code == 128 + signal.SIGTERM
-    assert "--resume" in outcome.err.splitlines()[-1]
-    assert sorted(path.name for path in (out / "run" / "weights").iterdir()) == ["step-000000", "step-000003"]
-    assert tomoe(*own, "-o", out, "--resume").code == 0
-    for name in LEARNED:
-        assert (out / name).read_bytes() == (whole / name).read_bytes(), name
-
-
 def test_stopped_in_a_check_it_ends_in_the_same_bytes(
     tomoe: CommandLine, place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, out = options(place), tmp_path / "cut"
-    real, calls = HeldOutLoss.__call__, iter(range(10**6))
+    real, calls = HeldOutLoss.__call__, itertools.count()
 
     def stopped(self: HeldOutLoss) -> float:
         # of the start, of step 1, of step 2
@@ -271,69 +234,33 @@ def test_stopped_in_a_check_it_ends_in_the_same_bytes(
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def test_a_model_that_got_worse_is_not_written(
+def test_the_best_step_is_kept_and_no_model_that_got_worse(
     tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = iter(range(5, 99))
+    out, losses = tmp_path / "tuned", iter(range(5, 99))
     monkeypatch.setattr(HeldOutLoss, "__call__", lambda self: float(next(losses)))
-    out, own = tmp_path / "tuned", options(place)
-    outcome = tomoe(*own, "-o", out)
+    outcome = tomoe(*options(place), "-o", out)
     assert outcome.code == 2
     said = "fine-tuning did not make the model better (loss on held-out text 5.000 before the first step"
     assert said in outcome.err.splitlines()[-1]
+    assert "start over (--force)" in outcome.err
     assert [path.name for path in out.iterdir() if not path.name.startswith(".")] == ["run"]
-    again = tomoe(*own, "-o", out, "--resume")
+    again = tomoe(*options(place), "-o", out, "--resume")
     assert again.err.splitlines()[-1] == outcome.err.splitlines()[-1]
-
-
-def test_a_folder_without_a_better_model_says_so_and_its_advice_helps(
-    tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, losses = tmp_path / "tuned", itertools.count(1.0)
-    monkeypatch.setattr(HeldOutLoss, "__call__", lambda self: next(losses))
-    assert "start over (--force)" in tomoe(*options(place), "-o", out).err
     for command in (("generate", out, "the sea"), ("evaluate", out), ("export", out, "-o", tmp_path / "export")):
         outcome = tomoe(*command)
         refused(outcome, "did not make the model better", "--force")
         assert "--resume" not in outcome.err
-    losses = itertools.count(9.0, -1.0)
+    # as advised
+    losses = iter([5, 4, 3, 4, 4])
     assert tomoe(*options(place, "train.learning_rate=1e-4"), "-o", out, "--force").code == 0
-    assert tomoe("generate", out, "the sea", "--max-new-tokens", "1").code == 0
-
-
-def test_the_best_step_is_kept_and_named(
-    tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    losses = iter([5.0, 4.0, 3.0, 4.0, 4.0])
-    monkeypatch.setattr(HeldOutLoss, "__call__", lambda self: next(losses))
-    assert tomoe(*options(place), "-o", tmp_path / "tuned").code == 0
-    plan = Plan.load(tmp_path / "tuned")
+    plan = Plan.load(out)
     assert [plan.notes[FINETUNED][key] for key in ("kept_step", "held_out_before", "held_out")] == [2, 5.0, 3.0]
-    assert "step 2 was best on held-out text" in tomoe("inspect", tmp_path / "tuned").out
-    kept = safetensors.torch.load_file(tmp_path / "tuned" / "run" / "weights" / "step-000002" / "weights.safetensors")
-    moe = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert "step 2 was best on held-out text" in tomoe("inspect", out).out
+    kept = load_file(out / "run" / "weights" / "step-000002" / "weights.safetensors")
+    moe = AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(moe.model.layers[0].mlp.up_proj, kept["model/layers/0/mlp/up_proj"])
-
-
-def test_a_full_disk_keeps_the_last_checkpoint(
-    tomoe: CommandLine, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, real, calls = tmp_path / "tuned", safetensors.torch.save_file, iter(range(10**6))
-
-    def full(tensors: Any, path: Path, **options: Any) -> None:
-        # two files of step 0, one of step 2; the text is written so as well
-        if path.parent.name.startswith(".part-") and next(calls) >= 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(tensors, path, **options)
-
-    with monkeypatch.context() as only_here:
-        only_here.setattr(run_folder, "save_file", full)
-        outcome = tomoe(*options(place), "-o", out)
-    assert outcome.code == 2
-    assert "checkpoint of step 2" in outcome.err.splitlines()[-1]
-    assert "No space left" in outcome.err.splitlines()[-1]
-    assert [path.name for path in (out / "run" / "weights").iterdir()] == ["step-000000"]
-    assert tomoe(*options(place), "-o", out, "--resume").code == 0
+    assert tomoe("generate", out, "the sea", "--max-new-tokens", "1").code == 0
 
 
 def test_what_cannot_be_trained_is_refused_in_one_sentence(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
@@ -381,11 +308,11 @@ def test_a_run_does_not_go_on_from_another_conversion(tomoe: CommandLine, place:
 
 
 def test_weights_stay_of_the_dtype_that_they_had(tomoe: CommandLine, place: Path, tmp_path: Path) -> None:
+    """And the text is what the conversion kept, where none is named."""
     moe = AutoModelForCausalLM.from_pretrained(place / "out", dtype=torch.bfloat16)
     shutil.copytree(place / "out", tmp_path / "half")
     moe.save_pretrained(tmp_path / "half")
-    own = options(place, "train.dtype=float32")
-    own[1] = tmp_path / "half"
+    own = ["finetune", tmp_path / "half", *options(place, "train.dtype=float32")[4:]]
     assert tomoe(*own, "-o", tmp_path / "tuned").code == 0
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     assert {name for name, p in tuned.named_parameters() if p.dtype != torch.bfloat16} == {

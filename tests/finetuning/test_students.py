@@ -13,7 +13,7 @@ from pseudo_moe import PseudoMoE
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
+from conftest import FAMILIES, FORMS, make_pico, make_plan, tokens
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.finetuning import students
@@ -108,8 +108,9 @@ def assert_alike(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "attention"), [*((family, "per_token") for family in FAMILIES), ("qwen2", "off"), ("qwen2", "static")]
+)
 def test_the_pseudo_moe_has_the_same_gradients(family: str, attention: str, form: str) -> None:
     expected = gradients(recipe(), family, attention, pseudo=True, form=form)
     # of each layer the weight and, for fine-grained experts, the bias
@@ -120,10 +121,10 @@ def test_the_pseudo_moe_has_the_same_gradients(family: str, attention: str, form
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", ["auto", *WAYS["experts"]])
-def test_every_backend_has_the_same_gradients(backend: str, form: str) -> None:
+def test_every_backend_has_the_same_gradients(form: str) -> None:
     expected = gradients(recipe(), "llama", "off", pseudo=True, form=form)
-    assert_alike(gradients(recipe(), "llama", "off", backend=backend, form=form), expected, 1e-4)
+    for backend in ("auto", *WAYS["experts"]):
+        assert_alike(gradients(recipe(), "llama", "off", backend=backend, form=form), expected, 1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -134,7 +135,7 @@ def test_so_they_have_under_other_losses_and_settings(changes: list[str], form: 
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "phi"])
 def test_the_pseudo_moe_becomes_the_same_model(family: str, form: str, tmp_path: Path) -> None:
     """Three steps of AdamW, noise-free: what is left between the two is rounding, far less than the way that they went."""
     moe, plan, before = trained(recipe(), family, "per_token", tmp_path / "moe", form=form)
@@ -183,30 +184,6 @@ def test_a_bias_is_learned_for_the_weights_that_the_plan_holds() -> None:
     assert torch.equal(router.weight, master.bfloat16().float())
     _, layers = learner.finish("")
     assert torch.equal(layers[0].router_weight, master.bfloat16().float())
-
-
-def test_gradient_against_finite_differences() -> None:
-    """Gradients of the last layer's weights, where nothing between them and the loss is a hard choice."""
-    made = recipe("routers=frozen", "loss.balance_weight=0")
-    dense, plan = make_pico("llama"), make_plan(make_pico("llama"), "off")
-    learner = student(made, dense, plan)
-    train_step, batch = step_of(made, learner, make_pico("llama")), Text().batch(0, 0, 1, 1, 0)
-    weight = dict(learner.model.named_parameters())["model.layers.1.mlp.down_proj"]
-    train_step(batch, 0, 0)
-    assert weight.grad is not None
-    gradient = weight.grad.clone()
-    direction, size = gradient / gradient.norm(), 3e-2
-
-    def loss(way: float) -> float:
-        with torch.no_grad():
-            weight.add_(way * direction)
-        value = float(train_step(batch, 0, 0)["loss"])
-        with torch.no_grad():
-            weight.sub_(way * direction)
-        return value
-
-    slope = (loss(size) - loss(-size)) / (2 * size)
-    assert slope == pytest.approx(float(gradient.norm()), rel=2e-2)
 
 
 def test_what_stays_as_it_is(tmp_path: Path) -> None:
@@ -340,8 +317,7 @@ def adapted(family: str, folder: Path, form: str) -> tuple[Float[Tensor, "B S V"
 @pytest.mark.filterwarnings(
     "ignore:.*is deprecated and will be removed:FutureWarning"
 )  # peft asks as transformers did before
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "phi"])
+@pytest.mark.parametrize(("family", "form"), [("llama", "fine"), ("phi", "overlapping")])
 def test_merged_adapters_compute_what_they_computed_beside_the_weights(family: str, form: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     beside, moe = adapted(family, tmp_path, form)

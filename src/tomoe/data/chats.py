@@ -167,6 +167,12 @@ def _tools(tools: Any) -> list[Any] | None:
     return [from_json(tool) for tool in found] or None
 
 
+def opening_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer itself puts before a text: bos, or nothing."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and list(tokenizer("a").input_ids[:1]) == [bos] else []
+
+
 class ChatWriter:
     """Writes chats as the text that a model was trained on, by its chat template, without the token that the tokenizer puts
     before every text. Content goes in as text and arguments of calls as objects, unless the template takes parts of a
@@ -218,10 +224,7 @@ class ChatWriter:
     @cached_property
     def _opening(self) -> str:
         assert self.tokenizer is not None
-        if self.tokenizer.bos_token_id is None:
-            return ""
-        opens = list(self.tokenizer("a").input_ids[:1]) == [self.tokenizer.bos_token_id]
-        return str(self.tokenizer.bos_token) if opens else ""
+        return str(self.tokenizer.bos_token) if opening_of(self.tokenizer) else ""
 
     @cached_property
     def _takes_parts(self) -> bool:

@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tomoe import distributed
+from tomoe.data.chats import opening_of
 from tomoe.errors import UserError
 from tomoe.model.shape import ceil_div, head_dim, num_kv_heads, text_config
 from tomoe.model.structure import CACHE
@@ -53,7 +54,6 @@ def sample_documents(
     row_bytes = 2 * config.num_hidden_layers * num_kv_heads(config) * head_dim(config) * length * model.dtype.itemsize
     rounds = ceil_div(count, max(1, min(batch_size, _CACHE_BYTES // row_bytes)))
     rows = ceil_div(count, rounds)
-    opening = _opening(tokenizer)
     vocabulary = ordinary_tokens(tokenizer)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.zeros(rounds, rows, length, dtype=torch.long)
@@ -66,9 +66,9 @@ def sample_documents(
                 progress(before + done, ids.numel())
 
             # drawn for every round: the draws of the next one come after these
-            draws = _RandomDraws(rows, length, vocabulary, generator)
+            draws = _random_draws(rows, length, vocabulary, generator)
             if i in mine:
-                _write_rows(model, tokenizer, ids[i], opening, draws, report)
+                _write_rows(model, tokenizer, ids[i], *draws, report)
     if divided:
         distributed.all_reduce_(ids)
         progress(ids.numel(), ids.numel())
@@ -81,27 +81,29 @@ def ordinary_tokens(tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " n"]:
     return torch.tensor([token for token in range(len(tokenizer)) if token not in special])
 
 
-class _RandomDraws:
-    """All random numbers of one round, drawn before the model runs: `uniforms` [T, B, 1] in [0, 1) to sample tokens with, and
-    `first_tokens` [T, B], ordinary tokens to begin documents with."""
-
-    def __init__(self, rows: int, length: int, vocabulary: Int[Tensor, " n"], generator: torch.Generator):
-        self.uniforms, self.first_tokens = torch.zeros(length, rows, 1), torch.zeros(length, rows, dtype=torch.long)
-        for step in range(length):
-            if step:
-                self.uniforms[step] = torch.rand(rows, 1, generator=generator)
-            self.first_tokens[step] = vocabulary[torch.randint(len(vocabulary), (rows,), generator=generator)]
+def _random_draws(
+    rows: int, length: int, vocabulary: Int[Tensor, " n"], generator: torch.Generator
+) -> tuple[Float[Tensor, "T B 1"], Int[Tensor, "T B"]]:
+    """All random numbers of one round, drawn before the model runs: numbers in [0, 1) to sample tokens with, and ordinary
+    tokens to begin documents with."""
+    uniforms, first_tokens = torch.zeros(length, rows, 1), torch.zeros(length, rows, dtype=torch.long)
+    for step in range(length):
+        if step:
+            uniforms[step] = torch.rand(rows, 1, generator=generator)
+        first_tokens[step] = vocabulary[torch.randint(len(vocabulary), (rows,), generator=generator)]
+    return uniforms, first_tokens
 
 
 def _write_rows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     ids: Int[Tensor, "B T"],
-    opening: list[int],
-    draws: _RandomDraws,
+    uniforms: Float[Tensor, "T B 1"],
+    first_tokens: Int[Tensor, "T B"],
     report: Callable[[int], None],
 ) -> None:
     rows, length = ids.shape
+    opening = opening_of(tokenizer)
     cache = Cache(layers=[_GrowingLayer() for _ in range(text_config(model.config).num_hidden_layers)])
     # Tokens of each row's current document so far. The first ones are the opening and a random token (-1 here).
     position = torch.zeros(rows, dtype=torch.long)
@@ -116,9 +118,9 @@ def _write_rows(
                 logits_to_keep=1,
                 **{CACHE: cache},
             ).logits[:, -1, : len(tokenizer)]
-            sampled = sample_from_logits(logits, draws.uniforms[step].to(logits.device)).cpu()
+            sampled = sample_from_logits(logits, uniforms[step].to(logits.device)).cpu()
         forced = beginning[position.clamp(max=len(opening))]
-        forced = torch.where(forced < 0, draws.first_tokens[step], forced)
+        forced = torch.where(forced < 0, first_tokens[step], forced)
         ids[:, step] = torch.where(position <= len(opening), forced, sampled)
         position += 1
         if tokenizer.eos_token_id is not None:
@@ -207,12 +209,6 @@ def _single_query_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(implementation)
-
-
-def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer itself puts before a text: bos, or nothing."""
-    bos = tokenizer.bos_token_id
-    return [bos] if bos is not None and list(tokenizer("a").input_ids[:1]) == [bos] else []
 
 
 def _split(row: list[int], eos: int | None) -> list[list[int]]:

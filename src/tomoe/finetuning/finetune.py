@@ -91,12 +91,6 @@ class Origin:
             return torch.bfloat16 if setting == "bfloat16" else torch.float32
         return compute_dtype(setting, stored, pick_device(recipe.device))
 
-    def open_dense(self, recipe: FinetuneRecipe) -> PreTrainedModel:
-        """Load the dense model. Raises UserError if it is not the one that the folder was converted from."""
-        model = load_dense(self.dense, self.dtype(recipe), pick_device(recipe.device))
-        self.check_dense(model)
-        return model
-
     def check_dense(self, model: PreTrainedModel) -> None:
         """Raises UserError if the model is not the one that the folder was converted from."""
         expected = self.plan.notes.get(FINETUNED, {}).get("dense", self.plan.source)
@@ -177,7 +171,8 @@ def finetune(
     origin, watch = Origin.of(recipe), Stopwatch()
     dense = None
     if recipe.loss.objective == "kl" or SELF in recipe.data.sources:
-        dense = origin.open_dense(recipe)
+        dense = load_dense(origin.dense, origin.dtype(recipe), pick_device(recipe.device))
+        origin.check_dense(dense)
     tokenizer = load_tokenizer(str(origin.folder))
 
     def text() -> Corpus | None:
