@@ -16,10 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tomoe as package
-from pico_files import CommandLine, contents, fine, small
+from pico_files import FINE, CommandLine, contents, fine, pico_recipe, small
 from tomoe.cli import VERBS, evaluate, export
 from tomoe.cli.convert import next_commands
 from tomoe.cli.options import with_fractions
+from tomoe.conversion.convert import convert
 from tomoe.evaluation.tasks import BATCH
 from tomoe.exporting import choice, target
 from tomoe.exporting.export import PROOF_TOKENS
@@ -90,8 +91,8 @@ def test_convert_writes_all_says_what_came_out_and_makes_what_the_stages_make(
 def test_the_stages_make_the_same_of_fine_grained_experts(
     tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
 ) -> None:
+    convert(pico_recipe(tmp_path, "active=0.6", "attention.pruning=per_token", *FINE), tmp_path / "whole")
     options = ["--active", "0.6", "--data", text, *fine(attention_pruning="per_token")]
-    assert tomoe("convert", model, "-o", tmp_path / "whole", *options).code == 0
     staged(tomoe, tmp_path, tmp_path / "whole", options)
     assert Plan.load(tmp_path / "plan").form == "fine"
 
