@@ -76,8 +76,7 @@ from tomoe.pruning.learned.projection import Projection
 from tomoe.pruning.network import MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, Recipe, SamplingSection
 
-if TYPE_CHECKING:  # the first two import this file
-    from launcher import Launcher
+if TYPE_CHECKING:  # the first imports this file
     from pico_files import CommandLine
     from tomoe.exporting.choice import Choice
     from tomoe.exporting.target import Options
@@ -364,11 +363,14 @@ def converted_inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 
 
 @pytest.fixture(scope="session")
-def run() -> Iterator[Launcher]:
-    """Several processes on one command."""
-    from launcher import Launcher
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `dense`, `text.txt`, and `one`, what one process learns of them; to be read only."""
+    from launcher import launch, train
+    from pico_files import write_pico, write_text
 
-    launcher = Launcher()
-    with launcher.process:
-        yield launcher
-        launcher.process.communicate()
+    folder = tmp_path_factory.mktemp("alone")
+    # a family with a norm of queries; layers are not a multiple of the processes, which carve unequal shares
+    write_pico(folder / "dense", "qwen3", num_hidden_layers=3)
+    write_text(folder / "text.txt")
+    assert launch(1, *train(folder, folder / "one")) == [0]
+    return folder

@@ -4,111 +4,59 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
-import subprocess
-import sys
+import socket
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from jaxtyping import config
 from safetensors.torch import load_file
 
-from pico_files import small
-
-# What the command line loads when it is first used, and what transformers does: a forked process has it then.
-EVERYTHING = """
-import sys
-import gguf, torch, torch.distributed, torch.profiler
-import tomoe.conversion.convert, tomoe.conversion.verbs, tomoe.data.corpus, tomoe.evaluation.evaluate, tomoe.finetuning.finetune
-import tomoe.report.build, tomoe.training.loop
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from pico_files import ended, forked, small
 from tomoe.cli import main
-"""
 
-ALWAYS_BETTER = "always better: "
-"""The word before a command whose processes take every step of fine-tuning for better."""
-# Does what torchrun does without importing torch in every process: for each line of JSON on stdin it forks that many
-# processes, tells each its rank, and sends the signal to the victims as soon as there is a checkpoint after that of step 0.
-FORK = (
-    EVERYTHING
-    + f"""
-ALWAYS_BETTER = {ALWAYS_BETTER!r}
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-"""
-    + """
-import pico_files, pytest
-import json, os, resource, signal, socket, sys, time
-from pathlib import Path
 
-torch.set_num_threads(1)
-for line in sys.stdin:
-    count, victims, signum, limits, command = json.loads(line)
-    limits = {int(rank): size for rank, size in limits.items()}
-    out = Path(command[command.index("-o" if "-o" in command else "--json") + 1])
+def launch(
+    count: int,
+    *command: str | Path,
+    victims: Sequence[int] = (),
+    signum: int = signal.SIGKILL,
+    limits: Mapping[int, int] | None = None,
+) -> list[int]:
+    """Run a command in several processes, forked from this one, which has imported everything; return their exit codes.
+
+    What process R prints is in OUT.R.log, where OUT follows -o or --json. `victims` get the signal as soon as there is a
+    checkpoint after that of step 0; `limits` maps the rank of a process to the bytes that its files may have.
+    """
+    words = [str(word) for word in command]
+    out = Path(words[words.index("-o" if "-o" in words else "--json") + 1])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    children = []
-    for rank in range(count):
-        pid = os.fork()
-        if pid == 0:
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count}
-            os.environ.update({name: str(value) for name, value in place.items()})
-            log = os.open(f"{out}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            if rank in limits:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limits[rank], limits[rank]))
-            if command[0] == ALWAYS_BETTER:
-                pico_files.always_better(pytest.MonkeyPatch())
-                del command[0]
-            try:
-                main(command)
-            except SystemExit as left:
-                os._exit(left.code or 0)
-        children.append(pid)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+
+    def work(rank: int) -> None:
+        os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank))
+        config.update("jaxtyping_disable", True)  # as users run it
+        if limits and rank in limits:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limits[rank], limits[rank]))
+        with Path(f"{out}.{rank}.log").open("w", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
+            main(words)
+
+    children = [forked(partial(work, rank)) for rank in range(count)]
     while victims and not any((out / "masks").glob("step-*[1-9]*")):
         time.sleep(0.01)
     for victim in victims:
         os.kill(children[victim], signum)
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]), flush=True)
-"""
-)
-
-
-class Launcher:
-    """Runs a command in several processes, forked from one that has imported everything."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", FORK],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-
-    def __call__(
-        self,
-        count: int,
-        *command: str | Path,
-        victims: Sequence[int] = (),
-        signum: int = signal.SIGKILL,
-        limits: Mapping[int, int] | None = None,
-    ) -> list[int]:
-        """Return the exit codes. What process R prints is in OUT.R.log, where OUT follows -o or --json.
-
-        `victims` get the signal; `limits` maps the rank of a process to the bytes that its files may have.
-        """
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(
-            json.dumps([count, list(victims), signum, dict(limits or {}), [str(word) for word in command]]) + "\n"
-        )
-        self.process.stdin.flush()
-        codes: list[int] = json.loads(self.process.stdout.readline())
-        return codes
+    return [ended(child) for child in children]
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -121,20 +69,13 @@ def masks(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 def train(inputs: Path, out: Path, *more: str) -> list[str | Path]:
     sizes = small(
-        train_steps="8", train_save_every="8", train_gradient_accumulation_steps="4", train_learning_rate="0.01"
+        train_steps="8",
+        train_save_every="8",
+        train_gradient_accumulation_steps="4",
+        train_learning_rate="0.01",
+        attention_pruning="per_token",
     )
-    return [
-        "train",
-        inputs / "dense",
-        "--data",
-        inputs / "text.txt",
-        "--attention",
-        "per_token",
-        "-o",
-        out,
-        *sizes,
-        *more,
-    ]
+    return ["train", inputs / "dense", "--data", inputs / "text.txt", "-o", out, *sizes, *more]
 
 
 def assert_same_run(actual: Path, expected: Path) -> None:

@@ -12,7 +12,7 @@ from tomoe.finetuning.finetune import finetune
 from tomoe.plan import FINETUNED
 from tomoe.recipe.finetuning import FinetuneRecipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_shipped")]
+pytestmark = pytest.mark.slow
 
 SIZES = ("data.seq_len=16", "data.tokens=1200", "data.calibration_tokens=128", "data.evaluation_tokens=64")
 

@@ -39,12 +39,8 @@ def plain_distillation(student: Tensor, teacher: Tensor, out: nn.Module, valid: 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_distillation_is_the_divergence_from_the_teacher(length: int, bias: bool) -> None:
-    student, teacher, valid, out = (
-        states(length, 1).requires_grad_(),
-        states(length, 2),
-        padding(length),
-        head(bias=bias),
-    )
+    student, teacher = states(length, 1).requires_grad_(), states(length, 2)
+    valid, out = padding(length), head(bias=bias)
     loss = kl_loss(student, teacher, out, valid)
     expected = plain_distillation(student, teacher, out, valid)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
@@ -52,26 +48,6 @@ def test_distillation_is_the_divergence_from_the_teacher(length: int, bias: bool
     (actual,), (grad,) = (torch.autograd.grad(value / 3, student) for value in (loss, expected))
     torch.testing.assert_close(actual, grad, rtol=1e-4, atol=1e-7)
     assert not actual[~valid].any()
-
-
-def test_distillation_gradient_by_finite_differences() -> None:
-    student, teacher, valid, out = states(3, 1).requires_grad_(), states(3, 2), torch.ones(3, dtype=torch.bool), head()
-    (actual,) = torch.autograd.grad(kl_loss(student, teacher, out, valid), student)
-    exact, x, step = head().double(), student.detach().double(), 1e-5
-    differences = torch.zeros_like(x)
-    for i in range(x.numel()):
-        shift = torch.zeros_like(x).index_put_((torch.tensor(i // D), torch.tensor(i % D)), torch.tensor(step).double())
-        up, down = (plain_distillation(x + sign * shift, teacher.double(), exact, valid) for sign in (1, -1))
-        differences.view(-1)[i] = (up - down) / (2 * step)
-    torch.testing.assert_close(actual.double(), differences, rtol=1e-4, atol=1e-6)
-
-
-def test_distillation_is_zero_at_the_teacher() -> None:
-    student = states(20, 1).requires_grad_()
-    loss = kl_loss(student, student.detach(), head(), padding(20))
-    (grad,) = torch.autograd.grad(loss, student)
-    assert loss.abs() < 1e-7
-    assert grad.abs().max() < 1e-7
 
 
 def test_distillation_with_a_bfloat16_head_computes_in_float32() -> None:
@@ -90,10 +66,8 @@ def test_distillation_with_a_bfloat16_head_computes_in_float32() -> None:
 def test_language_model_loss_is_the_cross_entropy(length: int) -> None:
     student, valid, out = states(length, 1).requires_grad_(), padding(length), head()
     targets = torch.randint(V, (length,), generator=torch.Generator().manual_seed(3))
-    loss, expected = (
-        language_model_loss(student, targets, out, valid),
-        F.cross_entropy(out(student[valid]), targets[valid]),
-    )
+    loss = language_model_loss(student, targets, out, valid)
+    expected = F.cross_entropy(out(student[valid]), targets[valid])
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
     (actual,), (grad,) = (torch.autograd.grad(value, student) for value in (loss, expected))
     torch.testing.assert_close(actual, grad, rtol=1e-4, atol=1e-7)

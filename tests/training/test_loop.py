@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conftest import ATTENTION_MODES, make_pico, mask_step, tokens
+from conftest import make_pico, mask_step, tokens
 from tomoe import distributed
 from tomoe.conversion.steps import open_dense
 from tomoe.errors import UserError
@@ -37,17 +37,10 @@ class Text:
 
 
 def small_recipe(*changes: str) -> Recipe:
-    return Recipe.load(
-        None,
-        [
-            "experts.form=overlapping",
-            "experts.num_experts=4",
-            "experts.embedding_size=16",
-            "experts.width_multiple=1",
-            "train.dtype=float32",
-            *changes,
-        ],
-    )
+    experts = [
+        f"experts.{key}" for key in ("form=overlapping", "num_experts=4", "embedding_size=16", "width_multiple=1")
+    ]
+    return Recipe.load(None, [*experts, "train.dtype=float32", *changes])
 
 
 def network(model: PreTrainedModel, recipe: Recipe) -> MaskNetwork:
@@ -55,15 +48,13 @@ def network(model: PreTrainedModel, recipe: Recipe) -> MaskNetwork:
     return mask_network(shape_of(model), layout, size, recipe.attention, recipe.sampling, recipe.seed)
 
 
-def train(
-    model: PreTrainedModel, folder: Path, *changes: str, text: Text | None = None
-) -> tuple[MaskNetwork, list[Row]]:
+def train(model: PreTrainedModel, folder: Path, *changes: str) -> tuple[MaskNetwork, list[Row]]:
     recipe = small_recipe(*changes)
     net = network(model, recipe)
     run, rows = RunFolder(folder), []
     run.begin(recipe, resume=False)
     step = mask_step(model, net, recipe)
-    Training(model, net, recipe.train, recipe.seed, text or Text(), run, step).train(rows.append)
+    Training(model, net, recipe.train, recipe.seed, Text(), run, step).train(rows.append)
     return net, rows
 
 
@@ -87,7 +78,7 @@ def test_the_budget_warms_up_from_the_whole_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_shipped")
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
+@pytest.mark.parametrize("attention", ["static", "per_token"])
 def test_a_random_start_learns_the_budget_and_leaves_the_base_alone(attention: str, tmp_path: Path) -> None:
     model = make_pico("llama")
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -103,13 +94,17 @@ def test_a_random_start_learns_the_budget_and_leaves_the_base_alone(attention: s
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_shipped")
 def test_masks_learn_which_neurons_matter(tmp_path: Path) -> None:
-    """Half of the neurons have no output: the objective finds them, since dropping them changes no prediction."""
+    """Half of the neurons have no output: the objective finds them, since dropping them changes no prediction. Attention is
+    whole, so that the budget is met by neurons alone."""
     model = make_pico("llama")
     for layer in model.model.layers:
         layer.mlp.down_proj.weight[:, 24:] = 0
     weights = ["loss.coverage_weight=0.0", "loss.budget_weight=2.0", "experts.num_experts=1"]
     speed = ["train.steps=200", "train.learning_rate=3e-2", "train.gradient_clip=0.0"]
-    net, _ = train(model, tmp_path / "run", "active=0.75", *weights, *speed)
+    net, rows = train(model, tmp_path / "run", "active=0.75", *weights, *speed)
+    assert rows[0]["active_fraction"] > 0.9
+    # 0.752 to 0.757 over four seeds
+    assert rows[-1]["active_fraction"] == pytest.approx(0.75, abs=0.06)
     embeddings = net.hypernetwork()
     for i, projection in enumerate(net.neurons):
         logits = projection(embeddings[2 * i + 1]).detach()
@@ -123,12 +118,8 @@ def test_accumulated_micro_batches_are_one_batch() -> None:
     text = Text(2)
 
     def gradients(size: int, accumulation: int) -> list[torch.Tensor]:
-        changes = [
-            f"train.batch_size={size}",
-            f"train.gradient_accumulation_steps={accumulation}",
-            "experts.num_experts=1",
-        ]
-        recipe = small_recipe(*changes, "loss.balance_weight=0.0")
+        changes = [f"train.batch_size={size}", f"train.gradient_accumulation_steps={accumulation}"]
+        recipe = small_recipe(*changes, "experts.num_experts=1", "loss.balance_weight=0.0")
         net = network(model, recipe)
         for micro in range(accumulation):
             mask_step(model, net, recipe)(text.batch(0, micro, size, accumulation, 0), 0, micro)
@@ -151,34 +142,13 @@ def test_accumulation_that_does_not_divide_is_refused_before_the_model_is_opened
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        "loss.objective=lm",
-        "attention.embedding=local",
-        "experts.num_experts=1",
-        "train.gradient_checkpointing=true",
-        "loss.coverage_weight=0.0",
-        "train.dtype=bfloat16",
-    ],
-)
+@pytest.mark.parametrize("change", ["loss.objective=lm", "attention.embedding=local", "train.dtype=bfloat16"])
 def test_every_ablation_trains(change: str, tmp_path: Path) -> None:
     model = make_pico("qwen2").to(torch.float32)
     _, rows = train(model, tmp_path / "run", "train.steps=3", "attention.pruning=per_token", change)
     assert len(rows) == 3
     assert all(math.isfinite(row["loss"]) and not row["skipped"] for row in rows)
     assert not model.training
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        train(make_pico("phi"), tmp_path / name, "train.steps=4", "attention.pruning=per_token")
-    last = Path("masks") / "step-000004"
-    for file in ("masks.safetensors", "optimizer.safetensors"):
-        assert (tmp_path / "a" / last / file).read_bytes() == (tmp_path / "b" / last / file).read_bytes()
-    train(make_pico("phi"), tmp_path / "c", "train.steps=4", "attention.pruning=per_token", "seed=1")
-    assert (tmp_path / "c" / last / file).read_bytes() != (tmp_path / "a" / last / file).read_bytes()
 
 
 @pytest.mark.parametrize("stopped", [True, False])

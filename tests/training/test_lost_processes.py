@@ -7,48 +7,37 @@ from pathlib import Path
 
 import pytest
 
-from launcher import Launcher, assert_same_run, metrics, train
-from pico_files import write_pico, write_text
+from launcher import assert_same_run, launch, metrics, train
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory, run: Launcher) -> Path:
-    """A model, a text, and what one process makes of them."""
-    folder = tmp_path_factory.mktemp("lost")
-    write_pico(folder / "dense")
-    write_text(folder / "text.txt")
-    assert run(1, *train(folder, folder / "one")) == [0]
-    return folder
 
 
 def last_line(out: Path, rank: int) -> str:
     return Path(f"{out}.{rank}.log").read_text().splitlines()[-1]
 
 
-def assert_resumes(run: Launcher, inputs: Path, out: Path, count: int) -> None:
-    assert run(count, *train(inputs, out, "--resume")) == [0] * count
+def assert_resumes(alone: Path, out: Path, count: int) -> None:
+    assert launch(count, *train(alone, out, "--resume")) == [0] * count
     assert [row["step"] for row in metrics(out)] == list(range(1, 9))
-    assert_same_run(out, inputs / "one")
+    assert_same_run(out, alone / "one")
 
 
 @pytest.mark.parametrize(("victim", "then"), [(1, 1), (0, 4)])
-def test_one_is_killed(run: Launcher, inputs: Path, tmp_path: Path, victim: int, then: int) -> None:
+def test_one_is_killed(alone: Path, tmp_path: Path, victim: int, then: int) -> None:
     out = tmp_path / "run"
-    codes = run(2, *train(inputs, out, "--set", "train.save_every=4"), victims=[victim])
+    codes = launch(2, *train(alone, out, "--set", "train.save_every=4"), victims=[victim])
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == 2
     message = last_line(out, 1 - victim)
     assert message.startswith("tomoe: another process of this run ended")
     assert "--resume" in message
-    assert_resumes(run, inputs, out, then)
+    assert_resumes(alone, out, then)
 
 
-def test_all_are_warned(run: Launcher, inputs: Path, tmp_path: Path) -> None:
+def test_all_are_warned(alone: Path, tmp_path: Path) -> None:
     """A scheduler's SIGTERM goes to all: not 0, which would pass for a finished run, but 143; the last whole step is kept."""
     out = tmp_path / "run"
-    codes = run(2, *train(inputs, out, "--set", "train.save_every=4"), victims=[0, 1], signum=signal.SIGTERM)
+    codes = launch(2, *train(alone, out, "--set", "train.save_every=4"), victims=[0, 1], signum=signal.SIGTERM)
     # who waits for the other in the moment of the signal may hear of its end first
     assert codes[0] in (143, 2)
     assert codes[1] in (143, 2)
@@ -56,23 +45,23 @@ def test_all_are_warned(run: Launcher, inputs: Path, tmp_path: Path) -> None:
     assert "--resume" in last_line(out, 0)
     kept = max(int(folder.name.removeprefix("step-")) for folder in (out / "masks").glob("step-*"))
     assert kept == max(row["step"] for row in metrics(out))
-    assert_resumes(run, inputs, out, 1)
+    assert_resumes(alone, out, 1)
 
 
-def test_the_disk_of_the_one_that_writes_is_full(run: Launcher, inputs: Path, tmp_path: Path) -> None:
+def test_the_disk_of_the_one_that_writes_is_full(alone: Path, tmp_path: Path) -> None:
     """Moments are twice the masks: the checkpoint of step 0 fits, the next one does not. The others hear of it."""
     out = tmp_path / "run"
-    size = (inputs / "one" / "masks" / "step-000000" / "masks.safetensors").stat().st_size
-    codes = run(2, *train(inputs, out, "--set", "train.save_every=4"), limits={0: size + size // 2})
+    size = (alone / "one" / "masks" / "step-000000" / "masks.safetensors").stat().st_size
+    codes = launch(2, *train(alone, out, "--set", "train.save_every=4"), limits={0: size + size // 2})
     assert codes == [2, 2]
     assert "cannot write the checkpoint of step 4" in last_line(out, 0)
     assert "another process of this run ended" in last_line(out, 1)
     assert sorted(folder.name for folder in (out / "masks").iterdir()) == ["step-000000"]
-    assert_resumes(run, inputs, out, 2)
+    assert_resumes(alone, out, 2)
 
 
-def test_the_disk_of_another_one_is_full(run: Launcher, inputs: Path, tmp_path: Path) -> None:
+def test_the_disk_of_another_one_is_full(alone: Path, tmp_path: Path) -> None:
     """It writes nothing."""
     out = tmp_path / "run"
-    assert run(2, *train(inputs, out), limits={1: 0}) == [0, 0]
-    assert_same_run(out, inputs / "one")
+    assert launch(2, *train(alone, out), limits={1: 0}) == [0, 0]
+    assert_same_run(out, alone / "one")

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from launcher import EVERYTHING
-from pico_files import CommandLine, contents, pico_recipe, refused, small, steps_of, write_pico, write_text
+from pico_files import (
+    FINE,
+    CommandLine,
+    contents,
+    ended,
+    forked,
+    pico_recipe,
+    refused,
+    small,
+    steps_of,
+    write_pico,
+    write_text,
+)
 from tomoe.cli import main
 from tomoe.conversion import steps
 from tomoe.conversion.convert import convert
 from tomoe.conversion.verbs import plan, train
 from tomoe.data.corpus import Corpus
+from tomoe.errors import UserError
 from tomoe.locks import LOCK_FILE
 from tomoe.model.loading import load_dense
 from tomoe.pruning.learned import objective
@@ -32,86 +43,7 @@ from tomoe.pruning.learned.rotation import value_rotations
 from tomoe.pruning.repair import streams
 from tomoe.training import run_folder
 
-pytestmark = pytest.mark.slow
-
-# One process that has imported everything forks a fresh `tomoe train` again and again, which kills itself (-9) at its nth
-# forward pass, with half of its nth file of tensors written, or with its nth checkpoint or file written but not renamed.
-KILLER = (
-    EVERYTHING
-    + """
-import os, random, signal, sys
-from pathlib import Path
-from tomoe.pruning.learned.objective import MaskStep
-from tomoe.training import run_folder
-
-whole, killed, *options = sys.argv[1:]
-
-def begin(run, *more, dies=lambda: None):
-    pid = os.fork()
-    if pid == 0:
-        dies()
-        os.dup2(os.open(run + ".log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-        try:
-            main(["train", "-o", run, *options, *more])
-        except SystemExit as left:
-            os._exit(left.code or 0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-def dying(place, name, nth, harm=lambda *args: None):
-    real, calls = getattr(place, name), iter(range(10**6))
-
-    def call(*args, **more):
-        if next(calls) + 1 == nth:
-            harm(*args)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **more)
-
-    setattr(place, name, call)
-
-def half(tensors, path, save=run_folder.save_file):
-    save(tensors, path)
-    os.truncate(path, path.stat().st_size // 2)
-
-MOMENTS = {
-    "pass": lambda nth: dying(MaskStep, "__call__", nth),
-    "file": lambda nth: dying(run_folder, "save_file", nth, half),
-    "rename": lambda nth: dying(os, "rename", nth),
-}
-torch.set_num_threads(1)
-assert begin(whole) == 0, Path(whole + ".log").read_text()
-chance, code, kills = random.Random(0), -9, dict.fromkeys(MOMENTS, 0)
-while code == -9 and min(kills.values()) < 3:
-    kind, nth = min(kills, key=kills.get), chance.randint(1, 5)
-    code = begin(killed, "--resume", dies=lambda: MOMENTS[kind](nth))
-    kills[kind] += code == -9
-code = begin(killed, "--resume") if code == -9 else code
-assert code == 0, Path(killed + ".log").read_text()
-print(*kills.values())
-"""
-)
-
-
-def test_killed_at_any_moment_it_ends_in_the_same_bytes(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
-) -> None:
-    # dynamic attention draws per token, too: the most that a resumed run has to draw again
-    options = [model, "--data", text, "--attention", "per_token", *small(train_steps="12", train_save_every="2")]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = subprocess.run(
-        [sys.executable, "-c", KILLER, *map(str, (whole, killed, *options))],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert min(map(int, done.stdout.split())) >= 1, "it was not killed in every way"
-    last = Path("masks") / "step-000012" / "masks.safetensors"
-    assert (whole / last).read_bytes() == (killed / last).read_bytes()
-    for run in (whole, killed):
-        assert tomoe("plan", run, "-o", tmp_path / f"plan-{run.name}").code == 0
-    assert contents(tmp_path / "plan-whole") == contents(tmp_path / "plan-killed")
-    assert steps_of(whole) == steps_of(killed)
-    assert [row["step"] for row in steps_of(killed)] == list(range(1, 13))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_shipped")]
 
 
 @pytest.fixture(scope="module")
@@ -120,83 +52,165 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("place")
     write_pico(place / "dense")
     write_text(place / "text.txt")
-    with pytest.raises(SystemExit) as left:
-        main([str(word) for word in (*learning(place), "-o", place / "whole")])
-    assert not left.value.code
+    train(pico_recipe(place, *SETTINGS), place / "whole")
     return place
 
 
-def learning(place: Path, **changes: str) -> list[str | Path]:
+# attention draws per token, too: the most that a resumed run has to draw again
+SETTINGS = (
+    "train.steps=6",
+    "attention.pruning=per_token",
+    "attention.rotate_values=true",
+    "data.calibration_tokens=64",
+    "data.evaluation_tokens=32",
+)
+
+
+def learning(place: Path, *changes: str) -> list[str | Path]:
     """Six steps of learning."""
-    return ["train", place / "dense", "--data", place / "text.txt", *small(**{"train_steps": "6"} | changes)]
+    return [
+        "train",
+        place / "dense",
+        "--data",
+        place / "text.txt",
+        *small(),
+        *(f"--set={key}" for key in (*SETTINGS, *changes)),
+    ]
 
 
 def last_masks(run: Path) -> bytes:
     return (run / "masks" / "step-000006" / "masks.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("harm", ["cut", "foreign weights", "no state", "state of nothing"])
-def test_a_damaged_checkpoint_is_passed_over(tomoe: CommandLine, tmp_path: Path, place: Path, harm: str) -> None:
-    shutil.copytree(place / "whole", tmp_path / "run")
-    last = tmp_path / "run" / "masks" / "step-000006"
-    if harm == "cut":
-        (last / "masks.safetensors").write_bytes((last / "masks.safetensors").read_bytes()[:-100])
-    elif harm == "foreign weights":
-        (last / "optimizer.safetensors").write_bytes((place / "dense" / "model.safetensors").read_bytes())
-    elif harm == "no state":
-        (last / "state.json").unlink()
-    else:
-        (last / "state.json").write_text("[]")
-    assert tomoe(*learning(place), "-o", tmp_path / "run", "--resume").code == 0
-    assert last_masks(tmp_path / "run") == last_masks(place / "whole")
+def assert_same_run(actual: Path, expected: Path) -> None:
+    assert contents(actual / "masks") == contents(expected / "masks")
+    assert steps_of(actual) == steps_of(expected)
 
 
-@pytest.mark.usefixtures("model", "text")
-@pytest.mark.parametrize("spills", [False, True])
+def dying(place: object, name: str, nth: int, harm: Callable[..., None] = lambda *args, **more: None) -> None:
+    """Kill this process (-9) at the nth call of a function, after some harm."""
+    real, calls = getattr(place, name), itertools.count(1)
+
+    def call(*args: Any, **more: Any) -> Any:
+        if next(calls) == nth:
+            harm(*args, **more)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **more)
+
+    setattr(place, name, call)
+
+
+def half(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path)
+    os.truncate(path, path.stat().st_size // 2)
+
+
+# at the nth forward pass, with half of the nth file of tensors written, with the nth checkpoint written but not renamed, or in
+# the middle of the nth deletion of a folder
+MOMENTS: dict[str, Callable[[int], None]] = {
+    "pass": lambda nth: dying(objective.MaskStep, "__call__", nth),
+    "file": lambda nth: dying(run_folder, "save_file", nth, half),
+    "rename": lambda nth: dying(os, "rename", nth),
+    "deletion": lambda nth: dying(shutil, "rmtree", nth, lambda folder, **_: (folder / "state.json").unlink()),
+}
+# Each of them gets further than the one before it, or is killed where nothing new was kept. A run that was killed after its
+# first checkpoint writes that again: the fourth deletion is that of the older one.
+KILLS = (
+    ("file", 1),
+    ("rename", 1),
+    ("file", 2),
+    ("pass", 2),
+    ("deletion", 4),
+    ("file", 3),
+    ("rename", 3),
+    ("pass", 3),
+)
+
+
+def test_killed_at_any_moment_it_ends_in_the_same_bytes(tomoe: CommandLine, tmp_path: Path, place: Path) -> None:
+    run, resumed = tmp_path / "run", [*learning(place), "-o", tmp_path / "run", "--resume"]
+    for kind, nth in KILLS:
+
+        def killed(kind: str = kind, nth: int = nth) -> None:
+            MOMENTS[kind](nth)
+            main([str(word) for word in resumed])
+
+        assert ended(forked(killed)) == -signal.SIGKILL, (kind, nth)
+    assert tomoe(*resumed).code == 0
+    assert_same_run(run, place / "whole")
+    assert [row["step"] for row in steps_of(run)] == list(range(1, 7))
+    plan(run, tmp_path / "plan")
+    plan(place / "whole", tmp_path / "expected")
+    assert contents(tmp_path / "plan") == contents(tmp_path / "expected")
+
+
+def test_a_damaged_checkpoint_is_passed_over(tomoe: CommandLine, tmp_path: Path, place: Path) -> None:
+    run, good = tmp_path / "run", place / "whole" / "masks" / "step-000006"
+    shutil.copytree(place / "whole", run)
+    last = run / "masks" / "step-000006"
+    for name, harm in (
+        ("masks.safetensors", (good / "masks.safetensors").read_bytes()[:-100]),
+        ("optimizer.safetensors", (place / "dense" / "model.safetensors").read_bytes()),
+        ("state.json", b"[]"),
+        ("state.json", None),
+    ):
+        shutil.copytree(good, last, dirs_exist_ok=True)
+        (last / name).unlink() if harm is None else (last / name).write_bytes(harm)
+        checkpoint = run_folder.RunFolder(run).last()
+        assert checkpoint is not None
+        assert checkpoint.step == 4, name
+    assert tomoe(*learning(place), "-o", run, "--resume").code == 0
+    assert_same_run(run, place / "whole")
+    for file in run.glob("masks/*/masks.safetensors"):
+        file.write_bytes(b"nothing")
+    refused(tomoe(*learning(place), "-o", run, "--resume"), "no checkpoint")
+
+
 def test_a_conversion_stopped_inside_the_repair_ends_in_the_same_bytes(
-    spills: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Learning is over by then, so only the repair starts again; nothing of the first one is left."""
-    recipe = pico_recipe(tmp_path, "repair.mode=full")
-    monkeypatch.setattr(streams, "MEMORY", 0 if spills else 2**30)
+    recipe, out = pico_recipe(place, "train.steps=1", "repair.mode=full"), tmp_path / "moe"
+    convert(recipe, tmp_path / "whole")
     stages: list[str] = []
 
     def stop(stage: str, done: int, total: int, info: Mapping[str, Any]) -> None:
         stages.append(stage)
         if stage == "repair":
             # a kill -9 at this moment would leave no more than this
-            assert not list((tmp_path / "moe" / "run").glob("tomoe-repair-*"))
+            assert not list((out / "run").glob("tomoe-repair-*"))
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        convert(recipe, tmp_path / "moe", on_progress=stop)
-    assert "train" in stages
-    assert not (tmp_path / "moe" / "config.json").exists()
-    again: list[str] = []
-    convert(recipe, tmp_path / "moe", resume=True, on_progress=lambda stage, *_: again.append(stage))
-    assert "train" not in again
-    assert "repair" in again
-    convert(recipe, tmp_path / "whole")
+    for memory in (2**30, 0):  # with 0 bytes for activations, they go to the disk
+        monkeypatch.setattr(streams, "MEMORY", memory)
+        with pytest.raises(KeyboardInterrupt):
+            convert(recipe, out, resume=True, on_progress=stop)
+        assert ("train" in stages) == (memory > 0)
+        assert not (out / "config.json").exists()
+        stages.clear()
+    convert(recipe, out, resume=True, on_progress=lambda stage, *_: stages.append(stage))
+    assert "train" not in stages
+    assert "repair" in stages
     times = ("cost.json", "metrics.jsonl")
-    assert contents(tmp_path / "moe", times) == contents(tmp_path / "whole", times)
+    assert contents(out, times) == contents(tmp_path / "whole", times)
 
 
-@pytest.mark.usefixtures("model", "text")
 @pytest.mark.parametrize("start", ["carved", "random"])
 def test_a_resumed_run_keeps_the_basis_of_its_values(
-    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes from the checkpoint, and is found once: calibration text is run again only if there is no checkpoint."""
-    rotated = ("attention.pruning=per_token", "attention.rotate_values=true")
-    recipe = pico_recipe(tmp_path, "train.steps=4", f"start={start}", *rotated)
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    train(recipe, whole)
-    rotations = load_file(whole / "masks" / "step-000004" / "masks.safetensors")["attention.value_rotations"]
+    recipe = pico_recipe(place, *SETTINGS, f"start={start}")
+    whole, run = place / "whole", tmp_path / "run"
+    if start == "random":
+        whole = tmp_path / "whole"
+        train(recipe, whole)
+    rotations = load_file(whole / "masks" / "step-000006" / "masks.safetensors")["attention.value_rotations"]
     dense, calibration = load_dense(recipe.model, torch.float32), Corpus.load(whole / "corpus.safetensors").calibration
     meant = torch.stack(value_rotations(dense, calibration.input_ids, calibration.mask))
     torch.testing.assert_close(rotations, meant, atol=1e-4, rtol=0)
     shutil.copytree(whole, run)
-    shutil.rmtree(run / "masks" / "step-000004")
+    shutil.rmtree(run / "masks" / "step-000006")
     for name in ("carve_", "value_rotations"):
         monkeypatch.delattr(steps, name)
     train(recipe, run, resume=True)
@@ -205,27 +219,17 @@ def test_a_resumed_run_keeps_the_basis_of_its_values(
     assert all(torch.equal(layer.value_rotation, r) for layer, r in zip(made.layers, rotations, strict=True))
 
 
-@pytest.mark.usefixtures("model", "text")
-def test_a_resumed_run_of_fine_grained_experts_keeps_its_partition(tmp_path: Path) -> None:
-    keys = ("experts.form=fine", "experts.num_experts=64")
-    recipe = pico_recipe(tmp_path, "active=0.6", *keys)
+def test_a_resumed_run_of_fine_grained_experts_keeps_its_partition(place: Path, tmp_path: Path) -> None:
+    recipe = pico_recipe(place, "active=0.6", *FINE)
     whole, run = tmp_path / "whole", tmp_path / "run"
     train(recipe, whole)
     shutil.copytree(whole, run)
     shutil.rmtree(run / "masks" / "step-000004")
     train(recipe, run, resume=True)
-    assert contents(run / "masks") == contents(whole / "masks")
-    assert steps_of(run) == steps_of(whole)
+    assert_same_run(run, whole)
     carved = load_file(whole / "masks" / "step-000004" / "masks.safetensors")["expert_of_neuron"]
     for layer, expert in zip(plan(run, tmp_path / "plan").layers, carved, strict=True):
         assert torch.equal(layer.expert_masks, torch.arange(64)[:, None] == expert)
-
-
-def test_when_no_checkpoint_is_whole_it_says_so(tomoe: CommandLine, tmp_path: Path, place: Path) -> None:
-    shutil.copytree(place / "whole", tmp_path / "run")
-    for file in (tmp_path / "run").glob("masks/*/masks.safetensors"):
-        file.write_bytes(b"nothing")
-    refused(tomoe(*learning(place), "-o", tmp_path / "run", "--resume"), "no checkpoint")
 
 
 @contextmanager
@@ -239,54 +243,29 @@ def files_no_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_while_training_keeps_the_last_checkpoint(tomoe: CommandLine, tmp_path: Path, place: Path) -> None:
-    run = tmp_path / "run"
-    # the checkpoint of step 0 has no moments yet; the moments of step 2 are twice the masks and do not fit
-    masks = len(last_masks(place / "whole"))
-    with files_no_larger_than(masks + masks // 2):
-        outcome = tomoe(*learning(place), "-o", run)
-    assert outcome.code == 2
-    assert "Traceback" not in outcome.err
-    assert "step 2" in outcome.err.splitlines()[-1]
-    assert sorted(path.name for path in (run / "masks").iterdir()) == ["step-000000"]
-    assert tomoe(*learning(place), "-o", run, "--resume").code == 0
-    assert last_masks(run) == last_masks(place / "whole")
-
-
-def test_a_full_disk_while_saving_the_model_loses_nothing(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
-) -> None:
-    options = [model, "--data", text, *small(train_steps="0")]
-    out = tmp_path / "out"
-    assert tomoe("convert", *options, "-o", tmp_path / "whole").code == 0
-    weights = (tmp_path / "whole" / "model.safetensors").stat().st_size
-    with files_no_larger_than(weights - 1):
-        outcome = tomoe("convert", *options, "-o", out)
-    assert outcome.code == 2, outcome
-    assert "Traceback" not in outcome.err
-    assert str(out) in outcome.err.splitlines()[-1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out", "text.txt", "whole"]
+def test_a_full_disk_while_saving_the_model_loses_nothing(tomoe: CommandLine, tmp_path: Path, place: Path) -> None:
+    recipe, out, whole = pico_recipe(place, "train.steps=0"), tmp_path / "out", tmp_path / "whole"
+    convert(recipe, whole)
+    weights = (whole / "model.safetensors").stat().st_size
+    with files_no_larger_than(weights - 1), pytest.raises(UserError, match=f"cannot write the model to {out}: "):
+        convert(recipe, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
     assert not (out / "config.json").exists()
-    assert tomoe("convert", *options, "-o", out, "--resume").code == 0
-    assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
-
-
-def test_a_finished_conversion_that_lost_its_report_writes_it_on_resume(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path
-) -> None:
-    options, out = ["convert", model, "--data", text, "-o", tmp_path / "out", *small()], tmp_path / "out"
-    assert tomoe(*options).code == 0
+    # a finished conversion without a report gets it, too
+    command = ["convert", place / "dense", "--data", place / "text.txt", *small(train_steps="0"), "--resume", "-o"]
+    assert tomoe(*command, out).code == 0
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    (out / "report.html").unlink()
     timed = ("cost.json", "README.md", ".README.md.sha256", "evaluation.json", "report.html")
     before = contents(out, but=timed)
-    (out / "report.html").unlink()
-    assert tomoe(*options, "--resume").code == 0
+    assert tomoe(*command, out).code == 0
     assert (out / "report.html").is_file()
     assert contents(out, but=timed) == before
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
     """The loss of these steps (counted from 0) is NaN."""
-    real, calls = objective.distill_loss, iter(range(10**6))
+    real, calls = objective.distill_loss, itertools.count()
 
     def loss(*args: Any) -> Tensor:
         value: Tensor = real(*args)
@@ -296,11 +275,11 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
 
 
 def test_a_loss_that_is_not_finite_skips_the_step(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, range(2, 4))
     run = tmp_path / "run"
-    outcome = tomoe("train", model, "--data", text, "-o", run, *small(train_steps="6", train_save_every="1"))
+    outcome = tomoe(*learning(place, "train.save_every=1"), "-o", run)
     assert outcome.code == 0
     assert "step 3: the loss was not finite" in outcome.err
     assert [row["skipped"] for row in steps_of(run)] == [False, False, True, True, False, False]
@@ -309,53 +288,39 @@ def test_a_loss_that_is_not_finite_skips_the_step(
 
 
 def test_too_many_in_a_row_stop_the_run_and_the_last_good_checkpoint_stays(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = [model, "--data", text, "-o", tmp_path / "run", *small(train_steps="12", train_max_nonfinite_steps="3")]
+    run = tmp_path / "run"
+    options = [*learning(place, "train.steps=8", "train.max_nonfinite_steps=3"), "-o", run]
     with monkeypatch.context() as only_here:
-        poison(only_here, range(5, 12))
-        outcome = tomoe("train", *options)
+        poison(only_here, range(5, 8))
+        outcome = tomoe(*options)
     assert outcome.code == 2
     assert "3 steps in a row" in outcome.err.splitlines()[-1]
-    last = tmp_path / "run" / "masks" / "step-000004"
-    assert sorted((tmp_path / "run" / "masks").glob("step-*"))[-1] == last
+    last = run / "masks" / "step-000004"
+    assert sorted((run / "masks").glob("step-*"))[-1] == last
     assert all(bool(t.isfinite().all()) for t in load_file(last / "masks.safetensors").values())
-    assert tomoe("train", *options, "--resume").code == 0
-    assert steps_of(tmp_path / "run")[-1]["step"] == 12
-    assert torch.isfinite(torch.tensor([row["loss"] for row in steps_of(tmp_path / "run")])).all()
+    assert tomoe(*options, "--resume").code == 0
+    assert steps_of(run)[-1]["step"] == 8
+    assert torch.isfinite(torch.tensor([row["loss"] for row in steps_of(run)])).all()
 
 
-def test_a_kill_while_a_checkpoint_is_made_again_leaves_a_whole_one(
-    tomoe: CommandLine, tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that was cut off at step 0 writes step 0 again; the kill comes in the middle of the first deletion."""
-    options = [model, "--data", text, *small(train_steps="6")]
-    assert tomoe("train", *options, "-o", tmp_path / "run", "--set", "train.steps=0").code == 0
-    run = run_folder.RunFolder(tmp_path / "run")
-    net = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(net.parameters())
-    run.save(0, net, optimizer, {"bad_steps": 0})
+@pytest.fixture(scope="module")
+def younger(place: Path) -> Path:
+    """A run of four steps by another seed."""
+    train(pico_recipe(place, *SETTINGS, *YOUNGER), place / "younger")
+    return place / "younger"
 
-    def killed(folder: Path, ignore_errors: bool = False) -> None:
-        if folder.exists():
-            (folder / "state.json").unlink()
-            raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_folder.shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run.save(0, net, optimizer, {"bad_steps": 0})
-    checkpoint = run.last()
-    assert checkpoint is not None
-    assert checkpoint.step == 0
+YOUNGER = ("train.steps=4", "seed=1")
 
 
 @pytest.mark.parametrize("killed_at", ["recipe.json", "masks"])
 def test_a_kill_while_an_older_run_goes_leaves_nothing_of_it_to_resume(
-    tomoe: CommandLine, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+    tomoe: CommandLine, tmp_path: Path, place: Path, younger: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
 ) -> None:
     """--force was killed before the older masks were gone: --resume then starts over, and does not adopt them."""
-    run, options = tmp_path / "run", learning(place, train_steps="4", seed="1")
-    assert tomoe(*options, "-o", tmp_path / "whole").code == 0
+    run, options = tmp_path / "run", learning(place, *YOUNGER)
     shutil.copytree(place / "whole", run)
 
     def killed(path: Path, **_: object) -> None:
@@ -377,29 +342,42 @@ def test_a_kill_while_an_older_run_goes_leaves_nothing_of_it_to_resume(
         assert tomoe(*options, "-o", run, "--force").code != 0
     assert list(run.glob("masks/step-*"))
     assert tomoe(*options, "-o", run, "--resume").code == 0
-    assert contents(run / "masks") == contents(tmp_path / "whole" / "masks")
-    assert steps_of(run) == steps_of(tmp_path / "whole")
+    assert_same_run(run, younger)
+    assert steps_of(run)[0] != steps_of(place / "whole")[0], "another seed draws otherwise"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("signum", "again"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_a_stopped_run_keeps_its_last_step(
-    tomoe: CommandLine, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, signum: int
+    tomoe: CommandLine, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, signum: int, again: bool
 ) -> None:
-    """A scheduler's warning in the middle of step 4: the three whole steps are kept, and the rest ends in the same bytes."""
-    options = learning(place, train_save_every="100")
-    real, calls = objective.distill_loss, iter(range(10**6))
+    """A warning in the middle of step 4: the three whole steps are kept, and the rest ends in the same bytes.
+
+    A scheduler sends SIGTERM to all of a job, and torchrun sends it to its processes again, while they write their checkpoint.
+    """
+    run, options = tmp_path / "run", learning(place, "train.save_every=100")
+    learn, write, calls = objective.distill_loss, run_folder.save_file, itertools.count()
+    warned: list[Path] = []
 
     def loss(*args: Any) -> Tensor:
         if next(calls) == 3:
             signal.raise_signal(signum)
-        return real(*args)
+        return learn(*args)
 
-    run = tmp_path / "run"
+    def warned_again(tensors: dict[str, Tensor], path: Path) -> None:
+        if path.parent.name == ".part-000003":
+            warned.append(path)
+            signal.raise_signal(signum)
+        write(tensors, path)
+
     with monkeypatch.context() as only_here:
         only_here.setattr(objective, "distill_loss", loss)
+        if again:
+            only_here.setattr(run_folder, "save_file", warned_again)
         outcome = tomoe(*options, "-o", run)
     assert outcome.code == 128 + signum
+    assert "Traceback" not in outcome.err
     assert "--resume" in outcome.err.splitlines()[-1]
+    assert bool(warned) == again
     assert sorted(path.name for path in (run / "masks").iterdir()) == ["step-000000", "step-000003"]
     assert tomoe(*options, "-o", run, "--resume").code == 0
     assert last_masks(run) == last_masks(place / "whole")
