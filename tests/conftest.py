@@ -266,6 +266,15 @@ def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "jaxtyping_disable", True)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As many threads as a forked process has: two round otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def short_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports have short texts and, except in tests marked `figures`, no figures: both take most of a small conversion."""

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 import typer.main
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -233,6 +234,7 @@ def forked(work: Callable[[], object]) -> int:
         return pid
     code = 1
     try:
+        torch.set_num_threads(1)  # threads of a pool are not there after a fork
         work()
         code = 0
     except SystemExit as left:

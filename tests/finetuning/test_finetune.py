@@ -42,7 +42,7 @@ from tomoe.recipe.conversion import Recipe
 from tomoe.report.summary import conversion_summary
 
 # That something is learned is what test_learning measures; these tests are about what is written.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("always_better", "as_shipped")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "always_better", "as_shipped")]
 
 SETTINGS = (
     "train.steps=4",

@@ -43,7 +43,7 @@ from tomoe.pruning.learned.rotation import value_rotations
 from tomoe.pruning.repair import streams
 from tomoe.training import run_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_shipped")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "as_shipped")]
 
 
 @pytest.fixture(scope="module")
