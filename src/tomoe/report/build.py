@@ -31,7 +31,7 @@ from tomoe.report.style import save
 from tomoe.report.words import WORDS
 from tomoe.training.run_folder import RunFolder
 
-FORMAT = "tomoe-report-1"
+FORMAT = "tomoe-report-2"  # of the first, texts of the form inputs were the dense model's
 WRITTEN, SHOWN = 8, 3  # texts that each model writes, and those that the page shows
 # On a CPU, where all texts of a 0.5B took minutes: half as many, half as long, and from SLOW weights on a quarter as long.
 SLOW = 1e9
