@@ -653,7 +653,7 @@ def main(words: list[str] | None = None) -> Proof:
     parser.add_argument("--part", choices=sorted(PARTS), required=True)
     parser.add_argument("--out", required=True)
     parser.add_argument("--model", help="folder or .gguf file (part model)")
-    parser.add_argument("--text", help="a text file (for part large the documentation of Python will do)")
+    parser.add_argument("--text", help="a text file; by default the documentation of Python (part large)")
     parser.add_argument("--text2", help="another text to measure on (part curve)")
     parser.add_argument("--problems", help="a folder that holds humaneval/*.jsonl, whose programs are run (part curve)")
     parser.add_argument("--shape", choices=LARGE, default="7B", help="of part large")

@@ -372,7 +372,7 @@ def converted_inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 
 
 @pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with `dense`, `text.txt`, and `one`, what one process learns of them; to be read only."""
     from launcher import launch, train
     from pico_files import write_pico, write_text
@@ -382,4 +382,4 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pico(folder / "dense", "qwen3", num_hidden_layers=3)
     write_text(folder / "text.txt")
     assert launch(1, *train(folder, folder / "one")) == [0]
-    return folder
+    yield from read_only(folder)

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -49,7 +50,11 @@ def launch(
         with Path(f"{out}.{rank}.log").open("w", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
             for stream in (1, 2):
                 os.dup2(log.fileno(), stream)
-            main(words)
+            try:
+                main(words)
+            except Exception:
+                traceback.print_exc()
+                raise
 
     children = [forked(partial(work, rank)) for rank in range(count)]
     while victims and not any((out / "masks").glob("step-*[1-9]*")):

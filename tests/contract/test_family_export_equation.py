@@ -126,7 +126,7 @@ def test_its_routers_choose_what_the_masks_mean(case: Case) -> None:
     # few tokens choose otherwise, and those behind them see it; the median is 1e-4 at most over these
     off = (exported(ids).logits - case.folded(ids).logits).abs().amax(-1)
     assert float(off.median()) <= 1e-3 * max(1.0, float(case.dense(ids).logits.abs().max()))
-    # wrong ones are seen: of the other sign, and then too large as well
+    # wrong ones are seen: of the other sign, and then of the right one but too large
     for factor in (-1.0, -(2.0**8)):
         for gate in case.target.gates(exported).values():
             getattr(gate, "proj", gate).weight.mul_(factor)

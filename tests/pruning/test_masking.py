@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from conftest import ATTENTION_MODES, EMBEDDING_SIZE, PAIRS, make_network, make_pico, make_plan, tokens
@@ -107,6 +109,32 @@ def test_masks_are_hard_and_shared_as_the_method_says() -> None:
             assert set(mask.unique().tolist()) <= {0.0, 1.0}
         assert torch.equal(m.attention.qk_mask[:2], m.attention.qk_mask[2:4])
         assert len(m.attention.value_masks.unique(dim=0)) > 1
+
+
+class Randoms(TorchDispatchMode):
+    """Remembers how many random numbers the largest draw took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(out, Tensor):
+            self.sizes.append(out.numel())
+        return out
+
+
+def test_no_noise_for_each_token_and_neuron() -> None:
+    dense = make_pico("llama")
+    net, ids = make_network(dense, "per_token"), tokens(4, 16)
+    dense.set_attn_implementation("eager")  # the kernels of sdpa count as random, because they could drop out
+    with Randoms() as randoms:
+        masks = sampled_masks(net, 0)
+        with masked(dense, masks):
+            dense(ids)
+    num_tokens, num_experts, mlp_size, head_dim = 64, 4, 48, 8
+    assert max(randoms.sizes) == max(num_experts * mlp_size, num_tokens * num_experts, num_tokens * head_dim)
 
 
 def test_seeds_decide_the_draw() -> None:

@@ -155,7 +155,9 @@ def test_a_damaged_checkpoint_is_passed_over(tomoe: CommandLine, tmp_path: Path,
         ("state.json", None),
     ):
         shutil.copytree(good, last, dirs_exist_ok=True)
-        (last / name).unlink() if harm is None else (last / name).write_bytes(harm)
+        (last / name).unlink()
+        if harm is not None:
+            (last / name).write_bytes(harm)
         checkpoint = run_folder.RunFolder(run).last()
         assert checkpoint is not None
         assert checkpoint.step == 4, name

@@ -217,7 +217,8 @@ def test_padding_does_not_count() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    dense, ids, reported = make_pico("llama3"), tokens(), list[tuple[int, int]]()
+    dense, ids = make_pico("llama3"), tokens()
+    reported: list[tuple[int, int]] = []
     weights, before = copy.deepcopy(dense.state_dict()), dense(ids).logits
     value_rotations(dense, ids, torch.ones_like(ids, dtype=torch.bool), lambda *progress: reported.append(progress))
     assert reported == [(1, 2), (2, 2)]

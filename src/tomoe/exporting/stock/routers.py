@@ -30,8 +30,8 @@ class RouterForm(ABC):
     """A kind of stock router.
 
     reach: eps Z at most; rounding: two experts keep their order if their z + b differ by more than rounding / eps;
-    weight_error: how far a weight may be from 1, at most; corrected: whether there is a c; normalized: whether the weights of
-    a token are divided by their sum, and not by 1/2.
+    weight_error: how far a weight may be from 1, at most; corrected: whether there is a c; normalized: whether the chosen
+    scores are divided by their sum, and not by 1/2.
     """
 
     reach: float

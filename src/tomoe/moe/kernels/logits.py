@@ -35,7 +35,7 @@ def suits(head: Any, config: Any, x: Tensor) -> bool:
 def native_logits(head: nn.Linear, config: Any, x: Tensor) -> Tensor:
     """The logits by the kernel, with sums in float32."""
     multiply = multiplier()
-    assert multiply is not None
+    assert multiply is not None, "the native kernel is missing"
     return multiply(x, head.weight)
 
 

@@ -35,7 +35,7 @@ def native_logits(router: Router, x: Tensor) -> Tensor:
     """
     way, multiply = fastest_way(len(x), x.shape[1], x.dtype), multiplier()
     assert way is not None
-    assert multiply is not None
+    assert multiply is not None, "the native kernel is missing"
     return multiply(x.contiguous(), router.weight.contiguous(), router.bias, way)
 
 
