@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -19,7 +18,7 @@ import torch
 from jaxtyping import config
 from safetensors.torch import load_file
 
-from pico_files import ended, forked, small
+from pico_files import ended, forked, metrics, small
 from tomoe.cli import main
 
 
@@ -62,10 +61,6 @@ def launch(
     for victim in victims:
         os.kill(children[victim], signum)
     return [ended(child) for child in children]
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def masks(folder: Path, step: int) -> dict[str, torch.Tensor]:

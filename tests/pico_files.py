@@ -173,10 +173,14 @@ def succeed(*args: str | Path) -> None:
     assert not left.value.code
 
 
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """A row for each step of a run."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def steps_of(run: Path) -> list[dict[str, Any]]:
     """The metrics of a run without its times."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in rows]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in metrics(run)]
 
 
 def contents(folder: Path, but: Sequence[str] = ()) -> dict[str, str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import assert_same_run, launch, metrics, train
+from launcher import assert_same_run, launch, train
+from pico_files import metrics
 
 pytestmark = pytest.mark.slow
 

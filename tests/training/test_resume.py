@@ -82,7 +82,7 @@ def last_masks(run: Path) -> bytes:
     return (run / "masks" / "step-000006" / "masks.safetensors").read_bytes()
 
 
-def assert_same_run(actual: Path, expected: Path) -> None:
+def assert_same_bytes(actual: Path, expected: Path) -> None:
     assert contents(actual / "masks") == contents(expected / "masks")
     assert steps_of(actual) == steps_of(expected)
 
@@ -137,7 +137,7 @@ def test_killed_at_any_moment_it_ends_in_the_same_bytes(tomoe: CommandLine, tmp_
 
         assert ended(forked(killed)) == -signal.SIGKILL, (kind, nth)
     assert tomoe(*resumed).code == 0
-    assert_same_run(run, place / "whole")
+    assert_same_bytes(run, place / "whole")
     assert [row["step"] for row in steps_of(run)] == list(range(1, 7))
     plan(run, tmp_path / "plan")
     plan(place / "whole", tmp_path / "expected")
@@ -162,7 +162,7 @@ def test_a_damaged_checkpoint_is_passed_over(tomoe: CommandLine, tmp_path: Path,
         assert checkpoint is not None
         assert checkpoint.step == 4, name
     assert tomoe(*learning(place), "-o", run, "--resume").code == 0
-    assert_same_run(run, place / "whole")
+    assert_same_bytes(run, place / "whole")
     for file in run.glob("masks/*/masks.safetensors"):
         file.write_bytes(b"nothing")
     refused(tomoe(*learning(place), "-o", run, "--resume"), "no checkpoint")
@@ -228,7 +228,7 @@ def test_a_resumed_run_of_fine_grained_experts_keeps_its_partition(place: Path, 
     shutil.copytree(whole, run)
     shutil.rmtree(run / "masks" / "step-000004")
     train(recipe, run, resume=True)
-    assert_same_run(run, whole)
+    assert_same_bytes(run, whole)
     carved = load_file(whole / "masks" / "step-000004" / "masks.safetensors")["expert_of_neuron"]
     for layer, expert in zip(plan(run, tmp_path / "plan").layers, carved, strict=True):
         assert torch.equal(layer.expert_masks, torch.arange(64)[:, None] == expert)
@@ -344,7 +344,7 @@ def test_a_kill_while_an_older_run_goes_leaves_nothing_of_it_to_resume(
         assert tomoe(*options, "-o", run, "--force").code != 0
     assert list(run.glob("masks/step-*"))
     assert tomoe(*options, "-o", run, "--resume").code == 0
-    assert_same_run(run, younger)
+    assert_same_bytes(run, younger)
     assert steps_of(run)[0] != steps_of(place / "whole")[0], "another seed draws otherwise"
 
 
