@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import tomoe as public
 from pico_files import CommandLine, pico_recipe, refused, write_pico, write_text
 from tomoe.errors import UserError
 from tomoe.evaluation.writing.continuations import continuations
+from tomoe.model.generation import LONG_PROMPT
 from tomoe.model.hooks import hooked
 from tomoe.moe.load import load
 
@@ -93,3 +95,25 @@ def test_mistakes_in_python_calls_are_sentences(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=words):
             call()
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtype", "tokens", "warned"),
+    [
+        ((), "bfloat16", LONG_PROMPT, True),
+        ((), "bfloat16", LONG_PROMPT - 1, False),
+        ((), "float32", LONG_PROMPT, False),
+        (("avx512_bf16",), "bfloat16", LONG_PROMPT, False),
+    ],
+)
+def test_a_long_prompt_in_a_dtype_that_the_processor_emulates_is_named(
+    monkeypatch: pytest.MonkeyPatch, model: Path, instructions: tuple[str, ...], dtype: str, tokens: int, warned: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(instructions, True))
+    loaded, tokenizer = load(model, dtype, device="cpu")
+    prompt = "a" * tokens
+    assert len(tokenizer(prompt)["input_ids"]) == tokens
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        public.generate(loaded, tokenizer, prompt, max_new_tokens=1)
+    assert any(f"the {tokens} tokens of the prompt" in str(warning.message) for warning in seen) == warned

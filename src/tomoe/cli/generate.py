@@ -23,6 +23,7 @@ def generate(
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Sampling seed.")] = 0,
     active: options.Dial = None,
+    dtype: options.RunDtype = "bfloat16",
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask through the model's chat template instead of continuing a text.")
     ] = False,
@@ -33,7 +34,7 @@ def generate(
     quiet_libraries()
     if active is not None:
         typer.echo(str(active_experts.dial_of(model).nearest(active)), err=True)
-    loaded, tokenizer = loading.load(model, active=active)
+    loaded, tokenizer = loading.load(model, dtype, active=active)
 
     def show(text: str) -> None:
         # without a newline the stream would wait for one

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tomoe.errors import UserError
 
@@ -30,6 +33,13 @@ def compute_dtype(setting: str, stored: torch.dtype, device: str) -> torch.dtype
     multiplies = any(processor.get(name, False) for name in _BFLOAT16_INSTRUCTIONS)
     emulated = stored == torch.bfloat16 and torch.device(device).type == "cpu" and not multiplies
     return torch.float32 if setting == "auto" and emulated else stored
+
+
+def reads_slowly(model: PreTrainedModel) -> bool:
+    """Whether long prompts wait for linear layers whose dtype this processor emulates. Converted projections do not."""
+    emulates = compute_dtype("auto", model.dtype, str(model.device)) != model.dtype
+    output = model.get_output_embeddings()
+    return emulates and any(type(module) in (nn.Linear, Conv1D) for module in model.modules() if module is not output)
 
 
 def measuring_dtype(stored: str) -> str:

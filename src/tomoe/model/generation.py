@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from tomoe.errors import UserError, shortened
+from tomoe.errors import Note, UserError, shortened
+from tomoe.model.compute_dtype import reads_slowly
 from tomoe.model.tokens import UNKNOWN, check_ids, check_length, continuation_text
 
 # What a call relies on, whatever the model's generation_config.json says: one text, token by token, as ids alone.
@@ -39,6 +41,7 @@ PLAIN = {
     "watermarking_config": None,
 }
 PROMPT = "The three most important things about the sea are"  # continued to verify an export
+LONG_PROMPT = 64  # tokens from which a dtype that the processor emulates is felt
 
 
 def asked(tokenizer: PreTrainedTokenizerBase, question: str, begun: str = "") -> list[int]:
@@ -67,9 +70,9 @@ def generate(
     on_text: Callable[[str], None] | None = None,
 ) -> str:
     """The continuation of a prompt, or with `chat` the answer to it, asked through the model's chat template; at temperature
-    0 of the most likely tokens, else sampled with the seed. `on_text` gets the text in pieces. Raises UserError for a prompt
-    without a token, or with one that has no row, for a text longer than the learned positions, without a chat template, and
-    for numbers that mean nothing."""
+    0 of the most likely tokens, else sampled with the seed. `on_text` gets the text in pieces. A Note warns of a long prompt
+    in a dtype that this processor emulates. Raises UserError for a prompt without a token, or with one that has no row, for a
+    text longer than the learned positions, without a chat template, and for numbers that mean nothing."""
     if not isinstance(prompt, str):
         raise UserError(f"the prompt is a {type(prompt).__name__}, but it should be one text; call again for each")
     if max_new_tokens < 1:
@@ -82,6 +85,13 @@ def generate(
     ids = torch.tensor([prompted], device=model.device)
     check_ids(ids, model)
     check_length(len(prompted) + max_new_tokens, model)
+    if len(prompted) >= LONG_PROMPT and reads_slowly(model):
+        warnings.warn(
+            f"this processor has no products in bfloat16, so the {len(prompted)} tokens of the prompt take several times as "
+            "long as with dtype float32, which needs twice the memory",
+            Note,
+            stacklevel=2,
+        )
     greedy = temperature == 0
     # generate draws from the global generator only
     with torch.inference_mode(), torch.random.fork_rng():
