@@ -129,8 +129,8 @@ def carve_fine(seen: Activations, layout: FineLayout, seed: int) -> FineStart:
     expert_F = torch.full((h_TF.shape[1],), SHARED, device=x_TD.device)
     expert_F[routed_n] = assigned_n
     few_t = some_T[:ERROR_TOKENS]
-    h_tF = h_TF[few_t].float() * weight_T[few_t, None].sqrt()
-    loss_N1 = error_curve(logits_TN[few_t], h_tF, down_DF, expert_F, layout)
+    h_tn = h_TF[few_t][:, routed_n].float() * weight_T[few_t, None].sqrt()
+    loss_N1 = error_curve(logits_TN[few_t], h_tn, down_DF[:, routed_n], assigned_n, layout)
     return FineStart(router_ND, router_bias_N, expert_F, loss_N1 * len(x_TD) / len(few_t))
 
 
@@ -158,21 +158,20 @@ def _routed_experts(
 
 def error_curve(
     logits_tN: Float[Tensor, "t N"],
-    h_tF: Float[Tensor, "t F"],
-    down_DF: Float[Tensor, "D F"],
-    expert_F: Int[Tensor, " F"],
+    h_tn: Float[Tensor, "t n"],
+    down_Dn: Float[Tensor, "D n"],
+    expert_n: Int[Tensor, " n"],
     layout: FineLayout,
 ) -> Float[Tensor, " N1"]:
     """Return the squared error of h down^T, summed over tokens, with 0, 1, .. N experts a token, as a convex function.
 
-    It is measured at some numbers of experts; between them it falls by equal factors.
+    Shared neurons cause none. It is measured at some numbers of experts; between them it falls by equal factors.
     """
     n = layout.num_experts
     rank_tN = logits_tN.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    # shared neurons (-1) have a rank that is always chosen
-    rank_tF = F.pad(rank_tN, (0, 1), value=-1)[:, expert_F]
+    rank_tn = rank_tN[:, expert_n]
     points = sorted({round(n * i / ERROR_POINTS) for i in range(ERROR_POINTS)})
-    losses = [max(float((((rank_tF >= k) * h_tF) @ down_DF.T).square().sum()), 1e-30) for k in points]
+    losses = [max(float((((rank_tn >= k) * h_tn) @ down_Dn.T).square().sum()), 1e-30) for k in points]
     values = [losses[0]]
     for (k0, loss0), (k1, loss1) in itertools.pairwise(zip(points, losses, strict=True)):
         values += [loss0 * (loss1 / loss0) ** ((k - k0) / (k1 - k0)) for k in range(k0 + 1, k1 + 1)]
