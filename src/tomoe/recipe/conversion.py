@@ -40,24 +40,23 @@ class ExpertsSection(Section):
     """The experts that an MLP becomes."""
 
     form: Form = "fine"
-    """`fine`: a token uses a shared part and several of many small experts; `overlapping` (the paper's): a token uses one
-    expert, and experts share neurons; `inputs`: there are no experts, and a token uses the largest inputs of every projection.
-    A random start and the target mixtral imply `overlapping`."""
+    """What a token uses: `fine`: a shared part and several of many small experts; `overlapping` (the paper's): one of a few
+    experts that share neurons; `inputs`: the largest inputs of every projection. A random start and the target mixtral imply
+    `overlapping`."""
     num_experts: int = Field(default_factory=_usual_number, ge=0, le=256)
     """Experts per MLP (N); 8 overlapping ones by default. 0 for fine-grained ones: 256, 128 or 64, at most a sixth of the
-    neurons of a layer; a power of two from 16 to 256 for gpu; 64 for a stock target, or fewer without `expert_size`: to meet the
-    budget, to save zeros in the file, to keep a token at 30 experts and, for gguf, widths at multiples of 32."""
+    neurons of a layer; a power of two from 16 to 256 for gpu; 64 for a stock target, or fewer without `expert_size`, to meet the
+    budget, save zeros in the file, keep a token at 30 experts and, for gguf, widths at multiples of 32."""
     expert_size: int = Field(default=0, ge=0)
     """Neurons of a fine-grained expert; 0: chosen by `shared`."""
     shared: float = Field(default=0.4, ge=0, le=1)
     """About this share of a token's neurons is used by all tokens (fine-grained experts without `expert_size`). Stock targets
-    imply 0.75, because engines run a shared part faster than experts; gemma4 and flex_olmo, which have no place for one, imply
-    0."""
+    imply 0.75, which engines run faster; gemma4 and flex_olmo, which have no shared part, imply 0."""
     dense_layers: int = Field(default=1, ge=0)
-    """How many of the first layers, which suffer most, a stock target leaves whole (fine-grained experts); targets that have
-    experts in every layer imply 0."""
+    """How many of the first layers a stock target leaves whole (fine-grained experts); targets with experts in every layer
+    imply 0."""
     embedding_size: int = Field(default=128, ge=2, multiple_of=2)
-    """Size of an expert embedding (E); even, because both directions of the hypernetwork share it."""
+    """Size of an expert embedding (E), which both directions of the hypernetwork share."""
     width_multiple: int = Field(default=32, ge=1)
     """Expert widths are multiples of this: grouped kernels need 8, K-quants 256."""
 
@@ -66,13 +65,13 @@ class AttentionSection(Section):
     """The pruning of attention."""
 
     pruning: Literal["off", "static", "per_token"] = "off"
-    """`off`: attention stays whole; `static`: the same Q/K and V/O dims for all tokens; `per_token`: the same Q/K dims
-    for all tokens, and V/O dims chosen for each token (the paper's, Section 3.3)."""
+    """`off`: attention stays whole; `static`: the same Q/K and V/O dims for all tokens; `per_token`: the same Q/K dims, V/O dims
+    chosen for each token (the paper's, Section 3.3)."""
     embedding: Literal["global", "local"] = "global"
     """`global`: attention embeddings come from the hypernetwork; `local`: each layer has its own (ablation)."""
     rotate_values: bool = True
-    """Turn V and O of every head into a basis in which the cut dims weigh least; they compute the same (not in the paper). A
-    random start with per_token implies false, because it learns better from the model's own dims."""
+    """Turn V and O of every head into a basis in which the cut dims weigh least (not in the paper). A random start with
+    per_token implies false, because it learns better from the model's own dims."""
     share: float = Field(default=1 / 3, ge=0, le=1)
     """How much of the cut attention takes, for a carved start: it keeps 1 - share x (1 - active) of its dims."""
 
@@ -103,8 +102,8 @@ class RepairSection(Section):
     """Refitting projections in closed form to the masks of the plan, after it was extracted."""
 
     mode: Literal["none", "full", "low_rank"] = "full"
-    """`none`: dense matrices stay as they are; `full`: the plan holds refitted matrices; `low_rank`: it holds factors of the
-    change, which keeps it small."""
+    """`none`: dense matrices stay as they are; `full`: the plan holds refitted matrices; `low_rank`: smaller factors of the
+    change."""
     rank: int = Field(default=64, ge=1)
     """Rank of the change (low_rank)."""
     ridge: float = Field(default=0.0, ge=0)
@@ -135,9 +134,9 @@ class TrainSection(LoopSection):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Dtype of the frozen base; everything trainable is float32. float16 is for carving only (steps = 0)."""
     compute_dtype: Literal["auto", "stored", "float32"] = "auto"
-    """Dtype of the frozen base's products: `stored` (the same as `dtype`), `float32`, or `auto`: float32 on a processor without
-    bfloat16 instructions, about twice as fast and in twice the memory, else `stored`. A base that is offloaded, sharded or
-    quantized always computes as stored."""
+    """Dtype of the frozen base's products: `stored` (as `dtype`), `float32`, or `auto`: float32 on a processor without bfloat16
+    instructions, about twice as fast and in twice the memory, else `stored`. A base that is offloaded, sharded or quantized
+    computes as stored."""
     quantization: Literal["none", "int8", "nf4"] = "none"
     """Quantization of the frozen base during training, by bitsandbytes: LLM.int8 or NF4."""
     shard: bool = False
@@ -177,8 +176,8 @@ class Recipe(RunRecipe):
     """Load one decoder layer at a time, for checkpoints larger than RAM; only with train.steps = 0."""
     target: Literal[Format, "gpu"] = "hf"
     """The format that the result must fit exactly. `hf`, ToMoE's own, holds every plan; `gpu` is the same with few wide
-    fine-grained experts. All others need one layout for all layers and exclude attention.pruning = per_token. mixtral
-    holds overlapping experts, other architectures fine-grained ones; docs/guide/export.md says which families fit."""
+    fine-grained experts. All others need one layout for all layers and exclude attention.pruning = per_token;
+    docs/guide/export.md says which families and experts fit."""
     experts: ExpertsSection = ExpertsSection()
     attention: AttentionSection = AttentionSection()
     repair: RepairSection = RepairSection()

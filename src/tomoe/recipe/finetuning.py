@@ -48,8 +48,8 @@ class TunedTrainSection(LoopSection):
     """Whether the decoder layers of both models, and the loss, run by torch.compile: the same numbers but for rounding.
     `auto`: on CUDA, where one graph can serve all layers (fine-grained experts, weights = full)."""
     dtype: Literal["auto", "stored", "float32", "bfloat16"] = "auto"
-    """Dtype of forward and backward pass. `stored`: as in the converted folder (float16 runs as float32, which keeps small
-    gradients); `auto`: the same, but float32 on a processor without bfloat16 instructions. Updates accumulate in float32."""
+    """Dtype of forward and backward pass. `stored`: as in the converted folder (float16 runs as float32); `auto`: the same, but
+    float32 on a processor without bfloat16 instructions. Updates accumulate in float32."""
 
 
 class TunedDataSection(DataSection):

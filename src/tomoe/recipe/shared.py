@@ -121,7 +121,7 @@ class RunRecipe(BaseRecipe):
     device: str = "auto"
     """`auto` (CUDA if available), `cpu`, `cuda` or `cuda:N`."""
     report_to: Literal["none"] = "none"
-    """Reports to no tracker; a tracker reads `RUN/metrics.jsonl`, a line of JSON a step."""
+    """No tracker; `RUN/metrics.jsonl` has a line of JSON a step."""
     if TYPE_CHECKING:  # each kind of run declares these itself, after its other sections: keys keep that order
         train: LoopSection
         data: DataSection
