@@ -23,10 +23,12 @@ from tomoe.errors import UserError
 from tomoe.memory import estimate
 from tomoe.model import base_weights
 from tomoe.model.loading import load_config
+from tomoe.model.projections import groups_of
 from tomoe.model.structure import shape_of
 from tomoe.pruning import fine_carving
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.forms import mask_network
+from tomoe.pruning.inputs import input_costs
 from tomoe.pruning.layouts import OverlappingLayout, settle_layout
 from tomoe.pruning.repair.equations import NormalEquations, refit
 from tomoe.pruning.repair.plan import repair_plan
@@ -144,6 +146,18 @@ def test_what_a_carve_holds_of_all_calibration_tokens(
     counted = estimate.calibration_bytes(shape_of(model), dtype, layout, recipe.data)
     with Peak(model.parameters()) as peak:
         carve_(net, model, ids, torch.ones_like(ids, dtype=torch.bool), recipe.active, 0)
+    assert counted == pytest.approx(peak.bytes, rel=estimate.MARGIN)
+
+
+@pytest.mark.parametrize("vocab_size", [64, 4096])
+def test_choosing_inputs_holds_one_sequence_at_a_time(vocab_size: int) -> None:
+    model = make_pico("qwen2", **WIDE, vocab_size=vocab_size)
+    recipe = Recipe.load(None, ["experts.form=inputs", "train.dtype=float32"])
+    choosing, _ = estimate.least_memory(estimate.sizes_of(model.config, recipe), recipe, None)
+    ids = tokens(3, recipe.data.seq_len)
+    with Peak(model.parameters()) as peak:
+        input_costs(model, groups_of(model), ids, torch.ones_like(ids, dtype=torch.bool), seed=0)
+    counted = choosing.total - choosing.parts["weights in float32"]
     assert counted == pytest.approx(peak.bytes, rel=estimate.MARGIN)
 
 

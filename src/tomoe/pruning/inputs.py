@@ -66,6 +66,8 @@ def input_costs(
         for key, x in inputs.items():
             assert x.grad is not None
             sums[key] += _dropped(x.detach().flatten(0, -2)[::THINNED], x.grad.flatten(0, -2)[::THINNED], norms[key])
+        # or the next sequence would run beside those of this one
+        del inputs, x
         tokens += len(range(0, int(real.sum()), THINNED))
         progress(b + 1, len(ids))
     return {key: (total / (2 * tokens)).float() for key, total in sums.items()}
