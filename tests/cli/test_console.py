@@ -49,6 +49,19 @@ def test_without_a_terminal_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyP
         assert word in lines[0]
 
 
+def test_a_stage_ends_once_and_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megabytes are rounded, so a file may be whole several times; and a model may be measured at several shares."""
+    clock, (screen, shown) = Clock(monkeypatch), a_screen(terminal=False)
+    with screen:
+        for done in (1, 2, 2, 2):
+            clock.now += 3
+            screen.on_progress("writing (MB)", done, 2, {})
+        for done in (1, 2):
+            clock.now += 100
+            screen.on_progress("writing (MB)", done, 2, {})
+    assert shown.getvalue().splitlines() == ["writing (MB) 2/2  took 0:03", "writing (MB) 2/2  took 1:40"]
+
+
 def test_a_log_tells_of_a_long_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the first stage reports there is nothing to count, and the log of a large model stood empty for minutes."""
     monkeypatch.setattr(importlib.import_module("tomoe.cli.console"), "PLAIN_SECONDS", 0.001)

@@ -114,6 +114,7 @@ def test_a_recipe_is_frozen() -> None:
         ("train.learning_rate=0", ["greater than 0"]),
         # AdamW would end in an OverflowError in its first step
         ("train.learning_rate=1e38", ["train.learning_rate is 1e+38", "at most 1e+37"]),
+        ("active=70", ["active is 70, but it should be at most 1; 70 % is 0.7"]),
         ("train.weight_decay=100", ["train.weight_decay is 100", "train.learning_rate 0.01", "well below 1"]),
         ("report_to=wandb", ["report_to is 'wandb'", "none", "metrics.jsonl"]),
         ("active=0", ["active is 0"]),

@@ -147,6 +147,7 @@ class Screen:
         # stage -> (seconds, done) when it was first reported
         self.begun: dict[str, tuple[float, int]] = {}
         self.printed: dict[str, float] = {}
+        self.ended: set[str] = set()
         self.loaded = threading.Event()
         self.waiting: threading.Thread | None = None
 
@@ -184,6 +185,10 @@ class Screen:
         self._end_loading()
         if info.get("skipped"):
             self.say(f"step {done}: the loss was not finite, the step was skipped")
+        if done < total and stage in self.ended:
+            # the same again, of another share
+            self.ended.discard(stage)
+            del self.begun[stage], self.printed[stage]
         self.begun.setdefault(stage, (time.monotonic(), done))
         if self.live:
             self._draw(stage, done, total, info)
@@ -213,10 +218,11 @@ class Screen:
 
     def _print(self, stage: str, done: int, total: int, info: Mapping[str, Any]) -> None:
         now, (began, first) = time.monotonic(), self.begun[stage]
-        if done < total and now - self.printed.get(stage, began) < PLAIN_SECONDS:
+        if stage in self.ended or (done < total and now - self.printed.get(stage, began) < PLAIN_SECONDS):
             return
         self.printed[stage] = now
         if done >= total:
+            self.ended.add(stage)
             clock = f"took {duration(now - began)}"
         else:
             clock = f"{duration((now - began) / max(done - first, 1) * (total - done))} left"

@@ -67,7 +67,7 @@ Active = Annotated[
     float | None,
     typer.Option(
         "--active",
-        help="Fraction of decoder parameters active per token: 0.5 or 50%.",
+        help="Fraction of decoder parameters active per token: 0.5 or 50% (by default 0.7).",
         parser=fraction,
         metavar="FRACTION",
     ),
@@ -85,7 +85,8 @@ Data = Annotated[
     list[str] | None,
     typer.Option(
         "--data",
-        help="Text: self (sampled from the model), python-docs, wikitext, alpaca, a hub id or a file (repeatable).",
+        help="Text: self (sampled from the model; the default for experts), python-docs (the default for inputs), wikitext, "
+        "alpaca, a hub id or a file (repeatable).",
         metavar="SOURCE",
     ),
 ]
@@ -115,7 +116,7 @@ Form = Annotated[
     Literal["fine", "overlapping", "inputs"] | None,
     typer.Option(
         "--form",
-        help="What a token chooses: several small experts, one large expert, or the inputs of every projection.",
+        help="What a token chooses: several small experts (the default), one large expert, or the inputs of every projection.",
     ),
 ]
 Attention = Annotated[

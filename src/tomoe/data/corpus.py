@@ -255,8 +255,8 @@ class _SourceTokens:
         needed = 3 if holds_out else 2
         if len(sequences) < needed:
             raise UserError(
-                f"the source {self.source} gives {sequences.tokens} tokens, that is {len(sequences)} sequences of "
-                f"{data.seq_len}, but training, calibration and evaluation need one each: "
+                f"the source {self.source} gives {sequences.tokens} tokens, which fill {len(sequences)} of the sequences of "
+                f"{data.seq_len} that are cut from it, but training, calibration and evaluation need one each: "
                 "use more text or a smaller data.seq_len"
             )
 

@@ -185,8 +185,9 @@ def documents(
 
 def evaluation_documents(source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Iterable[str]]:
     """Name and documents of a text to evaluate on, as it is published. Raises UserError as `documents` does."""
-    split = find(source).held_out or "train"
-    name = basename(source) if Path(source).exists() else f"{source} ({split})"
+    held_out = find(source).held_out
+    split = held_out or "train"
+    name = basename(source) if Path(source).exists() else f"{source} ({split})" if held_out else source
     texts: Iterable[str] = documents(source, split, tokenizer=tokenizer)
     if source in PUBLISHED:
         separator, most = PUBLISHED[source]

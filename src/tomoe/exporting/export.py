@@ -19,7 +19,7 @@ from tomoe.data.evaluation_text import EvaluationText, held_out_text, read_text
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import sequences_sha256
 from tomoe.evaluation.results import read_rows
-from tomoe.exporting.choice import TARGETS, Choice, choose
+from tomoe.exporting.choice import Choice, choose
 from tomoe.exporting.stock.carrier import empty_stock
 from tomoe.exporting.target import Options, Sizes
 from tomoe.exporting.verify import Check, Proof
@@ -89,13 +89,13 @@ def export(
     options = options or Options()
     dtype_of(dtype)
     _check_asked(folder, tokens)
-    if name in TARGETS and not unverified:
-        TARGETS[name].check_verifier()
     moe = load_moe(folder, None, device)
     tokenizer = load_tokenizer(str(folder))
     proof_text = None if unverified else _proof_text(folder, text, tokens)
     choice = choose(moe, name)
     sizes = choice.target.sizes(moe, options)
+    if not unverified:
+        choice.target.check_verifier()
     check_place(out, folder, sizes.bytes, force)
     for notice in _notices(choice, sizes, moe, basename(folder)):
         say(notice)

@@ -254,7 +254,8 @@ class Recipe(RunRecipe):
         if form not in rules.forms:
             *others, last = (name for name, other in TARGET_RULES.items() if form in other.forms)
             which = f"{', '.join(others)} or {last}" if others else last
-            yield f"target {self.target} has no place for experts.form = {form}; set target to {which}"
+            engines = ", for no engine runs it; experts.form = fine can be exported" if form == "inputs" else ""
+            yield f"target {self.target} has no place for experts.form = {form}; set target to {which}{engines}"
         if not rules.holds_shared and self.experts.shared:
             yield (
                 f"target {self.target} has no place for neurons that all tokens use (experts.shared = {self.experts.shared:g}); "

@@ -363,6 +363,10 @@ def test_without_llama_cpp_a_file_is_refused_unless_no_comparison_is_wanted(
     out, command = tmp_path / "out", ("export", made, "--format", "gguf", "-o", tmp_path / "out")
     refused(tomoe(*command), "compared with the model by llama.cpp", "pip install xllamacpp", "--unverified")
     refused(tomoe("convert", "nothing", "-o", out, "--format", "gguf"), "pip install xllamacpp")
+    with monkeypatch.context() as patch:
+        # what installing it would not mend comes first
+        patch.setattr(Gguf, "supports", lambda *_: "it has too many experts")
+        refused(tomoe(*command), "cannot hold this model exactly: it has too many experts")
     refused(tomoe(*command, "--unverified", "--weights", "q4_k"), "q4_k weights are made by llama.cpp")
     assert not out.exists()
 
