@@ -11,7 +11,7 @@ import click
 import pytest
 from typer.main import get_command
 
-from pico_files import SMALL, CommandLine, small, write_pico, write_text
+from pico_files import INPUTS, SMALL, CommandLine, small, write_pico, write_text
 from pico_tokenizer import make_tokenizer
 from tomoe.cli import app
 from tomoe.model.catalog import MODELS
@@ -62,9 +62,10 @@ def test_the_commands_run_one_after_the_other(
     monkeypatch.chdir(tmp_path)
     own = {MODEL: str(pico), "FILE": str(text)}
     commands = [words[1:] for words in shell_lines() if words[0] == "tomoe"]
-    assert [words[0] for words in commands] == ["convert", "generate", "evaluate"]
+    assert [words[0] for words in commands] == ["convert", "convert", "generate", "evaluate"]
     for verb, *words in commands:
-        more = ["--data", str(text), *small()] if verb == "convert" else []
+        sizes = INPUTS if "inputs" in words else small()
+        more = ["--data", str(text), *sizes] if verb == "convert" else []
         done = tomoe(verb, *(own.get(word, word) for word in words), *more)
         assert done.code == 0, (verb, done.err)
 

@@ -55,6 +55,7 @@ def examine(recipe: Recipe) -> Diagnosis:
     lacking = [need.stage for need in least if not need.fits(free)]
     num_experts = 0 if layout is None else layout.num_experts
     decoding = Decoding.of(sizes.shape, sizes.output, num_experts)
+    files = file_bytes(sizes.total + decoding.routers)
     return Diagnosis(
         sizes=sizes,
         least=least,
@@ -64,7 +65,8 @@ def examine(recipe: Recipe) -> Diagnosis:
         remedies=_remedies(sizes, recipe, layout, free) if "training" in lacking else [],
         decoding=decoding,
         one_expert=_one_expert(sizes, layout, recipe.active),
-        file_bytes=file_bytes(sizes.total + decoding.routers),
+        # no export holds the choice of inputs
+        file_bytes=files if layout else {"bf16": files["bf16"]},
         works=_works(sizes, recipe, least, num_experts),
     )
 
