@@ -119,6 +119,8 @@ def test_the_doctor_says_what_is_always_read(tomoe: CommandLine, deep: Path) -> 
     shown = tomoe("doctor", deep, "--active", "0.5", "--set", "device=cpu").out
     assert f"{decoding.speedup(0.5):.1f} times at 50%" in shown
     assert "in Q4_K" in shown
+    inputs = tomoe("doctor", deep, "--form", "inputs", "--set", "device=cpu").out
+    assert "in bf16." in inputs, "there is no GGUF of them"
 
 
 def test_the_bound_that_is_named_is_one_that_works(tomoe: CommandLine, deep: Path) -> None:
