@@ -165,6 +165,25 @@ def test_a_buffer_that_is_written_again_is_another_input() -> None:
             x.copy_(draw(1, 50, seed=seed))
 
 
+def test_what_training_wrote_without_a_stamp_is_seen_after_it() -> None:
+    modules = [nn.Linear(50, 24), nn.Linear(50, 8)]
+    for module in modules:
+        module.eval().requires_grad_(False)
+    choosing(modules, 20)
+    x = draw(1, 50, seed=0)
+    modules[0](x)
+    for module in modules:
+        module.train()
+        module.bias.data.add_(1)
+        module.weight.data.mul_(torch.linspace(0.1, 5, 50))
+    for module in modules:
+        module.eval()
+    fresh = Choice(modules, modules[0].choice.config, "up", 0)
+    for module in modules:
+        meant = module.whole(modeling_tomoe.chosen_inputs(x, fresh.norms(), 20))
+        torch.testing.assert_close(module(x), meant, rtol=1e-5, atol=1e-6)
+
+
 def test_weights_that_are_computed_at_each_use() -> None:
     module = nn.Linear(50, 24).requires_grad_(False)
     choice = choosing([module], 20)

@@ -688,6 +688,12 @@ class Choosing:
             note_obstacle("choosing product", self, x)
         return WAYS["choosing product"][name].run(self, x)
 
+    def train(self, mode: bool = True) -> Any:
+        """As in PyTorch; what was prepared is made anew, because optimizers may write to weights in ways that leave no stamp."""
+        if mode != cast(Any, self).training:
+            self.choice.kept.clear()
+        return super().train(mode)  # type: ignore[misc]
+
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         # Files hold each matrix as the dense model has it; of parts of one memory, writers keep the first or none.
         weight = cast(Any, self)._parameters.get("weight")
