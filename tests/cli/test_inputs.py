@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tomoe as package
-from pico_files import INPUTS, CommandLine, refused
+from pico_files import INPUTS, CommandLine, fine, refused
 from tomoe.evaluation.results import read_rows
 from tomoe.moe.modeling_tomoe import choices_of
 from tomoe.plan import InputsPlan, read_plan
@@ -72,6 +72,11 @@ def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, 
     refused(tomoe("finetune", folder, "--data", converted_inputs / "text.txt", "-o", out), "form inputs", "--form fine")
     refused(tomoe("repair", folder, "-o", out), "form inputs", "--form fine")
     refused(tomoe("route", folder, "the sea"), "has no routers")
+    for options in (INPUTS, fine()):
+        refused(
+            tomoe("convert", folder, "-o", out, *options, "--data", converted_inputs / "text.txt"),
+            "choose inputs already",
+        )
     refused(tomoe("train", dense, "-o", out, *INPUTS), "learns nothing", "tomoe convert")
     refused(tomoe("convert", dense, "-o", out, *INPUTS, "--format", "hf"), "no engine has a place")
     refused(

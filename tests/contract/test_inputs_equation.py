@@ -8,15 +8,18 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from family_contract import inputs_masked
 from jaxtyping import Float
+from safetensors.torch import load_file, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_pico, tokens
+from tomoe.errors import UserError
 from tomoe.model.projections import groups_of
 from tomoe.model.structure import shape_of
 from tomoe.moe import modeling_tomoe
@@ -175,11 +178,48 @@ def test_the_share_is_chosen_when_loading(case: Case) -> None:
 def test_the_file_is_that_of_the_dense_model(case: Case, tmp_path: Path) -> None:
     """Names and shapes, and values however the matrices lie in memory after decoding."""
     one_by_one(case.reloaded, tokens(1, 3))
-    case.reloaded.save_pretrained(tmp_path / "again")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
     dense = case.dense.state_dict()
-    assert again.keys() == dense.keys()
-    assert all(torch.equal(again[name], t) for name, t in dense.items())
+    for folder, given in ("again", None), ("given", case.reloaded.state_dict()):
+        one_by_one(case.reloaded, tokens(1, 3))
+        case.reloaded.save_pretrained(tmp_path / folder, state_dict=given)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
+        assert again.keys() == dense.keys()
+        assert all(torch.equal(again[name], t) for name, t in dense.items())
+    one_by_one(case.reloaded, tokens(1, 3))
+    save_model(case.reloaded, str(tmp_path / "model.safetensors"))
+    written = load_file(tmp_path / "model.safetensors")
+    assert dense.keys() - written.keys() <= {"lm_head.weight", "model.embed_tokens.weight"}, "one of two that are tied"
+    assert all(torch.equal(t, dense[name]) for name, t in written.items())
+
+
+@pytest.mark.parametrize("case", ["llama3"], indirect=True)
+@pytest.mark.parametrize(
+    ("names", "words"),
+    {
+        "a word": ("mlp.up_proj", "names no projections"),
+        "none": ([], "names no projections"),
+        "unknown": (["mlp.gate_proj", "mlp.other"], "'mlp.other' of layer 0"),
+        "no matrix": (["input_layernorm"], "has 0 inputs"),
+        "another width": (["mlp.down_proj"], "not 32"),
+        "twice": (["mlp.up_proj", "mlp.up_proj"], "has 0 inputs"),
+        "of another kind": (["self_attn.q_proj"], "has 0 inputs"),
+        "a number": ([3], "'3' of layer 0"),
+    }.values(),
+)
+def test_a_config_that_names_other_projections_is_refused(case: Case, names: Any, words: str) -> None:
+    config = copy.deepcopy(case.reloaded.config)
+    config.tomoe_projections["up"] = names
+    with pytest.raises(ValueError, match=words):
+        ToMoEForCausalLM(config)
+
+
+@pytest.mark.parametrize("case", ["llama3"], indirect=True)
+def test_a_plan_of_other_projections_is_not_folded(case: Case) -> None:
+    other = replace(case.plan, names={**case.plan.names, "up": ("mlp.other",)})
+    with pytest.raises(UserError, match=r"was not made for this model: 'mlp\.other' of layer 0"):
+        fold(case.dense, other)
+    with pytest.raises(UserError, match="tokens choose inputs already"):
+        fold(case.reloaded, case.plan)
 
 
 def test_weights_that_change_change_the_choice(llama: PreTrainedModel) -> None:

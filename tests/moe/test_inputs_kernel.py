@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -163,6 +165,25 @@ def test_a_buffer_that_is_written_again_is_another_input() -> None:
             x.copy_(draw(1, 50, seed=seed))
 
 
+def test_what_training_wrote_without_a_stamp_is_seen_after_it() -> None:
+    modules = [nn.Linear(50, 24), nn.Linear(50, 8)]
+    for module in modules:
+        module.eval().requires_grad_(False)
+    choosing(modules, 20)
+    x = draw(1, 50, seed=0)
+    modules[0](x)
+    for module in modules:
+        module.train()
+        module.bias.data.add_(1)
+        module.weight.data.mul_(torch.linspace(0.1, 5, 50))
+    for module in modules:
+        module.eval()
+    fresh = Choice(modules, modules[0].choice.config, "up", 0)
+    for module in modules:
+        meant = module.whole(modeling_tomoe.chosen_inputs(x, fresh.norms(), 20))
+        torch.testing.assert_close(module(x), meant, rtol=1e-5, atol=1e-6)
+
+
 def test_weights_that_are_computed_at_each_use() -> None:
     module = nn.Linear(50, 24).requires_grad_(False)
     choice = choosing([module], 20)
@@ -180,3 +201,52 @@ def test_memory_of_weights_that_were_replaced_is_free() -> None:
     held = weakref.ref(module.weight.untyped_storage())
     module.bfloat16()
     assert held() is None
+
+
+def test_scores_that_are_no_numbers_are_the_largest() -> None:
+    """0 times inf, NaN with a sign on some processors, is one of so many inputs, not one more; nothing else is."""
+    norms, weight = torch.ones(60), torch.eye(60)
+    norms[7] = torch.inf
+    x = draw(1, 60, seed=0)
+    x[0, 7] = 0
+    order = sorted(set(range(60)) - {7}, key=lambda i: -float(x[0, i].abs()))
+    for found in (
+        inputs.kernel()(norms, weight, None)(x, 20),
+        modeling_tomoe.chosen_inputs(x, norms, 20),
+    ):
+        assert found[0].nonzero().flatten().tolist() == sorted(order[:19])
+    negative = torch.full((60,), -0x400000, dtype=torch.int32).view(torch.float32)
+    assert bool(negative.isnan().all())
+    assert inputs.kernel()(negative, weight, None)(x, 20).isfinite().all()
+
+
+def test_threads_that_start_together_prepare_a_choice_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second time would free the memory that the other one reads."""
+    module = nn.Linear(50, 24).requires_grad_(False)
+    choice = choosing([module], 20)
+    packed, prepared = inputs._packed, []
+
+    def slowly(own: Choice) -> Tensor:
+        matrices = packed(own)
+        prepared.append(own)
+        time.sleep(0.1)
+        return matrices
+
+    monkeypatch.setattr(inputs, "_packed", slowly)
+    tokens = [draw(1, 50, seed=seed) for seed in range(3)]
+    results: dict[int, Tensor] = {}
+    begin = threading.Barrier(len(tokens))
+
+    def run(i: int) -> None:
+        begin.wait()
+        with torch.no_grad():
+            results[i] = module(tokens[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(tokens))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert prepared == [choice]
+    for i, x in enumerate(tokens):
+        torch.testing.assert_close(results[i], module.masked(x), rtol=1e-5, atol=1e-6)

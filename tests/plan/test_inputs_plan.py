@@ -42,6 +42,17 @@ def make(active: float = 0.5, **changes: Any) -> InputsPlan:
     )
 
 
+def config_of(path: list[dict[str, Any]]) -> ToMoEConfig:
+    return ToMoEConfig(
+        tomoe_dense_type="llama",
+        tomoe_dense_class="LlamaForCausalLM",
+        tomoe_expert_form="inputs",
+        tomoe_mlps=["model.layers.0.mlp", "model.layers.1.mlp"],
+        tomoe_projections=make().names,
+        tomoe_input_path=path,
+    )
+
+
 def test_it_counts_the_weights_that_are_read() -> None:
     assert PATH[0].active == 1.0
     plan = make(PATH[1].active)
@@ -59,19 +70,19 @@ def test_between_knots_numbers_move_evenly_and_the_config_says_the_same() -> Non
     middle = (PATH[1].active + PATH[2].active) / 2
     assert make(middle).inputs() == {"up": [4, 6], "down": [6, 9]}
     assert make(1.0).inputs() == WIDTHS
-    config = ToMoEConfig(
-        tomoe_dense_type="llama",
-        tomoe_dense_class="LlamaForCausalLM",
-        tomoe_expert_form="inputs",
-        tomoe_mlps=["model.layers.0.mlp", "model.layers.1.mlp"],
-        tomoe_projections=make().names,
-        tomoe_input_path=[{"active": k.active, **k.inputs} for k in PATH],
-    )
+    config = config_of([{"active": k.active, **k.inputs} for k in PATH])
     for i in range(21):
         active = PATH[2].active + (1 - PATH[2].active) * i / 20
         config.tomoe_active = active
         found = {kind: [config.layer_inputs(kind, layer) for layer in range(2)] for kind in WIDTHS}
         assert found == make(active).inputs()
+
+
+def test_a_config_whose_fractions_do_not_fall_is_refused() -> None:
+    for fractions in ((1.0, 0.7, 0.7), (0.9, 0.7, 0.5), (1.0, 1.0, 0.5), (0.7, 0.7, 0.7), (1.0, 0.5, 0.7)):
+        path = [{"active": a, **k.inputs} for a, k in zip(fractions, PATH, strict=True)]
+        with pytest.raises(ValueError, match="where a falling fraction should be"):
+            config_of(path)
 
 
 def test_it_comes_back_from_disk(tmp_path: Path) -> None:

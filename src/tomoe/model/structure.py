@@ -92,7 +92,10 @@ def _own_matrices(module: Any) -> int:
 
 def check_output(model: PreTrainedModel, attention: bool = False) -> None:
     """Raises UserError if an MLP, or with `attention` an attention, computes something else on a few tokens than the formula
-    that the MoE has for it (folding would silently change it), or if what comes out are no finite numbers."""
+    that the MoE has for it (folding would silently change it), if what comes out are no finite numbers, or if its tokens choose
+    inputs already."""
+    if getattr(model.config, "tomoe_expert_form", None) == "inputs":
+        raise refuse(model, "its tokens choose inputs already; ToMoE starts from a dense model")
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     ids = torch.linspace(vocabulary // 4, vocabulary - 1, PROBE_TOKENS, device=model.device).long()[None]

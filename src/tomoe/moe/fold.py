@@ -234,8 +234,11 @@ def fold(dense: PreTrainedModel, plan: AnyPlan, version: str = "", lazily: bool 
     check_output(dense, plan.prunes_attention)
     config = moe_config(dense, plan, version)
     config._attn_implementation = dense.config._attn_implementation
-    with torch.device("meta"), no_init_weights():
-        moe = ToMoEForCausalLM(config)
+    try:
+        with torch.device("meta"), no_init_weights():
+            moe = ToMoEForCausalLM(config)
+    except ValueError as error:
+        raise UserError(f"the plan was not made for this model: {error}; name the model it was made for") from None
     cast_(moe, dense.dtype)
     folded = FoldedLayers(dense, plan)
     layers = f"{folded.prefix}."

@@ -192,14 +192,16 @@ class ToMoEConfig(PreTrainedConfig):
 
     def _check_path(self, layers: int) -> None:
         kinds, path = self.tomoe_projections, self.tomoe_input_path
-        if not isinstance(kinds, dict) or not kinds or not set(kinds) <= set(KINDS):
+        named = isinstance(kinds, dict) and set(kinds) <= set(KINDS)
+        if not named or not kinds or not all(isinstance(names, list) and names for names in kinds.values()):
             raise ValueError("the config names no projections whose inputs a token could choose")
         if not isinstance(path, list) or len(path) < 2 or not all(isinstance(knot, dict) for knot in path):
             raise ValueError("the config has no tomoe_input_path with two knots or more")
         last: dict[str, Any] = {"active": 1}
-        for knot in path:
+        for place, knot in enumerate(path):
             active: Any = knot.get("active")
-            if type(active) not in (int, float) or not 0 < active <= last["active"]:
+            falls = type(active) in (int, float) and (0 < active < last["active"] if place else active == 1)
+            if not falls:
                 raise ValueError(f"tomoe_input_path has {str(active)[:40]!r} where a falling fraction should be")
             for kind in kinds:
                 numbers = knot.get(kind)
@@ -584,7 +586,8 @@ class ToMoEMLP(nn.Module):
 
 def which_inputs(x: Tensor, norms: Tensor, count: int) -> Tensor:
     """Which `count` numbers of each token of x [.., D] have the largest |x_i| norms_i [.., D]; equal ones by position."""
-    scores = x.abs().float() * norms
+    # 0 times inf is chosen, so that what comes out is no number either
+    scores = (x.abs().float() * norms).nan_to_num(nan=torch.inf, posinf=torch.inf)
     # sorting them takes longer than finding them
     least = scores.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     larger, equal = scores > least, scores == least
@@ -600,6 +603,13 @@ def matrix_of(projection: Any) -> Tensor:
     """The matrix [out, in] of a projection."""
     weight: Tensor = projection.weight
     return weight.t() if isinstance(projection, Conv1D) else weight
+
+
+def inputs_of(module: Any) -> int:
+    """How many inputs a module has of which tokens could choose: 0 if it has no matrix, or if they choose already."""
+    weight = getattr(module, "weight", None)
+    known = isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, Choosing)
+    return matrix_of(module).shape[1] if known else 0
 
 
 class Choice:
@@ -678,6 +688,19 @@ class Choosing:
             note_obstacle("choosing product", self, x)
         return WAYS["choosing product"][name].run(self, x)
 
+    def train(self, mode: bool = True) -> Any:
+        """As in PyTorch; what was prepared is made anew, because optimizers may write to weights in ways that leave no stamp."""
+        if mode != cast(Any, self).training:
+            self.choice.kept.clear()
+        return super().train(mode)  # type: ignore[misc]
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # Files hold each matrix as the dense model has it; of parts of one memory, writers keep the first or none.
+        weight = cast(Any, self)._parameters.get("weight")
+        if weight is not None and not weight.is_contiguous():
+            weight.data = weight.data.contiguous()
+        super()._save_to_state_dict(*args, **kwargs)  # type: ignore[misc]
+
     def masked(self, x: Tensor) -> Tensor:
         """The dense product of x, zero where a token did not choose."""
         return self.whole(chosen_inputs(x, self.choice.norms(), self.choice.count))
@@ -746,13 +769,17 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         for i, name in enumerate(config.tomoe_mlps):
             layer = self.get_submodule(self.own_name(name).rpartition(".")[0])
             for kind, names in config.tomoe_projections.items():
-                if not config.tomoe_input_path[0][kind][i]:
+                width = config.tomoe_input_path[0][kind][i]
+                if not width:
                     continue
-                projections: list[Any] = [layer.get_submodule(projection) for projection in names]
+                modules: dict[str, Any] = dict(layer.named_modules())
+                projections = [modules.get(projection) for projection in names]
+                for projection, module in zip(names, projections, strict=True):
+                    has = 0 if names.count(projection) > 1 else inputs_of(module)
+                    if has != width:
+                        found = f"{str(projection)[:40]!r} of layer {i}, one of the {kind} projections,"
+                        raise ValueError(f"{found} has {has} inputs that can be chosen, not {width}")
                 choice = Choice(projections, config, kind, i)
-                if choice.width != config.tomoe_input_path[0][kind][i]:
-                    found = config.tomoe_input_path[0][kind][i]
-                    raise ValueError(f"the {kind} projections of layer {i} have {choice.width} inputs, not {found}")
                 for projection in projections:
                     dense: Any = type(projection)
                     projection.__class__ = choosing_class(dense)
@@ -784,13 +811,6 @@ class ToMoEPreTrainedModel(PreTrainedModel):
             if isinstance(inner, PreTrainedModel) and inner is not self:
                 inner.__dict__["_init_weights"] = functools.partial(_init_weights, inner)
         self.post_init()
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers; the file holds the matrices as the dense model has them, however they lie in memory."""
-        for choice in choices_of(self):
-            for projection in choice.projections:
-                projection.weight.data = projection.weight.data.contiguous()
-        super().save_pretrained(*args, **kwargs)
 
     @classmethod
     def is_custom_code(cls) -> bool:

@@ -32,6 +32,7 @@ void choose(const W* x, const float* norms, int64_t width, int64_t n, uint32_t* 
     for (int64_t i = 0; i < width; i++) {
         const float score = std::fabs(to_float(x[i])) * norms[i];
         std::memcpy(keys + i, &score, sizeof score);
+        keys[i] &= 0x7fffffff;  // NaN may have a sign: it is the largest
     }
     for (int64_t i = 0; i < width; i++) counts[keys[i] >> 20]++;
     int64_t left = n;

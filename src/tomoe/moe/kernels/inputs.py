@@ -7,6 +7,7 @@ view. Prompts multiply by the same memory.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from tomoe.moe.kernels.native import DTYPES, obstacle_of, trial
 from tomoe.moe.modeling_tomoe import FEW_TOKENS, Choice, Choosing, chosen_inputs, matrix_of, stamp_of
 
 SOURCE = Path(__file__).with_name("inputs.cpp")
+PREPARING = threading.Lock()  # held while matrices are laid elsewhere
 
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., n].
@@ -43,9 +45,15 @@ def product(projection: Choosing, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         bias = getattr(projection, "bias", None)
         return inputs(x, choice.norms(), matrix_of(projection), bias, choice.count)
-    ready = Ready(choice)
-    choice.kept["ready"] = "native", ready
-    return ready.product(projection, x, choice.count)
+    with PREPARING:
+        # Another thread may have prepared it meanwhile: a second time would free the memory that it reads.
+        ready = choice.kept.get("ready", (None, None))[1]
+        y: Tensor | None = ready(projection, x) if isinstance(ready, Ready) else None
+        if y is None:
+            ready = Ready(choice)
+            choice.kept["ready"] = "native", ready
+            y = ready.product(projection, x, choice.count)
+    return y
 
 
 class Ready:
