@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from family_contract import inputs_masked
@@ -220,6 +221,19 @@ def test_a_plan_of_other_projections_is_not_folded(case: Case) -> None:
         fold(case.dense, other)
     with pytest.raises(UserError, match="tokens choose inputs already"):
         fold(case.reloaded, case.plan)
+
+
+@pytest.mark.parametrize("case", ["llama3"], indirect=True)
+def test_offloaded_weights_are_refused_where_tokens_choose(case: Case) -> None:
+    """accelerate has the weights of one module in memory at a time."""
+    model = copy.deepcopy(case.reloaded)
+    ids = tokens(1, 1)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="attention projections of layer 0 are offloaded"):
+        model(ids)
+    model.config.tomoe_active = 1
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, case.dense(ids).logits)
 
 
 def test_weights_that_change_change_the_choice(llama: PreTrainedModel) -> None:

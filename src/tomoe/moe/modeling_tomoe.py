@@ -646,6 +646,11 @@ class Choice:
         if torch.compiler.is_compiling():
             # A graph cannot look at where a tensor is: it takes those of loading.
             return cast(Tensor, self.kept["norms"][1]) if "norms" in self.kept else column_norms(matrices)
+        if any(matrix.is_meta for matrix in matrices):
+            raise RuntimeError(
+                f"the {self.kind} projections of layer {self.layer} are offloaded, but all of them decide what tokens choose; "
+                "load the model into one memory, or with tomoe_active=1, where no token chooses"
+            )
         stamp = [stamp_of(projection.weight) for projection in self.projections]
         if self.kept.get("norms", (None,))[0] != stamp:
             self.kept["norms"] = stamp, column_norms(matrices)
