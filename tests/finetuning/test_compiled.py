@@ -72,7 +72,10 @@ def tuned(folder: Path, compile: str, *changes: str) -> tuple[dict[str, Tensor],
     return {name: p.detach() for name, p in moe.named_parameters()}, steps_of(folder), held_out
 
 
-@pytest.mark.parametrize("changes", [(), ("routers=frozen",), ("train.gradient_checkpointing=true",)])
+# padding, from the third step on, meets the usual settings
+@pytest.mark.parametrize(
+    "changes", [(), ("routers=frozen", "train.steps=2"), ("train.gradient_checkpointing=true", "train.steps=2")]
+)
 def test_compiled_layers_learn_what_eager_ones_learn(changes: tuple[str, ...], tmp_path: Path) -> None:
     weights, rows, held_out = tuned(tmp_path / "eager", "false", *changes)
     assert not counters["stats"]["unique_graphs"]
