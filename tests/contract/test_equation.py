@@ -16,18 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
-from tomoe.budget import decoder_params, mlp_params
-from tomoe.conversion.steps import new_network
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM, Way
 from tomoe.plan import Plan
-from tomoe.pruning.carving import carve_
-from tomoe.pruning.extract import extract_plan
-from tomoe.pruning.layouts import FineLayout, settle_layout
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 TOLERANCE = 1e-5  # of the largest logit, float32
@@ -166,34 +160,6 @@ def test_fine_experts_can_be_used_in_other_numbers(family: str, tmp_path: Path) 
     for k in (0, 9, -1):
         with pytest.raises(ValueError, match="num_experts_per_tok"):
             AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=k)
-
-
-def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
-    """`target = gpu`, from the layout to the folder; all experts are the dense model."""
-    dense = make_pico("qwen2", intermediate_size=2688)
-    shape, width = shape_of(dense), 640 + 7.5 * 128
-    left_out = shape.num_layers * mlp_params(shape, shape.mlp_size - width)
-    recipe, text = Recipe(active=1 - left_out / decoder_params(shape), target="gpu"), tokens(2, 24, seed=5)
-    calibration = text, torch.ones_like(text, dtype=torch.bool)
-    layout = settle_layout(recipe, shape)
-    assert layout == FineLayout(16, 128, 640, 8, leaves_whole=False)
-    net = new_network(recipe, shape_of(dense), layout, dense.device)
-    carve_(net, dense, *calibration, recipe.active, seed=0)
-    plan = extract_plan(net, dense, recipe.active, calibration)
-    assert sorted(layer.top_k for layer in plan.layers) == [7, 8]
-    folded = fold(dense, plan)
-    save_moe(folded, plan, None, tmp_path / "moe")
-    ids = clear_tokens(folded, lambda seed: tokens(2, 24, seed))
-    with masked(dense, planned_masks(plan)):
-        meant = dense(ids).logits
-    whole = dense(ids).logits
-    assert (meant - whole).abs().max() > 1e-2, "the masks changed nothing"
-    for moe in (folded, AutoModelForCausalLM.from_pretrained(tmp_path / "moe")):
-        for backend in ("auto", *WAYS["experts"]):
-            with running(moe, backend):
-                assert_same(moe(ids).logits, meant)
-    everything = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=16)
-    assert_same(everything(ids).logits, whole)
 
 
 def test_layers_that_use_all_experts_stay_whole(llama: PreTrainedModel, tmp_path: Path) -> None:

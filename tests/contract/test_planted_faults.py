@@ -11,17 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import tomoe.pruning.masking as masking
-from conftest import make_network, make_pico, make_plan, tokens
+from conftest import make_pico, make_plan, tokens
 from tomoe.model.shape import ModelShape
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM
 from tomoe.plan import Plan
-from tomoe.pruning.learned import attention_masks
-from tomoe.pruning.learned.gumbel import gumbel_of, uniform_noise
-from tomoe.pruning.learned.sampling import sampled_masks
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.routing import ExpertRouter, Routing, route
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 RED = 1e-3
@@ -115,35 +111,6 @@ def test_rotary_frequencies_of_other_pairs(dense: PreTrainedModel) -> None:
             attention.rotary_ids.copy_(first if dropped_before_kept else first.flip(0))
 
     assert difference(dense, make_plan(dense, "static"), damage) > RED
-
-
-@pytest.mark.parametrize("attention", ["off", "static", "per_token"])
-def test_noise_left_on(dense: PreTrainedModel, attention: str) -> None:
-    """What training samples is not what the plan says, even from the same logits."""
-    net = make_network(dense, attention)
-    moe, ids = fold(dense, make_plan(dense, attention)), tokens(2, 24, seed=5)
-    with masked(dense, sampled_masks(net, 0)):
-        sampled = dense(ids).logits
-    assert (sampled - moe(ids).logits).abs().max() > RED
-
-
-def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def noisy(router: ExpertRouter, x: Tensor, top_k: int | None = None) -> Routing:
-        logits = router(x)
-        return route(logits + gumbel_of(uniform_noise(logits.shape, logits.device, 0)), top_k)
-
-    monkeypatch.setattr(ExpertRouter, "route", noisy)
-    assert difference(dense, make_plan(dense, "off")) > RED
-
-
-def test_noise_left_on_the_values(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def noisy(logits: Tensor, top_k: int) -> Tensor:
-        noisy_logits = logits + gumbel_of(uniform_noise(logits.shape, logits.device, 0))
-        return torch.zeros_like(logits).scatter_(-1, noisy_logits.topk(top_k, -1).indices, 1.0)
-
-    plan = make_plan(dense, "per_token")
-    monkeypatch.setattr(attention_masks, "largest", noisy)
-    assert difference(dense, plan) > RED
 
 
 def test_top_k_as_a_cap_only(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
