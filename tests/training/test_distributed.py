@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_four_processes_learn_what_one_learns(alone: Path, tmp_path: Path) -> None:
-    """One of them has no layer to carve."""
+    """One of them has no layer to carve; whose disk is full makes no difference but for the first, as no other writes."""
     out = tmp_path / "run"
-    assert launch(4, *train(alone, out)) == [0] * 4
+    assert launch(4, *train(alone, out), limits=dict.fromkeys((1, 2, 3), 0)) == [0] * 4
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in (alone / "one").iterdir())
     assert_same_start_and_run(out, alone / "one")
 
