@@ -6,12 +6,15 @@ Whatever function speaks of shapes in its signature is imported with these shape
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# imports leave no garbage to look for
+gc.disable()
 
 import jaxtyping
 
@@ -81,6 +84,7 @@ if TYPE_CHECKING:  # the first imports this file
     from tomoe.exporting.choice import Choice
     from tomoe.exporting.target import Options
 
+gc.enable()
 # Pico matrices are too small to split over threads, and the tests run side by side; what they assert must hold with more, too.
 torch.set_num_threads(int(os.environ.get("TOMOE_TEST_THREADS", "1")))
 logging.disable_progress_bar()
@@ -120,6 +124,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         words = {w for value in values for w in (value if isinstance(value, tuple) else (value,)) if isinstance(w, str)}
         if words & FAMILIES.keys() and QUICK_FAMILY not in words:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: looking for garbage in it takes a thirtieth of the time."""
+    gc.freeze()
 
 
 def randomise(model: PreTrainedModel, factor: float = 8.0) -> PreTrainedModel:
@@ -378,8 +387,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     from pico_files import write_pico, write_text
 
     folder = tmp_path_factory.mktemp("alone")
-    # a family with a norm of queries; layers are not a multiple of the processes, which carve unequal shares
-    write_pico(folder / "dense", "qwen3", num_hidden_layers=3)
+    # a family with a norm of queries; layers are not a multiple of the processes, which carve unequal shares; texts of its own
+    # are as long as its context
+    write_pico(folder / "dense", "qwen3", num_hidden_layers=3, max_position_embeddings=64)
     write_text(folder / "text.txt")
     assert launch(1, *train(folder, folder / "one")) == [0]
     yield from read_only(folder)

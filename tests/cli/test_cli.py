@@ -170,19 +170,11 @@ def test_carve_learns_nothing(converted: Path) -> None:
 
 
 @pytest.mark.slow
-def test_evaluate(tomoe: CommandLine, tmp_path: Path, converted: Path) -> None:
-    model, moe, text = converted / "dense", converted / "moe", converted / "text.txt"
-    held_out = tomoe("evaluate", model, moe, "--dtype", "float32")
-    assert held_out.code == 0, held_out.err
-    assert "held out" in held_out.out
-    written = tmp_path / "numbers.json"
-    given = tomoe("evaluate", model, moe, "--text", text, "--context", "32", "--tokens", "320", "--json", written)
-    assert given.code == 0, given.err
-    first, second = (row["measurement"] for row in json.loads(written.read_text())["rows"])
-    assert first["context_length"] == 32
-    assert first["tokens"] == second["tokens"] <= 320
-    assert first["kl"] is None
-    assert second["kl"] > 0
+def test_evaluate_takes_the_text_that_was_held_out(tomoe: CommandLine, converted: Path) -> None:
+    """One that is named is read in test_evaluate.py."""
+    done = tomoe("evaluate", converted / "dense", converted / "moe", "--dtype", "float32")
+    assert done.code == 0, done.err
+    assert "held out" in done.out
 
 
 @pytest.mark.slow

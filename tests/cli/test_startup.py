@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "jaxtyping", "huggingface_hub")
 # `python -m tomoe`, which says what it imported
@@ -20,7 +22,7 @@ finally:
     print("imported", [name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
 """
 CONVERT = ["convert", "nowhere", "-o", "out"]
-# Runs each script in a fork of its own; what they all need and none is about has been imported by then.
+# Runs each script in a fork of its own; what they all need and none is about has been imported by then (SHARED).
 FORKS = """
 import json, os, sys, traceback
 jobs, imported = json.loads(sys.argv[1])
@@ -112,6 +114,8 @@ except AttributeError as error:
 else:
     raise AssertionError("fold is not public")
 """
+SHARED = """torch._dynamo torch.distributed.tensor torch.distributed.checkpoint.hf_storage scipy.optimize accelerate
+huggingface_hub.hf_api huggingface_hub.file_download jinja2.sandbox PIL.Image regex tokenizers""".split()
 ORDERS = [
     ["import tomoe", MODEL, NAMES],
     ["import tomoe", TOKENIZER, BARE],
@@ -122,13 +126,36 @@ ORDERS = [
 ]
 
 
+# as where tomoe is not installed; alone, transformers' AutoTokenizer loads the model's config first, and would ask for its code
+BEFORE = """
+import os, sys
+folder, os.environ["HF_MODULES_CACHE"] = sys.argv[1:]
+os.chdir(folder)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+sys.modules["tomoe"] = None
+from transformers import AutoTokenizer as A; A.from_pretrained("moe", trust_remote_code=False)
+"""
+AFTER = """
+ids = tokenizer("the sea", return_tensors="pt")
+print(*ids.input_ids.tolist(), model(**ids).logits.shape, type(model).__module__)
+"""
+
+
 @pytest.mark.slow
 def test_converted_models_need_no_flag_and_public_names_are_no_modules(converted: Path, tmp_path: Path) -> None:
-    """In whatever order tomoe and transformers are imported."""
-    scripts = ["\n".join([START, *lines, KERNELS]) for lines in ORDERS]
-    jobs = [(script, [str(converted / "moe")]) for script in scripts]
-    found = fresh(tmp_path, jobs, "torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "accelerate")
-    for done, lines in zip(found, ORDERS, strict=True):
-        assert done.code == 0, (lines, done.err)
+    """In whatever order tomoe and transformers are imported; and the card's lines run without tomoe, nobody being asked."""
+    jobs = [("\n".join([START, *lines, KERNELS]), [str(converted / "moe")]) for lines in ORDERS]
+    card = (converted / "moe" / "README.md").read_text("utf-8")
+    (shown,) = [block for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "import tomoe" not in block]
+    jobs.append((BEFORE + shown + AFTER, [str(converted), str(tmp_path / "modules")]))
+    found = fresh(tmp_path, jobs, *SHARED)
+    for done, (script, _) in zip(found, jobs, strict=True):
+        assert done.code == 0, (script, done.err)
     assert "Recipe" in found[0].out
     assert "module" not in found[0].out, "a public name must be no module"
+    ids = AutoTokenizer.from_pretrained(converted / "dense")("the sea").input_ids
+    assert AutoTokenizer.from_pretrained(converted / "moe")("the sea").input_ids == ids
+    without = found[-1]
+    assert without.out.startswith(f"{ids} torch.Size"), without.out
+    assert without.out.split()[-1].startswith("transformers_modules.")
+    assert "run the custom code" not in without.out + without.err

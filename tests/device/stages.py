@@ -88,9 +88,9 @@ class Stages:
             return self.made("convert", *pico_files.FINE, "train.steps=2")
 
     def carve(self) -> Tensor:
-        """Overlapping experts, pruned and rotated values, no learning."""
+        """Overlapping experts, pruned and rotated values, no learning. Neurons are given up one by one, so there are few."""
         pruned = ("attention.pruning=static", "attention.rotate_values=true", "repair.mode=full", "train.steps=0")
-        return self.made("carve", *pruned)
+        return self.made("carve", f"model={self.inputs / 'narrow'}", *pruned)
 
     def repair(self) -> Tensor:
         repair(self.moe, self.folder / "repair", ["repair.ridge=0.5"])
@@ -144,7 +144,9 @@ class Stages:
     def proof(self) -> Tensor:
         """What `gpu_proof.py` does without a compiler, which knows real devices only."""
         words = ["--part", "kernels", "--tiny", "--device", self.device, "--out", str(self.folder / "proof")]
-        made = gpu_proof.main([*words, "--steps", "ceilings,agreement,training,equations,routers"])
+        # the layouts differ in numbers alone
+        with mock.patch.object(gpu_proof, "LAYOUTS", {"wide 32": gpu_proof.LAYOUTS["wide 32"]}):
+            made = gpu_proof.main([*words, "--steps", "ceilings,agreement,training,equations,routers"])
         assert not [line for line in made.rows if "failed" in line], made.table()
         assert all(row.get("passes", True) for line in made.rows for row in line["rows"]), made.table()
         return torch.tensor([float(len(line["rows"])) for line in made.rows])
@@ -196,6 +198,7 @@ def host_waits(stages: Stages) -> dict[str, dict[str, int]]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     pico_files.write_pico(folder / "dense")
+    pico_files.write_pico(folder / "narrow", intermediate_size=128)
     pico_files.write_text(folder / "text.txt")
     both = [Stages(folder, "cpu"), Stages(folder, NAME)]
     found: Found = {stage: compare(stage, both) for stage in STAGES}

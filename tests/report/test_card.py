@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +10,6 @@ import huggingface_hub
 import pytest
 from huggingface_hub import EvalResult, ModelCard
 from test_warnings import row, sound_plan
-from transformers import AutoTokenizer
 
 from conftest import make_pico
 from tomoe.errors import Note
@@ -193,28 +188,3 @@ def test_license_of_gguf_files_and_of_known_models(tmp_path: Path, monkeypatch: 
 def test_what_is_no_license_is_left_out(tmp_path: Path, head: str) -> None:
     (tmp_path / "README.md").write_text(f"---\n{head}\n---\nwords\n")
     assert base_model_info(str(tmp_path)) == BaseModelInfo(None, None)
-
-
-@pytest.mark.slow
-def test_the_lines_for_readers_run_without_tomoe_and_without_code_of_a_tokenizer(
-    converted: Path, tmp_path: Path
-) -> None:
-    """With nobody there to be asked."""
-    card = (converted / "moe" / "README.md").read_text("utf-8")
-    (lines,) = [block for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "import tomoe" not in block]
-    # alone, transformers' AutoTokenizer loads the model's config first, and would ask because that has code
-    before = "from transformers import AutoTokenizer as A; A.from_pretrained('moe', trust_remote_code=False)"
-    after = "ids = tokenizer('the sea', return_tensors='pt'); print(*ids.input_ids.tolist(), model(**ids).logits.shape)"
-    script = "\n".join(
-        ["import sys; sys.modules['tomoe'] = None", before, lines, after, "print(type(model).__module__)"]
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=converted, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    ids = AutoTokenizer.from_pretrained(converted / "dense")("the sea").input_ids
-    assert AutoTokenizer.from_pretrained(converted / "moe")("the sea").input_ids == ids
-    assert done.stdout.startswith(f"{ids} torch.Size"), done.stdout
-    assert done.stdout.splitlines()[-1].startswith("transformers_modules.")
-    assert "run the custom code" not in done.stdout + done.stderr

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_four_processes_learn_what_one_learns(alone: Path, tmp_path: Path) -> None:
-    """One of them has no layer to carve."""
+    """One of them has no layer to carve; whose disk is full makes no difference but for the first, as no other writes."""
     out = tmp_path / "run"
-    assert launch(4, *train(alone, out)) == [0] * 4
+    assert launch(4, *train(alone, out), limits=dict.fromkeys((1, 2, 3), 0)) == [0] * 4
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in (alone / "one").iterdir())
     assert_same_start_and_run(out, alone / "one")
 
@@ -44,7 +44,9 @@ def test_a_sharded_base_becomes_a_whole_model(alone: Path, tmp_path: Path) -> No
         train_gradient_accumulation_steps="2",
         train_gradient_checkpointing="true",
         train_shard="true",
-        data_tokens="800",
+        data_tokens="300",
+        data_calibration_tokens="64",
+        data_evaluation_tokens="32",
     )
     for count, name in ((2, "two"), (1, "one")):
         assert launch(count, "convert", alone / "dense", "--data", "self", "-o", tmp_path / name, *sizes) == [0] * count
@@ -52,13 +54,6 @@ def test_a_sharded_base_becomes_a_whole_model(alone: Path, tmp_path: Path) -> No
     assert {n: t.shape for n, t in two.items()} == {n: t.shape for n, t in one.items()}
     for n, t in one.items():
         torch.testing.assert_close(two[n], t, rtol=1e-3, atol=1e-5)
-
-
-def test_processes_that_cannot_share_a_step(alone: Path, tmp_path: Path) -> None:
-    command = train(alone, tmp_path / "run")
-    assert launch(3, *command) == [2, 2, 2]
-    assert "4 forward passes" in Path(f"{tmp_path / 'run'}.0.log").read_text().splitlines()[-1]
-    assert not (tmp_path / "run").exists()
 
 
 def test_only_the_first_process_says_what_is_wrong(alone: Path, tmp_path: Path) -> None:
@@ -71,7 +66,7 @@ def test_only_the_first_process_says_what_is_wrong(alone: Path, tmp_path: Path) 
 
 
 def test_a_whole_conversion_is_written_once(alone: Path, tmp_path: Path) -> None:
-    sizes = small(train_steps="2", train_gradient_accumulation_steps="2")
+    sizes = small(train_steps="2", train_gradient_accumulation_steps="2", data_tokens="600")
     moe = tmp_path / "moe"
     command = ["convert", alone / "dense", "--data", alone / "text.txt", "--data", "self", "-o", moe, *sizes]
     assert launch(2, *command) == [0, 0]

@@ -59,10 +59,3 @@ def test_the_disk_of_the_one_that_writes_is_full(alone: Path, tmp_path: Path) ->
     assert "another process of this run ended" in last_line(out, 1)
     assert sorted(folder.name for folder in (out / "masks").iterdir()) == ["step-000000"]
     assert_resumes(alone, out, 2)
-
-
-def test_the_disk_of_another_one_is_full(alone: Path, tmp_path: Path) -> None:
-    """It writes nothing."""
-    out = tmp_path / "run"
-    assert launch(2, *train(alone, out), limits={1: 0}) == [0, 0]
-    assert_same_run(out, alone / "one")

@@ -517,7 +517,9 @@ class ToMoEMLP(nn.Module):
 
     def default_rows(self, union: int, width: int) -> Tensor:
         """Rows [N, W] of experts that no plan chose: runs of neighbors that together cover all behind the shared ones."""
-        starts = torch.arange(self.num_experts) * (union - self.shared_size - width) // max(1, self.num_experts - 1)
+        room, steps = union - self.shared_size - width, max(1, self.num_experts - 1)
+        # PyTorch takes milliseconds to divide whole numbers on meta
+        starts = torch.tensor([n * room // steps for n in range(self.num_experts)])
         return (self.shared_size + starts[:, None] + torch.arange(width)).int()
 
     @property
