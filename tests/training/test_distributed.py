@@ -56,6 +56,13 @@ def test_a_sharded_base_becomes_a_whole_model(alone: Path, tmp_path: Path) -> No
         torch.testing.assert_close(two[n], t, rtol=1e-3, atol=1e-5)
 
 
+def test_processes_that_cannot_share_a_step(alone: Path, tmp_path: Path) -> None:
+    command = train(alone, tmp_path / "run")
+    assert launch(3, *command) == [2, 2, 2]
+    assert "4 forward passes" in Path(f"{tmp_path / 'run'}.0.log").read_text().splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
 def test_only_the_first_process_says_what_is_wrong(alone: Path, tmp_path: Path) -> None:
     """Text is prepared by one process; the others must not wait for it for ever."""
     (tmp_path / "empty.txt").write_text("\n")
