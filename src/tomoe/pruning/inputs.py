@@ -38,6 +38,9 @@ THINNED = 4
 """Of so many tokens in a row one is looked at: neighbours tell much the same, and sorting takes as long as the model does."""
 REACH = 6
 """Levels that a step of the search may skip, so that a projection whose next step costs more than those after it is not stuck."""
+FLOOR = 0.7
+"""Least share of a projection's inputs, relative to the mean share: to second order an early error does not harm what is behind
+it, so at small budgets the search would starve some projections (docs/lab/log.md)."""
 
 Costs = dict[tuple[int, Kind], Float[Tensor, " levels"]]
 """What a layer's projections of a kind lose at each of LEVELS: nats of KL for each token, to second order."""
@@ -119,18 +122,42 @@ def inputs_at_level(width: int, level: int) -> int:
 
 
 class _Search:
-    """Levels of all projections, lowered one step at a time: always the step that costs least for each weight it saves."""
+    """Levels of all projections, lowered one step at a time: always the step that costs least for each weight it saves, and
+    leaves its projection FLOOR of the mean share."""
 
     def __init__(self, layers: Sequence[Layer], costs: Costs, total: int):
         self.layers, self.costs, self.total = layers, costs, total
+        # of the projections whose inputs are chosen
+        self.chosen = sum(group.width * group.columns for layer in layers for group in layer.values())
         self.levels = dict.fromkeys(costs, 0)
         self.saved = 0
-        self.steps = [step for key in costs if (step := self._best(key)) is not None]
-        heapq.heapify(self.steps)
+        self.steps: list[tuple[float, int, Kind, int]] = []
+        # projections whose next share, negative here, is below the floor, which falls with the mean
+        self.waiting: list[tuple[float, int, Kind]] = []
+        for key in costs:
+            self._wait(key)
+        self._look_again()
 
     @property
     def active(self) -> float:
         return 1 - self.saved / self.total
+
+    @property
+    def floor(self) -> float:
+        return FLOOR * (1 - self.saved / self.chosen)
+
+    def _wait(self, key: tuple[int, Kind]) -> None:
+        """Let a projection wait for its next step, if it has one."""
+        levels = range(self.levels[key] + 1, len(LEVELS))
+        if (following := next((level for level in levels if self._saving(key, level)), None)) is not None:
+            heapq.heappush(self.waiting, (-LEVELS[following], *key))
+
+    def _look_again(self) -> None:
+        """Enter the next steps of the projections that the floor leaves one."""
+        while self.waiting and -self.waiting[0][0] >= self.floor:
+            _, i, kind = heapq.heappop(self.waiting)
+            if (step := self._best((i, kind))) is not None:
+                heapq.heappush(self.steps, step)
 
     def _saving(self, key: tuple[int, Kind], last: int) -> int:
         i, kind = key
@@ -138,13 +165,13 @@ class _Search:
         return (inputs_at_level(group.width, self.levels[key]) - inputs_at_level(group.width, last)) * group.columns
 
     def _best(self, key: tuple[int, Kind]) -> tuple[float, int, Kind, int] | None:
-        """The cheapest next step of a projection; None from the last level on, or where levels are the same number."""
+        """The cheapest next step of a projection down to the floor; None if no number of inputs within REACH is smaller."""
         cost = self.costs[key]
         now = self.levels[key]
         steps = [
             (max(0.0, float(cost[level] - cost[now])) / saving, *key, level)
             for level in range(now + 1, min(now + REACH, len(LEVELS) - 1) + 1)
-            if (saving := self._saving(key, level))
+            if LEVELS[level] >= self.floor and (saving := self._saving(key, level))
         ]
         return min(steps, default=None)
 
@@ -152,8 +179,8 @@ class _Search:
         _, i, kind, level = heapq.heappop(self.steps)
         self.saved += self._saving((i, kind), level)
         self.levels[i, kind] = level
-        if (following := self._best((i, kind))) is not None:
-            heapq.heappush(self.steps, following)
+        self._wait((i, kind))
+        self._look_again()
 
     def active_after(self) -> float:
         """The active fraction when the next step has been taken."""
