@@ -715,7 +715,7 @@ class Choosing:
     def whole(self, x: Tensor) -> Tensor:
         """The dense product: the family's own, but for matrices that lie input after input where PyTorch is slow at these."""
         rows = matrix_of(self).t()
-        if rows.stride(-1) != 1 or multiplies(x.dtype) or x.device.type != "cpu" or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or rows.stride(-1) != 1 or multiplies(x.dtype) or x.device.type != "cpu":
             return cast(Tensor, super().forward(x))  # type: ignore[misc]
         y = sum_rows(x.flatten(0, -2), rows).unflatten(0, x.shape[:-1])
         bias: Tensor | None = getattr(self, "bias", None)
