@@ -780,11 +780,11 @@ class ToMoEPreTrainedModel(PreTrainedModel):
                 if not width:
                     continue
                 modules: dict[str, Any] = dict(layer.named_modules())
-                projections = [modules.get(projection) for projection in names]
-                for projection, module in zip(names, projections, strict=True):
-                    has = 0 if names.count(projection) > 1 else inputs_of(module)
+                projections: list[Any] = [modules.get(own) for own in names]
+                for own, projection in zip(names, projections, strict=True):
+                    has = 0 if names.count(own) > 1 else inputs_of(projection)
                     if has != width:
-                        found = f"{str(projection)[:40]!r} of layer {i}, one of the {kind} projections,"
+                        found = f"{str(own)[:40]!r} of layer {i}, one of the {kind} projections,"
                         raise ValueError(f"{found} has {has} inputs that can be chosen, not {width}")
                 choice = Choice(projections, config, kind, i)
                 for projection in projections:
