@@ -186,9 +186,12 @@ def documents(
 def evaluation_documents(source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Iterable[str]]:
     """Name and documents of a text to evaluate on, as it is published. Raises UserError as `documents` does."""
     held_out = find(source).held_out
-    split = held_out or "train"
-    name = basename(source) if Path(source).exists() else f"{source} ({split})" if held_out else source
-    texts: Iterable[str] = documents(source, split, tokenizer=tokenizer)
+    name = source
+    if Path(source).exists():
+        name = basename(source)
+    elif held_out:
+        name = f"{source} ({held_out})"
+    texts: Iterable[str] = documents(source, held_out or "train", tokenizer=tokenizer)
     if source in PUBLISHED:
         separator, most = PUBLISHED[source]
         texts = [separator.join(itertools.islice(texts, most))]

@@ -66,7 +66,7 @@ def examine(recipe: Recipe) -> Diagnosis:
         decoding=decoding,
         one_expert=_one_expert(sizes, layout, recipe.active),
         # no export holds the choice of inputs
-        file_bytes=files if layout else {"bf16": files["bf16"]},
+        file_bytes={"bf16": files["bf16"]} if layout is None else files,
         works=_works(sizes, recipe, least, num_experts),
     )
 

@@ -151,12 +151,10 @@ def _sentence(error: ValidationError, recipe: type[BaseRecipe]) -> str:
         return f"{key} is empty, but it should hold at least {first['ctx']['min_length']}"
     if first["type"] == "less_than_equal":
         most, given = first["ctx"]["le"], first["input"]
-        percent = (
-            f"; {given:g} % is {given / 100:g}"
-            if most == 1 and isinstance(given, int | float) and 2 <= given <= 100
-            else ""
-        )
-        return f"{key} is {found}, but it should be at most {most:g}{percent}"
+        sentence = f"{key} is {found}, but it should be at most {most:g}"
+        if most == 1 and isinstance(given, int | float) and 2 <= given <= 100:
+            sentence += f"; {given:g} % is {given / 100:g}"
+        return sentence
     allowed = first["msg"].replace("Input", "it", 1)
     return f"{key} is {found}, but {allowed}"
 
