@@ -72,6 +72,7 @@ def test_what_needs_experts_says_so(tomoe: CommandLine, converted_inputs: Path, 
     refused(tomoe("finetune", folder, "--data", converted_inputs / "text.txt", "-o", out), "form inputs", "--form fine")
     refused(tomoe("repair", folder, "-o", out), "form inputs", "--form fine")
     refused(tomoe("route", folder, "the sea"), "has no routers")
+    refused(tomoe("doctor", folder), "choose inputs already")
     for options in (INPUTS, fine()):
         refused(
             tomoe("convert", folder, "-o", out, *options, "--data", converted_inputs / "text.txt"),

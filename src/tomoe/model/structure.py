@@ -94,8 +94,7 @@ def check_output(model: PreTrainedModel, attention: bool = False) -> None:
     """Raises UserError if an MLP, or with `attention` an attention, computes something else on a few tokens than the formula
     that the MoE has for it (folding would silently change it), if what comes out are no finite numbers, or if its tokens choose
     inputs already."""
-    if getattr(model.config, "tomoe_expert_form", None) == "inputs":
-        raise refuse(model, "its tokens choose inputs already; ToMoE starts from a dense model")
+    _refuse_inputs(model)
     embeddings: Any = model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     ids = torch.linspace(vocabulary // 4, vocabulary - 1, PROBE_TOKENS, device=model.device).long()[None]
@@ -106,6 +105,12 @@ def check_output(model: PreTrainedModel, attention: bool = False) -> None:
         raise _not_finite(model) from None
     if not bool(logits.isfinite().all()):
         raise _not_finite(model)
+
+
+def _refuse_inputs(model: PreTrainedModel) -> None:
+    """Raises UserError if tokens of the model choose inputs: it has the modules of a dense one."""
+    if getattr(model.config, "tomoe_expert_form", None) == "inputs":
+        raise refuse(model, "its tokens choose inputs already; ToMoE starts from a dense model")
 
 
 def _not_finite(model: PreTrainedModel) -> UserError:
@@ -134,6 +139,7 @@ class _EveryAnswerYes(TorchDispatchMode):
 def check_without_weights(model: PreTrainedModel) -> None:
     """Raises UserError for what `check_output` would find in layers and an MLP, with a model on the meta device: the first
     MLP runs with random weights, the model without numbers, as far as its code asks for none."""
+    _refuse_inputs(model)
     mlps = converted_mlps(model)
     first = mlps[0]
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=model.device)
