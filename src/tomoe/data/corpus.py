@@ -138,28 +138,21 @@ class Corpus:
             with safe_open(path, framework="pt") as file:
                 metadata = parse_json((file.metadata() or {}).get("tomoe_corpus", "{}"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (OSError, ValueError, SafetensorError) as error:
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(f"it holds no tokens prepared by this version, of format {_FORMAT}")
+            if _digest(tensors) != metadata["sha256"]:
+                raise ValueError("its tokens were altered after they were written")
+            return cls(
+                **{part: _read_part(tensors, part) for part in _PARTS},
+                sources=tuple(metadata["sources"]),
+                tokenizer=metadata["tokenizer"],
+                seed=metadata["seed"],
+                evaluation_name=metadata.get("evaluation_name"),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise UserError(
                 f"{path} is not a whole file of prepared tokens ({shortened(error)}); prepare them again"
             ) from None
-        if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
-            raise UserError(f"{path} holds no tokens prepared by this version (format {_FORMAT}); prepare them again")
-        try:
-            parts = {part: _read_part(tensors, part) for part in _PARTS}
-            sources, tokenizer, seed = (metadata[key] for key in ("sources", "tokenizer", "seed"))
-            corpus = cls(
-                **parts,
-                sources=tuple(sources),
-                tokenizer=tokenizer,
-                seed=seed,
-                evaluation_name=metadata.get("evaluation_name"),
-            )
-            unaltered = _digest(tensors) == metadata["sha256"]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path} holds no token sequences ({shortened(error)}); prepare them again") from None
-        if not unaltered:
-            raise UserError(f"the tokens in {path} were altered after they were written; prepare them again")
-        return corpus
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}

@@ -77,7 +77,7 @@ class StoredModel:
                 Note,
                 stacklevel=2,
             )
-        packing = settle_packing_(config, {name: header.dtype for name, header in tensors.items()})
+        packing = settle_packing_(config, {name: dtype for name, (dtype, _) in tensors.items()})
         return cls(place, config, packing)
 
     @property
