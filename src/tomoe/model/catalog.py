@@ -34,14 +34,8 @@ class KnownModel:
     wheel_sha256: str
     gguf: str
     gguf_sha256: str
-    about: str
     hub_id: str | None = None  # the same model on the hub
     license: str | None = None  # as the hub writes it; reading the file for it takes seconds
-
-    @property
-    def title(self) -> str:
-        """The name of the file without its ending."""
-        return Path(self.gguf).stem
 
 
 MODELS = {
@@ -50,7 +44,6 @@ MODELS = {
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        about="SmolLM2-135M-Instruct, 93 MB, Apache-2.0",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         license="apache-2.0",
     ),

@@ -245,6 +245,5 @@ def _shard_arguments(stored: StoredModel, dtype: torch.dtype, shards: int) -> di
 
 def _title(model: str, place: Path | str) -> str | None:
     """The name of a model that came as a .gguf file: that of the file, wherever it lies."""
-    if model in catalog.MODELS:
-        return catalog.MODELS[model].title
-    return place.stem if is_gguf(place) else None
+    file = Path(catalog.MODELS[model].gguf) if model in catalog.MODELS else place
+    return file.stem if is_gguf(file) else None
