@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tomoe import distributed
-from tomoe.data.chats import opening_of
+from tomoe.data.rows import opening_of
 from tomoe.errors import UserError
 from tomoe.model.shape import ceil_div, head_dim, num_kv_heads, text_config
 from tomoe.model.structure import CACHE

@@ -16,8 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tomoe.data.chats import ChatWriter
-from tomoe.data.rows import Row, RowReader, without_filled_nulls
+from tomoe.data.rows import ChatWriter, Row, RowReader, without_filled_nulls
 from tomoe.errors import UserError, shortened
 from tomoe.files import basename
 from tomoe.model.names import HUB_ID
