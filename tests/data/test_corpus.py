@@ -133,8 +133,6 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
         documents("self")
     with pytest.raises(UserError, match="holds no"):
         list(documents(str(tmp_path)))
-    with pytest.raises(UserError, match="no split 'test'"):
-        list(documents(str(lines(tmp_path / "a.jsonl", "a")), "test"))
 
 
 def test_the_documentation_of_python_has_each_paragraph_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,11 +195,8 @@ def prepare(
     sources = [_read_source(source, data, tokenizer, seed, model, progress) for source in data.sources]
     fraction = min(source.fraction for source in sources)
     generator = torch.Generator().manual_seed(seed)
-    parts: dict[str, list[Sequences]] = {part: [] for part in _PARTS}
-    for source in sources:
-        for part, sequences in source.split(fraction, data, _padding(tokenizer), generator).items():
-            parts[part].append(sequences)
-    texts = {part: joined(sequences) for part, sequences in parts.items()}
+    split = [source.split(fraction, data, _padding(tokenizer), generator) for source in sources]
+    texts = {part: joined([of_source[part] for of_source in split]) for part in _PARTS}
     # in random order, so that any run of sequences is a mixture
     mixed = {part: text.select(torch.randperm(len(text), generator=generator)) for part, text in texts.items()}
     if evaluation is not None:
@@ -280,15 +277,13 @@ def _read_source(
     """The part of one source, as long as there is text, in tokens of whole sequences."""
     requested = _whole_sequences(data.tokens / len(data.sources), data.seq_len)
     eos = tokenizer.eos_token_id
-    if source == SELF:
-        if model is None:
-            raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
+    if source == SELF and model is not None:
         sampled = sample_documents(model, tokenizer, requested, seed, progress=progress)
         return _SourceTokens(source, _stream(sampled, eos, requested), requested)
-    held_out_split = find(source).held_out if data.evaluation_source is None else None
+    held_out_split = find(source).held_out
     held_out = None
     held_out_requested = 0
-    if held_out_split is not None:
+    if held_out_split is not None and data.evaluation_source is None:
         held_out_requested = _whole_sequences(data.evaluation_tokens / len(data.sources), data.seq_len)
         texts = documents(source, held_out_split, data.text_column, tokenizer)
         held_out = _stream(_tokenized(tokenizer, texts), eos, held_out_requested)

@@ -213,9 +213,7 @@ def hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> I
         ) from None
 
 
-def _local(split: str, reader: RowReader, *, path: Path) -> Iterator[str]:
-    if split != "train":
-        raise UserError(f"{path} is local text, which has no split {split!r}")
+def _local(_: str, reader: RowReader, *, path: Path) -> Iterator[str]:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in LOCAL_SUFFIXES and file.is_file())
