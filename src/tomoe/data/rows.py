@@ -36,41 +36,6 @@ _TEXT_PARTS = (None, "text", "input_text", "output_text")  # parts of a content 
 _PROBE = "tomoeprobe"  # stands for a text, to see how a template writes it
 
 
-@dataclass(frozen=True)
-class RowReader:
-    """How the rows of a source become documents."""
-
-    column: str | None  # the column that holds text or chats; None: the usual ones
-    writer: ChatWriter
-
-    def texts(self, rows: Iterable[Row], origin: str, column: str | None = None) -> Iterator[str]:
-        """The text of each row that holds some; `column` is where a named source has it, `origin` names the rows. Warns with
-        the number of rows that are left out. Raises UserError if none of the first thousand can be read, and without a chat
-        template for chats."""
-        looked, left_out, first = 0, 0, ""
-        try:
-            for row in rows:
-                looked += 1
-                try:
-                    document = document_of(row, self.column or column)
-                    yield self.writer.write(document) if isinstance(document, Chat) else document
-                except RowError as error:
-                    left_out += 1
-                    first = first or f"row {looked} {error}: {shortened(dict(row))}"
-                    if left_out == looked == _TRIED:
-                        break
-        finally:
-            if 0 < left_out < looked:
-                warnings.warn(
-                    f"{left_out:,} of {looked:,} rows of {origin} are left out; the first: {first}", Note, stacklevel=2
-                )
-        if 0 < left_out == looked:
-            raise UserError(
-                f"none of the {looked:,} rows of {origin} that were looked at can be read; the first: {first}; "
-                "mend the rows, or name the column that holds text or chats with data.text_column in a recipe"
-            )
-
-
 def document_of(row: Row, column: str | None = None) -> str | Chat:
     """The text or the chat of a row; "" if it holds a blank text and nothing else. Raises RowError for what is neither."""
     if column is not None:
@@ -280,21 +245,52 @@ def opening_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [bos] if bos is not None and list(tokenizer("a").input_ids[:1]) == [bos] else []
 
 
-class ChatWriter:
-    """Writes chats as the text that a model was trained on, by its chat template, without the token that the tokenizer puts
+class RowReader:
+    """Makes documents of the rows of a source.
+
+    Chats are written as the text that a model was trained on, by its chat template, without the token that the tokenizer puts
     before every text. Content goes in as text and arguments of calls as objects, unless the template takes parts of a
-    content, or arguments as text."""
+    content, or arguments as text.
+    """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, origin: str):
-        """Keep a tokenizer; `origin` names the chats in errors."""
+    def __init__(self, column: str | None, tokenizer: PreTrainedTokenizerBase | None, source: str):
+        """column: that holds text or chats; None: the usual ones. The source is named in errors."""
+        self.column = column
         self.tokenizer = tokenizer
-        self.origin = origin
+        self.source = source
 
-    def write(self, chat: Chat) -> str:
+    def texts(self, rows: Iterable[Row], origin: str, column: str | None = None) -> Iterator[str]:
+        """The text of each row that holds some; `column` is where a named source has it, `origin` names the rows. Warns with
+        the number of rows that are left out. Raises UserError if none of the first thousand can be read, and without a chat
+        template for chats."""
+        looked, left_out, first = 0, 0, ""
+        try:
+            for row in rows:
+                looked += 1
+                try:
+                    document = document_of(row, self.column or column)
+                    yield self._written(document) if isinstance(document, Chat) else document
+                except RowError as error:
+                    left_out += 1
+                    first = first or f"row {looked} {error}: {shortened(dict(row))}"
+                    if left_out == looked == _TRIED:
+                        break
+        finally:
+            if 0 < left_out < looked:
+                warnings.warn(
+                    f"{left_out:,} of {looked:,} rows of {origin} are left out; the first: {first}", Note, stacklevel=2
+                )
+        if 0 < left_out == looked:
+            raise UserError(
+                f"none of the {looked:,} rows of {origin} that were looked at can be read; the first: {first}; "
+                "mend the rows, or name the column that holds text or chats with data.text_column in a recipe"
+            )
+
+    def _written(self, chat: Chat) -> str:
         """The text. Raises UserError if there is no template, and RowError if it refuses this chat."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise UserError(
-                f"{self.origin} holds chats (messages with roles), and this model's tokenizer has no chat template to "
+                f"{self.source} holds chats (messages with roles), and this model's tokenizer has no chat template to "
                 "write them with; take a model that was trained on chats, or write them out as text"
             )
         try:

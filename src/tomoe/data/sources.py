@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tomoe.data.rows import ChatWriter, Row, RowReader, without_filled_nulls
+from tomoe.data.rows import Row, RowReader, without_filled_nulls
 from tomoe.errors import UserError, shortened
 from tomoe.files import basename
 from tomoe.model.names import HUB_ID
@@ -178,7 +178,7 @@ def documents(
     sources know their columns. Rows that cannot be read are left out, with a warning. Raises UserError, also while iterating:
     no such source, hub out of reach, broken file, no row that can be read, no chat template.
     """
-    reader = RowReader(None if source in SOURCES else text_column, ChatWriter(tokenizer, source))
+    reader = RowReader(None if source in SOURCES else text_column, tokenizer, source)
     return (text for text in find(source).read(split, reader) if text.strip())
 
 
