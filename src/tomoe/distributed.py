@@ -136,11 +136,9 @@ def sum_gradients_(net: nn.Module) -> None:
 
 def all_reduce_scalars(values: Iterable[float]) -> list[float]:
     """The sum of each number over all ranks. Raises UserError if a rank is gone."""
-    if world_size() == 1:
-        return [float(value) for value in values]
     t = torch.tensor(list(values), dtype=torch.float64)
-    _collective(partial(dist.all_reduce, t))
-    return [float(v) for v in t]
+    all_reduce_(t, RESUME)
+    return t.tolist()
 
 
 def rank_indices(count: int) -> range:
@@ -153,10 +151,10 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def all_reduce_(t: Tensor) -> None:
+def all_reduce_(t: Tensor, advice: str = RESTART) -> None:
     """Combine what every rank filled in for its share, leaving zeros elsewhere. Raises UserError if a rank is gone."""
     if world_size() > 1:
-        _collective(partial(dist.all_reduce, t), RESTART)
+        _collective(partial(dist.all_reduce, t), advice)
 
 
 def leave_group() -> None:

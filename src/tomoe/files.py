@@ -31,7 +31,6 @@ _MAX_DEPTH = 32  # levels of lists and objects; ours have six
 _MAX_DIGITS = 19
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character, which no file and no terminal takes
 _FIRST = ("plan.json", "export.json")  # what `folders.is_ours` knows a folder by
-_LEFTOVER = re.compile(r"\..+\.[0-9]+\.tomoe\.tmp")  # the temporary names of `atomic_file`
 
 
 def atomic_write(path: Path, content: str | bytes) -> Path:
@@ -63,11 +62,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def remove_leftovers(out: Path) -> None:
     """Delete what killed processes left half-written in an output folder. The caller holds the lock of the folder."""
     for folder in (out, out / "run", out / "figures"):
-        for part in folder.glob(".*.tmp"):
-            if _LEFTOVER.fullmatch(part.name):
-                # it may be on a disk that has become read-only; the next write says so
-                with contextlib.suppress(OSError):
-                    part.unlink()
+        # the temporary names of `atomic_file`
+        for part in folder.glob(".*.[0-9]*.tomoe.tmp"):
+            # it may be on a disk that has become read-only; the next write says so
+            with contextlib.suppress(OSError):
+                part.unlink()
 
 
 @contextlib.contextmanager

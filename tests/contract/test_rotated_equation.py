@@ -17,7 +17,7 @@ import tomoe.moe.fold as fold_module
 from conftest import make_network, make_pico, make_plan, tokens, write_export
 from tomoe.exporting.choice import choose
 from tomoe.exporting.target import Options
-from tomoe.model.heads import rotate_heads, rotate_weights
+from tomoe.model.attention import rotate_heads, rotate_weights
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.plan import Plan

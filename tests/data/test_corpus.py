@@ -133,8 +133,6 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
         documents("self")
     with pytest.raises(UserError, match="holds no"):
         list(documents(str(tmp_path)))
-    with pytest.raises(UserError, match="no split 'test'"):
-        list(documents(str(lines(tmp_path / "a.jsonl", "a")), "test"))
 
 
 def test_the_documentation_of_python_has_each_paragraph_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,8 +450,7 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 def test_a_row_is_what_the_whole_model_says_of_it(
     dense: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Token by token with cache and own attention = one pass without either, for every family."""
-    before = dense.config._attn_implementation
+    """Token by token with a cache = one pass without, for every family."""
     said: list[Tensor] = []
 
     # where a document ends, what follows is drawn again
@@ -468,11 +465,9 @@ def test_a_row_is_what_the_whole_model_says_of_it(
     monkeypatch.setattr(sampling, "ordinary_tokens", lambda tokenizer: torch.arange(3, 64))
     monkeypatch.setattr(sampling, "_split", lambda row, eos: [row])  # so that rows stay rows
     written = sample_documents(dense, tokenizer, tokens=200, seed=0, batch_size=5, length=40)
-    assert dense.config._attn_implementation == before
-    window = getattr(dense.config, "sliding_window", None) or 40
-    assert {len(row) for row in written} == {window}
+    assert {len(row) for row in written} == {40}
     assert sum(map(len, written)) >= 200
-    rounds = torch.stack(said).unflatten(0, (-1, window - 1))  # [rounds, tokens, rows, V]
+    rounds = torch.stack(said).unflatten(0, (-1, 39))  # [rounds, tokens, rows, V]
     found = rounds.transpose(1, 2).flatten(0, 1)
     for row, logits in zip(written, found, strict=True):
         meant = dense(torch.tensor([row])).logits[0, :-1]

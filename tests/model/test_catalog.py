@@ -21,7 +21,7 @@ from tomoe.model.catalog import KnownModel, fetch, unpacked
 from tomoe.model.names import resolve
 
 CONTENT = b"GGUF, so to say"
-KNOWN = KnownModel("pico-model==1.0", "", "pico.gguf", hashlib.sha256(CONTENT).hexdigest(), "a pico model")
+KNOWN = KnownModel("pico-model==1.0", "", "pico.gguf", hashlib.sha256(CONTENT).hexdigest())
 
 
 class Pip:

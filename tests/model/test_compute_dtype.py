@@ -14,7 +14,7 @@ from tomoe.conversion.verbs import plan, train
 from tomoe.finetuning.repair import repair
 from tomoe.memory.estimate import least_memory, sizes_of
 from tomoe.model.base_weights import BaseWeights
-from tomoe.model.compute_dtype import compute_dtype, measuring_dtype
+from tomoe.model.compute_dtype import compute_dtype
 from tomoe.model.loading import load_dense, load_model
 from tomoe.plan import Plan
 from tomoe.pruning.layouts import OverlappingLayout
@@ -124,11 +124,6 @@ def test_measuring_chooses_as_well(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert load_model(str(folder / "dense"), "auto", "cpu").dtype == torch.float32
     processor(monkeypatch, "avx512_bf16")
     assert load_model(str(folder / "dense"), "auto", "cpu").dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(("stored", "expected"), [("bfloat16", "auto"), ("float32", "float32"), ("float16", "float16")])
-def test_bfloat16_is_measured_as_the_processor_likes_it_and_all_else_as_stored(stored: str, expected: str) -> None:
-    assert measuring_dtype(stored) == expected
 
 
 def test_the_paper_computes_as_stored() -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from pico_files import CommandLine, contents, refused
 from tomoe.errors import UserError
+from tomoe.folders import PLAN
 from tomoe.model import hub
 from tomoe.model.hub import find_plan
 from tomoe.plan import Plan
@@ -23,7 +24,7 @@ def made(converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `dense`, a conversion `moe` with its run, and the bare `plan`."""
     folder = shutil.copytree(converted, tmp_path_factory.mktemp("made"), dirs_exist_ok=True)
     (folder / "plan").mkdir()
-    for name in hub.PLAN_FILES:
+    for name in PLAN:
         shutil.copy(folder / "moe" / name, folder / "plan")
     return folder
 

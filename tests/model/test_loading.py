@@ -210,7 +210,7 @@ def test_a_known_model_is_unpacked_once_and_loads_as_its_gguf_file_does(
     tokens = make_tokenizer(merges=[("t", "h")])
     write_gguf(make_pico("llama", vocab_size=len(tokens)), tmp_path / "Pico.gguf", tokens)
     file = str(tmp_path / "Pico.gguf")
-    monkeypatch.setattr(catalog, "MODELS", {"pico": KnownModel("", "", "Pico.gguf", "", "")})
+    monkeypatch.setattr(catalog, "MODELS", {"pico": KnownModel("", "", "Pico.gguf", "")})
     monkeypatch.setattr(catalog, "fetch", lambda name: tmp_path / "Pico.gguf")
     tokenizer = load_tokenizer("pico")
     assert capfd.readouterr() == ("", "")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from conftest import make_pico, tokens
 from pico_files import CommandLine, Outcome, fine, refused, write_pico, write_text
@@ -65,7 +65,7 @@ def carve(tomoe: CommandLine, folder: Path, *options: str) -> Outcome:
 
 
 def all_experts(folder: Path) -> Tensor:
-    return logits(load_dense(str(folder / "moe"), torch.float32, num_experts_per_tok=64))
+    return logits(AutoModelForCausalLM.from_pretrained(folder / "moe", dtype=torch.float32, num_experts_per_tok=64))
 
 
 def test_a_quantized_checkpoint_becomes_a_plain_model(tomoe: CommandLine, tmp_path: Path) -> None:

@@ -138,28 +138,21 @@ class Corpus:
             with safe_open(path, framework="pt") as file:
                 metadata = parse_json((file.metadata() or {}).get("tomoe_corpus", "{}"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (OSError, ValueError, SafetensorError) as error:
+            if metadata.get("format") != _FORMAT:
+                raise ValueError(f"it holds no tokens prepared by this version, of format {_FORMAT}")
+            if _digest(tensors) != metadata["sha256"]:
+                raise ValueError("its tokens were altered after they were written")
+            return cls(
+                **{part: _read_part(tensors, part) for part in _PARTS},
+                sources=tuple(metadata["sources"]),
+                tokenizer=metadata["tokenizer"],
+                seed=metadata["seed"],
+                evaluation_name=metadata.get("evaluation_name"),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise UserError(
                 f"{path} is not a whole file of prepared tokens ({shortened(error)}); prepare them again"
             ) from None
-        if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
-            raise UserError(f"{path} holds no tokens prepared by this version (format {_FORMAT}); prepare them again")
-        try:
-            parts = {part: _read_part(tensors, part) for part in _PARTS}
-            sources, tokenizer, seed = (metadata[key] for key in ("sources", "tokenizer", "seed"))
-            corpus = cls(
-                **parts,
-                sources=tuple(sources),
-                tokenizer=tokenizer,
-                seed=seed,
-                evaluation_name=metadata.get("evaluation_name"),
-            )
-            unaltered = _digest(tensors) == metadata["sha256"]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path} holds no token sequences ({shortened(error)}); prepare them again") from None
-        if not unaltered:
-            raise UserError(f"the tokens in {path} were altered after they were written; prepare them again")
-        return corpus
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -202,11 +195,8 @@ def prepare(
     sources = [_read_source(source, data, tokenizer, seed, model, progress) for source in data.sources]
     fraction = min(source.fraction for source in sources)
     generator = torch.Generator().manual_seed(seed)
-    parts: dict[str, list[Sequences]] = {part: [] for part in _PARTS}
-    for source in sources:
-        for part, sequences in source.split(fraction, data, _padding(tokenizer), generator).items():
-            parts[part].append(sequences)
-    texts = {part: joined(sequences) for part, sequences in parts.items()}
+    split = [source.split(fraction, data, _padding(tokenizer), generator) for source in sources]
+    texts = {part: joined([of_source[part] for of_source in split]) for part in _PARTS}
     # in random order, so that any run of sequences is a mixture
     mixed = {part: text.select(torch.randperm(len(text), generator=generator)) for part, text in texts.items()}
     if evaluation is not None:
@@ -287,15 +277,13 @@ def _read_source(
     """The part of one source, as long as there is text, in tokens of whole sequences."""
     requested = _whole_sequences(data.tokens / len(data.sources), data.seq_len)
     eos = tokenizer.eos_token_id
-    if source == SELF:
-        if model is None:
-            raise UserError("the source self is sampled from the dense model, so it cannot be read without one")
+    if source == SELF and model is not None:
         sampled = sample_documents(model, tokenizer, requested, seed, progress=progress)
         return _SourceTokens(source, _stream(sampled, eos, requested), requested)
-    held_out_split = find(source).held_out if data.evaluation_source is None else None
+    held_out_split = find(source).held_out
     held_out = None
     held_out_requested = 0
-    if held_out_split is not None:
+    if held_out_split is not None and data.evaluation_source is None:
         held_out_requested = _whole_sequences(data.evaluation_tokens / len(data.sources), data.seq_len)
         texts = documents(source, held_out_split, data.text_column, tokenizer)
         held_out = _stream(_tokenized(tokenizer, texts), eos, held_out_requested)

@@ -32,10 +32,8 @@ def held_out_text(names: Sequence[str]) -> EvaluationText:
         path = Path(name) / "run" / "corpus.safetensors"
         if path.is_file():
             corpus = Corpus.load(path)
-            if corpus.evaluation_name is not None:
-                return EvaluationText(corpus.evaluation, corpus.evaluation_name, corpus.seed)
-            sources = ", ".join(Path(source).name for source in corpus.sources)
-            return EvaluationText(corpus.evaluation, f"{sources}, held out", corpus.seed)
+            held_out = f"{', '.join(Path(source).name for source in corpus.sources)}, held out"
+            return EvaluationText(corpus.evaluation, corpus.evaluation_name or held_out, corpus.seed)
     raise UserError(
         "none of these folders holds held-out text (run/corpus.safetensors); name a text file or source with --text"
     )

@@ -16,7 +16,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tomoe.data.chats import ChatWriter
 from tomoe.data.rows import Row, RowReader, without_filled_nulls
 from tomoe.errors import UserError, shortened
 from tomoe.files import basename
@@ -179,7 +178,7 @@ def documents(
     sources know their columns. Rows that cannot be read are left out, with a warning. Raises UserError, also while iterating:
     no such source, hub out of reach, broken file, no row that can be read, no chat template.
     """
-    reader = RowReader(None if source in SOURCES else text_column, ChatWriter(tokenizer, source))
+    reader = RowReader(None if source in SOURCES else text_column, tokenizer, source)
     return (text for text in find(source).read(split, reader) if text.strip())
 
 
@@ -214,9 +213,7 @@ def hub_rows(name: str, split: str, config: str | None = None, **load: Any) -> I
         ) from None
 
 
-def _local(split: str, reader: RowReader, *, path: Path) -> Iterator[str]:
-    if split != "train":
-        raise UserError(f"{path} is local text, which has no split {split!r}")
+def _local(_: str, reader: RowReader, *, path: Path) -> Iterator[str]:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in LOCAL_SUFFIXES and file.is_file())

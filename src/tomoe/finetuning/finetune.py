@@ -24,7 +24,7 @@ from tomoe.finetuning.students import FinetuneStep, HeldOutLoss, MoEStudent, che
 from tomoe.finetuning.text import finetuning_text
 from tomoe.folders import refuse_overwriting
 from tomoe.model.compiled import CompiledLayers
-from tomoe.model.compute_dtype import compute_dtype, measuring_dtype
+from tomoe.model.compute_dtype import compute_dtype
 from tomoe.model.loading import (
     fingerprint,
     free_on_device,
@@ -307,7 +307,7 @@ def measure(
 
     def models() -> Iterator[tuple[str, PreTrainedModel]]:
         for name in (origin.dense, recipe.model, str(out)):
-            yield name, load_model(name, measuring_dtype(origin.stored), recipe.device)
+            yield name, load_model(name, "auto" if origin.stored == "bfloat16" else origin.stored, recipe.device)
 
     rows = compare(models(), held_out_text([str(out)]), on_progress)
     if distributed.rank():

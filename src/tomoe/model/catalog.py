@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,14 +33,8 @@ class KnownModel:
     wheel_sha256: str
     gguf: str
     gguf_sha256: str
-    about: str
     hub_id: str | None = None  # the same model on the hub
     license: str | None = None  # as the hub writes it; reading the file for it takes seconds
-
-    @property
-    def title(self) -> str:
-        """The name of the file without its ending."""
-        return Path(self.gguf).stem
 
 
 MODELS = {
@@ -50,7 +43,6 @@ MODELS = {
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        about="SmolLM2-135M-Instruct, 93 MB, Apache-2.0",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         license="apache-2.0",
     ),
@@ -69,13 +61,10 @@ def fetch(name: str) -> Path:
         # inside the cache, so that the last step is a rename within one file system
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as temporary:
             wheel = _download(model, Path(temporary))
-            part = Path(temporary) / "model.gguf"
             # the content of a wheel with the right hash is known, so that its names need no check
             with zipfile.ZipFile(wheel) as archive:
                 member = next(entry for entry in archive.namelist() if entry.endswith(model.gguf))
-                with archive.open(member) as packed, part.open("wb") as unpacked:
-                    shutil.copyfileobj(packed, unpacked, 2**20)
-            os.replace(part, path)
+                os.replace(archive.extract(member, temporary), path)
     except OSError as error:
         raise UserError(
             f"cannot keep {name} in {cache_folder()}: {error.strerror or error}; set TOMOE_CACHE to a folder with room"

@@ -11,8 +11,6 @@ from tomoe.errors import UserError
 
 # names of `torch.cpu.get_capabilities`: x86 and ARM
 _BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-
-
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -40,8 +38,3 @@ def reads_slowly(model: PreTrainedModel) -> bool:
     emulates = compute_dtype("auto", model.dtype, str(model.device)) != model.dtype
     output = model.get_output_embeddings()
     return emulates and any(type(module) in (nn.Linear, Conv1D) for module in model.modules() if module is not output)
-
-
-def measuring_dtype(stored: str) -> str:
-    """The name of the dtype to measure weights in that are stored as `stored`; `auto` is for `load_model` to decide."""
-    return "auto" if stored == "bfloat16" else stored

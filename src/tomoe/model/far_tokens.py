@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from tomoe.model.hooks import hooked
 from tomoe.model.mlp import decoder_layers, decoder_of, named_layers
-from tomoe.model.shape import text_config
+from tomoe.model.shape import max_positions, text_config
 
 BEHIND = 32  # tokens behind the edge of a window or of the original context
 MAX_WINDOW = 2**13  # windows that are tried: the masks of longer ones take gigabytes
@@ -82,12 +82,8 @@ def _drawn(what: str, config: PreTrainedConfig, start: int, count: int, layers: 
 def windows(config: PreTrainedConfig) -> set[int]:
     """How many of the last tokens layers may see, by the config, as far as they are worth a run."""
     found = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    longest = min(MAX_WINDOW, _positions(config) - BEHIND)
+    longest = min(MAX_WINDOW, (max_positions(config) or MAX_WINDOW) - BEHIND)
     return {w for w in found if isinstance(w, int) and 0 < w <= longest}
-
-
-def _positions(config: PreTrainedConfig) -> int:
-    return int(getattr(config, "max_position_embeddings", None) or MAX_WINDOW)
 
 
 def original_context(config: PreTrainedConfig) -> int | None:
@@ -97,10 +93,11 @@ def original_context(config: PreTrainedConfig) -> int | None:
     parameters = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
     found = [p.get("original_max_position_embeddings") for p in parameters]
     found.append(getattr(config, "original_max_position_embeddings", None))
-    contexts = [c for c in found if isinstance(c, int) and c + 2 * BEHIND <= _positions(config)]
+    positions = max_positions(config) or MAX_WINDOW
+    contexts = [c for c in found if isinstance(c, int) and c + 2 * BEHIND <= positions]
     # it scales as soon as a text is longer than all that the config allows
     if any(p.get("rope_type") == "dynamic" for p in parameters):
-        contexts.append(_positions(config))
+        contexts.append(positions)
     return max(contexts, default=None)
 
 

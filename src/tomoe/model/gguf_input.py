@@ -25,6 +25,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from tomoe.errors import UserError, shortened
+from tomoe.model.shape import head_dim
 
 # By architecture, the keys that transformers reads, and what it calls them; None: nothing is made of it.
 _READ: Mapping[str, Mapping[str, str | None]] = cast(Any, GGUF_TO_TRANSFORMERS_MAPPING["config"])
@@ -99,15 +100,14 @@ class GgufFile:
 
     def _compare_(self, config: PreTrainedConfig, name: str, value: Any, read: Mapping[str, str | None]) -> None:
         """Let the config say what a key says that transformers does not read."""
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if name in _MEANINGLESS and value == _MEANINGLESS[name]:
             return
         if name == "rope.dimension_count":
             rope = getattr(config, "rope_parameters", None) or {}
-            if value == int(head_dim * rope.get("partial_rotary_factor", 1.0)):
+            if value == int(head_dim(config) * rope.get("partial_rotary_factor", 1.0)):
                 return
         elif same := _SAME.get(name):
-            now = head_dim if same == "head_dim" else getattr(config, same, None)
+            now = head_dim(config) if same == "head_dim" else getattr(config, same, None)
             if now == value or (now is None and not value):
                 return
             of_some_layers = same == "sliding_window" and getattr(config, "layer_types", None) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,14 +14,10 @@ from torch.utils.hooks import RemovableHandle
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
     """Keep hooks inside a `with` block. If registering fails halfway, those already registered are removed, too."""
-    registered: list[RemovableHandle] = []
-    try:
+    with ExitStack() as registered:
         for handle in handles:
-            registered.append(handle)
+            registered.enter_context(handle)
         yield
-    finally:
-        for handle in registered:
-            handle.remove()
 
 
 def input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

@@ -16,11 +16,11 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 
 from tomoe.errors import UserError
 from tomoe.files import weight_files
+from tomoe.folders import PLAN
 from tomoe.model.names import ADAPTER, HUB_ID, check_no_adapter
 
 # the adapter first: a repository of one has no config of a model
 CONFIG_FILES = (ADAPTER, "config.json", "generation_config.json", "model.safetensors.index.json")
-PLAN_FILES = ("plan.json", "plan.safetensors")  # a plan of inputs is the first alone
 
 
 def download_model(repo: str) -> Path:
@@ -50,7 +50,7 @@ def find_plan(name: str) -> Path:
     if Path(name).is_dir() or not HUB_ID.fullmatch(name):
         return Path(name)
     try:
-        folder = Path(snapshot_download(name, allow_patterns=list(PLAN_FILES)))
+        folder = Path(snapshot_download(name, allow_patterns=list(PLAN)))
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         cause = hub_reason(error) or (lines[0].rstrip(".") if lines else type(error).__name__)

@@ -77,21 +77,19 @@ def load_dense(
     shards: int = 1,
     offload: bool | None = False,
     quantization: str = "none",
-    num_experts_per_tok: int | None = None,
 ) -> PreTrainedModel:
     """The causal language model, frozen and in evaluation mode, with weights of `dtype`; what is stored quantized is
     dequantized.
 
     shards: ranks that load it together, each its part of every layer (FSDP2). offload: keep the layers on disk and read each
-    when it runs; None: if possible. quantization: none, int8 or nf4, of the projections within the layers.
-    num_experts_per_tok: for a MoE, instead of the number in its config. No code that comes with a model is run, and the sizes
-    that a folder claims are checked first. Raises UserError: no such model, hub out of reach, damaged, incomplete or left
-    over weights, unknown architecture, quantized weights that transformers cannot turn back.
+    when it runs; None: if possible. quantization: none, int8 or nf4, of the projections within the layers. No code that
+    comes with a model is run, and the sizes that a folder claims are checked first. Raises UserError: no such model, hub out
+    of reach, damaged, incomplete or left over weights, unknown architecture, quantized weights that transformers cannot turn
+    back.
     """
     place = _locate(model)
-    changes = {} if num_experts_per_tok is None else {"num_experts_per_tok": num_experts_per_tok}
     with one_sentence(model, place):
-        stored = StoredModel.open(place if isinstance(place, Path) else download_model(place), **changes)
+        stored = StoredModel.open(place if isinstance(place, Path) else download_model(place))
         by_layer = stored.read_by_layer if offload is None else offload
         if by_layer:
             loaded = load_offloaded(stored, dtype, torch.device(device))
@@ -245,6 +243,5 @@ def _shard_arguments(stored: StoredModel, dtype: torch.dtype, shards: int) -> di
 
 def _title(model: str, place: Path | str) -> str | None:
     """The name of a model that came as a .gguf file: that of the file, wherever it lies."""
-    if model in catalog.MODELS:
-        return catalog.MODELS[model].title
-    return place.stem if is_gguf(place) else None
+    file = Path(catalog.MODELS[model].gguf) if model in catalog.MODELS else place
+    return file.stem if is_gguf(file) else None

@@ -32,10 +32,7 @@ def check_no_adapter(folder: Path) -> None:
     advice = "merge it (peft: merge_and_unload), save the merged model and name that"
     if (folder / "config.json").is_file():
         raise UserError(f"{folder} holds an adapter ({ADAPTER}) beside the model; {advice}, or move the adapter away")
-    try:
-        base = str(read_json(folder / ADAPTER).get("base_model_name_or_path") or "another model")
-    except UserError:
-        base = "another model"
+    base = read_json(folder / ADAPTER).get("base_model_name_or_path") or "another model"
     raise UserError(f"{folder} holds an adapter of {shortened(base)}, not a model; {advice}")
 
 

@@ -38,11 +38,11 @@ def location(place: Path | str) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(place)}
 
 
-def read_config(place: Path | str, **changes: Any) -> PreTrainedConfig:
-    """The config of a folder, file or hub id, with these changes; attention runs by what is installed here. Raises UserError
-    for a .gguf file that is no model, or that says what no config can."""
+def read_config(place: Path | str) -> PreTrainedConfig:
+    """The config of a folder, file or hub id; attention runs by what is installed here. Raises UserError for a .gguf file
+    that is no model, or that says what no config can."""
     file = GgufFile.read(place) if is_gguf(place) else None
-    config: PreTrainedConfig = AutoConfig.from_pretrained(trust_remote_code=False, **location(place), **changes)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(trust_remote_code=False, **location(place))
     if file is not None:
         file.settle_(config)
     config._attn_implementation = None
@@ -59,16 +59,16 @@ class StoredModel:
     packing: Packing
 
     @classmethod
-    def open(cls, place: Path, **changes: Any) -> Self:
-        """Read the config, with `changes`, and the headers of the weights. Raises UserError if an adapter lies beside the
-        model, if the config claims more than the weights can fill, or for weights that are quantized for good."""
+    def open(cls, place: Path) -> Self:
+        """Read the config and the headers of the weights. Raises UserError if an adapter lies beside the model, if the config
+        claims more than the weights can fill, or for weights that are quantized for good."""
         if is_gguf(place):
-            return cls(place, read_config(place, **changes), Packing("GGUF"))
+            return cls(place, read_config(place), Packing("GGUF"))
         check_no_adapter(place)
         tensors = stored_tensors(place)
         check_claims(place, tensors)
         with usable_config(place):
-            config = read_config(place, **changes)
+            config = read_config(place)
             check_size(place, config, tensors)
         check_generation_config(place)
         if getattr(config, "auto_map", None) and type(config).__module__.startswith("transformers."):
@@ -77,7 +77,7 @@ class StoredModel:
                 Note,
                 stacklevel=2,
             )
-        packing = settle_packing_(config, {name: header.dtype for name, header in tensors.items()})
+        packing = settle_packing_(config, {name: dtype for name, (dtype, _) in tensors.items()})
         return cls(place, config, packing)
 
     @property

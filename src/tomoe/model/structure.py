@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from tomoe.errors import UserError
 from tomoe.model.attention import Attention, attention_checks, attention_of, attention_sizes
 from tomoe.model.hooks import hooked, input_of
-from tomoe.model.mlp import Mlp, NotFinite, compare, converted_mlps, decoder_layers, mlp_of, refuse
+from tomoe.model.mlp import Mlp, NotFinite, Refused, compare, converted_mlps, decoder_layers, mlp_of, refuse
 from tomoe.model.offload import iter_weights
 from tomoe.model.running import run_model
 from tomoe.model.shape import ModelShape
@@ -40,27 +40,27 @@ nothing of tomoe, has the same line."""
 class LayerParts:
     """The parts of one decoder layer that ToMoE masks or replaces."""
 
+    model: nn.Module
     mlp: Mlp
-    of_attention: Attention | None  # None where ToMoE cannot prune it
 
     @property
     def attention(self) -> Attention:
-        """Raises AssertionError where ToMoE cannot prune it."""
-        assert self.of_attention is not None
-        return self.of_attention
+        """Raises Refused where ToMoE cannot prune it."""
+        return attention_of(self.model, self.mlp.layer)
 
 
 def layer_parts(model: nn.Module) -> list[LayerParts]:
     """The parts of every decoder layer whose MLP is converted, in order. Raises UserError if there is none."""
-    mlps = converted_mlps(model)
-    prunable = bool(_attention_sizes(model, mlps))
-    return [LayerParts(mlp, attention_of(model, mlp.layer) if prunable else None) for mlp in mlps]
+    return [LayerParts(model, mlp) for mlp in converted_mlps(model)]
 
 
 def shape_of(model: nn.Module) -> ModelShape:
     """Sizes read from the modules; of attention 0 where it cannot be pruned. Raises UserError if no MLP can be converted."""
     mlps = converted_mlps(model)
-    heads = _attention_sizes(model, mlps)
+    try:
+        heads = attention_sizes(model, [mlp.layer for mlp in mlps])
+    except Refused:
+        heads = {}
     known = ModelShape(
         num_layers=len(mlps),
         hidden_size=mlps[0].up.in_features,
@@ -72,14 +72,6 @@ def shape_of(model: nn.Module) -> ModelShape:
     attention = 2 * known.hidden_size * (known.num_heads + known.num_kv_heads) * known.head_dim
     whole = sum(_own_matrices(module) for layer in decoder_layers(model) for module in layer.modules())
     return replace(known, other_params=whole - known.num_layers * (neuron * known.mlp_size + attention))
-
-
-def _attention_sizes(model: nn.Module, mlps: Sequence[Mlp]) -> dict[str, int]:
-    """The sizes of an attention that ToMoE can prune; none for any other."""
-    try:
-        return attention_sizes(model, [mlp.layer for mlp in mlps])
-    except UserError:
-        return {}
 
 
 def _own_matrices(module: Any) -> int:

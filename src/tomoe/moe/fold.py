@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tomoe.errors import UserError
-from tomoe.model.attention import Attention
-from tomoe.model.heads import rotate_weights
+from tomoe.model.attention import Attention, rotate_weights
 from tomoe.model.loading import free_on_device
 from tomoe.model.mlp import Mlp, named_layers
 from tomoe.model.offload import cast_, offload_layers_

@@ -17,7 +17,7 @@ from tomoe.errors import Note
 from tomoe.evaluation.results import Row
 from tomoe.evaluation.tables import escape_markdown, to_markdown
 from tomoe.files import CARD, CARD_BESIDE, basename, write_card_file
-from tomoe.model.hub import PLAN_FILES
+from tomoe.folders import PLAN
 from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.html import template
@@ -72,7 +72,7 @@ def write_card(
         active=f"{plan.active_fraction():.0%}",
         product=WORDS[plan.form].product,
         experts=WORDS[plan.form].card(plan, dialed),
-        files=" and ".join(f"`{name}`" for name in PLAN_FILES if (out / name).is_file()) or "`plan.json`",
+        files=" and ".join(f"`{name}`" for name in PLAN if (out / name).is_file()) or "`plan.json`",
         refitted=REPAIRED in plan.notes or FINETUNED in plan.notes,
         summary=[(what, escape_markdown(how)) for what, how in conversion_summary(plan) if what != "Dense model"],
         comparison=to_markdown(rows) if rows else "",

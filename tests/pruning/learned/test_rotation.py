@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from conftest import make_network, make_pico, make_plan, tokens
-from tomoe.model.heads import rotate_heads, rotate_weights
+from tomoe.model.attention import rotate_heads, rotate_weights
 from tomoe.model.running import run_model
 from tomoe.model.structure import layer_parts, shape_of
 from tomoe.plan import Plan

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tomoe.budget import attention_params
-from tomoe.model.heads import rotate_heads
+from tomoe.model.attention import rotate_heads
 from tomoe.model.hooks import input_of
 from tomoe.model.mlp import Linear
 from tomoe.model.shape import ModelShape

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tomoe.model.attention import rotate_heads
 from tomoe.model.compiled import fused
-from tomoe.model.heads import rotate_heads
 from tomoe.model.hooks import input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tomoe.model.heads import rotate_heads
+from tomoe.model.attention import rotate_heads
 from tomoe.model.hooks import input_of
 from tomoe.model.structure import LayerParts, layer_parts
 from tomoe.pruning.learned.attention import SampledAttention
