@@ -450,7 +450,8 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 def test_a_row_is_what_the_whole_model_says_of_it(
     dense: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Token by token with a cache = one pass without, for every family."""
+    """Token by token with cache and own attention = one pass without either, for every family."""
+    before = dense.config._attn_implementation
     said: list[Tensor] = []
 
     # where a document ends, what follows is drawn again
@@ -465,9 +466,11 @@ def test_a_row_is_what_the_whole_model_says_of_it(
     monkeypatch.setattr(sampling, "ordinary_tokens", lambda tokenizer: torch.arange(3, 64))
     monkeypatch.setattr(sampling, "_split", lambda row, eos: [row])  # so that rows stay rows
     written = sample_documents(dense, tokenizer, tokens=200, seed=0, batch_size=5, length=40)
-    assert {len(row) for row in written} == {40}
+    assert dense.config._attn_implementation == before
+    window = getattr(dense.config, "sliding_window", None) or 40
+    assert {len(row) for row in written} == {window}
     assert sum(map(len, written)) >= 200
-    rounds = torch.stack(said).unflatten(0, (-1, 39))  # [rounds, tokens, rows, V]
+    rounds = torch.stack(said).unflatten(0, (-1, window - 1))  # [rounds, tokens, rows, V]
     found = rounds.transpose(1, 2).flatten(0, 1)
     for row, logits in zip(written, found, strict=True):
         meant = dense(torch.tensor([row])).logits[0, :-1]
