@@ -10,18 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+import gguf
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from tomoe.data.sources import SOURCES
 from tomoe.errors import Note
 from tomoe.evaluation.results import Row
 from tomoe.evaluation.tables import escape_markdown, to_markdown
 from tomoe.files import CARD, CARD_BESIDE, basename, write_card_file
+from tomoe.model import catalog
 from tomoe.model.hub import PLAN_FILES
 from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.html import template
-from tomoe.report.license import base_model_info
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
 from tomoe.report.words import WORDS
@@ -47,15 +49,15 @@ def write_card(
     """
     recipe = recipe_of(plan)
     base = base_model or (recipe.model if recipe else "")
-    info = base_model_info(base)
+    known_id, license = base_model_info(base)
     name = basename(out)
     repeat = f"tomoe convert {shlex.quote(shown_name(base) or 'MODEL')} --recipe recipe.json -o {shlex.quote(name)}"
     data = ModelCardData(
-        base_model=info.hub_id,
+        base_model=known_id,
         datasets=_datasets(recipe) or None,
         library_name="transformers",
-        license=info.license or "other",
-        license_name=None if info.license else "same-as-the-dense-model",
+        license=license or "other",
+        license_name=None if license else "same-as-the-dense-model",
         pipeline_tag="text-generation",
         tags=["moe", "tomoe"],
         model_name=name,
@@ -78,7 +80,7 @@ def write_card(
         comparison=to_markdown(rows) if rows else "",
         limits=limits(plan, rows),
         warnings=[warning.text for warning in find_warnings(plan, rows)],
-        license=info.license,
+        license=license,
         export=export,
         command=_fenced(command or repeat),
     )
@@ -185,3 +187,46 @@ def _dataset(data: str) -> dict[str, Any]:
         return {"dataset_type": data or "text"}
     identifier, _, config = place.partition(":")
     return {"dataset_type": identifier, "dataset_split": named[2]} | ({"dataset_config": config} if config else {})
+
+
+def base_model_info(model: str) -> tuple[str | None, str | None]:
+    """The hub id of a dense model and its license, as the hub writes it (apache-2.0); None for what no file on this disk tells:
+    the card of a folder or in the hub's cache, the metadata of a .gguf file, the table of known names."""
+    if not model:  # as a path it would be the working directory, which may have a README.md of its own
+        return None, None
+    path = Path(model).expanduser()
+    if model in catalog.MODELS:
+        known = catalog.MODELS[model]
+        return known.hub_id, known.license
+    if path.is_file():
+        return None, _gguf_license(path)
+    if path.is_dir():
+        return None, _card_license(path / "README.md")
+    name = hub_id(model)
+    cached = try_to_load_from_cache(name, "README.md") if name else None
+    return name, _card_license(Path(cached)) if isinstance(cached, str) else None
+
+
+def _card_license(card: Path) -> str | None:
+    if not card.is_file():
+        return None
+    try:
+        return _plain(ModelCard.load(card, ignore_metadata_errors=True).data.get("license"))
+    except (OSError, ValueError, TypeError, YAMLError):
+        # a damaged card of somebody else tells nothing
+        return None
+
+
+def _gguf_license(file: Path) -> str | None:
+    try:
+        field = gguf.GGUFReader(file).fields.get("general.license")
+        return None if field is None else _plain(field.contents())
+    except (OSError, ValueError, KeyError, IndexError):
+        # damaged: loading it reports that
+        return None
+
+
+def _plain(license: Any) -> str | None:
+    """The identifier in lower case; None for prose and for `other`."""
+    shaped = isinstance(license, str) and re.fullmatch(r"[A-Za-z0-9][\w.+-]{0,40}", license)
+    return license.lower() if shaped and license.lower() not in ("other", "unknown") else None
