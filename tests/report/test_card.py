@@ -20,7 +20,7 @@ from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import card as cards
 from tomoe.report.card import base_model_info, limits, write_card
-from tomoe.report.verdict import lost
+from tomoe.report.page import lost
 
 
 def plan_of(*sources: str, model: str = "someone/dense-1b") -> Plan:

@@ -10,7 +10,7 @@ from test_warnings import row
 
 from tomoe.evaluation.results import Row, TaskScore
 from tomoe.evaluation.writing.loops import Variety
-from tomoe.report.verdict import gained, lost
+from tomoe.report.page import gained, lost
 
 
 def scored(value: float) -> TaskScore:
