@@ -12,7 +12,7 @@ from tomoe.data.corpus import Sequences
 from tomoe.data.evaluation_text import EvaluationText
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.speed.timings import Cell
-from tomoe.evaluation.writing.loops import Variety
+from tomoe.evaluation.writing.run import Variety
 from tomoe.moe.fold import fold
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.figures import all_figures

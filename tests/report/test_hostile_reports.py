@@ -17,7 +17,7 @@ from tomoe.errors import UserError
 from tomoe.evaluation.results import ExpertUsage, Row, TaskScore, to_json
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.tables import to_markdown
-from tomoe.evaluation.writing.loops import Variety
+from tomoe.evaluation.writing.run import Variety
 from tomoe.files import sha256
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import build, page

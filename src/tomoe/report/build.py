@@ -15,8 +15,7 @@ from tomoe.data.evaluation_text import held_out_text
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, checked, read_rows, to_json
 from tomoe.evaluation.speed.timings import Cell
-from tomoe.evaluation.writing.loops import TOPICS, Variety, opening, question
-from tomoe.evaluation.writing.run import LOOP_LENGTH, LoopTask
+from tomoe.evaluation.writing.run import LOOP_LENGTH, TOPICS, LoopTask, Variety, write
 from tomoe.files import atomic_write, read_json, sha256
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_model, load_tokenizer
@@ -153,14 +152,16 @@ def _observe(
     """What the dense model and the MoE write on some topics."""
     names = [row.name for row in rows]
     task = _text_task(models[0], offload)
-    written = [
-        task.write(model, tokenizer, progress=stage_callback(on_progress, f"generating with {name}"))
-        for name, model in zip(names, models, strict=True)
-    ]
-    ask = question if written[0].chat else opening
+    written = []
+    for name, model in zip(names, models, strict=True):
+        progress = stage_callback(on_progress, f"generating with {name}")
+        written.append(write(model, tokenizer, task.prompts, task.length, progress=progress))
     generations = [
-        Generation(ask(topic), [(name, own.texts[n]) for name, own in zip(names, written, strict=True)])
-        for n, topic in enumerate(task.topics[:SHOWN])
+        Generation(
+            prompt.question if written[0].chat else prompt.opening,
+            [(name, own.texts[n]) for name, own in zip(names, written, strict=True)],
+        )
+        for n, prompt in enumerate(task.prompts[:SHOWN])
     ]
     varieties = [task.variety(name, own) for name, own in zip(names, written, strict=True)]
     return Observed(FORMAT, _plan_hash(out), generations, varieties)

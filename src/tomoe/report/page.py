@@ -12,7 +12,7 @@ from tomoe.evaluation.results import Row
 from tomoe.evaluation.speed import timings
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.tables import count, footnote, table, task_footnote, task_table
-from tomoe.evaluation.writing.loops import Variety
+from tomoe.evaluation.writing.run import Variety
 from tomoe.files import atomic_write, basename, format_bytes
 from tomoe.plan import AnyPlan
 from tomoe.recipe.conversion import Recipe
