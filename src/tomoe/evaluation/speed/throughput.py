@@ -114,7 +114,8 @@ def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: Kept = ()) -> int:
     rows = 0 if tied else len(ids.unique())
     total = weight_bytes(model) - (0 if tied else (len(table) - rows) * table[0].numel() * table.element_size())
     choices = choices_of(model)
-    with ExpertCounter(model) as counter, _unread(choices) as unread:
+    counter = ExpertCounter(model)
+    with counter.watching(), _unread(choices) as unread:
         if not counter.top_ks and not choices:
             return total
         model(ids, use_cache=True, logits_to_keep=1, **{CACHE: _cache(kept)})
