@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -96,16 +96,12 @@ def evaluate(
         atomic_write(markdown_file, tables.to_markdown(measured))
     _show([name for name, _ in settings], measured)
     if active:
-        _keep(lambda: evaluation.save_dials(settings, measured))
-
-
-def _keep(save: Callable[[], list[Path]]) -> None:
-    # a folder that cannot be written, of somebody else, was measured all the same
-    try:
-        for file in save():
-            output().say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")
-    except UserError as error:
-        output().say(f"The points are not kept for the report: {error}")
+        try:
+            for file in evaluation.save_dials(settings, measured):
+                output().say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")
+        except UserError as error:
+            # a folder that cannot be written, of somebody else, was measured all the same
+            output().say(f"The points are not kept for the report: {error}")
 
 
 def _show(names: Sequence[str], measured: Sequence[results.Row]) -> None:
