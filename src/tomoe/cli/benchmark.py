@@ -10,8 +10,7 @@ from tomoe import files, folders
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output
 from tomoe.errors import UserError
-from tomoe.evaluation.speed import benchmark as pairs_of_runs
-from tomoe.evaluation.speed import timings
+from tomoe.evaluation.speed import throughput, timings
 
 
 def benchmark(
@@ -37,7 +36,7 @@ def benchmark(
     folders.refuse_stranger(json_file, folders.JSON_MARK)
 
     with Screen() as screen:
-        measured = pairs_of_runs.benchmark(
+        measured = throughput.benchmark(
             dense,
             moe,
             sizes["batch"],
