@@ -11,7 +11,6 @@ import time
 import warnings as python_warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from rich.console import Console, Group
@@ -165,9 +164,7 @@ class Screen:
             self.waiting.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_loading()
         if self.live:
             self.detail.plain = ""

@@ -117,11 +117,11 @@ def measure(
     """
     predictions = model if isinstance(model, Predictions) else Predictions(model)
     ref = Predictions(reference) if isinstance(reference, nn.Module) else reference
-    model, ref_model = predictions.model, None if ref is None else ref.model
+    model = predictions.model
     if not bool((mask[:, 1:] & mask[:, :-1]).any()):
         raise UserError(f"none of the {len(input_ids)} sequences has two real tokens in a row to score; give more text")
     check_ids(input_ids, model)
-    with torch.no_grad(), evaluating(model), evaluating(ref_model):
+    with torch.no_grad(), evaluating(model), evaluating(ref.model if ref else model):
         sums = _sum_sequences(predictions, ref, input_ids, mask, stride, counter, progress)
     by_span, sums = sums.sum(0), sums.sum(1)
     tokens, nll, kl, agreements = sums.sum(0).tolist()
@@ -235,21 +235,18 @@ def sequences_sha256(input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -
 
 
 @contextmanager
-def evaluating(model: nn.Module | None) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch dropout off within the `with` block."""
-    if model is None or not model.training:
-        yield
-        return
+    before = model.training
     model.eval()
     try:
         yield
     finally:
-        model.train()
+        model.train(before)
 
 
 def forward_sequences(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], inner: bool) -> Any:
-    """Run sequences through the model, or its inner part, which ends at the hidden states; without padding no mask is
-    passed."""
+    """Run sequences through the model, or its inner part, which ends at the hidden states; no mask without padding."""
     device = next(model.parameters()).device
     attention_mask = None if bool(mask.all()) else mask.long().to(device)
     part: Any = model.base_model if inner else model

@@ -48,8 +48,7 @@ def template(name: str) -> str:
 
 
 def write_route_page(path: Path, title: str, source: str, trace: RoutingTrace, layer: int) -> Path:
-    """Write a page of a text in the colors of its experts; `source` names the text. Raises UserError if it cannot be
-    written."""
+    """A page of a text in the colors of its experts; `source` names the text. Raises UserError if it cannot be written."""
     page = render(
         "route.html.j2", template("tokens.js"), title=title, source=source, trace=trace, layer=layer, colors=COLORS
     )
