@@ -25,7 +25,7 @@ from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card
 from tomoe.report.figures import all_figures
-from tomoe.report.page import Generation, PageFacts, write_page
+from tomoe.report.page import Generation, write_page
 from tomoe.report.style import save
 from tomoe.report.words import WORDS
 from tomoe.training.run_folder import RunFolder
@@ -72,23 +72,22 @@ def write_reports(
     if distributed.rank() or observed is None:
         return rows
     write_card(out, plan, rows)
-    cells: list[Cell] = _read(out / "benchmark.json", list[Cell], "cells") or []
     dial = read_rows(out, DIAL)
     figures = all_figures(plan, RunFolder(out / "run").rows(), dial)
     for figure in figures:
         save(figure, out / "figures")
-    facts = PageFacts(
+    write_page(
+        out,
         f"{rows[0].name} as {WORDS[plan.form].product}, {plan.active_fraction():.0%} active",
         plan,
-        rows,
-        observed.generations,
-        figures,
-        cost=_read(out / "run" / "cost.json", Cost) or {},
-        cells=cells,
+        rows=rows,
+        generations=observed.generations,
+        figures=figures,
+        cost=_read(out / "run" / "cost.json", Cost),
+        cells=_read(out / "benchmark.json", list[Cell], "cells") or (),
         dial=dial,
         varieties=observed.varieties,
     )
-    write_page(out, facts)
     return rows
 
 

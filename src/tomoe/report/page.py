@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,47 +35,45 @@ class Generation:
     answers: Sequence[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class PageFacts:
-    """All that the page shows. Parts that are empty here are left out of it."""
-
-    title: str
-    plan: AnyPlan
-    rows: Sequence[Row] = ()  # from `compare`, dense first
-    generations: Sequence[Generation] = ()
-    figures: Sequence[CaptionedFigure] = ()
-    cost: Mapping[str, Any] = field(default_factory=dict)  # the run's cost.json
-    cells: Sequence[Cell] = ()  # of benchmark.json
-    dial: Sequence[Row] = ()  # the dense model, then the same folder with several numbers of experts
-    varieties: Sequence[Variety] = ()  # loops in what each model wrote
-
-
-def write_page(out: Path, facts: PageFacts) -> Path:
-    """Write OUT/report.html; the same facts give the same bytes. Raises UserError if it cannot be written."""
-    words = WORDS[facts.plan.form]
-    recipe = recipe_of(facts.plan)
-    known = {"Dense weights": facts.plan.source, "Recipe": recipe and recipe.digest()}
+def write_page(
+    out: Path,
+    title: str,
+    plan: AnyPlan,
+    *,
+    rows: Sequence[Row] = (),  # from `compare`, dense first
+    generations: Sequence[Generation] = (),
+    figures: Sequence[CaptionedFigure] = (),
+    cost: Mapping[str, Any] | None = None,  # the run's cost.json
+    cells: Sequence[Cell] = (),  # of benchmark.json
+    dial: Sequence[Row] = (),  # the dense model, then the same folder with several numbers of experts
+    varieties: Sequence[Variety] = (),  # loops in what each model wrote
+) -> Path:
+    """Write OUT/report.html, without the parts that nothing is given for; the same gives the same bytes. Raises UserError if it
+    cannot be written."""
+    words = WORDS[plan.form]
+    recipe = recipe_of(plan)
+    known = {"Dense weights": plan.source, "Recipe": recipe and recipe.digest()}
     hashes = [(name, f"sha256 {digest[:16]}") for name, digest in known.items() if digest]
     page = render(
         "page.html.j2",
-        title=facts.title,
-        verdict=[lost(facts.rows, facts.varieties), gained(facts.rows, facts.cells)],
-        benchmark=None if facts.cells else _benchmark_command(out, recipe),
-        warnings=[warning.text for warning in find_warnings(facts.plan, facts.rows)],
-        speed=timings.table(facts.cells),
+        title=title,
+        verdict=[lost(rows, varieties), gained(rows, cells)],
+        benchmark=None if cells else _benchmark_command(out, recipe),
+        warnings=[warning.text for warning in find_warnings(plan, rows)],
+        speed=timings.table(cells),
         speed_footnote=timings.MEANING,
-        figures={figure.name: figure for figure in facts.figures},
-        comparison=table(facts.rows),
-        footnote=footnote(facts.rows),
-        tasks=task_table(facts.rows),
-        task_footnote=task_footnote(facts.rows),
-        dial=table(facts.dial),
-        dial_footnote=footnote(facts.dial),
-        loops=loops(facts.varieties) if len(facts.varieties) > 1 else "",
-        generations=facts.generations,
+        figures={figure.name: figure for figure in figures},
+        comparison=table(rows),
+        footnote=footnote(rows),
+        tasks=task_table(rows),
+        task_footnote=task_footnote(rows),
+        dial=table(dial),
+        dial_footnote=footnote(dial),
+        loops=loops(varieties) if len(varieties) > 1 else "",
+        generations=generations,
         method=svg_uri(template(words.drawing)),
         drawn=words.drawn,
-        summary=[*conversion_summary(facts.plan), *hashes, *_cost(facts.cost)],
+        summary=[*conversion_summary(plan), *hashes, *_cost(cost or {})],
         version=__version__,
     )
     return atomic_write(out / PAGE, page)
