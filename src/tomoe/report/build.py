@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
 from tomoe import distributed
@@ -108,7 +108,21 @@ def _measure(
     rows = compare([(recipe.model, dense), (str(out), moe)], text, on_progress)
     if distributed.rank():
         return rows, None
-    observed = _observe(out, rows, (dense, moe), tokenizer, offload, on_progress)
+    names = [row.name for row in rows]
+    task = _text_task(dense, offload)
+    written = []
+    for name, model in zip(names, (dense, moe), strict=True):
+        progress = stage_callback(on_progress, f"generating with {name}")
+        written.append(write(model, tokenizer, task.prompts, task.length, progress=progress))
+    generations = [
+        Generation(
+            prompt.question if written[0].chat else prompt.opening,
+            [(name, own.texts[n]) for name, own in zip(names, written, strict=True)],
+        )
+        for n, prompt in enumerate(task.prompts[:SHOWN])
+    ]
+    varieties = [task.variety(name, own) for name, own in zip(names, written, strict=True)]
+    observed = Observed(FORMAT, _plan_hash(out), generations, varieties)
     atomic_write(out / "evaluation.json", to_json(rows))
     atomic_write(out / "report.json", json.dumps(observed, default=vars, ensure_ascii=False) + "\n")
     return rows, observed
@@ -138,32 +152,6 @@ def _read(path: Path, kind: type[Any], key: str = "") -> Any:
         return None
     values = read_json(path)
     return checked(path, kind, values.get(key) if key else values)
-
-
-def _observe(
-    out: Path,
-    rows: list[Row],
-    models: tuple[PreTrainedModel, PreTrainedModel],
-    tokenizer: PreTrainedTokenizerBase,
-    offload: bool,
-    on_progress: ProgressCallback,
-) -> Observed:
-    """What the dense model and the MoE write on some topics."""
-    names = [row.name for row in rows]
-    task = _text_task(models[0], offload)
-    written = []
-    for name, model in zip(names, models, strict=True):
-        progress = stage_callback(on_progress, f"generating with {name}")
-        written.append(write(model, tokenizer, task.prompts, task.length, progress=progress))
-    generations = [
-        Generation(
-            prompt.question if written[0].chat else prompt.opening,
-            [(name, own.texts[n]) for name, own in zip(names, written, strict=True)],
-        )
-        for n, prompt in enumerate(task.prompts[:SHOWN])
-    ]
-    varieties = [task.variety(name, own) for name, own in zip(names, written, strict=True)]
-    return Observed(FORMAT, _plan_hash(out), generations, varieties)
 
 
 def _text_task(model: PreTrainedModel, offload: bool) -> LoopTask:
