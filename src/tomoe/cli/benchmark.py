@@ -10,6 +10,7 @@ from tomoe import files, folders
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output
 from tomoe.errors import UserError
+from tomoe.evaluation import tables
 from tomoe.evaluation.speed import throughput, timings
 
 
@@ -50,7 +51,7 @@ def benchmark(
             active=active,
             on_progress=screen.on_progress,
         )
-    output().print(timings.to_rich(measured))
+    output().print(tables.rich_table(*timings.table(measured.cells), timings.footnote(measured)))
     if json_file is not None:
         files.atomic_write(json_file, timings.to_json(measured))
 

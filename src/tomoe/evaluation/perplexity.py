@@ -253,22 +253,18 @@ def forward_sequences(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Boo
     return part(input_ids=input_ids.to(device), attention_mask=attention_mask, use_cache=False)
 
 
-def has_inner(model: Any) -> bool:
-    """Whether the model keeps a body apart from its output matrix, as transformers' causal LMs do."""
-    return isinstance(getattr(model, "base_model", None), nn.Module) and model.base_model is not model
-
-
 def _makes_plain_logits(model: Any, ids: Int[Tensor, " S"]) -> bool:
     """Whether logits are output matrix times hidden states: then no [S, V] tensor is needed. Tried on a few tokens, because
     some families scale or cap their logits and name that as they like."""
-    if not has_inner(model) or not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model:
         return False
     few = ids[None, :PROBE]
     real = torch.ones_like(few, dtype=torch.bool)
     states = getattr(forward_sequences(model, few, real, inner=True), "last_hidden_state", None)
     if states is None:
         return False
-    return torch.equal(model.get_output_embeddings()(states), forward_sequences(model, few, real, inner=False).logits)
+    return torch.equal(head(states), forward_sequences(model, few, real, inner=False).logits)
 
 
 def _score(

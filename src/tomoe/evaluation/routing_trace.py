@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.evaluation.perplexity import evaluating, forward_sequences, has_inner
+from tomoe.evaluation.perplexity import evaluating, forward_sequences
 from tomoe.evaluation.results import Count
 from tomoe.evaluation.usage import routers
 from tomoe.model.hooks import hooked
@@ -99,5 +99,5 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
     with hooks, torch.no_grad(), evaluating(model):
         tokens = torch.tensor([list(ids)])
         check_ids(tokens, model)
-        forward_sequences(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=has_inner(model))
+        forward_sequences(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=True)
     return RoutingTrace(pieces(tokenizer, ids), rows, next(iter(top_ks)).out_features, chosen)
