@@ -7,6 +7,7 @@ of the cache.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,6 @@ from tomoe.version import __version__
 STEPS = 4  # tokens that one timed run decodes
 COMPILED = "compiled decode"
 FEWEST = 3  # pairs of runs below which a median says nothing
-Kept = Sequence[tuple[Tensor, Tensor]]  # keys and values of every layer
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -50,30 +50,23 @@ def weight_bytes(model: nn.Module) -> int:
 
 def cache_bytes_per_token(model: Any, ids: Int[Tensor, "1 S"]) -> int:
     """Bytes of K and V that the cache keeps for one token, over all layers."""
-    return sum(t.numel() * t.element_size() for pair in prefill(model, ids) for t in pair) // ids.shape[1]
+    layers = cast(Any, prefill(model, ids)).layers
+    return sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values)) // ids.shape[1]
 
 
 @torch.no_grad()
-def prefill(model: Any, ids: Int[Tensor, "B S"]) -> Kept:
+def prefill(model: Any, ids: Int[Tensor, "B S"]) -> DynamicCache:
     """Keys and values of every layer after the rows `ids`, with the logits of the last token made as in generation."""
     cache = DynamicCache()
     with own_rows(model):
         model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-    return [(layer.keys, layer.values) for layer in cast(Any, cache).layers]
-
-
-def _cache(kept: Kept) -> DynamicCache:
-    """Copy what is kept into a new cache, so that no run sees what another one added."""
-    cache = DynamicCache()
-    for i, (keys, values) in enumerate(kept):
-        cache.update(keys, values, i)
     return cache
 
 
 @torch.no_grad()
-def decode(model: Any, kept: Kept, ids: Int[Tensor, "B K"]) -> float:
+def decode(model: Any, kept: DynamicCache, ids: Int[Tensor, "B K"]) -> float:
     """Return the seconds of one step when the tokens `ids` come one by one after what is kept."""
-    cache = _cache(kept)
+    cache = copy.deepcopy(kept)  # no run sees what another one added
     return seconds(lambda: _steps(model, cache, ids), ids.device) / ids.shape[1]
 
 
@@ -113,7 +106,7 @@ def _unread(choices: Sequence[Choice]) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: Kept = ()) -> int:
+def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: DynamicCache | None = None) -> int:
     """Bytes of weights that one pass over these tokens reads after what is kept, if each is read once: their rows of the
     input embedding, neurons that some token needs or all share, inputs that some token chooses, and everything else."""
     table = model.get_input_embeddings().weight
@@ -125,7 +118,7 @@ def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: Kept = ()) -> int:
     with counter.watching(), _unread(choices) as unread:
         if not counter.top_ks and not choices:
             return total
-        model(ids, use_cache=True, logits_to_keep=1, **{CACHE: _cache(kept)})
+        model(ids, use_cache=True, logits_to_keep=1, **{CACHE: copy.deepcopy(kept or DynamicCache())})
         total -= sum(unread)
         for mlp in model.mlps():
             used = counter.chosen[mlp.router].any(0).cpu()
@@ -163,13 +156,13 @@ class Pair:
         head, tail = ids[:, :prompt], ids[:, prompt:]
         device = head.device
         both = (self.dense, self.moe)
-        kept: dict[int, Kept] = {id(model): () if phase == "prefill" else prefill(model, head) for model in both}
+        kept = {id(model): DynamicCache() if phase == "prefill" else prefill(model, head) for model in both}
         static = self._static(head, tail) if phase == COMPILED else None
 
         def run(model: Any) -> float:
             if phase == "prefill":
                 return seconds(lambda: prefill(model, head), device)
-            return decode(model, kept[id(model)], tail) if static is None else static(model)
+            return static(model) if static else decode(model, kept[id(model)], tail)
 
         ids = head if phase == "prefill" else tail[:, :1]
         whole = None if phase == COMPILED else everything(self.moe, ways(self.moe, ids.numel()))
