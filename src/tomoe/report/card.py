@@ -198,35 +198,24 @@ def base_model_info(model: str) -> tuple[str | None, str | None]:
     if model in catalog.MODELS:
         known = catalog.MODELS[model]
         return known.hub_id, known.license
-    if path.is_file():
-        return None, _gguf_license(path)
-    if path.is_dir():
-        return None, _card_license(path / "README.md")
+    if path.exists():
+        return None, _license(path / CARD if path.is_dir() else path)
     name = hub_id(model)
-    cached = try_to_load_from_cache(name, "README.md") if name else None
-    return name, _card_license(Path(cached)) if isinstance(cached, str) else None
+    cached = try_to_load_from_cache(name, CARD) if name else None
+    return name, _license(Path(cached)) if isinstance(cached, str) else None
 
 
-def _card_license(card: Path) -> str | None:
-    if not card.is_file():
+def _license(file: Path) -> str | None:
+    """What a card or a .gguf file says, in lower case; None for prose, for `other` and for damaged files."""
+    if not file.is_file():
         return None
     try:
-        return _plain(ModelCard.load(card, ignore_metadata_errors=True).data.get("license"))
-    except (OSError, ValueError, TypeError, YAMLError):
-        # a damaged card of somebody else tells nothing
+        if file.name == CARD:
+            said = ModelCard.load(file, ignore_metadata_errors=True).data.get("license")
+        else:
+            field = gguf.GGUFReader(file).fields.get("general.license")
+            said = field and field.contents()
+    except (OSError, ValueError, TypeError, KeyError, IndexError, YAMLError):
         return None
-
-
-def _gguf_license(file: Path) -> str | None:
-    try:
-        field = gguf.GGUFReader(file).fields.get("general.license")
-        return None if field is None else _plain(field.contents())
-    except (OSError, ValueError, KeyError, IndexError):
-        # damaged: loading it reports that
-        return None
-
-
-def _plain(license: Any) -> str | None:
-    """The identifier in lower case; None for prose and for `other`."""
-    shaped = isinstance(license, str) and re.fullmatch(r"[A-Za-z0-9][\w.+-]{0,40}", license)
-    return license.lower() if shaped and license.lower() not in ("other", "unknown") else None
+    shaped = isinstance(said, str) and re.fullmatch(r"[A-Za-z0-9][\w.+-]{0,40}", said)
+    return said.lower() if shaped and said.lower() not in ("other", "unknown") else None
