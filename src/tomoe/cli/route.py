@@ -52,7 +52,7 @@ def route(
         raise UserError(f"there is no layer {layer}: the model has the layers 0 to {last}")
     if html is not None:
         source = file.name if file else "text"
-        shown_first = trace.first_choice() if layer is None else layer
+        shown_first = next(filter(trace.has_choice, range(last + 1)), 0) if layer is None else layer
         page = pages.write_route_page(html, f"Experts of {basename(model)}", source, trace, shown_first)
         typer.echo(f"The page is {page}.")
         return

@@ -38,10 +38,6 @@ class RoutingTrace:
         """Whether tokens of a layer can go to different experts."""
         return not self.chosen or bool(self.chosen[layer])
 
-    def first_choice(self) -> int:
-        """The first layer in which tokens can go to different experts; 0 if there is none."""
-        return next((layer for layer in range(len(self.experts)) if self.has_choice(layer)), 0)
-
     def shares(self, layer: int) -> list[float]:
         """Return the share of the tokens that each expert of a layer got."""
         row = self.experts[layer]
