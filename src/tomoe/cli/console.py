@@ -99,7 +99,6 @@ def only_notes() -> Iterator[None]:
 
 
 def output() -> SafeConsole:
-    """Where tables and answers go."""
     return SafeConsole(sys.stdout)
 
 

@@ -83,8 +83,7 @@ def _scores(
 
 
 def training_overlap(name: str, text: Sequences) -> float | None:
-    """Share of the text's tokens (0 to 1) that stand, in runs of 13 tokens, in the text of calibration, training and
-    fine-tuning that a converted folder kept; None if `name` is no such folder."""
+    """Share of the text's tokens that stand in the text that a converted folder was fitted on and kept; None without one."""
     corpora = kept_corpora(Path(name))
     if not corpora:
         return None

@@ -43,7 +43,6 @@ def render(page: str, script: str = "", **values: Any) -> str:
 
 
 def template(name: str) -> str:
-    """The text of one of our templates."""
     return resources.files("tomoe.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 

@@ -329,8 +329,7 @@ def benchmark(
 
 
 def in_own_memory(model: Any) -> Any:
-    """Copy the weights that may be mapped from a file, one after another, and return the model: mapped pages are read up to a
-    fifth slower, and only one of two models would be timed on them."""
+    """Copy weights that may be mapped from a file: such pages are read up to a fifth slower, in one of two models only."""
     for tensor in (*model.parameters(), *model.buffers()) if model.device.type == "cpu" else ():
         tensor.data = tensor.data.clone()
     return model

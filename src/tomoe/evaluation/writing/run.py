@@ -102,13 +102,10 @@ def write(
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task with its problems."""
-
     task: WrittenTask
     rows: list[Row]
 
     def run(self, model: Any, tokenizer: PreTrainedTokenizerBase, rows: int, progress: StageCallback) -> TaskScore:
-        """Let a model solve the problems, so many at a time."""
         prompts = [self.task.prompt(row) for row in self.rows]
         written = write(model, tokenizer, prompts, self.task.most, self.task.ended, rows, progress)
         solved = [self.task.solved(row, text) for row, text in zip(self.rows, written.texts, strict=True)]
@@ -139,13 +136,11 @@ class LoopTask:
         return [Prompt(f"Explain {asked_for}", "", f"This text explains {asked_for}\n\n") for asked_for in words]
 
     def run(self, model: Any, tokenizer: PreTrainedTokenizerBase, rows: int, progress: StageCallback) -> TaskScore:
-        """Let a model explain the topics, so many at a time, and count."""
         written = write(model, tokenizer, self.prompts, self.length, rows=rows, progress=progress)
         varied = self.variety("", written).distinct
         return written.score(LOOPS, LOOP_METRIC, list(map(loops, written.ids)), {"distinct_4": varied})
 
     def variety(self, name: str, written: Written) -> Variety:
-        """What the texts say, in numbers, of the model of that name."""
         ids = written.ids
         return Variety(name, len(ids), self.length, sum(map(loops, ids)), sum(map(distinct, ids)) / len(ids))
 
