@@ -44,7 +44,7 @@ try:
     from tomoe.conversion.verbs import train
     from tomoe.data.corpus import Sequences
     from tomoe.errors import UserError
-    from tomoe.evaluation.speed.benchmark import benchmark
+    from tomoe.evaluation.speed.throughput import benchmark
     from tomoe.evaluation.tasks import TaskSet, TaskSpec
     from tomoe.finetuning.finetune import finetune
     from tomoe.memory.estimate import least_memory, sizes_of

@@ -37,8 +37,7 @@ from tomoe.data.evaluation_text import EvaluationText, read_text
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.perplexity import Predictions, measure
 from tomoe.evaluation.results import Measurement
-from tomoe.evaluation.speed.benchmark import benchmark
-from tomoe.evaluation.speed.throughput import weight_bytes
+from tomoe.evaluation.speed.throughput import benchmark, weight_bytes
 from tomoe.evaluation.tasks import TaskSet, parse_tasks
 from tomoe.files import atomic_write
 from tomoe.model.loading import load_dense, load_model, load_tokenizer

@@ -37,9 +37,8 @@ from torch import Tensor
 
 import tomoe
 from tomoe.evaluation.speed import throughput
-from tomoe.evaluation.speed.benchmark import in_own_memory
 from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
-from tomoe.evaluation.speed.throughput import prefill
+from tomoe.evaluation.speed.throughput import in_own_memory, prefill
 from tomoe.evaluation.writing.run import LoadedTask, load
 from tomoe.exporting.gguf.llama_cpp import LlamaCpp
 from tomoe.files import format_bytes

@@ -25,7 +25,7 @@ import pico_files
 from conftest import tokens
 from tomoe.conversion.convert import convert
 from tomoe.evaluation.evaluate import evaluate
-from tomoe.evaluation.speed.benchmark import benchmark
+from tomoe.evaluation.speed.throughput import benchmark
 from tomoe.exporting.export import export
 from tomoe.finetuning.finetune import finetune
 from tomoe.finetuning.repair import repair

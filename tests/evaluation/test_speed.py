@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
 
 from conftest import make_pico, make_plan, tokens
 from pico_files import CommandLine, refused
@@ -94,8 +96,8 @@ def test_bytes_are_the_rows_that_operators_read(
         monkeypatch.setitem(WAYS, step, {last: WAYS[step][last]})
     for model, begun in ((dense, 0), (moe, 0), (moe, 3)):
         # routing depends on what came before
-        kept = throughput.prefill(model, tokens(size[0], begun, seed=3)) if begun else ()
-        past = {CACHE: throughput._cache(kept)}
+        kept = throughput.prefill(model, tokens(size[0], begun, seed=3)) if begun else None
+        past = {CACHE: copy.deepcopy(kept or DynamicCache())}
         with torch.no_grad(), RowsRead(model) as read:
             model(ids, use_cache=True, logits_to_keep=1, **past)
         lists = sum(t.numel() * t.element_size() for t in model.state_dict().values() if not t.is_floating_point())

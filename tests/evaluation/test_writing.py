@@ -21,10 +21,8 @@ from pico_tokenizer import make_spaced_tokenizer, make_tokenizer
 from tomoe.errors import UserError
 from tomoe.evaluation.tasks import TaskSet, TaskSpec, parse_tasks
 from tomoe.evaluation.writing.continuations import continuations
-from tomoe.evaluation.writing.loops import distinct, loops
-from tomoe.evaluation.writing.problems import Prompt, answer_of, body, function_ended
-from tomoe.evaluation.writing.programs import runs
-from tomoe.evaluation.writing.run import write
+from tomoe.evaluation.writing.problems import Prompt, answer_of, body, function_ended, runs
+from tomoe.evaluation.writing.run import distinct, loops, write
 from tomoe.model.generation import asked, generate
 from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.model.structure import shape_of

@@ -12,11 +12,11 @@ from tomoe.data.corpus import Sequences
 from tomoe.data.evaluation_text import EvaluationText
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.speed.timings import Cell
-from tomoe.evaluation.writing.loops import Variety
+from tomoe.evaluation.writing.run import Variety
 from tomoe.moe.fold import fold
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.figures import all_figures
-from tomoe.report.page import Generation, PageFacts
+from tomoe.report.page import Generation
 
 EVIL = "</script><img src=x onerror=alert(1)><svg onload=alert(2)> & \"more\" 'x' {{ 7 * 7 }} $x$"
 COST = {
@@ -34,7 +34,7 @@ def cell(**changes: Any) -> Cell:
     return replace(_CELL, **changes)
 
 
-def hostile_facts() -> PageFacts:
+def hostile_facts() -> dict[str, Any]:
     """The report of a pico model, measured."""
     dense = make_pico("llama3")
     plan = make_plan(dense, "per_token")
@@ -46,7 +46,7 @@ def hostile_facts() -> PageFacts:
     rows = compare(models, text)
     metrics = [{"step": i, "distill": 1 / i} for i in range(1, 9)]
     cells = [cell(backend=EVIL)]
-    return PageFacts(
+    return dict(
         title=f"t {EVIL}",
         plan=plan,
         rows=rows,

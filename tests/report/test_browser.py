@@ -46,7 +46,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return page.write_page(tmp_path_factory.mktemp("report"), hostile_facts())
+    return page.write_page(tmp_path_factory.mktemp("report"), **hostile_facts())
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,9 @@ from tomoe.evaluation.tables import to_markdown
 from tomoe.model import catalog
 from tomoe.plan import Plan
 from tomoe.recipe.conversion import Recipe
-from tomoe.report import license
-from tomoe.report.card import limits, write_card
-from tomoe.report.license import BaseModelInfo, base_model_info
-from tomoe.report.verdict import lost
+from tomoe.report import card as cards
+from tomoe.report.card import base_model_info, limits, write_card
+from tomoe.report.page import lost
 
 
 def plan_of(*sources: str, model: str = "someone/dense-1b") -> Plan:
@@ -148,26 +147,26 @@ def test_warnings_stand_in_the_card_with_their_numbers(tmp_path: Path) -> None:
 def test_license_and_base_model_are_known_where_a_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "dense"
     make_pico("llama").save_pretrained(folder)
-    assert base_model_info(str(folder)) == BaseModelInfo(None, None)
+    assert base_model_info(str(folder)) == (None, None)
     (folder / "README.md").write_text("---\nlicense: MIT\n---\nwords\n")
-    assert base_model_info(str(folder)) == BaseModelInfo(None, "mit")
+    assert base_model_info(str(folder)) == (None, "mit")
     card = written(tmp_path, plan_of("self", model=str(folder)), [])
     assert (card.data.license, card.data.license_name, card.data.base_model) == ("mit", None, None)
     assert card.data.eval_results is None
     assert str(tmp_path) not in card.content
     for part in ("dense, turned into", "Not measured.", "mit, as the dense model"):
         assert part in card.content
-    monkeypatch.setattr(license, "try_to_load_from_cache", lambda repo, name: str(folder / name))
-    assert base_model_info("someone/dense-1b") == BaseModelInfo("someone/dense-1b", "mit")
-    monkeypatch.setattr(license, "try_to_load_from_cache", huggingface_hub.try_to_load_from_cache)
-    assert base_model_info("someone/dense-1b") == BaseModelInfo("someone/dense-1b", None)
+    monkeypatch.setattr(cards, "try_to_load_from_cache", lambda repo, name: str(folder / name))
+    assert base_model_info("someone/dense-1b") == ("someone/dense-1b", "mit")
+    monkeypatch.setattr(cards, "try_to_load_from_cache", huggingface_hub.try_to_load_from_cache)
+    assert base_model_info("someone/dense-1b") == ("someone/dense-1b", None)
     monkeypatch.chdir(folder)
-    assert base_model_info("") == BaseModelInfo(None, None)
+    assert base_model_info("") == (None, None)
 
 
 def test_license_of_gguf_files_and_of_known_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (name,) = catalog.MODELS
-    assert base_model_info(name) == BaseModelInfo("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
+    assert base_model_info(name) == ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
     file = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_license("Apache-2.0")
@@ -175,10 +174,10 @@ def test_license_of_gguf_files_and_of_known_models(tmp_path: Path, monkeypatch: 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert base_model_info(str(file)) == BaseModelInfo(None, "apache-2.0")
+    assert base_model_info(str(file)) == (None, "apache-2.0")
     for damaged in (b"", b"GGUF", file.read_bytes()[:40], b"no gguf at all, but some words"):
         file.write_bytes(damaged)
-        assert base_model_info(str(file)) == BaseModelInfo(None, None)
+        assert base_model_info(str(file)) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -187,4 +186,4 @@ def test_license_of_gguf_files_and_of_known_models(tmp_path: Path, monkeypatch: 
 )
 def test_what_is_no_license_is_left_out(tmp_path: Path, head: str) -> None:
     (tmp_path / "README.md").write_text(f"---\n{head}\n---\nwords\n")
-    assert base_model_info(str(tmp_path)) == BaseModelInfo(None, None)
+    assert base_model_info(str(tmp_path)) == (None, None)

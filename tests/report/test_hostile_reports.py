@@ -17,12 +17,12 @@ from tomoe.errors import UserError
 from tomoe.evaluation.results import ExpertUsage, Row, TaskScore, to_json
 from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.tables import to_markdown
-from tomoe.evaluation.writing.loops import Variety
+from tomoe.evaluation.writing.run import Variety
 from tomoe.files import sha256
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import build, page
 from tomoe.report.card import write_card
-from tomoe.report.page import Generation, PageFacts
+from tomoe.report.page import Generation
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def test_odd_values_are_shown_or_refused(
         except UserError as error:
             refused += "file.json" in str(error) and "\n" not in str(error)
             continue
-        page.write_page(tmp_path, PageFacts("t", PLAN, **parts(checked)))
+        page.write_page(tmp_path, "t", PLAN, **parts(checked))
         shown += 1
     assert shown > least_shown
     assert refused == len(copies) - shown > 40
@@ -114,7 +114,7 @@ def test_cards_take_no_markup_from_names(tmp_path: Path) -> None:
 
 def test_commands_are_quoted(tmp_path: Path) -> None:
     plan = replace(plan_of("self"), recipe=Recipe(model="$(touch x).gguf").model_dump())
-    text = page.write_page(tmp_path / "my; out", PageFacts("t", plan)).read_text("utf-8")
+    text = page.write_page(tmp_path / "my; out", "t", plan).read_text("utf-8")
     assert "tomoe benchmark &#39;$(touch x).gguf&#39; &#39;my; out&#39;" in text
     card = write_card(tmp_path / "my; out", plan).read_text("utf-8")
     assert "tomoe convert '$(touch x).gguf' --recipe recipe.json -o 'my; out'" in card

@@ -342,7 +342,7 @@ def test_card_summary_and_page_of_fine_grained_experts(llama: PreTrainedModel, t
     text = card.write_card(tmp_path, plan).read_text()
     assert "each token uses a shared\npart and the experts that a small router chooses among 8" in text
     assert "sends each token to one" not in text
-    shown = page.write_page(tmp_path, page.PageFacts("t", plan)).read_text()
+    shown = page.write_page(tmp_path, "t", plan).read_text()
     assert experts in shown
     assert svg_uri(template("method.svg")) in shown
     assert svg_uri(template("method-overlapping.svg")) not in shown

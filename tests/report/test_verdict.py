@@ -9,8 +9,8 @@ from test_card import measured
 from test_warnings import row
 
 from tomoe.evaluation.results import Row, TaskScore
-from tomoe.evaluation.writing.loops import Variety
-from tomoe.report.verdict import gained, lost
+from tomoe.evaluation.writing.run import Variety
+from tomoe.report.page import gained, lost
 
 
 def scored(value: float) -> TaskScore:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
@@ -18,39 +19,24 @@ from tomoe.cli.signals import Stopped, check, stoppable
 from tomoe.errors import UserError
 from tomoe.version import __version__
 
-# What the verbs call, and what imports PyTorch, transformers or matplotlib: seconds, which help and typing mistakes would
-# have to wait for. A verb writes `from tomoe.report import build`, not the names in it, and the module is loaded when the
-# first of its names is used.
+# What imports PyTorch, transformers or matplotlib: seconds, which help and typing mistakes would have to wait for. A verb writes
+# `from tomoe.report import build`, not the names in it, and the module is loaded when the first of its names is used.
 LOADED_LATER = (
-    "conversion.convert",
-    "conversion.verbs",
-    "distributed",
-    "evaluation.results",
-    "evaluation.routing_trace",
-    "evaluation.evaluate",
-    "evaluation.speed.benchmark",
-    "evaluation.speed.timings",
-    "evaluation.tables",
-    "evaluation.tasks",
-    "exporting.export",
-    "exporting.target",
-    "exporting.choice",
-    "finetuning.repair",
-    "finetuning.finetune",
-    "memory.doctor",
-    "memory.estimate",
-    "model.checks",
-    "model.generation",
-    "moe.active_experts",
-    "moe.load",
-    "plan",
-    "report.build",
-    "report.card",
-    "report.html",
-    "report.summary",
-    "report.warnings",
-    "training.run_folder",
+    "conversion/**/*.py",
+    "distributed.py",
+    "evaluation/**/*.py",
+    "exporting/**/*.py",
+    "finetuning/**/*.py",
+    "memory/**/*.py",
+    "model/checks.py",
+    "model/generation.py",
+    "moe/active_experts.py",
+    "moe/load.py",
+    "plan/**/*.py",
+    "report/**/*.py",
+    "training/run_folder.py",
 )
+SOURCE = Path(__file__).parents[1]
 
 
 class _LoadedLater(ModuleType):
@@ -69,7 +55,8 @@ class _LoadedLater(ModuleType):
         return getattr(self, name)
 
 
-for _name in (f"tomoe.{later}" for later in LOADED_LATER):
+for _path in (path for later in LOADED_LATER for path in sorted(SOURCE.glob(later))):
+    _name = ".".join(_path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
     if _name not in sys.modules:
         _spec = importlib.util.find_spec(_name)
         assert _spec is not None

@@ -10,8 +10,8 @@ from tomoe import files, folders
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output
 from tomoe.errors import UserError
-from tomoe.evaluation.speed import benchmark as pairs_of_runs
-from tomoe.evaluation.speed import timings
+from tomoe.evaluation import tables
+from tomoe.evaluation.speed import throughput, timings
 
 
 def benchmark(
@@ -37,7 +37,7 @@ def benchmark(
     folders.refuse_stranger(json_file, folders.JSON_MARK)
 
     with Screen() as screen:
-        measured = pairs_of_runs.benchmark(
+        measured = throughput.benchmark(
             dense,
             moe,
             sizes["batch"],
@@ -51,7 +51,7 @@ def benchmark(
             active=active,
             on_progress=screen.on_progress,
         )
-    output().print(timings.to_rich(measured))
+    output().print(tables.rich_table(*timings.table(measured.cells), timings.footnote(measured)))
     if json_file is not None:
         files.atomic_write(json_file, timings.to_json(measured))
 

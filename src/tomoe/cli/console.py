@@ -11,12 +11,11 @@ import time
 import warnings as python_warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from tomoe import distributed
@@ -100,7 +99,6 @@ def only_notes() -> Iterator[None]:
 
 
 def output() -> SafeConsole:
-    """Where tables and answers go."""
     return SafeConsole(sys.stdout)
 
 
@@ -141,26 +139,23 @@ class Screen:
         # this stderr, even if others are silenced
         self.console = console or SafeConsole(sys.stderr, quiet=distributed.rank() > 0)
         self.detail = Text("loading", no_wrap=True, overflow="ellipsis", style="dim")
-        self.bars: Progress | None = None
+        # without a terminal it only keeps count
+        self.bars = Progress(
+            TextColumn("{task.description:<14}"),
+            BarColumn(24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=self.console,
+            get_time=time.monotonic,
+            speed_estimate_period=120,
+        )
         self.live: Live | None = None
         self.tasks: dict[str, TaskID] = {}
-        # stage -> (seconds, done) when it was first reported
-        self.begun: dict[str, tuple[float, int]] = {}
-        self.printed: dict[str, float] = {}
-        self.ended: set[str] = set()
         self.loaded = threading.Event()
         self.waiting: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            self.bars = Progress(
-                TextColumn("{task.description:<14}"),
-                BarColumn(24),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(elapsed_when_finished=True),
-                console=self.console,
-                speed_estimate_period=120,
-            )
             self.live = Live(Group(self.bars, self.detail), console=self.console, refresh_per_second=4)
             self.live.start()
         elif not self.console.quiet:
@@ -168,9 +163,7 @@ class Screen:
             self.waiting.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_loading()
         if self.live:
             self.detail.plain = ""
@@ -185,15 +178,18 @@ class Screen:
         self._end_loading()
         if info.get("skipped"):
             self.say(f"step {done}: the loss was not finite, the step was skipped")
-        if done < total and stage in self.ended:
+        begun: dict[str, Any] = {"completed": done, "first": done, "printed": time.monotonic()}
+        if stage not in self.tasks:
+            self.tasks[stage] = self.bars.add_task(STAGES.get(stage, stage), total=total, **begun)
+        task = self.bars.tasks[self.tasks[stage]]
+        if task.finished and done < total:
             # the same again, of another share
-            self.ended.discard(stage)
-            del self.begun[stage], self.printed[stage]
-        self.begun.setdefault(stage, (time.monotonic(), done))
-        if self.live:
-            self._draw(stage, done, total, info)
-        else:
-            self._print(stage, done, total, info)
+            self.bars.reset(task.id, **begun)
+        ended = task.finished
+        self.bars.update(task.id, completed=min(done, total), total=total)
+        self.detail.plain = describe_step(info)
+        if not self.live and not ended:
+            self._print(task)
 
     def _say_loading(self) -> None:
         """Print a line now and then until a stage reports: a large model may take minutes to load, and a log stays empty."""
@@ -209,21 +205,14 @@ class Screen:
             self.waiting.join()
             self.waiting = None
 
-    def _draw(self, stage: str, done: int, total: int, info: Mapping[str, Any]) -> None:
-        assert self.bars is not None
-        if stage not in self.tasks:
-            self.tasks[stage] = self.bars.add_task(STAGES.get(stage, stage), total=total, completed=done)
-        self.bars.update(self.tasks[stage], completed=min(done, total), total=total)
-        self.detail.plain = describe_step(info)
-
-    def _print(self, stage: str, done: int, total: int, info: Mapping[str, Any]) -> None:
-        now, (began, first) = time.monotonic(), self.begun[stage]
-        if stage in self.ended or (done < total and now - self.printed.get(stage, began) < PLAIN_SECONDS):
-            return
-        self.printed[stage] = now
-        if done >= total:
-            self.ended.add(stage)
-            clock = f"took {duration(now - began)}"
+    def _print(self, task: Task) -> None:
+        """A line on the stage, if it has ended or the last one is long ago."""
+        done, total, now = int(task.completed), int(task.total or 0), time.monotonic()
+        if task.finished_time is not None:
+            clock = f"took {duration(task.finished_time)}"
+        elif now - task.fields["printed"] >= PLAIN_SECONDS:
+            clock = f"{duration((task.elapsed or 0) / max(done - task.fields['first'], 1) * (total - done))} left"
         else:
-            clock = f"{duration((now - began) / max(done - first, 1) * (total - done))} left"
-        self.say("  ".join(filter(None, [f"{STAGES.get(stage, stage)} {done}/{total}", clock, describe_step(info)])))
+            return
+        self.bars.update(task.id, printed=now)
+        self.say("  ".join(filter(None, [f"{task.description} {done}/{total}", clock, self.detail.plain])))

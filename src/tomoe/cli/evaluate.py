@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +16,7 @@ from tomoe.evaluation import evaluate as evaluation
 from tomoe.evaluation import results, tables
 from tomoe.evaluation import tasks as task_sets
 from tomoe.files import atomic_write, basename
+from tomoe.moe import active_experts
 from tomoe.report import warnings
 
 Suite = Annotated[
@@ -94,30 +95,25 @@ def evaluate(
         atomic_write(json_file, results.to_json(measured))
     if markdown_file is not None:
         atomic_write(markdown_file, tables.to_markdown(measured))
-    _show([name for name, _ in settings], measured)
-    if active:
-        _keep(lambda: evaluation.save_dials(settings, measured))
+    _show(settings, measured)
 
 
-def _keep(save: Callable[[], list[Path]]) -> None:
-    # a folder that cannot be written, of somebody else, was measured all the same
-    try:
-        for file in save():
-            output().say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")
-    except UserError as error:
-        output().say(f"The points are not kept for the report: {error}")
-
-
-def _show(names: Sequence[str], measured: Sequence[results.Row]) -> None:
-    """Print the tables, then warnings; `names` are the models of the rows."""
+def _show(settings: Sequence[tuple[str, active_experts.Setting | None]], measured: Sequence[results.Row]) -> None:
+    """Print the tables, then warnings, and keep what was measured at points of a dial; `settings` are those of the rows."""
     console = output()
     console.print(tables.to_rich(measured))
     for table in tables.more_to_rich(measured):
         console.print(table)
-    plans = {name: plan.read_plan(Path(name)) for name in names if (Path(name) / "plan.json").is_file()}
-    for name, row in zip(names, measured, strict=True):
+    plans = {name: plan.read_plan(Path(name)) for name, _ in settings if (Path(name) / "plan.json").is_file()}
+    for (name, _), row in zip(settings, measured, strict=True):
         # what is wrong with a plan is said once
         show_warnings(console, warnings.find_warnings(plans.pop(name, None), [row]), row.name)
+    try:
+        for file in evaluation.save_dials(settings, measured):
+            console.say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")
+    except UserError as error:
+        # a folder that cannot be written, of somebody else, was measured all the same
+        console.say(f"The points are not kept for the report: {error}")
 
 
 def _tasks(

@@ -223,8 +223,7 @@ def check_model(name: str) -> None:
 
 
 def check_out(out: Path | None, run: Path, recipe: Recipe | FinetuneRecipe, resume: bool, force: bool) -> None:
-    """Raises UserError, before a model is loaded, if the model folder `out` or the run folder `run` is in use. The command
-    itself checks it once more, with the folder locked."""
+    """Raises UserError, before a model is loaded, if the model folder `out` or the run folder `run` is in use."""
 
     def check() -> None:
         folder = run if out is None else out

@@ -14,7 +14,7 @@ from tomoe.cli import options
 from tomoe.cli.console import output, printable, quiet_libraries
 from tomoe.errors import UserError
 from tomoe.evaluation import routing_trace
-from tomoe.files import basename
+from tomoe.files import basename, read_text
 from tomoe.moe import load as loading
 from tomoe.report import html as pages
 
@@ -38,7 +38,9 @@ def route(
     ] = False,
 ) -> None:
     """Show which expert each token of a text goes to, layer by layer."""
-    passage = read_text(text, file)
+    if (text is None) == (file is None):
+        raise UserError('give a text to route, or --file FILE, for example tomoe route MODEL "Once upon a time"')
+    passage = str(text) if file is None else read_text(file)
     options.check_model(model)
     folders.refuse_stranger(html, pages.MARK)
 
@@ -50,7 +52,7 @@ def route(
         raise UserError(f"there is no layer {layer}: the model has the layers 0 to {last}")
     if html is not None:
         source = file.name if file else "text"
-        shown_first = trace.first_choice() if layer is None else layer
+        shown_first = next(filter(trace.has_choice, range(last + 1)), 0) if layer is None else layer
         page = pages.write_route_page(html, f"Experts of {basename(model)}", source, trace, shown_first)
         typer.echo(f"The page is {page}.")
         return
@@ -59,20 +61,6 @@ def route(
     colored = not plain and console.color_system in ("256", "truecolor") and not console.no_color
     for i in range(last + 1) if layer is None else [layer]:
         show_layer(console, trace, i, colored)
-
-
-def read_text(text: str | None, file: Path | None) -> str:
-    """The text itself, or that of the file. Raises UserError unless exactly one of them is there and readable."""
-    if (text is None) == (file is None):
-        raise UserError('give a text to route, or --file FILE, for example tomoe route MODEL "Once upon a time"')
-    if file is None:
-        return str(text)
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not text in UTF-8") from error
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
 
 
 def show_layer(console: Console, trace: routing_trace.RoutingTrace, layer: int, colored: bool) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from tomoe import distributed
@@ -14,7 +13,7 @@ from tomoe.data.corpus import Sequences, joined
 from tomoe.data.evaluation_text import EvaluationText
 from tomoe.evaluation.overlap import kept_corpora, shared_share
 from tomoe.evaluation.param_counts import model_facts
-from tomoe.evaluation.perplexity import Predictions, measure, new_tokens, sliding
+from tomoe.evaluation.perplexity import Predictions, measure, sliding
 from tomoe.evaluation.results import Row, TaskScore
 from tomoe.evaluation.tasks import TaskSet
 from tomoe.evaluation.usage import ExpertCounter
@@ -42,44 +41,36 @@ def compare(
     for model_name, model in models:
         path = Path(model_name)
         name = basename(path) if path.exists() else model_name
-        number = experts_per_token(model)
         config: Any = model.config
+        # the most fine-grained experts of a token in any layer
+        number = getattr(config, config.top_k_key) if is_fine(config) else None
         if number is not None and number != config.planned_top_k:
             # else rows of one folder had one name
             name += f", {number} of {config.tomoe_num_experts} experts"
         counter = ExpertCounter(model)
-
-        def count(group: list[int], counter: ExpertCounter = counter) -> None:
-            counter.count(torch.stack([new_tokens(mask, b, text.stride) for b in group]))
-
         predictions = Predictions(model, keep=reference is None)
         # also in prompts and batches, which decoding on its own would run whole
-        with choosing_all(model), counter:
+        with choosing_all(model), counter.watching():
             measured = measure(
                 predictions,
                 input_ids,
                 mask,
                 reference,
                 stage_callback(on_progress, f"evaluating {name}"),
-                ran=count,
+                counter=counter,
                 stride=text.stride,
                 name=name,
                 data=text.name,
                 seed=text.seed,
             )
-            counter.collect()
+            usage = counter.usage()
             scores = _scores(model_name, model, tasks, on_progress)
         facts = model_facts(model, path if path.exists() else None)
         overlap = training_overlap(model_name, text.sequences)
-        rows.append(Row(measured, facts, counter.usage(), overlap, scores, number))
+        rows.append(Row(measured, facts, usage, overlap, scores, number))
         reference = reference or predictions
-        del model, predictions, counter, count  # before the next one is loaded
+        del model, predictions, counter  # before the next one is loaded
     return rows
-
-
-def experts_per_token(model: Any) -> int | None:
-    """The most fine-grained experts that a token uses in any layer; None for other models."""
-    return getattr(model.config, model.config.top_k_key) if is_fine(getattr(model, "config", None)) else None
 
 
 def _scores(
@@ -92,8 +83,7 @@ def _scores(
 
 
 def training_overlap(name: str, text: Sequences) -> float | None:
-    """Share of the text's tokens (0 to 1) that stand, in runs of 13 tokens, in the text of calibration, training and
-    fine-tuning that a converted folder kept; None if `name` is no such folder."""
+    """Share of the text's tokens that stand in the text that a converted folder was fitted on and kept; None without one."""
     corpora = kept_corpora(Path(name))
     if not corpora:
         return None

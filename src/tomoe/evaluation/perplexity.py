@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, cast
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.evaluation.results import Measurement, Span
+from tomoe.evaluation.usage import ExpertCounter
 from tomoe.model.shape import ceil_div
 from tomoe.model.tokens import check_ids
 from tomoe.progress import StageCallback, no_stage_progress
@@ -101,7 +102,7 @@ def measure(
     reference: nn.Module | Predictions | None = None,
     progress: StageCallback = no_stage_progress,
     *,
-    ran: Callable[[list[int]], None] | None = None,
+    counter: ExpertCounter | None = None,
     stride: int | None = None,
     name: str = "",
     data: str = "",
@@ -111,18 +112,17 @@ def measure(
 
     Sequences run one at a time, or some at a time on a GPU; with `stride` they are the windows of `sliding`, and each token
     counts once. Logits are made CHUNK positions at a time if the model allows it, in float32. `name`, `data` and `seed` are
-    only written down. Several processes divide the sequences, and each gets all numbers; `ran` is called with the indices of
-    those that ran here together, `progress` with how many are done. Raises UserError if no token can be scored, for different
-    vocabularies, or if the output is not finite.
+    only written down. Several processes divide the sequences, and each gets all numbers, but for those of `counter`. Raises
+    UserError if no token can be scored, for different vocabularies, or if the output is not finite.
     """
     predictions = model if isinstance(model, Predictions) else Predictions(model)
     ref = Predictions(reference) if isinstance(reference, nn.Module) else reference
-    model, ref_model = predictions.model, None if ref is None else ref.model
+    model = predictions.model
     if not bool((mask[:, 1:] & mask[:, :-1]).any()):
         raise UserError(f"none of the {len(input_ids)} sequences has two real tokens in a row to score; give more text")
     check_ids(input_ids, model)
-    with torch.no_grad(), evaluating(model), evaluating(ref_model):
-        sums = _sum_sequences(predictions, ref, input_ids, mask, stride, ran, progress)
+    with torch.no_grad(), evaluating(model), evaluating(ref.model if ref else model):
+        sums = _sum_sequences(predictions, ref, input_ids, mask, stride, counter, progress)
     by_span, sums = sums.sum(0), sums.sum(1)
     tokens, nll, kl, agreements = sums.sum(0).tolist()
     if not (nll / tokens < HIGHEST_NLL and math.isfinite(kl)):
@@ -178,7 +178,7 @@ def _sum_sequences(
     input_ids: Int[Tensor, "B S"],
     mask: Bool[Tensor, "B S"],
     stride: int | None,
-    ran: Callable[[list[int]], None] | None,
+    counter: ExpertCounter | None,
     progress: StageCallback,
 ) -> Float[Tensor, "B P 4"]:
     """Sum tokens, nll, KL and agreements of every sequence and span; the other processes send the sums of theirs."""
@@ -203,8 +203,8 @@ def _sum_sequences(
             for span, (i, j) in enumerate(pairwise(bounds)):
                 reference = None if taught is None else (taught[0][i:j], taught[1])
                 sums[b, span] = _score(states[i:j], head, targets[i:j], reference)
-        if ran:
-            ran(group)
+        if counter:
+            counter.count(torch.stack([new_tokens(mask, b, stride) for b in group]))
         progress(min(group[-1] + distributed.world_size(), len(input_ids)), len(input_ids))
     distributed.all_reduce_(sums)
     return sums
@@ -235,43 +235,36 @@ def sequences_sha256(input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -
 
 
 @contextmanager
-def evaluating(model: nn.Module | None) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch dropout off within the `with` block."""
-    if model is None or not model.training:
-        yield
-        return
+    before = model.training
     model.eval()
     try:
         yield
     finally:
-        model.train()
+        model.train(before)
 
 
 def forward_sequences(model: nn.Module, input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], inner: bool) -> Any:
-    """Run sequences through the model, or its inner part, which ends at the hidden states; without padding no mask is
-    passed."""
+    """Run sequences through the model, or its inner part, which ends at the hidden states; no mask without padding."""
     device = next(model.parameters()).device
     attention_mask = None if bool(mask.all()) else mask.long().to(device)
     part: Any = model.base_model if inner else model
     return part(input_ids=input_ids.to(device), attention_mask=attention_mask, use_cache=False)
 
 
-def has_inner(model: Any) -> bool:
-    """Whether the model keeps a body apart from its output matrix, as transformers' causal LMs do."""
-    return isinstance(getattr(model, "base_model", None), nn.Module) and model.base_model is not model
-
-
 def _makes_plain_logits(model: Any, ids: Int[Tensor, " S"]) -> bool:
     """Whether logits are output matrix times hidden states: then no [S, V] tensor is needed. Tried on a few tokens, because
     some families scale or cap their logits and name that as they like."""
-    if not has_inner(model) or not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model:
         return False
     few = ids[None, :PROBE]
     real = torch.ones_like(few, dtype=torch.bool)
     states = getattr(forward_sequences(model, few, real, inner=True), "last_hidden_state", None)
     if states is None:
         return False
-    return torch.equal(model.get_output_embeddings()(states), forward_sequences(model, few, real, inner=False).logits)
+    return torch.equal(head(states), forward_sequences(model, few, real, inner=False).logits)
 
 
 def _score(

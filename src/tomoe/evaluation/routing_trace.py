@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.evaluation.perplexity import evaluating, forward_sequences, has_inner
+from tomoe.evaluation.perplexity import evaluating, forward_sequences
 from tomoe.evaluation.results import Count
 from tomoe.evaluation.usage import routers
 from tomoe.model.hooks import hooked
@@ -37,10 +37,6 @@ class RoutingTrace:
     def has_choice(self, layer: int) -> bool:
         """Whether tokens of a layer can go to different experts."""
         return not self.chosen or bool(self.chosen[layer])
-
-    def first_choice(self) -> int:
-        """The first layer in which tokens can go to different experts; 0 if there is none."""
-        return next((layer for layer in range(len(self.experts)) if self.has_choice(layer)), 0)
 
     def shares(self, layer: int) -> list[float]:
         """Return the share of the tokens that each expert of a layer got."""
@@ -99,5 +95,5 @@ def trace_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ids: Sequenc
     with hooks, torch.no_grad(), evaluating(model):
         tokens = torch.tensor([list(ids)])
         check_ids(tokens, model)
-        forward_sequences(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=has_inner(model))
+        forward_sequences(model, tokens, torch.ones_like(tokens, dtype=torch.bool), inner=True)
     return RoutingTrace(pieces(tokenizer, ids), rows, next(iter(top_ks)).out_features, chosen)

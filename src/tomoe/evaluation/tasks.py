@@ -128,31 +128,24 @@ class TaskSet:
     ) -> tuple[TaskScore, ...]:
         """Run every task, with the same questions and examples each time; the stage of `on_progress` is its name. Raises
         UserError if an answer is longer than the model's context or a task does not report its metric."""
-        return tuple(
-            self._run(spec, loaded, model, tokenizer, stage_callback(on_progress, spec.name))
-            for spec, loaded in self.tasks
-        )
-
-    def _run(
-        self,
-        spec: TaskSpec,
-        loaded: Any,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        progress: StageCallback,
-    ) -> TaskScore:
-        if _is_written(spec):
-            return loaded.run(model, tokenizer, self.batch_size, progress)
-        for task in loaded["tasks"].values():
-            # again, or the next model sees other examples
-            task.set_fewshot_seed(seed=SEED)
-        # its bars and advice; progress has a callback of its own
-        with contextlib.redirect_stderr(io.StringIO()):
-            lm = _wrapped(model, tokenizer, self.batch_size, progress)
-            results = self.lm_eval.evaluate(
-                lm=lm, task_dict=loaded, limit=self.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
-            )
-        return _score(spec, loaded["tasks"], results, lm.truncated, f"lm-eval {self.lm_eval.__version__}")
+        scores: list[TaskScore] = []
+        for spec, loaded in self.tasks:
+            progress = stage_callback(on_progress, spec.name)
+            if _is_written(spec):
+                scores.append(loaded.run(model, tokenizer, self.batch_size, progress))
+                continue
+            for task in loaded["tasks"].values():
+                # again, or the next model sees other examples
+                task.set_fewshot_seed(seed=SEED)
+            # its bars and advice; progress has a callback of its own
+            with contextlib.redirect_stderr(io.StringIO()):
+                lm = _wrapped(model, tokenizer, self.batch_size, progress)
+                results = self.lm_eval.evaluate(
+                    lm=lm, task_dict=loaded, limit=self.limit, bootstrap_iters=BOOTSTRAPS, log_samples=False
+                )
+            harness = f"lm-eval {self.lm_eval.__version__}"
+            scores.append(_score(spec, loaded["tasks"], results, lm.truncated, harness))
+        return tuple(scores)
 
 
 def _is_written(spec: TaskSpec) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def routers(model: nn.Module) -> dict[Router, int | None]:
 
 
 class ExpertCounter:
-    """Counts what routers chose, while others run the model: `with ExpertCounter(model) as counter:`."""
+    """Counts what routers chose, while others run the model: `with counter.watching():`."""
 
     def __init__(self, model: nn.Module):
         self.top_ks = routers(model)
@@ -29,13 +30,8 @@ class ExpertCounter:
         self.counts: dict[nn.Module, Tensor] = {}  # [N]
         self.tokens = 0
 
-    def __enter__(self) -> ExpertCounter:
-        self.hooks = hooked(router.register_forward_hook(self._record) for router in self.top_ks)
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.hooks.__exit__(None, None, None)
+    def watching(self) -> AbstractContextManager[None]:
+        return hooked(router.register_forward_hook(self._record) for router in self.top_ks)
 
     def _record(self, router: Router, _args: Any, logits: Tensor) -> None:
         expert_ids, _ = route(logits, self.top_ks[router])
@@ -51,18 +47,14 @@ class ExpertCounter:
         self.tokens += int(real.sum())
         self.chosen.clear()
 
-    def collect(self) -> None:
-        """Add up what several processes counted."""
-        tokens = torch.tensor(self.tokens)
-        for count in (*(self.counts[router] for router in self.top_ks), tokens):
-            distributed.all_reduce_(count)
-        self.tokens = int(tokens)
-
     def usage(self) -> ExpertUsage | None:
-        """Shares by layer; None if the model has no router."""
+        """Shares by layer, of what all processes counted; None if the model has no router."""
         if not self.top_ks:
             return None
         counts = [self.counts[router] for router in self.top_ks]
+        tokens = torch.tensor(self.tokens)
+        for count in (*counts, tokens):
+            distributed.all_reduce_(count)
         # of all choices: with several experts a token the shares still add up to 1
         per_token = [top_k for top_k in self.top_ks.values() if top_k is not None]
-        return ExpertUsage([(row.double() / max(int(row.sum()), 1)).tolist() for row in counts], self.tokens, per_token)
+        return ExpertUsage([(row.double() / max(int(row.sum()), 1)).tolist() for row in counts], int(tokens), per_token)

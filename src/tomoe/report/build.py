@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
 from tomoe import distributed
@@ -15,8 +15,7 @@ from tomoe.data.evaluation_text import held_out_text
 from tomoe.evaluation.compare import compare
 from tomoe.evaluation.results import DIAL, Count, Name, NotNegative, Row, checked, read_rows, to_json
 from tomoe.evaluation.speed.timings import Cell
-from tomoe.evaluation.writing.loops import TOPICS, Variety, opening, question
-from tomoe.evaluation.writing.run import LOOP_LENGTH, LoopTask
+from tomoe.evaluation.writing.run import LOOP_LENGTH, TOPICS, LoopTask, Variety, write
 from tomoe.files import atomic_write, read_json, sha256
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_model, load_tokenizer
@@ -26,7 +25,7 @@ from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card
 from tomoe.report.figures import all_figures
-from tomoe.report.page import Generation, PageFacts, write_page
+from tomoe.report.page import Generation, write_page
 from tomoe.report.style import save
 from tomoe.report.words import WORDS
 from tomoe.training.run_folder import RunFolder
@@ -73,23 +72,22 @@ def write_reports(
     if distributed.rank() or observed is None:
         return rows
     write_card(out, plan, rows)
-    cells: list[Cell] = _read(out / "benchmark.json", list[Cell], "cells") or []
     dial = read_rows(out, DIAL)
     figures = all_figures(plan, RunFolder(out / "run").rows(), dial)
     for figure in figures:
         save(figure, out / "figures")
-    facts = PageFacts(
+    write_page(
+        out,
         f"{rows[0].name} as {WORDS[plan.form].product}, {plan.active_fraction():.0%} active",
         plan,
-        rows,
-        observed.generations,
-        figures,
-        cost=_read(out / "run" / "cost.json", Cost) or {},
-        cells=cells,
+        rows=rows,
+        generations=observed.generations,
+        figures=figures,
+        cost=_read(out / "run" / "cost.json", Cost),
+        cells=_read(out / "benchmark.json", list[Cell], "cells") or (),
         dial=dial,
         varieties=observed.varieties,
     )
-    write_page(out, facts)
     return rows
 
 
@@ -110,7 +108,21 @@ def _measure(
     rows = compare([(recipe.model, dense), (str(out), moe)], text, on_progress)
     if distributed.rank():
         return rows, None
-    observed = _observe(out, rows, (dense, moe), tokenizer, offload, on_progress)
+    names = [row.name for row in rows]
+    task = _text_task(dense, offload)
+    written = []
+    for name, model in zip(names, (dense, moe), strict=True):
+        progress = stage_callback(on_progress, f"generating with {name}")
+        written.append(write(model, tokenizer, task.prompts, task.length, progress=progress))
+    generations = [
+        Generation(
+            prompt.question if written[0].chat else prompt.opening,
+            [(name, own.texts[n]) for name, own in zip(names, written, strict=True)],
+        )
+        for n, prompt in enumerate(task.prompts[:SHOWN])
+    ]
+    varieties = [task.variety(name, own) for name, own in zip(names, written, strict=True)]
+    observed = Observed(FORMAT, _plan_hash(out), generations, varieties)
     atomic_write(out / "evaluation.json", to_json(rows))
     atomic_write(out / "report.json", json.dumps(observed, default=vars, ensure_ascii=False) + "\n")
     return rows, observed
@@ -140,30 +152,6 @@ def _read(path: Path, kind: type[Any], key: str = "") -> Any:
         return None
     values = read_json(path)
     return checked(path, kind, values.get(key) if key else values)
-
-
-def _observe(
-    out: Path,
-    rows: list[Row],
-    models: tuple[PreTrainedModel, PreTrainedModel],
-    tokenizer: PreTrainedTokenizerBase,
-    offload: bool,
-    on_progress: ProgressCallback,
-) -> Observed:
-    """What the dense model and the MoE write on some topics."""
-    names = [row.name for row in rows]
-    task = _text_task(models[0], offload)
-    written = [
-        task.write(model, tokenizer, progress=stage_callback(on_progress, f"generating with {name}"))
-        for name, model in zip(names, models, strict=True)
-    ]
-    ask = question if written[0].chat else opening
-    generations = [
-        Generation(ask(topic), [(name, own.texts[n]) for name, own in zip(names, written, strict=True)])
-        for n, topic in enumerate(task.topics[:SHOWN])
-    ]
-    varieties = [task.variety(name, own) for name, own in zip(names, written, strict=True)]
-    return Observed(FORMAT, _plan_hash(out), generations, varieties)
 
 
 def _text_task(model: PreTrainedModel, offload: bool) -> LoopTask:

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+import gguf
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from tomoe.data.sources import SOURCES
 from tomoe.errors import Note
@@ -18,10 +20,10 @@ from tomoe.evaluation.results import Row
 from tomoe.evaluation.tables import escape_markdown, to_markdown
 from tomoe.files import CARD, CARD_BESIDE, basename, write_card_file
 from tomoe.folders import PLAN
+from tomoe.model import catalog
 from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.html import template
-from tomoe.report.license import base_model_info
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, self_sampled, shown_name
 from tomoe.report.warnings import find_warnings
 from tomoe.report.words import WORDS
@@ -47,15 +49,15 @@ def write_card(
     """
     recipe = recipe_of(plan)
     base = base_model or (recipe.model if recipe else "")
-    info = base_model_info(base)
+    known_id, license = base_model_info(base)
     name = basename(out)
     repeat = f"tomoe convert {shlex.quote(shown_name(base) or 'MODEL')} --recipe recipe.json -o {shlex.quote(name)}"
     data = ModelCardData(
-        base_model=info.hub_id,
+        base_model=known_id,
         datasets=_datasets(recipe) or None,
         library_name="transformers",
-        license=info.license or "other",
-        license_name=None if info.license else "same-as-the-dense-model",
+        license=license or "other",
+        license_name=None if license else "same-as-the-dense-model",
         pipeline_tag="text-generation",
         tags=["moe", "tomoe"],
         model_name=name,
@@ -78,7 +80,7 @@ def write_card(
         comparison=to_markdown(rows) if rows else "",
         limits=limits(plan, rows),
         warnings=[warning.text for warning in find_warnings(plan, rows)],
-        license=info.license,
+        license=license,
         export=export,
         command=_fenced(command or repeat),
     )
@@ -185,3 +187,35 @@ def _dataset(data: str) -> dict[str, Any]:
         return {"dataset_type": data or "text"}
     identifier, _, config = place.partition(":")
     return {"dataset_type": identifier, "dataset_split": named[2]} | ({"dataset_config": config} if config else {})
+
+
+def base_model_info(model: str) -> tuple[str | None, str | None]:
+    """The hub id of a dense model and its license, as the hub writes it (apache-2.0); None for what no file on this disk tells:
+    the card of a folder or in the hub's cache, the metadata of a .gguf file, the table of known names."""
+    if not model:  # as a path it would be the working directory, which may have a README.md of its own
+        return None, None
+    path = Path(model).expanduser()
+    if model in catalog.MODELS:
+        known = catalog.MODELS[model]
+        return known.hub_id, known.license
+    if path.exists():
+        return None, _license(path / CARD if path.is_dir() else path)
+    name = hub_id(model)
+    cached = try_to_load_from_cache(name, CARD) if name else None
+    return name, _license(Path(cached)) if isinstance(cached, str) else None
+
+
+def _license(file: Path) -> str | None:
+    """What a card or a .gguf file says, in lower case; None for prose, for `other` and for damaged files."""
+    if not file.is_file():
+        return None
+    try:
+        if file.name == CARD:
+            said = ModelCard.load(file, ignore_metadata_errors=True).data.get("license")
+        else:
+            field = gguf.GGUFReader(file).fields.get("general.license")
+            said = field and field.contents()
+    except (OSError, ValueError, TypeError, KeyError, IndexError, YAMLError):
+        return None
+    shaped = isinstance(said, str) and re.fullmatch(r"[A-Za-z0-9][\w.+-]{0,40}", said)
+    return said.lower() if shaped and said.lower() not in ("other", "unknown") else None

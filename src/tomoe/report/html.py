@@ -43,13 +43,11 @@ def render(page: str, script: str = "", **values: Any) -> str:
 
 
 def template(name: str) -> str:
-    """The text of one of our templates."""
     return resources.files("tomoe.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def write_route_page(path: Path, title: str, source: str, trace: RoutingTrace, layer: int) -> Path:
-    """Write a page of a text in the colors of its experts; `source` names the text. Raises UserError if it cannot be
-    written."""
+    """A page of a text in the colors of its experts; `source` names the text. Raises UserError if it cannot be written."""
     page = render(
         "route.html.j2", template("tokens.js"), title=title, source=source, trace=trace, layer=layer, colors=COLORS
     )

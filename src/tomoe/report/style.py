@@ -10,8 +10,6 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from tomoe.files import atomic_write
@@ -23,8 +21,10 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D")
 SHADES = ("#dde3e8", "#8fb8cf", COLORS[0])  # of parts within each other, the whole first
-PNG_DPI = 160
-SVG_DPI = 100  # of images within
+FILES = {
+    "svg": (100, ("Date", "Creator", "Format", "Type")),
+    "png": (160, ("Software",)),
+}  # dots per inch, what is left out
 STYLE: dict[str, Any] = {
     "text.parse_math": False,  # names may hold a dollar sign
     "svg.fonttype": "none",
@@ -59,8 +59,8 @@ class CaptionedFigure:
 
     @cached_property
     def svg(self) -> str:
-        """One <svg> element and its prologue, without date or version; drawn once for the file and the page."""
-        return _to_svg(self.figure)
+        """One <svg> element and its prologue; drawn once for the file and the page."""
+        return _written(self.figure, "svg").decode()
 
 
 SETTINGS: dict[Any, Any] = dict(matplotlib.rcParamsDefault) | STYLE
@@ -86,22 +86,13 @@ def _settle(figure: Figure, dpi: int) -> None:
     figure.dpi = dpi
 
 
-# Canvases write without the pass of `savefig` that only lays out, and both leave their resolution behind.
-
-
 @styled
-def _to_svg(figure: Figure) -> str:
-    _settle(figure, SVG_DPI)
-    buffer = io.StringIO()
-    FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return buffer.getvalue()
-
-
-@styled
-def _to_png(figure: Figure) -> bytes:
-    _settle(figure, PNG_DPI)
+def _written(figure: Figure, kind: str) -> bytes:
+    """As a file of this kind, svg or png, without date or version."""
+    dpi, unnamed = FILES[kind]
+    _settle(figure, dpi)
     buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
+    figure.savefig(buffer, format=kind, dpi=dpi, metadata=dict.fromkeys(unnamed))
     return buffer.getvalue()
 
 
@@ -109,5 +100,5 @@ def save(drawn: CaptionedFigure, folder: Path) -> tuple[Path, Path]:
     """Write FOLDER/name.svg and FOLDER/name.png. Raises UserError if that fails."""
     return (
         atomic_write(folder / f"{drawn.name}.svg", drawn.svg),
-        atomic_write(folder / f"{drawn.name}.png", _to_png(drawn.figure)),
+        atomic_write(folder / f"{drawn.name}.png", _written(drawn.figure, "png")),
     )

@@ -142,9 +142,7 @@ def _finetuning(plan: Plan) -> list[tuple[str, str]]:
     note = plan.notes.get(FINETUNED)
     if not note:
         return []
-    known = {
-        key: str(note.get(key, "?"))[:80] for key in ("steps", "tokens", "weights", "objective", "form", "routers")
-    }
+    known = {key: str(note.get(key, "?"))[:80] for key in ("steps", "tokens", "weights", "objective", "routers")}
     parts = "all decoder weights" if known["weights"] == "full" else "low-rank adapters, merged"
     aim = "what the dense model predicts" if known["objective"] == "kl" else "the next token"
     names = note.get("sources")

@@ -37,8 +37,7 @@ class FormWords(ABC):
     def lines(self, plan: Any) -> dict[str, list[float]]:
         """For each layer, shares of a token of all else: of the dims of a head, where attention is cut."""
         whole = plan.shape.head_dim
-        qk, values = ([widths[column] for widths in plan.widths()] for column in (1, 2))
-        cut = {"Q/K dims": qk, "V/O dims": values}
+        cut = {name: [widths[column] for widths in plan.widths()] for column, name in enumerate(DIMS.values(), 1)}
         return {name: [n / whole for n in dims] for name, dims in cut.items() if min(dims) < whole}
 
 
@@ -118,14 +117,6 @@ class OverlappingWords(FormWords):
         }
 
 
-KIND_NAMES: dict[str, str] = {
-    "attention": "Q, K, V",
-    "output": "attention output",
-    "up": "gate and up",
-    "down": "down",
-}
-
-
 class InputsWords(FormWords):
     drawing = "method-inputs.svg"
     drawn = (
@@ -134,12 +125,12 @@ class InputsWords(FormWords):
     )
     product = "a model that uses the largest inputs of its projections"
     measured = "of its inputs"
-    titles = KIND_NAMES
+    titles = {"attention": "Q, K, V", "output": "attention output", "up": "gate and up", "down": "down"}
 
     def experts(self, plan: InputsPlan) -> str:
         used = plan.inputs()
         shares = ", ".join(
-            f"{sum(used[kind]) / sum(plan.widths[kind]):.0%} of those of {KIND_NAMES[kind]}" for kind in plan.names
+            f"{sum(used[kind]) / sum(plan.widths[kind]):.0%} of those of {self.titles[kind]}" for kind in plan.names
         )
         return (
             f"the inputs of each projection with the largest |x| times the norm of their column: on average {shares}. The "
@@ -156,7 +147,9 @@ class InputsWords(FormWords):
 
     def lines(self, plan: InputsPlan) -> dict[str, list[float]]:
         rows = plan.describe()
-        return {KIND_NAMES[kind]: [math.nan if row[kind] is None else row[kind] for row in rows] for kind in plan.names}
+        return {
+            self.titles[kind]: [math.nan if row[kind] is None else row[kind] for row in rows] for kind in plan.names
+        }
 
 
 WORDS: dict[str, FormWords] = {"fine": FineWords(), "overlapping": OverlappingWords(), "inputs": InputsWords()}

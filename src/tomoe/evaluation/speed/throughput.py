@@ -7,32 +7,39 @@ of the cache.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
+import transformers
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
+from tomoe.data.evaluation_text import held_out_text, read_text
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.speed.same_kernel import ALL_INPUTS, everything, set_to, ways
-from tomoe.evaluation.speed.timings import Cell
+from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
 from tomoe.evaluation.usage import ExpertCounter
+from tomoe.files import basename
 from tomoe.model.hooks import hooked, own_rows
+from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.shape import ceil_div
 from tomoe.model.structure import CACHE
+from tomoe.moe.active_experts import dial_of, use_
 from tomoe.moe.modeling_tomoe import Choice, choices_of, matrix_of, which_inputs
-from tomoe.progress import StageCallback, no_stage_progress
+from tomoe.progress import ProgressCallback, StageCallback, no_progress, no_stage_progress, stage_callback
+from tomoe.version import __version__
 
 STEPS = 4  # tokens that one timed run decodes
 COMPILED = "compiled decode"
 FEWEST = 3  # pairs of runs below which a median says nothing
-Kept = Sequence[tuple[Tensor, Tensor]]  # keys and values of every layer
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -43,30 +50,23 @@ def weight_bytes(model: nn.Module) -> int:
 
 def cache_bytes_per_token(model: Any, ids: Int[Tensor, "1 S"]) -> int:
     """Bytes of K and V that the cache keeps for one token, over all layers."""
-    return sum(t.numel() * t.element_size() for pair in prefill(model, ids) for t in pair) // ids.shape[1]
+    layers = cast(Any, prefill(model, ids)).layers
+    return sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values)) // ids.shape[1]
 
 
 @torch.no_grad()
-def prefill(model: Any, ids: Int[Tensor, "B S"]) -> Kept:
+def prefill(model: Any, ids: Int[Tensor, "B S"]) -> DynamicCache:
     """Keys and values of every layer after the rows `ids`, with the logits of the last token made as in generation."""
     cache = DynamicCache()
     with own_rows(model):
         model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-    return [(layer.keys, layer.values) for layer in cast(Any, cache).layers]
-
-
-def _cache(kept: Kept) -> DynamicCache:
-    """Copy what is kept into a new cache, so that no run sees what another one added."""
-    cache = DynamicCache()
-    for i, (keys, values) in enumerate(kept):
-        cache.update(keys, values, i)
     return cache
 
 
 @torch.no_grad()
-def decode(model: Any, kept: Kept, ids: Int[Tensor, "B K"]) -> float:
+def decode(model: Any, kept: DynamicCache, ids: Int[Tensor, "B K"]) -> float:
     """Return the seconds of one step when the tokens `ids` come one by one after what is kept."""
-    cache = _cache(kept)
+    cache = copy.deepcopy(kept)  # no run sees what another one added
     return seconds(lambda: _steps(model, cache, ids), ids.device) / ids.shape[1]
 
 
@@ -106,7 +106,7 @@ def _unread(choices: Sequence[Choice]) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: Kept = ()) -> int:
+def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: DynamicCache | None = None) -> int:
     """Bytes of weights that one pass over these tokens reads after what is kept, if each is read once: their rows of the
     input embedding, neurons that some token needs or all share, inputs that some token chooses, and everything else."""
     table = model.get_input_embeddings().weight
@@ -114,10 +114,11 @@ def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: Kept = ()) -> int:
     rows = 0 if tied else len(ids.unique())
     total = weight_bytes(model) - (0 if tied else (len(table) - rows) * table[0].numel() * table.element_size())
     choices = choices_of(model)
-    with ExpertCounter(model) as counter, _unread(choices) as unread:
+    counter = ExpertCounter(model)
+    with counter.watching(), _unread(choices) as unread:
         if not counter.top_ks and not choices:
             return total
-        model(ids, use_cache=True, logits_to_keep=1, **{CACHE: _cache(kept)})
+        model(ids, use_cache=True, logits_to_keep=1, **{CACHE: copy.deepcopy(kept or DynamicCache())})
         total -= sum(unread)
         for mlp in model.mlps():
             used = counter.chosen[mlp.router].any(0).cpu()
@@ -155,13 +156,13 @@ class Pair:
         head, tail = ids[:, :prompt], ids[:, prompt:]
         device = head.device
         both = (self.dense, self.moe)
-        kept: dict[int, Kept] = {id(model): () if phase == "prefill" else prefill(model, head) for model in both}
+        kept = {id(model): DynamicCache() if phase == "prefill" else prefill(model, head) for model in both}
         static = self._static(head, tail) if phase == COMPILED else None
 
         def run(model: Any) -> float:
             if phase == "prefill":
                 return seconds(lambda: prefill(model, head), device)
-            return decode(model, kept[id(model)], tail) if static is None else static(model)
+            return static(model) if static else decode(model, kept[id(model)], tail)
 
         ids = head if phase == "prefill" else tail[:, :1]
         whole = None if phase == COMPILED else everything(self.moe, ways(self.moe, ids.numel()))
@@ -270,3 +271,65 @@ def run_cells(
                 per_token = (cell.dense_s + cell.moe_s + (cell.same_kernel_s or 0)) / (batch * prompt)
     progress(len(phases) * len(sizes), len(phases) * len(sizes))
     return cells, left_out
+
+
+def benchmark(
+    dense: str,
+    moe: str,
+    batches: Sequence[int] = (1, 8, 64),
+    prompts: Sequence[int] = (128, 1024),
+    *,
+    text: str | None = None,
+    pairs: int = 9,
+    seconds: float = 60.0,
+    threads: int | None = None,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    active: float | None = None,
+    on_progress: ProgressCallback = no_progress,
+) -> Benchmark:
+    """Time both models beside each other on the same text: without `text`, on what the MoE held out.
+
+    Each pair of `batches` rows and `prompts` tokens is timed `pairs` times: dense, MoE (at `active`, as in `tomoe.load`), and
+    the MoE with all experts or inputs in the same kernel, in turn. Cells that would take longer than `seconds` are left out.
+    On a GPU decoding is timed once more, compiled and with a static cache. Raises UserError if a model or text is not found.
+    """
+    setting = None if active is None else dial_of(moe).nearest(active)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if text is None:
+        evaluation = held_out_text([moe])
+    else:
+        evaluation = read_text(text, load_tokenizer(dense), 128, max(batches) * (max(prompts) + STEPS))
+    ids = evaluation.sequences.input_ids[evaluation.sequences.mask]
+    models: dict[str, Any] = {}
+    memory: dict[str, Memory] = {}
+    for name in (dense, moe):
+        model = models[name] = in_own_memory(load_model(name, dtype, device))
+        if setting is not None and name == moe:
+            use_(model, setting)
+        per_token = cache_bytes_per_token(model, ids[None, :16].to(model.device))
+        memory[name] = Memory(weight_bytes(model), per_token, 2 * model_facts(model)["active_block_params"])
+    # Eager decoding on a GPU measures how fast the host starts kernels.
+    compiled = partial(torch.compile, dynamic=False, mode="reduce-overhead")
+    on_gpu = models[moe].device.type == "cuda"
+    pair = Pair(models[dense], models[moe], ids, seconds, pairs, compiled if on_gpu else None)
+    cells, left_out = run_cells(pair, batches, prompts, stage_callback(on_progress, "benchmark"))
+    return Benchmark(
+        basename(dense),
+        basename(moe),
+        evaluation.name,
+        model_facts(models[moe])["active_share"],
+        memory[dense],
+        memory[moe],
+        tuple(cells),
+        tuple(left_out),
+        {m.__name__: str(m.__version__) for m in (torch, transformers)} | {"tomoe": __version__},
+    )
+
+
+def in_own_memory(model: Any) -> Any:
+    """Copy weights that may be mapped from a file: such pages are read up to a fifth slower, in one of two models only."""
+    for tensor in (*model.parameters(), *model.buffers()) if model.device.type == "cpu" else ():
+        tensor.data = tensor.data.clone()
+    return model

@@ -6,10 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from rich.table import Table
-
 from tomoe.evaluation.results import Count, Name, NotNegative, Positive
-from tomoe.evaluation.tables import rich_table
 from tomoe.files import format_bytes
 
 FORMAT = "tomoe-benchmark-1"
@@ -100,11 +97,6 @@ def _shown(c: Cell) -> dict[str, str]:
         "MB/token\ndense/MoE": f"{c.dense_bytes / 1e6:.3g}/{c.moe_bytes / 1e6:.3g}",
         "way": c.backend,
     }
-
-
-def to_rich(benchmark: Benchmark) -> Table:
-    """The table for the terminal; the caption says what the numbers mean."""
-    return rich_table(*table(benchmark.cells), footnote(benchmark))
 
 
 def footnote(benchmark: Benchmark) -> str:

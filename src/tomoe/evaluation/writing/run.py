@@ -1,4 +1,4 @@
-"""Runs the tasks whose answers are written, on one model after another."""
+"""Runs the tasks whose answers are written, on one model after another, and tells which texts end in a loop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.evaluation.results import LOOP_METRIC, TOKENS_PER_S, TaskScore
+from tomoe.evaluation.results import LOOP_METRIC, TOKENS_PER_S, Count, Name, Share, TaskScore
 from tomoe.evaluation.writing.continuations import ROWS, continuations
-from tomoe.evaluation.writing.loops import TOPICS, Variety, distinct, loops, opening, question
 from tomoe.evaluation.writing.problems import WRITTEN, Prompt, Row, WrittenTask
 from tomoe.model.generation import asked
 from tomoe.model.tokens import check_text, continuation_text
@@ -24,6 +23,28 @@ from tomoe.version import __version__
 LOOPS = "loops"
 NAMES = (*WRITTEN, LOOPS)
 LOOP_LENGTH = 256
+# a loop is so many tokens at the end, at least, that repeat a stretch of at most so many, three times at least
+LOOP_TOKENS, LONGEST = 48, 64
+TIMES = 3
+NGRAM = 4
+TOPICS = (
+    "the sea",
+    "how bread is baked",
+    "the history of the bicycle",
+    "why leaves change color",
+    "how a computer stores numbers",
+    "the life of bees",
+    "how to plan a garden",
+    "what makes a good story",
+    "volcanoes",
+    "how money works",
+    "the rules of chess",
+    "how vaccines protect people",
+    "the planets",
+    "how to learn a language",
+    "old bridges",
+    "what a database is",
+)
 
 
 @dataclass(frozen=True)
@@ -81,17 +102,25 @@ def write(
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task with its problems."""
-
     task: WrittenTask
     rows: list[Row]
 
     def run(self, model: Any, tokenizer: PreTrainedTokenizerBase, rows: int, progress: StageCallback) -> TaskScore:
-        """Let a model solve the problems, so many at a time."""
         prompts = [self.task.prompt(row) for row in self.rows]
         written = write(model, tokenizer, prompts, self.task.most, self.task.ended, rows, progress)
         solved = [self.task.solved(row, text) for row, text in zip(self.rows, written.texts, strict=True)]
         return written.score(self.task.name, self.task.metric, solved, {"solved": sum(solved)})
+
+
+@dataclass(frozen=True)
+class Variety:
+    """How often a model's texts end in a loop, and how varied they are."""
+
+    model: Name
+    texts: Count
+    length: Count  # tokens of a text, at most
+    looped: Count
+    distinct: Share
 
 
 @dataclass(frozen=True)
@@ -101,26 +130,35 @@ class LoopTask:
     topics: Sequence[str] = TOPICS
     length: int = LOOP_LENGTH
 
+    @property
+    def prompts(self) -> list[Prompt]:
+        words = [f"{topic} to a beginner, in a few paragraphs." for topic in self.topics]
+        return [Prompt(f"Explain {asked_for}", "", f"This text explains {asked_for}\n\n") for asked_for in words]
+
     def run(self, model: Any, tokenizer: PreTrainedTokenizerBase, rows: int, progress: StageCallback) -> TaskScore:
-        """Let a model explain the topics, so many at a time, and count."""
-        written = self.write(model, tokenizer, rows, progress)
+        written = write(model, tokenizer, self.prompts, self.length, rows=rows, progress=progress)
         varied = self.variety("", written).distinct
         return written.score(LOOPS, LOOP_METRIC, list(map(loops, written.ids)), {"distinct_4": varied})
 
     def variety(self, name: str, written: Written) -> Variety:
-        """What the texts say, in numbers, of the model of that name."""
         ids = written.ids
         return Variety(name, len(ids), self.length, sum(map(loops, ids)), sum(map(distinct, ids)) / len(ids))
 
-    def write(
-        self,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        rows: int = ROWS,
-        progress: StageCallback = no_stage_progress,
-    ) -> Written:
-        prompts = [Prompt(question(topic), "", opening(topic)) for topic in self.topics]
-        return write(model, tokenizer, prompts, self.length, rows=rows, progress=progress)
+
+def loops(ids: Sequence[int]) -> bool:
+    """Whether the tokens end in one stretch, again and again; one with other numbers in it shows in `distinct`."""
+    for period in range(1, LONGEST + 1):
+        # so many tokens at the end equal the one a period before
+        equal = next((n for n in range(len(ids) - period) if ids[-1 - n] != ids[-1 - n - period]), len(ids) - period)
+        if equal + period >= max(LOOP_TOKENS, TIMES * period):
+            return True
+    return False
+
+
+def distinct(ids: Sequence[int]) -> float:
+    """Share of the stretches of four tokens that are no repetition of an earlier one; 1 for a text without any."""
+    grams = [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def load(name: str, folder: Path | None, limit: int | None, run_code: bool) -> LoadedTask | LoopTask:
