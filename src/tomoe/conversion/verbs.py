@@ -19,7 +19,7 @@ from tomoe.model.names import HUB_ID
 from tomoe.model.structure import shape_of
 from tomoe.plan import FINETUNED, AnyPlan, Plan, read_plan
 from tomoe.progress import ProgressCallback, no_progress
-from tomoe.pruning.layouts import FORMS, settle_layout
+from tomoe.pruning.layouts import settle_layout
 from tomoe.pruning.repair.plan import forget_repair
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card
@@ -69,7 +69,7 @@ def plan(
         raise UserError(f"{out} already holds a plan; choose another folder or give --force")
     run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
     wanted = recipe if active is None else recipe.changed([f"active={active}"])
-    if FORMS[recipe.experts.form].for_one_budget and wanted.active != recipe.active:
+    if recipe.experts.form == "fine" and wanted.active != recipe.active:
         raise UserError(
             f"{run_path} divided its neurons into fine-grained experts for active = {recipe.active}, so a plan for "
             f"{wanted.active} needs a run of its own; or use other numbers of them when the model runs (--active)"
