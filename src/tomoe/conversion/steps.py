@@ -31,8 +31,7 @@ from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.forms import mask_network
 from tomoe.pruning.inputs import plan_inputs
 from tomoe.pruning.layouts import Layout, settle_layout, tolerance_of
-from tomoe.pruning.learned.objective import MaskStep
-from tomoe.pruning.learned.planned_loss import planned_loss
+from tomoe.pruning.learned.objective import MaskStep, planned_loss
 from tomoe.pruning.learned.rotation import value_rotations
 from tomoe.pruning.network import MaskNetwork
 from tomoe.pruning.repair.plan import repair_plan

@@ -11,8 +11,8 @@ from tomoe.plan import LayerPlan
 from tomoe.pruning.fine_grained import FineNetwork, PlannedFine
 from tomoe.pruning.layouts import Layout, OverlappingLayout
 from tomoe.pruning.learned.attention import PrunedAttention
-from tomoe.pruning.learned.hypernetwork import HyperNetwork
 from tomoe.pruning.learned.overlapping import OverlappingNetwork, PlannedOverlapping
+from tomoe.pruning.learned.projection import HyperNetwork
 from tomoe.pruning.network import Experts, MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, SamplingSection
 from tomoe.recipe.target_rules import Form

@@ -22,7 +22,7 @@ from tomoe.recipe.conversion import SamplingSection
 
 if TYPE_CHECKING:
     from tomoe.pruning.learned.attention import PrunedAttention
-    from tomoe.pruning.learned.hypernetwork import HyperNetwork
+    from tomoe.pruning.learned.projection import HyperNetwork
 
 
 class Experts(ABC):
