@@ -22,6 +22,7 @@ from tomoe.errors import UserError
 from tomoe.model.loading import load_dense
 from tomoe.model.mlp import decoder_layers
 from tomoe.model.structure import layer_parts
+from tomoe.pruning.learned.sampling import SampledLayerMasks
 from tomoe.pruning.masking import LayerMasks, masked, planned_masks, with_weight
 from tomoe.pruning.repair import layers as repairing
 from tomoe.pruning.repair import streams
@@ -187,7 +188,7 @@ def test_running_layer_by_layer_gives_the_hidden_states_of_the_whole_model(famil
             hidden = layer(hidden, *args, **kwargs)
 
 
-class Everything:
+class Everything(SampledLayerMasks):
     """Masks of ones."""
 
     def __init__(self, size: int):
@@ -195,8 +196,6 @@ class Everything:
 
     def neurons(self, x: Tensor) -> Tensor:
         return torch.ones(len(x), self.size)
-
-    attention = None
 
 
 @pytest.mark.parametrize("family", ["qwen2", "phi"])

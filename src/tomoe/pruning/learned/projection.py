@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -63,6 +65,19 @@ class Projection(nn.Module):
 def _projected(embedding: Tensor, weight: Tensor, bias: Tensor, linear: Tensor) -> Tensor:
     """LayerNorm -> GELU -> Linear."""
     return F.linear(F.gelu(F.layer_norm(embedding, embedding.shape[-1:], weight, bias)), linear)
+
+
+# Without shapes, as torch.compile traces it.
+def value_logits(
+    x: Tensor,
+    project_in: Tensor,
+    embedding: Tensor,
+    norm: Callable[[Tensor], Tensor],
+    project_out: Tensor,
+    start: Tensor,
+) -> Tensor:
+    """One logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3), in float32: of x [T, D], logits [T, C]."""
+    return F.linear(F.gelu(norm(F.linear(x.float(), project_in, embedding))), project_out, start)
 
 
 def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float) -> Float[Tensor, "*n size"]:
