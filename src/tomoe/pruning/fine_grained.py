@@ -22,7 +22,7 @@ from tomoe.pruning.fine_carving import SHARED, FineStart, carve_fine
 from tomoe.pruning.layouts import FineLayout
 from tomoe.pruning.network import Activations, Experts, ExtractedExperts, MaskNetwork, SampledExperts, per_layer
 from tomoe.pruning.products import rounded_products
-from tomoe.pruning.routing import ExpertRouter, Routing
+from tomoe.pruning.routing import ExpertRouter, Routing, route
 from tomoe.recipe.conversion import SamplingSection
 from tomoe.seeds import derive_seed
 
@@ -43,7 +43,6 @@ class FineNetwork(MaskNetwork):
             router.bias.requires_grad_(self.layout.router_bias)
         self.register_buffer("expert_of_neuron", torch.full((s.num_layers, s.mlp_size), SHARED))
         self.register_buffer("experts_per_token", torch.ones(s.num_layers, dtype=torch.long))
-        self._known: tuple[object, list[int]] = None, []
 
     def carve(self, i: int, seen: Activations, seed: int) -> FineStart:
         with rounded_products(seen.h_TF.dtype):
@@ -70,13 +69,6 @@ class FineNetwork(MaskNetwork):
         numbers = torch.arange(self.layout.num_experts, device=expert.device)
         return numbers[:, None] == expert, expert == SHARED
 
-    def top_ks(self) -> list[int]:
-        """Return `experts_per_token` as numbers; a device is waited for once, and again when they were written to."""
-        stamp = id(self.experts_per_token), self.experts_per_token._version
-        if self._known[0] != stamp:
-            self._known = stamp, self.experts_per_token.tolist()
-        return self._known[1]
-
     def width(self, i: int) -> int:
         return self.layout.width(int(self.experts_per_token[i]))
 
@@ -84,7 +76,7 @@ class FineNetwork(MaskNetwork):
         self, i: int, embeddings: Float[Tensor, "sites N E"] | None, seed: int, token_seed: int
     ) -> SampledFine:
         masks, shared = (mask.float() for mask in self.expert_masks(i))
-        k = self.top_ks()[i]
+        k = int(self.experts_per_token[i])
         return SampledFine(self.routers[i], masks, shared, k, self.layout.width(k), self.sampling.temperature)
 
     def extract_experts(self, embeddings: Float[Tensor, "sites N E"] | None) -> ExtractedFine:
@@ -99,13 +91,9 @@ class SampledFine(SampledExperts):
     masks: Float[Tensor, "N F"]
     shared: Float[Tensor, " F"]
     top_k: int
-    neurons: int  # of a token
+    neurons: int
     temperature: float
     neuron_masks = None
-
-    @property
-    def width(self) -> Float[Tensor, ""]:
-        return torch.tensor(float(self.neurons), device=self.shared.device)
 
     def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
         routing = self.router.choose(x_TD, self.temperature, self.top_k)
@@ -153,7 +141,7 @@ class PlannedFine(Experts):
         self.expert_of_neuron: Int[Tensor, " F"] = expert.to(device)
 
     def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
-        routing = self.router.route(x_TD, self.top_k)
+        routing = route(self.router(x_TD), self.top_k)
         # a product with hundreds of masks takes ten times as long; the column of ones is the shared part
         mask_TF = F.pad(routing.assignment, (0, 1), value=1.0).index_select(1, self.expert_of_neuron)
         return routing, mask_TF

@@ -40,11 +40,8 @@ class SampledExperts(Experts):
 
     neuron_masks: Float[Tensor, "N F"] | None
     """Masks of experts that together have to cover the layer; None: every neuron has its place already."""
-
-    @property
-    @abstractmethod
-    def width(self) -> Float[Tensor, ""]:
-        """Neurons that a token uses (Eq. 8)."""
+    neurons: int
+    """Neurons that a token uses (Eq. 8), if there are no such masks."""
 
 
 class ExtractedExperts(ABC):

@@ -32,7 +32,11 @@ def layer_widths(
 ) -> tuple[Float[Tensor, " L"], Float[Tensor, " L"] | int, Float[Tensor, " L"] | int]:
     """Return (MLP widths, Q/K dims, V/O dims) of sampled masks: the maximum over experts and over tokens (Eq. 8)."""
     neurons = _stacked([m.experts.neuron_masks for m in masks])
-    widths = torch.stack([m.experts.width for m in masks]) if neurons is None else neurons.sum(-1).amax(-1)
+    if neurons is None:
+        device = masks[0].experts.router.weight.device
+        widths = torch.tensor([float(m.experts.neurons) for m in masks], device=device)
+    else:
+        widths = neurons.sum(-1).amax(-1)
     attention = [m.attention for m in masks if m.attention is not None]
     if not attention:
         return widths, shape.head_dim, shape.head_dim

@@ -20,7 +20,7 @@ from tomoe.pruning.learned.gumbel import gumbel_sigmoid, gumbel_softmax, keep_pr
 from tomoe.pruning.learned.overlapping_carving import OverlappingStart, carve_overlapping
 from tomoe.pruning.learned.projection import Projection, start_logits
 from tomoe.pruning.network import Activations, Experts, ExtractedExperts, MaskNetwork, SampledExperts, per_layer
-from tomoe.pruning.routing import ExpertRouter, Routing
+from tomoe.pruning.routing import ExpertRouter, Routing, route
 from tomoe.recipe.conversion import SamplingSection
 from tomoe.seeds import derive_seed
 
@@ -79,11 +79,6 @@ class SampledOverlapping(SampledExperts):
     neuron_masks: Float[Tensor, "N F"]
     temperature: float
     seed: int
-
-    @property
-    def width(self) -> Float[Tensor, ""]:
-        """Neurons of the widest expert."""
-        return self.neuron_masks.sum(-1).max()
 
     def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
         # one-hot samples (Eq. 3, Sec. 3.2)
@@ -170,5 +165,5 @@ class PlannedOverlapping(Experts):
         self.expert_masks: Float[Tensor, "N F"] = layer.expert_masks.float().to(device)
 
     def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
-        routing = self.router.route(x_TD)
+        routing = route(self.router(x_TD))
         return routing, routing.assignment @ self.expert_masks
