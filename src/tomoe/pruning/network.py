@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from tomoe.model.shape import ModelShape
@@ -77,6 +77,12 @@ class Activations:
     h_TF: Float[Tensor, "T F"]  # of the down projection, in any dtype
     weight_T: Float[Tensor, " T"]  # 1 / |residual|^2 of a token
     down_DF: Float[Tensor, "D F"]
+
+
+def real_tokens(t: Float[Tensor, "*BS n"], valid: Bool[Tensor, " BS"] | None) -> Float[Tensor, "T n"]:
+    """Flatten over tokens and leave padding out; without any (None) nothing is copied."""
+    tokens = t.flatten(0, -2)
+    return tokens if valid is None else tokens[valid]
 
 
 def per_layer(num_layers: int, make: Callable[[], nn.Module]) -> Any:
