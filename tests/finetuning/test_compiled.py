@@ -19,8 +19,6 @@ from tomoe.finetuning.compiled import choice
 from tomoe.finetuning.finetune import finetune, with_batch
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss, MoEStudent
 from tomoe.model import compiled
-from tomoe.model.compiled import CompiledLayers
-from tomoe.model.running import hidden_states
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEMLP, expert_probs, route
 from tomoe.recipe.finetuning import FinetuneRecipe
@@ -60,8 +58,7 @@ def tuned(folder: Path, compile: str, *changes: str) -> tuple[dict[str, Tensor],
     dense = make_pico("qwen2", num_hidden_layers=LAYERS)
     plan = make_plan(dense, "off", form="fine")
     learner = MoEStudent(fold(dense, plan), plan, made)
-    as_teacher = None if learner.layers is None else CompiledLayers(dense)
-    step = FinetuneStep(learner, made, lambda ids, mask: hidden_states(dense, ids, mask), as_teacher)
+    step = FinetuneStep(learner, made, dense)
     run = RunFolder(folder, "weights")
     run.begin(made, resume=False)
     # as fused, sums of squares are taken in one order

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ from tomoe.files import atomic_write, basename, format_bytes, sha256
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss, MoEStudent, check_packages
 from tomoe.finetuning.text import finetuning_text
 from tomoe.folders import refuse_overwriting
-from tomoe.model.compiled import CompiledLayers
 from tomoe.model.compute_dtype import compute_dtype, measuring_dtype
 from tomoe.model.loading import (
     fingerprint,
@@ -35,7 +33,6 @@ from tomoe.model.loading import (
     pick_device,
 )
 from tomoe.model.names import resolve
-from tomoe.model.running import hidden_states
 from tomoe.moe.checkpoint import load_moe, save_moe, stored_dtype
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress
@@ -223,9 +220,7 @@ def _train(
 ) -> tuple[MoEStudent, BestWeights]:
     moe = load_moe(origin.folder, str(origin.dtype(recipe)).removeprefix("torch."), recipe.device)
     student = MoEStudent(moe, origin.plan, recipe)
-    as_teacher = CompiledLayers(dense) if student.layers is not None and dense is not None else None
-    teacher = None if recipe.loss.objective == "lm" or dense is None else partial(hidden_states, dense)
-    step_fn = FinetuneStep(student, recipe, teacher, as_teacher)
+    step_fn = FinetuneStep(student, recipe, None if recipe.loss.objective == "lm" else dense)
     learned, train = student.learned, recipe.train
     tokens = train.steps * train.batch_size * train.gradient_accumulation_steps * corpus.train.input_ids.shape[1]
     checked = corpus.evaluation.truncate(min(MOST_CHECKED, tokens // CHECKED_SHARE))
