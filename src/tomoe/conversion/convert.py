@@ -13,7 +13,7 @@ from tomoe.folders import refuse_overwriting
 from tomoe.model.base_weights import BaseWeights
 from tomoe.plan import AnyPlan, read_plan
 from tomoe.progress import ProgressCallback, no_progress
-from tomoe.pruning.repair.plan import forget_repair
+from tomoe.pruning.repair.plan import forget_repair, repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.cost import Stopwatch, write_cost
 from tomoe.training.run_folder import RunFolder
@@ -75,7 +75,10 @@ def convert_dense(
         original = dense.model if base.is_original else base.original()
         experts = steps.choose_experts(net, original, recipe.active, corpus.calibration, recipe.target)
         recorded = steps.recorded(experts, recipe, original, run.origin_fingerprint(), learned)
-        plan = steps.repaired(recorded, original, corpus, recipe.repair, base.dtype, run.path, on_progress)
+        text = corpus.fitting_text(recipe.repair.tokens)
+        plan = repair_plan(
+            recorded, original, text.input_ids, text.mask, recipe.repair, on_progress, run.path, base.dtype
+        )
         if recipe.repair.mode != "none":
             watch.ended("repair")
 

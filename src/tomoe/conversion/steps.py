@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe import distributed
 from tomoe.data.corpus import Corpus, Sequences, prepare
-from tomoe.data.sources import SELF
 from tomoe.errors import UserError
 from tomoe.exporting.choice import check_target
 from tomoe.model.base_weights import BaseWeights
@@ -34,8 +33,7 @@ from tomoe.pruning.layouts import Layout, settle_layout, tolerance_of
 from tomoe.pruning.learned.objective import MaskStep, planned_loss
 from tomoe.pruning.learned.rotation import value_rotations
 from tomoe.pruning.network import MaskNetwork
-from tomoe.pruning.repair.plan import repair_plan
-from tomoe.recipe.conversion import Recipe, RepairSection
+from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.target_rules import TARGET_RULES
 from tomoe.training.best import BestWeights
 from tomoe.training.loop import Training, check_accumulation, run_training
@@ -82,31 +80,13 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> Dense:
 def begin_run(
     recipe: Recipe, base: BaseWeights, dense: Dense, run: RunFolder, resumes: bool, on_progress: ProgressCallback
 ) -> Corpus:
-    """Prepare the text, then start the run with it; or resume the run, and read its text.
-
-    Nothing is written, and nothing of an older run is deleted, before the text has been prepared. Raises UserError if it
-    cannot be, or if the run was started with other weights.
-    """
-
-    def text() -> Corpus | None:
-        if resumes and run.corpus.exists():
-            return None
-        return prepare(recipe.data, dense.tokenizer, recipe.seed, dense.model, stage_callback(on_progress, "text"))
-
-    # all processes sample together; a sharded model runs in all of them or in none
-    sampled = text() if distributed.world_size() > 1 and SELF in recipe.data.sources else None
-
-    def begin() -> None:
-        weights = fingerprint(dense.model if base.is_original else base.original())
-        if resumes:
-            run.check_origin(weights, recipe.model)
-        corpus = sampled or text()
-        if corpus is not None:
-            run.begin(recipe, resumes, weights)
-            corpus.save(run.corpus)
-
-    distributed.on_rank_zero(begin)
-    return Corpus.load(run.corpus)
+    """Start or resume the run, and return its text; see `RunFolder.start`."""
+    return run.start(
+        recipe,
+        resumes,
+        lambda: fingerprint(dense.model if base.is_original else base.original()),
+        lambda: prepare(recipe.data, dense.tokenizer, recipe.seed, dense.model, stage_callback(on_progress, "text")),
+    )
 
 
 def new_network(recipe: Recipe, shape: ModelShape, layout: Layout | None, device: torch.device) -> MaskNetwork:
@@ -198,26 +178,6 @@ def recorded(plan: AnyP, recipe: Recipe, model: PreTrainedModel, source: str, no
         recipe=recipe.model_dump(mode="json"),
         notes=plan.notes | notes | {"seq_len": recipe.data.seq_len} | versions,
     )
-
-
-def repaired(
-    plan: Plan,
-    model: PreTrainedModel,
-    corpus: Corpus,
-    section: RepairSection,
-    stored: torch.dtype | None = None,
-    folder: Path | None = None,
-    on_progress: ProgressCallback = no_progress,
-) -> Plan:
-    """The plan with projections that are refitted to its masks, unless the recipe leaves that out. Needs every process.
-
-    `stored` is the dtype of whole matrices in the plan (default: the model's). What does not fit in memory goes to a file in
-    `folder`, and so does what a repair that is killed resumes with.
-    """
-    if section.mode == "none":
-        return plan
-    text = corpus.fitting_text(section.tokens)
-    return repair_plan(plan, model, text.input_ids, text.mask, section, on_progress, folder, stored)
 
 
 def fold_and_check(

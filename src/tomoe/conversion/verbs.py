@@ -20,7 +20,7 @@ from tomoe.model.structure import shape_of
 from tomoe.plan import FINETUNED, AnyPlan, Plan, read_plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.pruning.layouts import settle_layout
-from tomoe.pruning.repair.plan import forget_repair
+from tomoe.pruning.repair.plan import forget_repair, repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card
 from tomoe.report.summary import shown_name
@@ -90,7 +90,10 @@ def plan(
     learned = steps.learning_notes(checkpoint.step, checkpoint.state.get(CHECKED, {}))
     experts = steps.choose_experts(net, model, wanted.active, corpus.calibration, wanted.target)
     recorded = steps.recorded(experts, wanted, model, source, learned)
-    extracted = steps.repaired(recorded, model, corpus, wanted.repair, base.dtype, run_path, on_progress)
+    text = corpus.fitting_text(wanted.repair.tokens)
+    extracted = repair_plan(
+        recorded, model, text.input_ids, text.mask, wanted.repair, on_progress, run_path, base.dtype
+    )
     with atomic_folder(out, "plan.json", ()) as part:
         extracted.save(part)
     forget_repair(run_path)

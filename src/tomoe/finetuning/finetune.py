@@ -43,7 +43,7 @@ from tomoe.report.summary import shown_name
 from tomoe.training.best import BestWeights
 from tomoe.training.cost import Stopwatch, write_cost
 from tomoe.training.loop import Training, check_accumulation, run_training
-from tomoe.training.run_folder import RunFolder
+from tomoe.training.run_folder import EARLIER, RunFolder
 from tomoe.training.tuning_memory import Tuning
 from tomoe.version import __version__
 
@@ -172,15 +172,13 @@ def finetune(
         origin.check_dense(dense)
     tokenizer = load_tokenizer(str(origin.folder))
 
-    def text() -> Corpus | None:
-        if resumed and run.corpus.exists():
-            return None
-        return finetuning_text(recipe, origin.folder, origin.plan, tokenizer, dense, on_progress)
-
-    # all processes sample together
-    sampled = text() if distributed.world_size() > 1 and SELF in recipe.data.sources else None
-    distributed.on_rank_zero(lambda: _begin(recipe, run, resumed, origin, sampled or text()))
-    corpus = Corpus.load(run.corpus)
+    corpus = run.start(
+        recipe,
+        resumed,
+        origin.fingerprint,
+        lambda: finetuning_text(recipe, origin.folder, origin.plan, tokenizer, dense, on_progress),
+    )
+    distributed.on_rank_zero(lambda: _keep_earlier_text(origin.folder / "run", run))
     watch.ended("text")
     student, best = _train(recipe, origin, dense, corpus, run, on_progress)
     watch.ended("learning")
@@ -195,19 +193,10 @@ def finetune(
     return Plan.load(out)
 
 
-def _begin(recipe: FinetuneRecipe, run: RunFolder, resumed: bool, origin: Origin, corpus: Corpus | None) -> None:
-    """Begin or resume the run's folder; an older run there is deleted only once the new text is ready."""
-    if resumed:
-        run.check_origin(origin.fingerprint(), str(origin.folder))
-    if corpus is None:
-        return
-    run.begin(recipe, resumed, origin.fingerprint())
-    # what the conversion learned from counts as training text when the result is measured
-    for old in run.path.glob("earlier-*corpus.safetensors"):
-        old.unlink()
-    for text in sorted((origin.folder / "run").glob("*corpus.safetensors")):
-        atomic_write(run.path / f"earlier-{text.name}", text.read_bytes())
-    corpus.save(run.corpus)
+def _keep_earlier_text(old: Path, run: RunFolder) -> None:
+    """What the conversion learned from counts as training text when the result is measured."""
+    for text in sorted(old.glob("*corpus.safetensors")):
+        atomic_write(run.path / f"{EARLIER}{text.name}", text.read_bytes())
 
 
 def _train(

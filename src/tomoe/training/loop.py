@@ -105,18 +105,17 @@ class Training:
     def __post_init__(self) -> None:
         self.optimizer = make_optimizer(self.net, self.loop, self.fused, self.scales, self.eight_bit)
 
-    def resume(self) -> bool:
-        """Load the newest whole checkpoint; returns False if there is none yet."""
+    def resume(self) -> None:
+        """Load the newest whole checkpoint, if there is one."""
         checkpoint = self.run.last()
         if checkpoint is None:
-            return False
+            return
         self.run.restore(checkpoint, self.net, self.optimizer)
         self.step = checkpoint.step
         self.nonfinite_steps = int(checkpoint.state[_NONFINITE])
         if self.best:
             self.best.restore(checkpoint.state.get(CHECKED, {}))
         distributed.on_rank_zero(lambda: self.run.forget_metrics_after(self.step))
-        return True
 
     def save(self) -> None:
         """Write a checkpoint; only process 0 does. Raises UserError if it cannot be written."""

@@ -35,7 +35,8 @@ def repair_plan(
     folder: Path | None = None,
     stored: torch.dtype | None = None,
 ) -> Plan:
-    """Return the plan with refitted projections, and a note of how they were fitted and what it gained.
+    """Return the plan with refitted projections, and a note of how they were fitted and what it gained; if the section leaves
+    that out, the plan itself.
 
     `model` holds the dense weights that the plan is for, `ids` the calibration sequences; `mask` is False on padding.
     `stored` is the dtype of whole matrices in the plan (default: the model's). Earlier refits of the plan are replaced. Under
@@ -43,6 +44,8 @@ def repair_plan(
     `folder`. Its subfolder `repair` keeps finished layers, with which a repair that was killed resumes; the caller deletes it
     (`forget_repair`) once the plan is written. Raises UserError if activations are not finite.
     """
+    if section.mode == "none":
+        return plan
     bare = plan.without_repair()
     prunes_values = any(layer.value_top_k < plan.shape.head_dim for layer in bare.layers)
     target = section.target_after(plan.notes.get("steps", 0))
