@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 
 import torch
@@ -13,11 +12,11 @@ from torch import Tensor
 
 from tomoe import distributed
 from tomoe.errors import UserError
-from tomoe.files import atomic_file, parse_json
+from tomoe.files import atomic_file
 from tomoe.pruning.repair.equations import Refit
 from tomoe.pruning.repair.layers import LayerRepair
 
-_METADATA = "tomoe_repair"
+_KEY = "tomoe_repair"  # in the metadata of a file
 
 
 class FinishedLayers:
@@ -32,7 +31,7 @@ class FinishedLayers:
     def count(self) -> int:
         """How many layers are finished, from the first on; the same in all ranks. Matrices are not read."""
         found = 0
-        while self._fits(self._path(found)) is not None:
+        while self._is_whole(self._path(found)):
             found += 1
         count = torch.tensor([found])
         distributed.broadcast_([count])
@@ -42,27 +41,22 @@ class FinishedLayers:
 
     def read(self, i: int, device: torch.device) -> LayerRepair:
         """Layer i, one of the `count` that are finished."""
-        path = self._path(i)
-        tensors = load_file(path, device=str(device))
-        fits = {name: _refit(name, tensors, *numbers) for name, numbers in (self._fits(path) or {}).items()}
-        return LayerRepair(fits["down"], fits.get("output"))
+        tensors = load_file(self._path(i), device=str(device))
+        return LayerRepair(_refit(tensors, "down"), _refit(tensors, "output") if "output.weight" in tensors else None)
 
     def keep(self, i: int, layer: LayerRepair) -> None:
         """Write layer i; only rank 0 does. Raises UserError if it cannot be written."""
         if distributed.rank():
             return
-        fits = {"down": layer.down} | ({} if layer.output is None else {"output": layer.output})
-        metadata = {
-            "key": self.key,
-            "fits": {name: (f.error_before, f.error_after, f.ridge) for name, f in fits.items()},
-        }
-        tensors = {f"{name}.weight": f.weight.contiguous().cpu() for name, f in fits.items()}
-        for name, f in fits.items():
-            if f.factors is not None:
-                tensors |= {f"{name}.{side}": t.contiguous().cpu() for side, t in zip("uv", f.factors, strict=True)}
+        tensors: dict[str, Tensor] = {}
+        for name, fit in (("down", layer.down), ("output", layer.output)):
+            if fit is not None:
+                numbers = [fit.error_before, fit.error_after, fit.ridge]
+                tensors |= {f"{name}.weight": fit.weight, f"{name}.numbers": torch.tensor(numbers, dtype=torch.float64)}
+                tensors |= {f"{name}.{side}": t for side, t in zip("uv", fit.factors or (), strict=False)}
         try:
             with atomic_file(self._path(i)) as part:
-                save_file(tensors, part, metadata={_METADATA: json.dumps(metadata, sort_keys=True)})
+                save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part, metadata={_KEY: self.key})
         except SafetensorError as error:
             raise UserError(f"cannot write {self._path(i)}: {error}") from None
 
@@ -76,17 +70,15 @@ class FinishedLayers:
     def _path(self, i: int) -> Path:
         return self.folder / f"layer-{i:03d}.safetensors"
 
-    def _fits(self, path: Path) -> dict[str, tuple[float, float, float]] | None:
-        """Errors before and after, and the ridge, of the matrices of one file; None if it is no whole one of this repair."""
+    def _is_whole(self, path: Path) -> bool:
+        """Whether the file is a whole one of this repair."""
         try:
             with safe_open(path, framework="pt") as file:
-                metadata = parse_json((file.metadata() or {}).get(_METADATA, "{}"))
-            return metadata["fits"] if metadata["key"] == self.key else None
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
-            return None
+                return bool((file.metadata() or {}).get(_KEY) == self.key)
+        except (OSError, SafetensorError):
+            return False
 
 
-def _refit(name: str, tensors: dict[str, Tensor], before: float, after: float, ridge: float) -> Refit:
-    left, right = tensors.get(f"{name}.u"), tensors.get(f"{name}.v")
-    factors = None if left is None or right is None else (left, right)
-    return Refit(tensors[f"{name}.weight"], factors, before, after, ridge)
+def _refit(tensors: dict[str, Tensor], name: str) -> Refit:
+    factors = (tensors[f"{name}.u"], tensors[f"{name}.v"]) if f"{name}.u" in tensors else None
+    return Refit(tensors[f"{name}.weight"], factors, *tensors[f"{name}.numbers"].tolist())
