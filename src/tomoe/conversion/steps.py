@@ -27,12 +27,11 @@ from tomoe.plan import AnyPlan, InputsPlan, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
-from tomoe.pruning.forms import mask_network
+from tomoe.pruning.forms import AnyNetwork, mask_network
 from tomoe.pruning.inputs import plan_inputs
 from tomoe.pruning.layouts import Layout, settle_layout, tolerance_of
 from tomoe.pruning.learned.objective import MaskStep, planned_loss
 from tomoe.pruning.learned.rotation import value_rotations
-from tomoe.pruning.network import MaskNetwork
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.target_rules import TARGET_RULES
 from tomoe.training.best import BestWeights
@@ -89,7 +88,7 @@ def begin_run(
     )
 
 
-def new_network(recipe: Recipe, shape: ModelShape, layout: Layout | None, device: torch.device) -> MaskNetwork:
+def new_network(recipe: Recipe, shape: ModelShape, layout: Layout | None, device: torch.device) -> AnyNetwork:
     """Make the network that holds experts and routers; the start, or a checkpoint, fills it."""
     assert layout is not None, "where tokens choose inputs there are no experts to hold"
     size = recipe.experts.embedding_size
@@ -97,7 +96,7 @@ def new_network(recipe: Recipe, shape: ModelShape, layout: Layout | None, device
 
 
 def start_(
-    net: MaskNetwork,
+    net: AnyNetwork,
     recipe: Recipe,
     base: BaseWeights,
     model: PreTrainedModel,
@@ -120,7 +119,7 @@ def start_(
 
 
 def learn_(
-    net: MaskNetwork,
+    net: AnyNetwork,
     recipe: Recipe,
     model: PreTrainedModel,
     corpus: Corpus,
@@ -153,7 +152,7 @@ def learning_notes(steps: int, checked: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "held_out_before": checked["start"], "held_out": checked["loss"]}
 
 
-def choose_experts(net: MaskNetwork, model: PreTrainedModel, active: float, text: Sequences, target: str) -> Plan:
+def choose_experts(net: AnyNetwork, model: PreTrainedModel, active: float, text: Sequences, target: str) -> Plan:
     """The plan of what the network holds: experts, routers and widths, as near to the share `active` as the target allows."""
     calibration = text.input_ids.to(model.device), text.mask.to(model.device)
     return extract_plan(net, model, active, calibration, tolerance_of(TARGET_RULES[target]))

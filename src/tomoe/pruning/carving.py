@@ -22,13 +22,14 @@ from tomoe.model.running import run_model
 from tomoe.model.structure import LayerParts, layer_parts
 from tomoe.progress import StageCallback, no_stage_progress
 from tomoe.pruning.allocation import allocate, evened
+from tomoe.pruning.forms import AnyNetwork
 from tomoe.pruning.learned.attention_carving import AttentionRanking
-from tomoe.pruning.network import Activations, MaskNetwork, real_tokens
+from tomoe.pruning.network import Activations, real_tokens
 
 
 @torch.no_grad()
 def carve_(
-    net: MaskNetwork,
+    net: AnyNetwork,
     model: Any,
     ids: Int[Tensor, "B S"],
     mask: Bool[Tensor, "B S"],
@@ -74,7 +75,7 @@ def _owner(i: int) -> int:
 
 
 def _mlp_hooks(
-    net: MaskNetwork,
+    net: AnyNetwork,
     i: int,
     parts: LayerParts,
     valid: Bool[Tensor, " BS"] | None,

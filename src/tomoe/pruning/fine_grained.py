@@ -20,7 +20,7 @@ from tomoe.plan import LayerPlan
 from tomoe.pruning.allocation import Site, units_by_layer
 from tomoe.pruning.fine_carving import SHARED, FineStart, carve_fine
 from tomoe.pruning.layouts import FineLayout
-from tomoe.pruning.network import Activations, Experts, ExtractedExperts, MaskNetwork, SampledExperts, per_layer
+from tomoe.pruning.network import Activations, MaskNetwork, per_layer
 from tomoe.pruning.products import rounded_products
 from tomoe.pruning.routing import ExpertRouter, Routing, route
 from tomoe.recipe.conversion import SamplingSection
@@ -55,6 +55,7 @@ class FineNetwork(MaskNetwork):
         return FineStart(torch.empty(n, s.hidden_size, device=device), torch.empty(n, device=device), expert, loss)
 
     def start_experts_(self, starts: Sequence[FineStart], units: Sequence[int] | None, left: float) -> None:
+        """Start from carved experts with so many of them a token in each layer; None: as many as the layout says."""
         top_ks = self.layout.top_ks(self.shape.num_layers) if units is None else units
         for i, start in enumerate(starts):
             bias = self.routers[i].bias
@@ -84,39 +85,47 @@ class FineNetwork(MaskNetwork):
 
 
 @dataclass(eq=False)
-class SampledFine(SampledExperts):
+class SampledFine:
     """One layer in one step. There is no noise in the choice."""
 
     router: ExpertRouter
     masks: Float[Tensor, "N F"]
     shared: Float[Tensor, " F"]
     top_k: int
-    neurons: int
+    neurons: int  # that a token uses (Eq. 8)
     temperature: float
-    neuron_masks = None
+    neuron_masks = None  # every neuron has its place already
 
     def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
         routing = self.router.choose(x_TD, self.temperature, self.top_k)
         return routing, routing.assignment @ self.masks + self.shared
 
 
-class ExtractedFine(ExtractedExperts):
+class ExtractedFine:
     """Experts and widths as carving made them."""
 
     def __init__(self, net: FineNetwork):
         self.net = net
         self.widths = [net.width(i) for i in range(net.shape.num_layers)]
+        # of the MLPs, which are settled already
         self.params = sum(int(mlp_params(net.shape, width)) for width in self.widths)
 
     def sites(self, i: int) -> list[Site]:
+        """The width of layer i, if extraction chooses it."""
         return []
+
+    def notes(self, offset: float) -> dict[str, Any]:
+        """What the plan should remember of the choice."""
+        return {}
 
     def choose(
         self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
     ) -> list[tuple[int, list[int]]]:
+        """The MLP width of every layer, and the units of its other sites: all together nearest to `target` parameters."""
         return list(zip(self.widths, units_by_layer(layers, offset, target), strict=True))
 
     def fields(self, i: int, width: int) -> dict[str, Any]:
+        """The fields of a LayerPlan that hold the experts of layer i."""
         expert_masks, shared_mask = self.net.expert_masks(i)
         bias = self.net.routers[i].bias
         assert bias is not None
@@ -128,8 +137,8 @@ class ExtractedFine(ExtractedExperts):
         }
 
 
-class PlannedFine(Experts):
-    """One layer of a plan."""
+class PlannedFine:
+    """One layer of a plan. `choose` routes tokens: it returns their experts and the mask of their neurons."""
 
     def __init__(self, layer: LayerPlan, device: torch.device):
         assert layer.shared_mask is not None

@@ -16,12 +16,12 @@ from tomoe.model.compiled import CompiledLayers, asked, fusing, learning_input
 from tomoe.model.running import family_head, hidden_states
 from tomoe.model.shape import ModelShape
 from tomoe.plan import Plan
+from tomoe.pruning.forms import AnyNetwork
 from tomoe.pruning.learned.graph_masks import masked_in_graphs
 from tomoe.pruning.learned.losses import active_fraction, budget_penalty, coverage_penalty, layer_fractions
 from tomoe.pruning.learned.overlapping import OverlappingNetwork
 from tomoe.pruning.learned.sampling import SampledLayerMasks, sampled_masks
 from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.network import MaskNetwork
 from tomoe.pruning.routing import balance_penalty
 from tomoe.recipe.conversion import LossSection, TrainSection
 from tomoe.seeds import derive_seed
@@ -53,7 +53,7 @@ class MaskStep:
     """The step function that learns masks and routers; the frozen dense model is the teacher, too."""
 
     def __init__(
-        self, model: PreTrainedModel, net: MaskNetwork, loss: LossSection, train: TrainSection, active: float, seed: int
+        self, model: PreTrainedModel, net: AnyNetwork, loss: LossSection, train: TrainSection, active: float, seed: int
     ):
         self.model, self.net, self.loss, self.train, self.active, self.seed = model, net, loss, train, active, seed
         plain = train.quantization == "none" and not train.shard
