@@ -34,8 +34,7 @@ from tomoe.pruning.learned.objective import MaskStep, planned_loss
 from tomoe.pruning.learned.rotation import value_rotations
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.target_rules import TARGET_RULES
-from tomoe.training.best import BestWeights
-from tomoe.training.loop import Training, check_accumulation, run_training
+from tomoe.training.loop import BestWeights, Training, check_accumulation, run_training
 from tomoe.training.run_folder import RunFolder
 from tomoe.version import __version__
 

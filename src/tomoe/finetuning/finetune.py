@@ -40,9 +40,8 @@ from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report.card import write_card
 from tomoe.report.summary import shown_name
-from tomoe.training.best import BestWeights
 from tomoe.training.cost import Stopwatch, write_cost
-from tomoe.training.loop import Training, check_accumulation, run_training
+from tomoe.training.loop import BestWeights, Training, check_accumulation, run_training
 from tomoe.training.run_folder import EARLIER, RunFolder
 from tomoe.training.tuning_memory import Tuning
 from tomoe.version import __version__
