@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ from tomoe.errors import UserError
 from tomoe.exporting.choice import check_target
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import fingerprint, load_tokenizer
-from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_output, shape_of
 from tomoe.model.tokens import check_length
 from tomoe.moe.checkpoint import check_writing, save_moe
@@ -29,7 +28,7 @@ from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.forms import AnyNetwork, mask_network
 from tomoe.pruning.inputs import plan_inputs
-from tomoe.pruning.layouts import Layout, settle_layout, tolerance_of
+from tomoe.pruning.layouts import settle_layout, tolerance_of
 from tomoe.pruning.learned.objective import MaskStep, planned_loss
 from tomoe.pruning.learned.rotation import value_rotations
 from tomoe.recipe.conversion import Recipe
@@ -43,20 +42,8 @@ CHECKED_TOKENS = 4096
 AnyP = TypeVar("AnyP", Plan, InputsPlan)
 
 
-@dataclass(frozen=True)
-class Dense:
-    """The dense model of a conversion."""
-
-    model: PreTrainedModel
-    """As it learns: possibly quantized or sharded."""
-    tokenizer: PreTrainedTokenizerBase
-    shape: ModelShape
-    layout: Layout | None
-    """How experts divide its layers; None if tokens choose inputs."""
-
-
-def open_dense(recipe: Recipe, base: BaseWeights) -> Dense:
-    """Load the dense model to learn from and its tokenizer, and settle how its experts divide a layer.
+def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the dense model as it learns (possibly quantized or sharded) and its tokenizer.
 
     Whatever can be known to fail later is looked for here. Raises UserError if the model does not fit the recipe.
     """
@@ -66,32 +53,34 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> Dense:
     model = base.for_training()
     check_output(model, recipe.attention.pruning != "off")
     check_length(recipe.data.seq_len, model)
-    shape = shape_of(model)
-    layout = None if recipe.experts.form == "inputs" else settle_layout(recipe, shape)
+    if recipe.experts.form != "inputs":
+        settle_layout(recipe, shape_of(model))
     check_target(recipe, model)
     tokenizer = load_tokenizer(recipe.model)
     # others write nothing, and their disks may be full
     distributed.on_rank_zero(lambda: check_writing(model, tokenizer))
-    return Dense(model, tokenizer, shape, layout)
+    return model, tokenizer
 
 
 def begin_run(
-    recipe: Recipe, base: BaseWeights, dense: Dense, run: RunFolder, resumes: bool, on_progress: ProgressCallback
-) -> Corpus:
-    """Start or resume the run, and return its text; see `RunFolder.start`."""
-    return run.start(
+    recipe: Recipe, base: BaseWeights, run: RunFolder, resumes: bool, on_progress: ProgressCallback
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Corpus]:
+    """`open_dense`, then start or resume the run (`RunFolder.start`), and its text."""
+    model, tokenizer = open_dense(recipe, base)
+    corpus = run.start(
         recipe,
         resumes,
-        lambda: fingerprint(dense.model if base.is_original else base.original()),
-        lambda: prepare(recipe.data, dense.tokenizer, recipe.seed, dense.model, stage_callback(on_progress, "text")),
+        lambda: fingerprint(model if base.is_original else base.original()),
+        lambda: prepare(recipe.data, tokenizer, recipe.seed, model, stage_callback(on_progress, "text")),
     )
+    return model, tokenizer, corpus
 
 
-def new_network(recipe: Recipe, shape: ModelShape, layout: Layout | None, device: torch.device) -> AnyNetwork:
-    """Make the network that holds experts and routers; the start, or a checkpoint, fills it."""
-    assert layout is not None, "where tokens choose inputs there are no experts to hold"
-    size = recipe.experts.embedding_size
-    return mask_network(shape, layout, size, recipe.attention, recipe.sampling, recipe.seed).to(device)
+def new_network(recipe: Recipe, model: PreTrainedModel) -> AnyNetwork:
+    """Make the network that holds experts and routers of a model; the start, or a checkpoint, fills it."""
+    shape, size = shape_of(model), recipe.experts.embedding_size
+    layout = settle_layout(recipe, shape)
+    return mask_network(shape, layout, size, recipe.attention, recipe.sampling, recipe.seed).to(model.device)
 
 
 def start_(
@@ -157,11 +146,11 @@ def choose_experts(net: AnyNetwork, model: PreTrainedModel, active: float, text:
     return extract_plan(net, model, active, calibration, tolerance_of(TARGET_RULES[target]))
 
 
-def choose_inputs(dense: Dense, text: Sequences, active: float, seed: int, on_progress: ProgressCallback) -> InputsPlan:
+def choose_inputs(model: PreTrainedModel, text: Sequences, recipe: Recipe, on_progress: ProgressCallback) -> InputsPlan:
     """The plan of how many inputs of each projection a token uses; which ones, its own numbers tell."""
-    ids, mask = text.input_ids.to(dense.model.device), text.mask.to(dense.model.device)
+    ids, mask = text.input_ids.to(model.device), text.mask.to(model.device)
     progress = stage_callback(on_progress, "choosing inputs")
-    return plan_inputs(dense.model, dense.shape, ids, mask, active, seed, progress)
+    return plan_inputs(model, shape_of(model), ids, mask, recipe.active, recipe.seed, progress)
 
 
 def recorded(plan: AnyP, recipe: Recipe, model: PreTrainedModel, source: str, notes: dict[str, Any]) -> AnyP:
