@@ -72,12 +72,8 @@ class Fp32MasterWeights(nn.Module):
     @torch.no_grad()
     def write_(self) -> None:
         """Round the master copies into the weights that run."""
-        plain = [(master, weight) for master, weight in self.copies if id(weight) not in self.rounded]
-        if plain:
-            torch._foreach_copy_([weight for _, weight in plain], [master for master, _ in plain])
         for master, weight in self.copies:
-            if id(weight) in self.rounded:
-                weight.copy_(bfloat16_values(master))
+            weight.copy_(bfloat16_values(master) if id(weight) in self.rounded else master)
 
 
 def _accumulate_into_master(master: nn.Parameter, weight: nn.Parameter) -> None:

@@ -80,8 +80,40 @@ class FineNetwork(MaskNetwork):
         k = int(self.experts_per_token[i])
         return SampledFine(self.routers[i], masks, shared, k, self.layout.width(k), self.sampling.temperature)
 
-    def extract_experts(self, embeddings: Float[Tensor, "sites N E"] | None) -> ExtractedFine:
-        return ExtractedFine(self)
+    def extract_experts(self, embeddings: Float[Tensor, "sites N E"] | None) -> FineNetwork:
+        """Experts and widths are those that carving made."""
+        return self
+
+    @property
+    def params(self) -> int:
+        """Parameters of the MLPs, which are settled already."""
+        return sum(int(mlp_params(self.shape, self.width(i))) for i in range(self.shape.num_layers))
+
+    def sites(self, i: int) -> list[Site]:
+        """The width of layer i, if extraction chooses it."""
+        return []
+
+    def choose(
+        self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
+    ) -> list[tuple[int, list[int]]]:
+        """The MLP width of every layer, and the units of its other sites: all together nearest to `target` parameters."""
+        return [(self.width(i), units) for i, units in enumerate(units_by_layer(layers, offset, target))]
+
+    def fields(self, i: int, width: int) -> dict[str, Any]:
+        """The fields of a LayerPlan that hold the experts of layer i."""
+        expert_masks, shared_mask = self.expert_masks(i)
+        bias = self.routers[i].bias
+        assert bias is not None
+        return {
+            "expert_masks": expert_masks.cpu(),
+            "shared_mask": shared_mask.cpu(),
+            "router_bias": bias.detach().float().cpu(),
+            "top_k": int(self.experts_per_token[i]),
+        }
+
+    def notes(self, offset: float) -> dict[str, Any]:
+        """What the plan should remember of the choice."""
+        return {}
 
 
 @dataclass(eq=False)
@@ -99,42 +131,6 @@ class SampledFine:
     def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
         routing = self.router.choose(x_TD, self.temperature, self.top_k)
         return routing, routing.assignment @ self.masks + self.shared
-
-
-class ExtractedFine:
-    """Experts and widths as carving made them."""
-
-    def __init__(self, net: FineNetwork):
-        self.net = net
-        self.widths = [net.width(i) for i in range(net.shape.num_layers)]
-        # of the MLPs, which are settled already
-        self.params = sum(int(mlp_params(net.shape, width)) for width in self.widths)
-
-    def sites(self, i: int) -> list[Site]:
-        """The width of layer i, if extraction chooses it."""
-        return []
-
-    def notes(self, offset: float) -> dict[str, Any]:
-        """What the plan should remember of the choice."""
-        return {}
-
-    def choose(
-        self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
-    ) -> list[tuple[int, list[int]]]:
-        """The MLP width of every layer, and the units of its other sites: all together nearest to `target` parameters."""
-        return list(zip(self.widths, units_by_layer(layers, offset, target), strict=True))
-
-    def fields(self, i: int, width: int) -> dict[str, Any]:
-        """The fields of a LayerPlan that hold the experts of layer i."""
-        expert_masks, shared_mask = self.net.expert_masks(i)
-        bias = self.net.routers[i].bias
-        assert bias is not None
-        return {
-            "expert_masks": expert_masks.cpu(),
-            "shared_mask": shared_mask.cpu(),
-            "router_bias": bias.detach().float().cpu(),
-            "top_k": int(self.net.experts_per_token[i]),
-        }
 
 
 class PlannedFine:
