@@ -20,6 +20,7 @@ from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.model.shape import ceil_div
 from tomoe.progress import ProgressCallback
+from tomoe.recipe.finetuning import TunedTrainSection
 from tomoe.recipe.shared import LoopSection
 from tomoe.training.run_folder import RunFolder
 
@@ -48,21 +49,17 @@ def learning_rate(train: LoopSection, step: int) -> float:
 
 
 def make_optimizer(
-    net: nn.Module,
-    train: LoopSection,
-    fused: bool = False,
-    scales: Mapping[str, float] | None = None,
-    eight_bit: bool = False,
+    net: nn.Module, train: LoopSection, fused: bool = False, scales: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
     """Return AdamW for the trainable parameters; fused: in one pass over memory, rounding slightly differently (always on
-    CUDA); scales: of the learning rate of the parameters with these names; eight_bit: moments in 8 bits, by bitsandbytes."""
+    CUDA); scales: of the learning rate of the parameters with these names."""
     groups: dict[float, list[nn.Parameter]] = {}
     for name, p in net.named_parameters():
         if p.requires_grad:
             groups.setdefault((scales or {}).get(name, 1.0), []).append(p)
     scaled = [{"params": params, "scale": scale} for scale, params in groups.items()]
     settings: dict[str, Any] = {"lr": train.learning_rate, "weight_decay": train.weight_decay}
-    if eight_bit:
+    if isinstance(train, TunedTrainSection) and train.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]
 
         return AdamW8bit(scaled, **settings)
@@ -137,7 +134,7 @@ class BestWeights:
 @dataclass(eq=False)
 class Training:
     """One run: the trainable modules `net`, their optimizer and the number of steps done, with `model`, which runs, and with
-    `best`, if there is one, which checks what was learned; `fused`, `scales` and `eight_bit` are for `make_optimizer`."""
+    `best`, if there is one, which checks what was learned; `fused` and `scales` are for `make_optimizer`."""
 
     model: PreTrainedModel
     net: nn.Module
@@ -149,14 +146,13 @@ class Training:
     fused: bool = False
     scales: Mapping[str, float] | None = None
     best: BestWeights | None = None
-    eight_bit: bool = False
     step: int = field(default=0, init=False)
     nonfinite_steps: int = field(default=0, init=False)
     saved: int = field(default=-1, init=False)
     updating: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.optimizer = make_optimizer(self.net, self.loop, self.fused, self.scales, self.eight_bit)
+        self.optimizer = make_optimizer(self.net, self.loop, self.fused, self.scales)
 
     def resume(self) -> None:
         """Load the newest whole checkpoint, if there is one."""
