@@ -512,7 +512,7 @@ def trains_paper(proof: Proof) -> Iterator[Row]:
     base = BaseWeights.of(recipe)
     dense, _ = open_dense(recipe, base)
     net = new_network(recipe, dense)
-    step = MaskStep(dense, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
+    step = MaskStep(dense, net, recipe)
     ids = torch.randint(250, (1, recipe.data.seq_len))
     yield profiled(proof, partial(step, Sequences(ids, torch.ones_like(ids, dtype=torch.bool)), 1, 0))
 

@@ -126,7 +126,7 @@ def learn_(
     steps = recipe.train.steps
     # before the first step, and after the last
     checks = BestWeights(net, run, steps, loss, checks=1, keeps=False) if steps else None
-    step = MaskStep(model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
+    step = MaskStep(model, net, recipe)
     training = Training(model, net, recipe.train, recipe.seed, corpus, run, step, best=checks)
     run_training(training, "train", on_progress)
     return learning_notes(steps, checks.state() if checks else {})
