@@ -18,6 +18,7 @@ from tomoe.errors import UserError
 from tomoe.exporting.choice import check_target
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import fingerprint, load_tokenizer
+from tomoe.model.running import family_head, hidden_states
 from tomoe.model.structure import check_output, shape_of
 from tomoe.model.tokens import check_length
 from tomoe.moe.checkpoint import check_writing, save_moe
@@ -29,10 +30,12 @@ from tomoe.pruning.extract import extract_plan
 from tomoe.pruning.forms import AnyNetwork, mask_network
 from tomoe.pruning.inputs import plan_inputs
 from tomoe.pruning.layouts import settle_layout, tolerance_of
-from tomoe.pruning.learned.objective import MaskStep, planned_loss
+from tomoe.pruning.learned.objective import MaskStep
 from tomoe.pruning.learned.rotation import value_rotations
+from tomoe.pruning.masking import masked, planned_masks
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.target_rules import TARGET_RULES
+from tomoe.training.distillation import distill_loss
 from tomoe.training.loop import BestWeights, Training, check_accumulation, run_training
 from tomoe.training.run_folder import RunFolder
 from tomoe.version import __version__
@@ -130,6 +133,24 @@ def learn_(
     training = Training(model, net, recipe.train, recipe.seed, corpus, run, step, best=checks)
     run_training(training, "train", on_progress)
     return learning_notes(steps, checks.state() if checks else {})
+
+
+@torch.no_grad()
+def planned_loss(model: Any, plan: Plan, text: Sequences, objective: str) -> float:
+    """Return what the dense model loses under a plan's masks, in nats a token of `text`: the KL to itself, or the
+    language-modeling loss if that is the objective.
+
+    Every process reads all of the text: a sharded model runs in all of them or in none.
+    """
+    masks = planned_masks(plan, model.device)
+    total = 0.0
+    for ids, mask in zip(text.input_ids.split(1), text.mask.split(1), strict=True):
+        ids, mask = ids.to(model.device), mask.to(model.device)
+        teacher = hidden_states(model, ids, mask) if objective == "kl" else None
+        with masked(model, masks):
+            student = hidden_states(model, ids, mask)
+        total += distill_loss(student, teacher, ids, mask, family_head(model)).item() * int(mask.sum())
+    return total / text.tokens
 
 
 def learning_notes(steps: int, checked: dict[str, Any]) -> dict[str, Any]:

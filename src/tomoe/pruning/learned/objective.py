@@ -1,4 +1,4 @@
-"""The objective that masks and routers are learned with, one step of it, and what a plan loses before and after."""
+"""The objective that masks and routers are learned with, and one step of it. The frozen dense model is the teacher, too."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tomoe.data.corpus import Sequences
 from tomoe.model.compiled import CompiledLayers, asked, fusing, learning_input
 from tomoe.model.running import family_head, hidden_states
 from tomoe.model.shape import ModelShape
-from tomoe.plan import Plan
 from tomoe.pruning.forms import AnyNetwork
 from tomoe.pruning.learned.graph_masks import masked_in_graphs
 from tomoe.pruning.learned.losses import active_fraction, budget_penalty, coverage_penalty, layer_fractions
 from tomoe.pruning.learned.overlapping import OverlappingNetwork
 from tomoe.pruning.learned.sampling import SampledLayerMasks, sampled_masks
-from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.masking import masked
 from tomoe.pruning.routing import balance_penalty
 from tomoe.recipe.conversion import LossSection, Recipe
 from tomoe.seeds import derive_seed
@@ -100,21 +98,3 @@ class MaskStep:
             return
         with masked_in_graphs(self.model, masks, tokens) as settle, learning_input(self.model), self.layers:
             yield settle
-
-
-@torch.no_grad()
-def planned_loss(model: Any, plan: Plan, text: Sequences, objective: str) -> float:
-    """Return what the dense model loses under a plan's masks, in nats a token of `text`: the KL to itself, or the
-    language-modeling loss if that is the objective.
-
-    Every process reads all of the text: a sharded model runs in all of them or in none.
-    """
-    masks = planned_masks(plan, model.device)
-    total = 0.0
-    for ids, mask in zip(text.input_ids.split(1), text.mask.split(1), strict=True):
-        ids, mask = ids.to(model.device), mask.to(model.device)
-        teacher = hidden_states(model, ids, mask) if objective == "kl" else None
-        with masked(model, masks):
-            student = hidden_states(model, ids, mask)
-        total += distill_loss(student, teacher, ids, mask, family_head(model)).item() * int(mask.sum())
-    return total / text.tokens
