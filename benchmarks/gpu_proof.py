@@ -510,10 +510,9 @@ def trains_paper(proof: Proof) -> Iterator[Row]:
     seconds = statistics.median(row["seconds"] for row in rows[1:])
     yield {"seconds a step": seconds, "tokens/s": rows[-1]["tokens"] / seconds, "peak GB": proof.peak_gb()}
     base = BaseWeights.of(recipe)
-    dense = open_dense(recipe, base)
-    assert dense.layout is not None
-    net = new_network(recipe, dense.shape, dense.layout, dense.model.device)
-    step = MaskStep(dense.model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
+    dense, _ = open_dense(recipe, base)
+    net = new_network(recipe, dense)
+    step = MaskStep(dense, net, recipe)
     ids = torch.randint(250, (1, recipe.data.seq_len))
     yield profiled(proof, partial(step, Sequences(ids, torch.ones_like(ids, dtype=torch.bool)), 1, 0))
 

@@ -189,7 +189,7 @@ def projections(net: MaskNetwork) -> list[Projection]:
 
 def mask_step(model: PreTrainedModel, net: MaskNetwork, recipe: Recipe) -> MaskStep:
     """The step function of a recipe."""
-    return MaskStep(model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
+    return MaskStep(model, net, recipe)
 
 
 def partition_(net: FineNetwork, generator: torch.Generator) -> None:

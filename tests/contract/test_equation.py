@@ -175,9 +175,8 @@ def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
     left_out = shape.num_layers * mlp_params(shape, shape.mlp_size - width)
     recipe, text = Recipe(active=1 - left_out / decoder_params(shape), target="gpu"), tokens(2, 24, seed=5)
     calibration = text, torch.ones_like(text, dtype=torch.bool)
-    layout = settle_layout(recipe, shape)
-    assert layout == FineLayout(16, 128, 640, 8, leaves_whole=False)
-    net = new_network(recipe, shape_of(dense), layout, dense.device)
+    assert settle_layout(recipe, shape) == FineLayout(16, 128, 640, 8, leaves_whole=False)
+    net = new_network(recipe, dense)
     carve_(net, dense, *calibration, recipe.active, seed=0)
     plan = extract_plan(net, dense, recipe.active, calibration)
     assert sorted(layer.top_k for layer in plan.layers) == [7, 8]

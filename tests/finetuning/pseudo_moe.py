@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from tomoe.finetuning.students import (
     Balance,
     Fp32MasterWeights,
+    MoEStudent,
     _frozen_embeddings,
     _merged,
     _trained_routers,
@@ -28,12 +29,12 @@ from tomoe.pruning.routing import balance_penalty
 from tomoe.recipe.finetuning import FinetuneRecipe
 
 
-class PseudoMoE:
+class PseudoMoE(MoEStudent):
     """Learns what `MoEStudent` learns, on the dense model's own matrices; `finish` folds them again."""
 
     def __init__(self, dense: PreTrainedModel, plan: Plan, recipe: FinetuneRecipe):
         assert recipe.weights == "full"
-        self.model, self.plan = dense, plan
+        self.model, self.plan, self.layers = dense, plan, None
         layers = [
             replace(
                 layer,

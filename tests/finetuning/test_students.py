@@ -18,7 +18,6 @@ from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.finetuning import students
 from tomoe.finetuning.students import FinetuneStep, MoEStudent, check_packages
-from tomoe.model.running import hidden_states
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM
 from tomoe.plan import ALWAYS, Plan
@@ -46,7 +45,7 @@ def recipe(*changes: str) -> FinetuneRecipe:
 
 def student(
     made: FinetuneRecipe, dense: PreTrainedModel, plan: Plan, backend: str = "auto", pseudo: bool = False
-) -> MoEStudent | PseudoMoE:
+) -> MoEStudent:
     if pseudo:
         return PseudoMoE(dense, plan, made)
     moe = fold(dense, plan)
@@ -54,9 +53,8 @@ def student(
     return MoEStudent(moe, plan, made)
 
 
-def step_of(made: FinetuneRecipe, learner: MoEStudent | PseudoMoE, teacher: PreTrainedModel) -> FinetuneStep:
-    states = None if made.loss.objective == "lm" else lambda ids, mask: hidden_states(teacher, ids, mask)
-    return FinetuneStep(learner, made, states)
+def step_of(made: FinetuneRecipe, learner: MoEStudent, teacher: PreTrainedModel) -> FinetuneStep:
+    return FinetuneStep(learner, made, None if made.loss.objective == "lm" else teacher)
 
 
 def trained(

@@ -141,7 +141,7 @@ def test_what_a_carve_holds_of_all_calibration_tokens(
     sizes = [f"experts.form={form}", f"experts.num_experts={experts}", "active=0.625", "data.calibration_tokens=2048"]
     recipe, model = Recipe.load(None, sizes), make_pico("llama", intermediate_size=256).to(dtype)
     layout = settle_layout(recipe, shape_of(model))
-    net = new_network(recipe, shape_of(model), layout, model.device)
+    net = new_network(recipe, model)
     ids = tokens(64, 32)
     counted = estimate.calibration_bytes(shape_of(model), dtype, layout, recipe.data)
     with Peak(model.parameters()) as peak:

@@ -339,8 +339,7 @@ def test_what_cannot_be_divided_is_refused(experts: ExpertsSection, width: float
 
 def carved(model: PreTrainedModel, recipe: Recipe) -> MaskNetwork:
     """A mask network with the carved start of a recipe. Raises UserError, before the carve, if no layout meets the budget."""
-    shape = shape_of(model)
-    net = new_network(recipe, shape, settle_layout(recipe, shape), model.device)
+    net = new_network(recipe, model)
     carve_(net, model, *TEXT, recipe.active, recipe.seed)
     return net
 

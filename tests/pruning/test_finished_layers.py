@@ -129,7 +129,7 @@ def test_a_full_disk_costs_the_way_to_resume_and_nothing_else(tmp_path: Path, mo
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("tomoe.pruning.repair.checkpoint.save_file", full)
+    monkeypatch.setattr("tomoe.pruning.repair.plan.save_file", full)
     assert saved(repaired("fine", "off", HALF, run), tmp_path / "again") == expected
     assert not list(run.iterdir())
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tomoe.errors import UserError
 from tomoe.finetuning.finetune import take_best_
-from tomoe.training.best import BestWeights
+from tomoe.training.loop import BestWeights
 from tomoe.training.run_folder import RunFolder
 
 

@@ -13,7 +13,7 @@ from tomoe.folders import refuse_overwriting
 from tomoe.model.base_weights import BaseWeights
 from tomoe.plan import AnyPlan, read_plan
 from tomoe.progress import ProgressCallback, no_progress
-from tomoe.pruning.repair.plan import forget_repair
+from tomoe.pruning.repair.plan import forget_repair, repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.cost import Stopwatch, write_cost
 from tomoe.training.run_folder import RunFolder
@@ -51,40 +51,42 @@ def convert_dense(
     refuse_overwriting(out, force, recipe.model, resume)
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
 
-    dense = steps.open_dense(recipe, base)
-    corpus = steps.begin_run(recipe, base, dense, run, resumes, on_progress)
+    model, tokenizer, corpus = steps.begin_run(recipe, base, run, resumes, on_progress)
     watch.ended("text")
 
     plan: AnyPlan
     if recipe.experts.form == "inputs":
         # tokens choose inputs of the dense weights, so nothing is carved, learned or repaired
-        original = dense.model
-        chosen = steps.choose_inputs(dense, corpus.calibration, recipe.active, recipe.seed, on_progress)
+        original = model
+        chosen = steps.choose_inputs(model, corpus.calibration, recipe, on_progress)
         plan = steps.recorded(chosen, recipe, original, run.origin_fingerprint(), {"steps": 0})
         watch.ended("choosing inputs")
     else:
-        net = steps.new_network(recipe, dense.shape, dense.layout, dense.model.device)
+        net = steps.new_network(recipe, model)
         # a checkpoint holds the start, too
         if not run.steps():
-            steps.start_(net, recipe, base, dense.model, corpus.calibration, on_progress)
+            steps.start_(net, recipe, base, model, corpus.calibration, on_progress)
             watch.ended("carving" if recipe.start == "carved" else "start")
-        learned = steps.learn_(net, recipe, dense.model, corpus, run, on_progress)
+        learned = steps.learn_(net, recipe, model, corpus, run, on_progress)
         if recipe.train.steps:
             watch.ended("learning")
         # learning may run on a quantized or sharded copy; the plan is for the original weights
-        original = dense.model if base.is_original else base.original()
+        original = model if base.is_original else base.original()
         experts = steps.choose_experts(net, original, recipe.active, corpus.calibration, recipe.target)
         recorded = steps.recorded(experts, recipe, original, run.origin_fingerprint(), learned)
-        plan = steps.repaired(recorded, original, corpus, recipe.repair, base.dtype, run.path, on_progress)
+        text = corpus.fitting_text(recipe.repair.tokens)
+        plan = repair_plan(
+            recorded, original, text.input_ids, text.mask, recipe.repair, on_progress, run.path, base.dtype
+        )
         if recipe.repair.mode != "none":
             watch.ended("repair")
 
     def finish() -> None:
-        steps.fold_and_check(plan, base.stored_(original), dense.tokenizer, out, force or resumes)
+        steps.fold_and_check(plan, base.stored_(original), tokenizer, out, force or resumes)
         forget_repair(run.path)
         watch.ended("folding")
         write_cost(run.path / "cost.json", recipe.train, original, corpus, watch, resumes)
 
     # all processes have the same plan; one of them writes
     distributed.on_rank_zero(finish)
-    return read_plan(out), dense.model if base.is_original else None
+    return read_plan(out), model if base.is_original else None

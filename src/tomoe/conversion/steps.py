@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,12 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe import distributed
 from tomoe.data.corpus import Corpus, Sequences, prepare
-from tomoe.data.sources import SELF
 from tomoe.errors import UserError
 from tomoe.exporting.choice import check_target
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import fingerprint, load_tokenizer
-from tomoe.model.shape import ModelShape
+from tomoe.model.running import family_head, hidden_states
 from tomoe.model.structure import check_output, shape_of
 from tomoe.model.tokens import check_length
 from tomoe.moe.checkpoint import check_writing, save_moe
@@ -28,18 +27,16 @@ from tomoe.plan import AnyPlan, InputsPlan, Plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.pruning.carving import carve_
 from tomoe.pruning.extract import extract_plan
-from tomoe.pruning.forms import mask_network
+from tomoe.pruning.forms import AnyNetwork, mask_network
 from tomoe.pruning.inputs import plan_inputs
-from tomoe.pruning.layouts import Layout, settle_layout, tolerance_of
+from tomoe.pruning.layouts import settle_layout, tolerance_of
 from tomoe.pruning.learned.objective import MaskStep
-from tomoe.pruning.learned.planned_loss import planned_loss
 from tomoe.pruning.learned.rotation import value_rotations
-from tomoe.pruning.network import MaskNetwork
-from tomoe.pruning.repair.plan import repair_plan
-from tomoe.recipe.conversion import Recipe, RepairSection
+from tomoe.pruning.masking import masked, planned_masks
+from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.target_rules import TARGET_RULES
-from tomoe.training.best import BestWeights
-from tomoe.training.loop import Training, check_accumulation, run_training
+from tomoe.training.distillation import distill_loss
+from tomoe.training.loop import BestWeights, Training, check_accumulation, run_training
 from tomoe.training.run_folder import RunFolder
 from tomoe.version import __version__
 
@@ -48,20 +45,8 @@ CHECKED_TOKENS = 4096
 AnyP = TypeVar("AnyP", Plan, InputsPlan)
 
 
-@dataclass(frozen=True)
-class Dense:
-    """The dense model of a conversion."""
-
-    model: PreTrainedModel
-    """As it learns: possibly quantized or sharded."""
-    tokenizer: PreTrainedTokenizerBase
-    shape: ModelShape
-    layout: Layout | None
-    """How experts divide its layers; None if tokens choose inputs."""
-
-
-def open_dense(recipe: Recipe, base: BaseWeights) -> Dense:
-    """Load the dense model to learn from and its tokenizer, and settle how its experts divide a layer.
+def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the dense model as it learns (possibly quantized or sharded) and its tokenizer.
 
     Whatever can be known to fail later is looked for here. Raises UserError if the model does not fit the recipe.
     """
@@ -71,54 +56,38 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> Dense:
     model = base.for_training()
     check_output(model, recipe.attention.pruning != "off")
     check_length(recipe.data.seq_len, model)
-    shape = shape_of(model)
-    layout = None if recipe.experts.form == "inputs" else settle_layout(recipe, shape)
+    if recipe.experts.form != "inputs":
+        settle_layout(recipe, shape_of(model))
     check_target(recipe, model)
     tokenizer = load_tokenizer(recipe.model)
     # others write nothing, and their disks may be full
     distributed.on_rank_zero(lambda: check_writing(model, tokenizer))
-    return Dense(model, tokenizer, shape, layout)
+    return model, tokenizer
 
 
 def begin_run(
-    recipe: Recipe, base: BaseWeights, dense: Dense, run: RunFolder, resumes: bool, on_progress: ProgressCallback
-) -> Corpus:
-    """Prepare the text, then start the run with it; or resume the run, and read its text.
-
-    Nothing is written, and nothing of an older run is deleted, before the text has been prepared. Raises UserError if it
-    cannot be, or if the run was started with other weights.
-    """
-
-    def text() -> Corpus | None:
-        if resumes and run.corpus.exists():
-            return None
-        return prepare(recipe.data, dense.tokenizer, recipe.seed, dense.model, stage_callback(on_progress, "text"))
-
-    # all processes sample together; a sharded model runs in all of them or in none
-    sampled = text() if distributed.world_size() > 1 and SELF in recipe.data.sources else None
-
-    def begin() -> None:
-        weights = fingerprint(dense.model if base.is_original else base.original())
-        if resumes:
-            run.check_origin(weights, recipe.model)
-        corpus = sampled or text()
-        if corpus is not None:
-            run.begin(recipe, resumes, weights)
-            corpus.save(run.corpus)
-
-    distributed.on_rank_zero(begin)
-    return Corpus.load(run.corpus)
+    recipe: Recipe, base: BaseWeights, run: RunFolder, resumes: bool, on_progress: ProgressCallback
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Corpus]:
+    """`open_dense`, then start or resume the run (`RunFolder.start`), and its text."""
+    model, tokenizer = open_dense(recipe, base)
+    corpus = run.start(
+        recipe,
+        resumes,
+        lambda: fingerprint(model if base.is_original else base.original()),
+        lambda: prepare(recipe.data, tokenizer, recipe.seed, model, stage_callback(on_progress, "text")),
+    )
+    return model, tokenizer, corpus
 
 
-def new_network(recipe: Recipe, shape: ModelShape, layout: Layout | None, device: torch.device) -> MaskNetwork:
-    """Make the network that holds experts and routers; the start, or a checkpoint, fills it."""
-    assert layout is not None, "where tokens choose inputs there are no experts to hold"
-    size = recipe.experts.embedding_size
-    return mask_network(shape, layout, size, recipe.attention, recipe.sampling, recipe.seed).to(device)
+def new_network(recipe: Recipe, model: PreTrainedModel) -> AnyNetwork:
+    """Make the network that holds experts and routers of a model; the start, or a checkpoint, fills it."""
+    shape, size = shape_of(model), recipe.experts.embedding_size
+    layout = settle_layout(recipe, shape)
+    return mask_network(shape, layout, size, recipe.attention, recipe.sampling, recipe.seed).to(model.device)
 
 
 def start_(
-    net: MaskNetwork,
+    net: AnyNetwork,
     recipe: Recipe,
     base: BaseWeights,
     model: PreTrainedModel,
@@ -141,7 +110,7 @@ def start_(
 
 
 def learn_(
-    net: MaskNetwork,
+    net: AnyNetwork,
     recipe: Recipe,
     model: PreTrainedModel,
     corpus: Corpus,
@@ -160,10 +129,28 @@ def learn_(
     steps = recipe.train.steps
     # before the first step, and after the last
     checks = BestWeights(net, run, steps, loss, checks=1, keeps=False) if steps else None
-    step = MaskStep(model, net, recipe.loss, recipe.train, recipe.active, recipe.seed)
+    step = MaskStep(model, net, recipe)
     training = Training(model, net, recipe.train, recipe.seed, corpus, run, step, best=checks)
     run_training(training, "train", on_progress)
     return learning_notes(steps, checks.state() if checks else {})
+
+
+@torch.no_grad()
+def planned_loss(model: Any, plan: Plan, text: Sequences, objective: str) -> float:
+    """Return what the dense model loses under a plan's masks, in nats a token of `text`: the KL to itself, or the
+    language-modeling loss if that is the objective.
+
+    Every process reads all of the text: a sharded model runs in all of them or in none.
+    """
+    masks = planned_masks(plan, model.device)
+    total = 0.0
+    for ids, mask in zip(text.input_ids.split(1), text.mask.split(1), strict=True):
+        ids, mask = ids.to(model.device), mask.to(model.device)
+        teacher = hidden_states(model, ids, mask) if objective == "kl" else None
+        with masked(model, masks):
+            student = hidden_states(model, ids, mask)
+        total += distill_loss(student, teacher, ids, mask, family_head(model)).item() * int(mask.sum())
+    return total / text.tokens
 
 
 def learning_notes(steps: int, checked: dict[str, Any]) -> dict[str, Any]:
@@ -174,17 +161,17 @@ def learning_notes(steps: int, checked: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "held_out_before": checked["start"], "held_out": checked["loss"]}
 
 
-def choose_experts(net: MaskNetwork, model: PreTrainedModel, active: float, text: Sequences, target: str) -> Plan:
+def choose_experts(net: AnyNetwork, model: PreTrainedModel, active: float, text: Sequences, target: str) -> Plan:
     """The plan of what the network holds: experts, routers and widths, as near to the share `active` as the target allows."""
     calibration = text.input_ids.to(model.device), text.mask.to(model.device)
     return extract_plan(net, model, active, calibration, tolerance_of(TARGET_RULES[target]))
 
 
-def choose_inputs(dense: Dense, text: Sequences, active: float, seed: int, on_progress: ProgressCallback) -> InputsPlan:
+def choose_inputs(model: PreTrainedModel, text: Sequences, recipe: Recipe, on_progress: ProgressCallback) -> InputsPlan:
     """The plan of how many inputs of each projection a token uses; which ones, its own numbers tell."""
-    ids, mask = text.input_ids.to(dense.model.device), text.mask.to(dense.model.device)
+    ids, mask = text.input_ids.to(model.device), text.mask.to(model.device)
     progress = stage_callback(on_progress, "choosing inputs")
-    return plan_inputs(dense.model, dense.shape, ids, mask, active, seed, progress)
+    return plan_inputs(model, shape_of(model), ids, mask, recipe.active, recipe.seed, progress)
 
 
 def recorded(plan: AnyP, recipe: Recipe, model: PreTrainedModel, source: str, notes: dict[str, Any]) -> AnyP:
@@ -199,26 +186,6 @@ def recorded(plan: AnyP, recipe: Recipe, model: PreTrainedModel, source: str, no
         recipe=recipe.model_dump(mode="json"),
         notes=plan.notes | notes | {"seq_len": recipe.data.seq_len} | versions,
     )
-
-
-def repaired(
-    plan: Plan,
-    model: PreTrainedModel,
-    corpus: Corpus,
-    section: RepairSection,
-    stored: torch.dtype | None = None,
-    folder: Path | None = None,
-    on_progress: ProgressCallback = no_progress,
-) -> Plan:
-    """The plan with projections that are refitted to its masks, unless the recipe leaves that out. Needs every process.
-
-    `stored` is the dtype of whole matrices in the plan (default: the model's). What does not fit in memory goes to a file in
-    `folder`, and so does what a repair that is killed resumes with.
-    """
-    if section.mode == "none":
-        return plan
-    text = corpus.fitting_text(section.tokens)
-    return repair_plan(plan, model, text.input_ids, text.mask, section, on_progress, folder, stored)
 
 
 def fold_and_check(

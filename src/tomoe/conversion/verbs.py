@@ -16,11 +16,9 @@ from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.hub import find_plan
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
 from tomoe.model.names import HUB_ID
-from tomoe.model.structure import shape_of
 from tomoe.plan import FINETUNED, AnyPlan, Plan, read_plan
 from tomoe.progress import ProgressCallback, no_progress
-from tomoe.pruning.layouts import FORMS, settle_layout
-from tomoe.pruning.repair.plan import forget_repair
+from tomoe.pruning.repair.plan import forget_repair, repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card
 from tomoe.report.summary import shown_name
@@ -39,12 +37,11 @@ def train(
         )
     run, base = RunFolder(out), BaseWeights.of(recipe)
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
-    dense = steps.open_dense(recipe, base)
-    corpus = steps.begin_run(recipe, base, dense, run, resumes, on_progress)
-    net = steps.new_network(recipe, dense.shape, dense.layout, dense.model.device)
+    model, _, corpus = steps.begin_run(recipe, base, run, resumes, on_progress)
+    net = steps.new_network(recipe, model)
     if not run.steps():
-        steps.start_(net, recipe, base, dense.model, corpus.calibration, on_progress)
-    steps.learn_(net, recipe, dense.model, corpus, run, on_progress)
+        steps.start_(net, recipe, base, model, corpus.calibration, on_progress)
+    steps.learn_(net, recipe, model, corpus, run, on_progress)
     return out
 
 
@@ -69,7 +66,7 @@ def plan(
         raise UserError(f"{out} already holds a plan; choose another folder or give --force")
     run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
     wanted = recipe if active is None else recipe.changed([f"active={active}"])
-    if FORMS[recipe.experts.form].for_one_budget and wanted.active != recipe.active:
+    if recipe.experts.form == "fine" and wanted.active != recipe.active:
         raise UserError(
             f"{run_path} divided its neurons into fine-grained experts for active = {recipe.active}, so a plan for "
             f"{wanted.active} needs a run of its own; or use other numbers of them when the model runs (--active)"
@@ -84,13 +81,15 @@ def plan(
     source = fingerprint(model)
     run.check_origin(source, recipe.model)
     corpus = Corpus.load(run.corpus)
-    shape = shape_of(model)
-    net = steps.new_network(recipe, shape, settle_layout(recipe, shape), model.device)
+    net = steps.new_network(recipe, model)
     run.restore(checkpoint, net, None)
     learned = steps.learning_notes(checkpoint.step, checkpoint.state.get(CHECKED, {}))
     experts = steps.choose_experts(net, model, wanted.active, corpus.calibration, wanted.target)
     recorded = steps.recorded(experts, wanted, model, source, learned)
-    extracted = steps.repaired(recorded, model, corpus, wanted.repair, base.dtype, run_path, on_progress)
+    text = corpus.fitting_text(wanted.repair.tokens)
+    extracted = repair_plan(
+        recorded, model, text.input_ids, text.mask, wanted.repair, on_progress, run_path, base.dtype
+    )
     with atomic_folder(out, "plan.json", ()) as part:
         extracted.save(part)
     forget_repair(run_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ from tomoe.files import atomic_write, basename, format_bytes, sha256
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss, MoEStudent, check_packages
 from tomoe.finetuning.text import finetuning_text
 from tomoe.folders import refuse_overwriting
-from tomoe.model.compiled import CompiledLayers
 from tomoe.model.compute_dtype import compute_dtype
 from tomoe.model.loading import (
     fingerprint,
@@ -35,7 +33,6 @@ from tomoe.model.loading import (
     pick_device,
 )
 from tomoe.model.names import resolve
-from tomoe.model.running import hidden_states
 from tomoe.moe.checkpoint import load_moe, save_moe, stored_dtype
 from tomoe.plan import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress
@@ -43,10 +40,9 @@ from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report.card import write_card
 from tomoe.report.summary import shown_name
-from tomoe.training.best import BestWeights
 from tomoe.training.cost import Stopwatch, write_cost
-from tomoe.training.loop import Training, check_accumulation, run_training
-from tomoe.training.run_folder import RunFolder
+from tomoe.training.loop import BestWeights, Training, check_accumulation, run_training
+from tomoe.training.run_folder import EARLIER, RunFolder
 from tomoe.training.tuning_memory import Tuning
 from tomoe.version import __version__
 
@@ -175,15 +171,13 @@ def finetune(
         origin.check_dense(dense)
     tokenizer = load_tokenizer(str(origin.folder))
 
-    def text() -> Corpus | None:
-        if resumed and run.corpus.exists():
-            return None
-        return finetuning_text(recipe, origin.folder, origin.plan, tokenizer, dense, on_progress)
-
-    # all processes sample together
-    sampled = text() if distributed.world_size() > 1 and SELF in recipe.data.sources else None
-    distributed.on_rank_zero(lambda: _begin(recipe, run, resumed, origin, sampled or text()))
-    corpus = Corpus.load(run.corpus)
+    corpus = run.start(
+        recipe,
+        resumed,
+        origin.fingerprint,
+        lambda: finetuning_text(recipe, origin.folder, origin.plan, tokenizer, dense, on_progress),
+    )
+    distributed.on_rank_zero(lambda: _keep_earlier_text(origin.folder / "run", run))
     watch.ended("text")
     student, best = _train(recipe, origin, dense, corpus, run, on_progress)
     watch.ended("learning")
@@ -198,19 +192,10 @@ def finetune(
     return Plan.load(out)
 
 
-def _begin(recipe: FinetuneRecipe, run: RunFolder, resumed: bool, origin: Origin, corpus: Corpus | None) -> None:
-    """Begin or resume the run's folder; an older run there is deleted only once the new text is ready."""
-    if resumed:
-        run.check_origin(origin.fingerprint(), str(origin.folder))
-    if corpus is None:
-        return
-    run.begin(recipe, resumed, origin.fingerprint())
-    # what the conversion learned from counts as training text when the result is measured
-    for old in run.path.glob("earlier-*corpus.safetensors"):
-        old.unlink()
-    for text in sorted((origin.folder / "run").glob("*corpus.safetensors")):
-        atomic_write(run.path / f"earlier-{text.name}", text.read_bytes())
-    corpus.save(run.corpus)
+def _keep_earlier_text(old: Path, run: RunFolder) -> None:
+    """What the conversion learned from counts as training text when the result is measured."""
+    for text in sorted(old.glob("*corpus.safetensors")):
+        atomic_write(run.path / f"{EARLIER}{text.name}", text.read_bytes())
 
 
 def _train(
@@ -223,18 +208,15 @@ def _train(
 ) -> tuple[MoEStudent, BestWeights]:
     moe = load_moe(origin.folder, str(origin.dtype(recipe)).removeprefix("torch."), recipe.device)
     student = MoEStudent(moe, origin.plan, recipe)
-    as_teacher = CompiledLayers(dense) if student.layers is not None and dense is not None else None
-    teacher = None if recipe.loss.objective == "lm" or dense is None else partial(hidden_states, dense)
-    step_fn = FinetuneStep(student, recipe, teacher, as_teacher)
+    step_fn = FinetuneStep(student, recipe, None if recipe.loss.objective == "lm" else dense)
     learned, train = student.learned, recipe.train
     tokens = train.steps * train.batch_size * train.gradient_accumulation_steps * corpus.train.input_ids.shape[1]
     checked = corpus.evaluation.truncate(min(MOST_CHECKED, tokens // CHECKED_SHARE))
     best = BestWeights(learned, run, train.steps, HeldOutLoss(step_fn, checked), CHECKS)
     # fused, of 106 million weights: 0.06 instead of 0.40 s a step on one core
     training = Training(
-        moe, learned, train, recipe.seed, corpus, run, step_fn, fused=True, scales=learned.scales(), best=best,
-        eight_bit=train.optimizer == "adamw8bit",
-    )  # fmt: skip
+        moe, learned, train, recipe.seed, corpus, run, step_fn, fused=True, scales=learned.scales(), best=best
+    )
     run_training(training, "finetune", on_progress)
     return student, best
 

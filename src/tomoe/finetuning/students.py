@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,7 +24,7 @@ from tomoe import distributed
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.finetuning.compiled import CompiledMLP, compile_student_, compiles, release_student_
-from tomoe.model.compiled import fusing, learning_input
+from tomoe.model.compiled import CompiledLayers, fusing, learning_input
 from tomoe.model.hooks import hooked
 from tomoe.model.running import family_head, hidden_states
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -38,8 +38,6 @@ from tomoe.version import install_extra
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ROWS = ("gate_proj", "up_proj", "down_proj")  # matrices of the shared neurons
 LEAST_SCALE = 1e-3  # as in Adafactor (Shazeer and Stern 2018, section 8): what is zero has to leave it
-Teacher = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"] | None], Float[Tensor, "T D"]]
-"""From ids and mask (None: no padding) of a batch to the dense model's final hidden states."""
 
 
 class Fp32MasterWeights(nn.Module):
@@ -74,12 +72,8 @@ class Fp32MasterWeights(nn.Module):
     @torch.no_grad()
     def write_(self) -> None:
         """Round the master copies into the weights that run."""
-        plain = [(master, weight) for master, weight in self.copies if id(weight) not in self.rounded]
-        if plain:
-            torch._foreach_copy_([weight for _, weight in plain], [master for master, _ in plain])
         for master, weight in self.copies:
-            if id(weight) in self.rounded:
-                weight.copy_(bfloat16_values(master))
+            weight.copy_(bfloat16_values(master) if id(weight) in self.rounded else master)
 
 
 def _accumulate_into_master(master: nn.Parameter, weight: nn.Parameter) -> None:
@@ -153,29 +147,16 @@ class MoEStudent:
         return moe, layers
 
 
-@runtime_checkable
-class Student(Protocol):
-    """A model that learns from a teacher: the MoE itself, or in tests the dense model under the plan's masks."""
-
-    @property
-    def model(self) -> PreTrainedModel: ...
-    @property
-    def learned(self) -> Fp32MasterWeights: ...
-
-    def running(self, valid: Bool[Tensor, " T"] | None) -> AbstractContextManager[Balance]: ...
-
-
 class FinetuneStep:
-    """Forward and backward of one batch; leaves gradients (of the mean over a step's batches) in `student.learned`."""
+    """Forward and backward of one batch; leaves gradients (of the mean over a step's batches) in `student.learned`. The
+    teacher, the dense model, runs compiled if the student does."""
 
-    def __init__(
-        self, student: Student, recipe: FinetuneRecipe, teacher: Teacher | None,
-        as_teacher: AbstractContextManager[None] | None = None,
-    ):  # fmt: skip
-        """`as_teacher` is the context in which the teacher runs compiled, if it does."""
+    def __init__(self, student: MoEStudent, recipe: FinetuneRecipe, teacher: PreTrainedModel | None):
         assert (teacher is None) == (recipe.loss.objective == "lm")
         self.student, self.recipe, self.teacher = student, recipe, teacher
-        self.as_teacher = nullcontext() if as_teacher is None else as_teacher
+        self.as_teacher: AbstractContextManager[None] = nullcontext()
+        if teacher is not None and student.layers is not None:
+            self.as_teacher = CompiledLayers(teacher)
 
     def __call__(self, batch: Any, step: int, micro: int) -> dict[str, Tensor]:
         model, recipe = self.student.model, self.recipe
@@ -186,7 +167,7 @@ class FinetuneStep:
         teacher_hidden = None
         if self.teacher is not None:
             with torch.inference_mode(), self.as_teacher:
-                teacher_hidden = self.teacher(ids, mask)
+                teacher_hidden = hidden_states(self.teacher, ids, mask)
         valid = None if mask is None else mask.flatten()
         with self.student.running(valid) as balance_term:
             hidden = hidden_states(model, ids, mask)
@@ -214,7 +195,7 @@ class HeldOutLoss:
         for i in range(distributed.rank(), len(self.text), distributed.world_size()):
             ids, mask = (t[i : i + 1].to(model.device) for t in (self.text.input_ids, self.text.mask))
             if i not in self.expected:
-                self.expected[i] = None if teacher is None else teacher(ids, mask)
+                self.expected[i] = None if teacher is None else hidden_states(teacher, ids, mask)
             hidden = hidden_states(model, ids, mask)
             loss = distill_loss(hidden, self.expected[i], ids, mask, family_head(model))
             total += loss.item() * int(mask.sum())

@@ -1,4 +1,4 @@
-"""MaskNetwork -> Plan: remove the noise, choose widths that meet the budget, record what is kept.
+"""Mask network -> Plan: remove the noise, choose widths that meet the budget, record what is kept.
 
 Carved fine-grained experts have their widths already. Masks that were learned have none: without noise experts are narrower, so
 extraction owns the budget. Widths then follow the trained keep probabilities of every site, all shifted by one common logit
@@ -17,15 +17,15 @@ from tomoe.budget import BUDGET_TOLERANCE, attention_params, decoder_params
 from tomoe.model.shape import ModelShape
 from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.allocation import common_offset
+from tomoe.pruning.forms import AnyNetwork
 from tomoe.pruning.layouts import check_tolerance
 from tomoe.pruning.learned.attention_plan import ExtractedAttention
-from tomoe.pruning.network import ExtractedExperts, MaskNetwork
 from tomoe.pruning.routing import ExpertRouter, bfloat16_values
 
 
 @torch.no_grad()
 def extract_plan(
-    net: MaskNetwork,
+    net: AnyNetwork,
     model: Any,
     active: float,
     calibration: tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]],
@@ -50,11 +50,11 @@ def extract_plan(
 class Extraction:
     """What one mask network holds, without noise, and the plan that it gives."""
 
-    def __init__(self, net: MaskNetwork):
+    def __init__(self, net: AnyNetwork):
         self.shape: ModelShape = net.shape
         self.routers: list[ExpertRouter] = list(net.routers)
         embeddings = net.embeddings()
-        self.experts: ExtractedExperts = net.extract_experts(embeddings)
+        self.experts = net.extract_experts(embeddings)
         self.attention: ExtractedAttention | None = None
         if net.attention is not None:
             assert embeddings is not None

@@ -20,9 +20,9 @@ from tomoe.plan import LayerPlan
 from tomoe.pruning.allocation import Site, units_by_layer
 from tomoe.pruning.fine_carving import SHARED, FineStart, carve_fine
 from tomoe.pruning.layouts import FineLayout
-from tomoe.pruning.network import Activations, Experts, ExtractedExperts, MaskNetwork, SampledExperts, per_layer
+from tomoe.pruning.network import Activations, MaskNetwork, per_layer
 from tomoe.pruning.products import rounded_products
-from tomoe.pruning.routing import ExpertRouter, Routing
+from tomoe.pruning.routing import ExpertRouter, Routing, route
 from tomoe.recipe.conversion import SamplingSection
 from tomoe.seeds import derive_seed
 
@@ -43,7 +43,6 @@ class FineNetwork(MaskNetwork):
             router.bias.requires_grad_(self.layout.router_bias)
         self.register_buffer("expert_of_neuron", torch.full((s.num_layers, s.mlp_size), SHARED))
         self.register_buffer("experts_per_token", torch.ones(s.num_layers, dtype=torch.long))
-        self._known: tuple[object, list[int]] = None, []
 
     def carve(self, i: int, seen: Activations, seed: int) -> FineStart:
         with rounded_products(seen.h_TF.dtype):
@@ -56,6 +55,7 @@ class FineNetwork(MaskNetwork):
         return FineStart(torch.empty(n, s.hidden_size, device=device), torch.empty(n, device=device), expert, loss)
 
     def start_experts_(self, starts: Sequence[FineStart], units: Sequence[int] | None, left: float) -> None:
+        """Start from carved experts with so many of them a token in each layer; None: as many as the layout says."""
         top_ks = self.layout.top_ks(self.shape.num_layers) if units is None else units
         for i, start in enumerate(starts):
             bias = self.routers[i].bias
@@ -70,13 +70,6 @@ class FineNetwork(MaskNetwork):
         numbers = torch.arange(self.layout.num_experts, device=expert.device)
         return numbers[:, None] == expert, expert == SHARED
 
-    def top_ks(self) -> list[int]:
-        """Return `experts_per_token` as numbers; a device is waited for once, and again when they were written to."""
-        stamp = id(self.experts_per_token), self.experts_per_token._version
-        if self._known[0] != stamp:
-            self._known = stamp, self.experts_per_token.tolist()
-        return self._known[1]
-
     def width(self, i: int) -> int:
         return self.layout.width(int(self.experts_per_token[i]))
 
@@ -84,64 +77,64 @@ class FineNetwork(MaskNetwork):
         self, i: int, embeddings: Float[Tensor, "sites N E"] | None, seed: int, token_seed: int
     ) -> SampledFine:
         masks, shared = (mask.float() for mask in self.expert_masks(i))
-        k = self.top_ks()[i]
+        k = int(self.experts_per_token[i])
         return SampledFine(self.routers[i], masks, shared, k, self.layout.width(k), self.sampling.temperature)
 
-    def extract_experts(self, embeddings: Float[Tensor, "sites N E"] | None) -> ExtractedFine:
-        return ExtractedFine(self)
+    def extract_experts(self, embeddings: Float[Tensor, "sites N E"] | None) -> FineNetwork:
+        """Experts and widths are those that carving made."""
+        return self
+
+    @property
+    def params(self) -> int:
+        """Parameters of the MLPs, which are settled already."""
+        return sum(int(mlp_params(self.shape, self.width(i))) for i in range(self.shape.num_layers))
+
+    def sites(self, i: int) -> list[Site]:
+        """The width of layer i, if extraction chooses it."""
+        return []
+
+    def choose(
+        self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
+    ) -> list[tuple[int, list[int]]]:
+        """The MLP width of every layer, and the units of its other sites: all together nearest to `target` parameters."""
+        return [(self.width(i), units) for i, units in enumerate(units_by_layer(layers, offset, target))]
+
+    def fields(self, i: int, width: int) -> dict[str, Any]:
+        """The fields of a LayerPlan that hold the experts of layer i."""
+        expert_masks, shared_mask = self.expert_masks(i)
+        bias = self.routers[i].bias
+        assert bias is not None
+        return {
+            "expert_masks": expert_masks.cpu(),
+            "shared_mask": shared_mask.cpu(),
+            "router_bias": bias.detach().float().cpu(),
+            "top_k": int(self.experts_per_token[i]),
+        }
+
+    def notes(self, offset: float) -> dict[str, Any]:
+        """What the plan should remember of the choice."""
+        return {}
 
 
 @dataclass(eq=False)
-class SampledFine(SampledExperts):
+class SampledFine:
     """One layer in one step. There is no noise in the choice."""
 
     router: ExpertRouter
     masks: Float[Tensor, "N F"]
     shared: Float[Tensor, " F"]
     top_k: int
-    neurons: int  # of a token
+    neurons: int  # that a token uses (Eq. 8)
     temperature: float
-    neuron_masks = None
-
-    @property
-    def width(self) -> Float[Tensor, ""]:
-        return torch.tensor(float(self.neurons), device=self.shared.device)
+    neuron_masks = None  # every neuron has its place already
 
     def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
         routing = self.router.choose(x_TD, self.temperature, self.top_k)
         return routing, routing.assignment @ self.masks + self.shared
 
 
-class ExtractedFine(ExtractedExperts):
-    """Experts and widths as carving made them."""
-
-    def __init__(self, net: FineNetwork):
-        self.net = net
-        self.widths = [net.width(i) for i in range(net.shape.num_layers)]
-        self.params = sum(int(mlp_params(net.shape, width)) for width in self.widths)
-
-    def sites(self, i: int) -> list[Site]:
-        return []
-
-    def choose(
-        self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
-    ) -> list[tuple[int, list[int]]]:
-        return list(zip(self.widths, units_by_layer(layers, offset, target), strict=True))
-
-    def fields(self, i: int, width: int) -> dict[str, Any]:
-        expert_masks, shared_mask = self.net.expert_masks(i)
-        bias = self.net.routers[i].bias
-        assert bias is not None
-        return {
-            "expert_masks": expert_masks.cpu(),
-            "shared_mask": shared_mask.cpu(),
-            "router_bias": bias.detach().float().cpu(),
-            "top_k": int(self.net.experts_per_token[i]),
-        }
-
-
-class PlannedFine(Experts):
-    """One layer of a plan."""
+class PlannedFine:
+    """One layer of a plan. `choose` routes tokens: it returns their experts and the mask of their neurons."""
 
     def __init__(self, layer: LayerPlan, device: torch.device):
         assert layer.shared_mask is not None
@@ -153,7 +146,7 @@ class PlannedFine(Experts):
         self.expert_of_neuron: Int[Tensor, " F"] = expert.to(device)
 
     def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
-        routing = self.router.route(x_TD, self.top_k)
+        routing = route(self.router(x_TD), self.top_k)
         # a product with hundreds of masks takes ten times as long; the column of ones is the shared part
         mask_TF = F.pad(routing.assignment, (0, 1), value=1.0).index_select(1, self.expert_of_neuron)
         return routing, mask_TF

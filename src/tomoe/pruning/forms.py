@@ -1,4 +1,4 @@
-"""The one place that chooses between the forms of experts."""
+"""The one place that knows all forms of experts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tomoe.plan import LayerPlan
 from tomoe.pruning.fine_grained import FineNetwork, PlannedFine
 from tomoe.pruning.layouts import Layout, OverlappingLayout
 from tomoe.pruning.learned.attention import PrunedAttention
-from tomoe.pruning.learned.hypernetwork import HyperNetwork
 from tomoe.pruning.learned.overlapping import OverlappingNetwork, PlannedOverlapping
-from tomoe.pruning.network import Experts, MaskNetwork
+from tomoe.pruning.learned.projection import HyperNetwork
 from tomoe.recipe.conversion import AttentionSection, SamplingSection
 from tomoe.recipe.target_rules import Form
 from tomoe.seeds import derive_seed
 
-PLANNED: dict[Form, Callable[[LayerPlan, torch.device], Experts]] = {
+AnyNetwork = FineNetwork | OverlappingNetwork
+PLANNED: dict[Form, Callable[[LayerPlan, torch.device], PlannedFine | PlannedOverlapping]] = {
     "fine": PlannedFine,
     "overlapping": PlannedOverlapping,
 }
@@ -31,7 +31,7 @@ def mask_network(
     attention: AttentionSection,
     sampling: SamplingSection,
     seed: int,
-) -> MaskNetwork:
+) -> AnyNetwork:
     """Make the mask network of a layout, at a random start; without a hypernetwork if no mask is learned."""
     learns_masks = isinstance(layout, OverlappingLayout) or attention.pruning != "off"
     with torch.random.fork_rng(devices=[]):
@@ -39,7 +39,7 @@ def mask_network(
         hypernetwork = None
         if learns_masks:
             hypernetwork = HyperNetwork(2 * shape.num_layers, layout.num_experts, embedding_size, seed)
-        net: MaskNetwork
+        net: AnyNetwork
         if isinstance(layout, OverlappingLayout):
             net = OverlappingNetwork(shape, layout, sampling, embedding_size)
         else:

@@ -5,7 +5,6 @@ Shapes, and the letters at the ends of names: T tokens, D inputs of a projection
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -131,60 +130,43 @@ class _Search:
         self.chosen = sum(group.width * group.columns for layer in layers for group in layer.values())
         self.levels = dict.fromkeys(costs, 0)
         self.saved = 0
-        self.steps: list[tuple[float, int, Kind, int]] = []
-        # projections whose next share, negative here, is below the floor, which falls with the mean
-        self.waiting: list[tuple[float, int, Kind]] = []
-        for key in costs:
-            self._wait(key)
-        self._look_again()
+        # the next step of each projection that the floor, which falls with the mean, has left one
+        self.steps: dict[tuple[int, Kind], tuple[float, int, Kind, int]] = {}
+        self._look()
 
-    @property
-    def active(self) -> float:
-        return 1 - self.saved / self.total
-
-    @property
-    def floor(self) -> float:
-        return FLOOR * (1 - self.saved / self.chosen)
-
-    def _wait(self, key: tuple[int, Kind]) -> None:
-        """Let a projection wait for its next step, if it has one."""
-        levels = range(self.levels[key] + 1, len(LEVELS))
-        if (following := next((level for level in levels if self._saving(key, level)), None)) is not None:
-            heapq.heappush(self.waiting, (-LEVELS[following], *key))
-
-    def _look_again(self) -> None:
-        """Enter the next steps of the projections that the floor leaves one."""
-        while self.waiting and -self.waiting[0][0] >= self.floor:
-            _, i, kind = heapq.heappop(self.waiting)
-            if (step := self._best((i, kind))) is not None:
-                heapq.heappush(self.steps, step)
+    def _look(self) -> None:
+        """Find a next step for the projections that have none."""
+        floor = FLOOR * (1 - self.saved / self.chosen)
+        for key in self.levels.keys() - self.steps.keys():
+            if (step := self._best(key, floor)) is not None:
+                self.steps[key] = step
 
     def _saving(self, key: tuple[int, Kind], last: int) -> int:
         i, kind = key
         group = self.layers[i][kind]
         return (inputs_at_level(group.width, self.levels[key]) - inputs_at_level(group.width, last)) * group.columns
 
-    def _best(self, key: tuple[int, Kind]) -> tuple[float, int, Kind, int] | None:
+    def _best(self, key: tuple[int, Kind], floor: float) -> tuple[float, int, Kind, int] | None:
         """The cheapest next step of a projection down to the floor; None if no number of inputs within REACH is smaller."""
         cost = self.costs[key]
         now = self.levels[key]
         steps = [
             (max(0.0, float(cost[level] - cost[now])) / saving, *key, level)
             for level in range(now + 1, min(now + REACH, len(LEVELS) - 1) + 1)
-            if LEVELS[level] >= self.floor and (saving := self._saving(key, level))
+            if LEVELS[level] >= floor and (saving := self._saving(key, level))
         ]
         return min(steps, default=None)
 
     def step(self) -> None:
-        _, i, kind, level = heapq.heappop(self.steps)
+        _, i, kind, level = min(self.steps.values())
         self.saved += self._saving((i, kind), level)
         self.levels[i, kind] = level
-        self._wait((i, kind))
-        self._look_again()
+        del self.steps[i, kind]
+        self._look()
 
     def active_after(self) -> float:
         """The active fraction when the next step has been taken."""
-        _, i, kind, level = self.steps[0]
+        _, i, kind, level = min(self.steps.values())
         return 1 - (self.saved + self._saving((i, kind), level)) / self.total
 
     def knot(self, active: float | None = None) -> Knot:
@@ -199,9 +181,9 @@ class _Search:
         }
         saved = self.saved
         if active is not None:
-            _, i, kind, _ = self.steps[0]
+            _, i, kind, _ = min(self.steps.values())
             columns = self.layers[i][kind].columns
-            fewer = round((self.active - active) * self.total / columns)
+            fewer = round((1 - saved / self.total - active) * self.total / columns)
             inputs[kind][i] -= fewer
             saved += fewer * columns
         return Knot(1 - saved / self.total, inputs)

@@ -6,7 +6,7 @@ The mask network, the carve, the extraction and the estimate of memory all recei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -21,7 +21,6 @@ from tomoe.recipe.target_rules import (
     MAX_EXPERTS_PER_TOKEN,
     STOCK_MULTIPLE,
     TARGET_RULES,
-    Form,
     TargetRules,
 )
 
@@ -104,7 +103,7 @@ Layout = OverlappingLayout | FineLayout
 
 def settle_layout(recipe: Recipe, shape: ModelShape) -> Layout:
     """The layout that a recipe of experts asks for. Raises UserError where no plan can meet the budget, whatever its masks."""
-    return FORMS[recipe.experts.form].settle(shape, recipe)
+    return _fine_layout(shape, recipe) if recipe.experts.form == "fine" else _overlapping_layout(shape, recipe)
 
 
 def _overlapping_layout(shape: ModelShape, recipe: Recipe) -> OverlappingLayout:
@@ -339,8 +338,9 @@ def least_active(shape: ModelShape, experts: ExpertsSection, attention: Attentio
         return 1 - (1 - LEAST_INPUTS) * float(cut) / decoder_params(shape)
     smallest_qk = 2 if shape.rotary_size == shape.head_dim else 1
     dims = (shape.head_dim, shape.head_dim) if attention.pruning == "off" else (smallest_qk, 1)
-    width = min(FORMS[experts.form].least_width(shape, experts, TARGET_RULES[target]), shape.mlp_size)
-    layer = mlp_params(shape, width) + attention_params(shape, *dims)
+    fine = experts.form == "fine"
+    width = _least_fine_width(shape, experts, TARGET_RULES[target]) if fine else experts.width_multiple
+    layer = mlp_params(shape, min(width, shape.mlp_size)) + attention_params(shape, *dims)
     return float(layer * shape.num_layers + shape.other_params) / decoder_params(shape)
 
 
@@ -373,19 +373,3 @@ def check_tolerance(nearest: float, active: float, tolerance: float, layout: Lay
         raise UserError(
             f"the nearest plan has {nearest:.4f} of the decoder parameters active, requested {active:.4f}; {layout.advice}"
         )
-
-
-@dataclass(frozen=True)
-class FormRules:
-    """How one form of experts divides a layer."""
-
-    settle: Callable[[ModelShape, Recipe], Layout]
-    least_width: Callable[[ModelShape, ExpertsSection, TargetRules], int]
-    """The fewest neurons of a layer that a token can use."""
-    for_one_budget: bool  # whether a run is for the budget that its neurons were divided for
-
-
-FORMS: dict[Form, FormRules] = {
-    "fine": FormRules(_fine_layout, _least_fine_width, for_one_budget=True),
-    "overlapping": FormRules(_overlapping_layout, lambda _, experts, __: experts.width_multiple, for_one_budget=False),
-}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,19 +25,9 @@ from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts, layer_parts
 from tomoe.plan import LayerPlan, Plan
 from tomoe.pruning.forms import PLANNED
-from tomoe.pruning.learned.attention_masks import AttentionMasks, PlannedAttention, attention_hooks
+from tomoe.pruning.learned.attention_masks import PlannedAttention, attention_hooks
+from tomoe.pruning.learned.sampling import SampledLayerMasks
 from tomoe.pruning.routing import Routing
-
-
-@runtime_checkable
-class LayerMasks(Protocol):
-    """The masks of one decoder layer. T counts tokens over the whole batch."""
-
-    @property
-    def attention(self) -> AttentionMasks | None:
-        """Those of its attention; None keeps it whole."""
-
-    def neurons(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T F"]: ...
 
 
 class PlannedLayerMasks:
@@ -60,6 +50,9 @@ class PlannedLayerMasks:
         if part not in self.copied:
             self.copied[part] = self.layer.refitted(part, weight)
         return self.copied[part]
+
+
+LayerMasks = PlannedLayerMasks | SampledLayerMasks
 
 
 def planned_masks(plan: Plan, device: torch.device | str = "cpu") -> list[PlannedLayerMasks]:

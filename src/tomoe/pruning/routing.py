@@ -99,9 +99,6 @@ class ExpertRouter(nn.Module):
         hard, soft = _top_k(self(x), top_k, temperature)
         return Routing(hard + (soft - soft.detach()), soft, top_k)
 
-    def route(self, x: Float[Tensor, "T D"], top_k: int | None = None) -> Routing:
-        return route(self(x), top_k)
-
 
 def balance_penalty(routings: Sequence[Routing | None]) -> Float[Tensor, ""]:
     """Return R_L (Eq. 9, Sec. 3.4) without its factor N: sum_i F_i P_i, at least 1/N; the mean over layers. With k experts a

@@ -70,12 +70,9 @@ def kl_loss(
         whole = len(logits) in (CHUNK, CHUNK_ON_DEVICE)
         return (_fused_kl_and_gradient if whole else _kl_and_gradient)(logits, teacher_logits)
 
-    return _ChunkedLoss.apply(_valid(student, valid), head, token_loss, _valid(teacher, valid))
-
-
-def _valid(numbers: Tensor, valid: Bool[Tensor, " T"] | None) -> Tensor:
-    """Those of the valid tokens: all if there is no padding, without asking a device how many they are."""
-    return numbers if valid is None else numbers[valid]
+    if valid is not None:
+        student, teacher = student[valid], teacher[valid]
+    return _ChunkedLoss.apply(student, head, token_loss, teacher)
 
 
 def language_model_loss(

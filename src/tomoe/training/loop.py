@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from tomoe import distributed
 from tomoe.errors import UserError
+from tomoe.model.shape import ceil_div
 from tomoe.progress import ProgressCallback
+from tomoe.recipe.finetuning import TunedTrainSection
 from tomoe.recipe.shared import LoopSection
-from tomoe.training.best import BestWeights
 from tomoe.training.run_folder import RunFolder
 
 Row = dict[str, Any]
@@ -48,21 +49,17 @@ def learning_rate(train: LoopSection, step: int) -> float:
 
 
 def make_optimizer(
-    net: nn.Module,
-    train: LoopSection,
-    fused: bool = False,
-    scales: Mapping[str, float] | None = None,
-    eight_bit: bool = False,
+    net: nn.Module, train: LoopSection, fused: bool = False, scales: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
     """Return AdamW for the trainable parameters; fused: in one pass over memory, rounding slightly differently (always on
-    CUDA); scales: of the learning rate of the parameters with these names; eight_bit: moments in 8 bits, by bitsandbytes."""
+    CUDA); scales: of the learning rate of the parameters with these names."""
     groups: dict[float, list[nn.Parameter]] = {}
     for name, p in net.named_parameters():
         if p.requires_grad:
             groups.setdefault((scales or {}).get(name, 1.0), []).append(p)
     scaled = [{"params": params, "scale": scale} for scale, params in groups.items()]
     settings: dict[str, Any] = {"lr": train.learning_rate, "weight_decay": train.weight_decay}
-    if eight_bit:
+    if isinstance(train, TunedTrainSection) and train.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]
 
         return AdamW8bit(scaled, **settings)
@@ -81,10 +78,63 @@ def check_accumulation(train: LoopSection) -> None:
         )
 
 
+@dataclass
+class BestWeights:
+    """Checks what a run has learned so far on held-out text, and keeps the best of it in a file of the run. After a resume
+    checks repeat bit by bit, so the file may be of a later step than the checkpoint."""
+
+    net: nn.Module
+    run: RunFolder
+    steps: int
+    held_out_loss: Callable[[], float]  # of `net` as it is, in nats
+    checks: int  # how often the run is checked, besides its start
+    keeps: bool = True  # whether the best weights go into a file; without it `take_` cannot be asked
+    start: float = float("nan")  # the loss before the first step
+    loss: float = float("nan")
+    """The smallest loss, and the step that it was found after: 0 if no step was better than the start."""
+    step: int = 0
+    checked: int = -1
+
+    def state(self) -> dict[str, Any]:
+        return {"start": self.start, "loss": self.loss, "step": self.step, "checked": self.checked}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what a checkpoint kept, if it kept something."""
+        if not state:
+            return
+        self.start, self.loss = float(state["start"]), float(state["loss"])
+        self.step, self.checked = int(state["step"]), int(state["checked"])
+
+    def check(self, step: int) -> dict[str, float]:
+        """Measure after step 0, `checks` times on the way and after the last; returns the loss as a part of the step's row."""
+        due = step % ceil_div(max(1, self.steps), self.checks) == 0 or step == self.steps
+        if not due or step == self.checked:
+            return {}
+        loss = self.held_out_loss()
+        self.checked = step
+        if step == 0:
+            self.start = self.loss = loss
+        elif loss < self.loss:
+            self.loss, self.step = loss, step
+            if self.keeps:
+                distributed.on_rank_zero(lambda: self.run.save_best(self.net))
+        return {"held_out": loss}
+
+    @property
+    def improved(self) -> bool:
+        """Whether some step was better than the start; a run without steps has nothing to improve."""
+        return not self.steps or self.step > 0
+
+    def take_(self) -> None:
+        """Put the best weights in the place of the last, if some step `improved` them."""
+        if self.step != self.steps:
+            self.run.restore_best(self.net)
+
+
 @dataclass(eq=False)
 class Training:
     """One run: the trainable modules `net`, their optimizer and the number of steps done, with `model`, which runs, and with
-    `best`, if there is one, which checks what was learned; `fused`, `scales` and `eight_bit` are for `make_optimizer`."""
+    `best`, if there is one, which checks what was learned; `fused` and `scales` are for `make_optimizer`."""
 
     model: PreTrainedModel
     net: nn.Module
@@ -96,27 +146,25 @@ class Training:
     fused: bool = False
     scales: Mapping[str, float] | None = None
     best: BestWeights | None = None
-    eight_bit: bool = False
     step: int = field(default=0, init=False)
     nonfinite_steps: int = field(default=0, init=False)
     saved: int = field(default=-1, init=False)
     updating: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.optimizer = make_optimizer(self.net, self.loop, self.fused, self.scales, self.eight_bit)
+        self.optimizer = make_optimizer(self.net, self.loop, self.fused, self.scales)
 
-    def resume(self) -> bool:
-        """Load the newest whole checkpoint; returns False if there is none yet."""
+    def resume(self) -> None:
+        """Load the newest whole checkpoint, if there is one."""
         checkpoint = self.run.last()
         if checkpoint is None:
-            return False
+            return
         self.run.restore(checkpoint, self.net, self.optimizer)
         self.step = checkpoint.step
         self.nonfinite_steps = int(checkpoint.state[_NONFINITE])
         if self.best:
             self.best.restore(checkpoint.state.get(CHECKED, {}))
         distributed.on_rank_zero(lambda: self.run.forget_metrics_after(self.step))
-        return True
 
     def save(self) -> None:
         """Write a checkpoint; only process 0 does. Raises UserError if it cannot be written."""

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from tomoe import distributed
+from tomoe.data.corpus import Corpus
+from tomoe.data.sources import SELF
 from tomoe.errors import UserError, shortened
 from tomoe.files import atomic_file, atomic_write, parse_json, read_json, read_text, sha256
 from tomoe.folders import RUN, refuse_strangers
 from tomoe.recipe.base import BaseRecipe
+from tomoe.recipe.shared import RunRecipe
 
 # Of AdamW, in 32 and in 8 bits: of the shape of their parameter.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
+EARLIER = "earlier-"  # begins the names of text that the conversion before a fine-tuning learned from
 KEEP = 2  # checkpoints that are kept: the last and the one before it
 
 
@@ -111,7 +117,7 @@ class RunFolder:
             if not resume:
                 # by its origin the folder is known as ours to the last
                 files = (self.recipe, self.corpus, self.metrics, self.best, self.no_model)
-                for old in (*files, *self.steps(), self.origin):
+                for old in (*files, *self.path.glob(f"{EARLIER}*corpus.safetensors"), *self.steps(), self.origin):
                     shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -119,6 +125,33 @@ class RunFolder:
         if origin:
             atomic_write(self.origin, f"{origin}\n")
         recipe.save(self.recipe)
+
+    def start(
+        self, recipe: RunRecipe, resumes: bool, origin: Callable[[], str], prepare: Callable[[], Corpus]
+    ) -> Corpus:
+        """Prepare the text, then begin the run with it; or resume the run, and read its text. All processes take part.
+
+        Nothing is written, and nothing of an older run is deleted, before the text has been prepared. Raises UserError if it
+        cannot be, or if the run was started from a model with another fingerprint than `origin` gives.
+        """
+
+        def text() -> Corpus | None:
+            return None if resumes and self.corpus.exists() else prepare()
+
+        # all processes sample together; a sharded model runs in all of them or in none
+        sampled = text() if distributed.world_size() > 1 and SELF in recipe.data.sources else None
+
+        def begin() -> None:
+            fingerprint = origin()
+            if resumes:
+                self.check_origin(fingerprint, recipe.model)
+            corpus = sampled or text()
+            if corpus is not None:
+                self.begin(recipe, resumes, fingerprint)
+                corpus.save(self.corpus)
+
+        distributed.on_rank_zero(begin)
+        return Corpus.load(self.corpus)
 
     def origin_fingerprint(self) -> str:
         """Return the fingerprint of the run's model; empty if none was recorded. Raises UserError if its file is damaged."""

@@ -28,23 +28,20 @@ class Tuning:
     eight_bit: bool = False
     checkpointing: bool = False
 
-    def parts(self, tokens: int) -> dict[str, int]:
-        """Bytes in a forward and backward pass of so many tokens, by what they are for."""
+    def total(self, tokens: int) -> int:
+        """Bytes in a forward and backward pass of so many tokens."""
         s = self.shape
         decoder = decoder_params(self.shape)
         heads = (s.num_heads + s.num_kv_heads) * s.head_dim
         # of Q, K, V, O and the three matrices of the MLP: an adapter has a row for each input and one for each output
         sides = s.num_layers * (4 * s.hidden_size + 2 * heads + 3 * (s.hidden_size + s.mlp_size))
         trained = self.rank * sides if self.rank else decoder
+        both_models = 2 * (decoder + self.outside) * self.itemsize
         copies = _FLOAT32 if self.rank or self.itemsize < _FLOAT32 else 0
-        return {
-            "both models": 2 * (decoder + self.outside) * self.itemsize,
-            "what is trained in float32": trained * copies,
-            "gradients": trained * _FLOAT32,
-            "the optimizer": trained * (2 if self.eight_bit else 2 * _FLOAT32),
-            "activations": tokens * self.of_a_token(),
-            "logits": 5 * CHUNK_ON_DEVICE * self.output // s.hidden_size * _FLOAT32,
-        }
+        moments = 2 if self.eight_bit else 2 * _FLOAT32
+        logits = 5 * CHUNK_ON_DEVICE * self.output // s.hidden_size * _FLOAT32
+        # beside the gradients, which are float32
+        return both_models + trained * (copies + _FLOAT32 + moments) + tokens * self.of_a_token() + logits
 
     def of_a_token(self) -> int:
         """Bytes of activations that the backward pass needs for a token. Of a layer, in the dtype of the weights: six numbers
@@ -60,6 +57,3 @@ class Tuning:
         left = FILLED * free - self.total(0)
         fit = int(left // (seq_len * self.of_a_token()))
         return max(0, min(fit, max(1, MOST_TOKENS // (seq_len * passes))))
-
-    def total(self, tokens: int) -> int:
-        return sum(self.parts(tokens).values())

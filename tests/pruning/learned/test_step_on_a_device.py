@@ -41,7 +41,7 @@ def step_of(family: str, layers: int, form: str, attention: str, compile: bool, 
     model = make_pico(family, num_hidden_layers=layers)
     recipe = Recipe.load("paper", ["model=x", "active=0.5", f"train.compile={str(compile).lower()}"])
     net = make_network(model, attention, form=form, rotate=rotate)
-    return MaskStep(model, net, recipe.loss, recipe.train, 0.5, 0)
+    return MaskStep(model, net, recipe)
 
 
 def batch(padding: int = 0) -> Sequences:
@@ -108,7 +108,5 @@ def test_a_base_that_cannot_be_compiled() -> None:
     with pytest.raises(UserError, match="neither quantized nor sharded"):
         Recipe.load("paper", ["model=x", "train.compile=true", "train.quantization=nf4"])
     model = make_pico("llama")
-    train = Recipe.load("paper", ["model=x", "train.quantization=nf4"]).train
-    net = make_network(model, "off")
-    recipe = Recipe.load("paper", ["model=x"])
-    assert not MaskStep(model, net, recipe.loss, train, 0.5, 0).compiled
+    recipe = Recipe.load("paper", ["model=x", "train.quantization=nf4"])
+    assert not MaskStep(model, make_network(model, "off"), recipe).compiled

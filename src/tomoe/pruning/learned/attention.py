@@ -10,9 +10,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from tomoe.model.shape import ModelShape
-from tomoe.pruning.learned.attention_masks import value_logits
 from tomoe.pruning.learned.gumbel import gumbel_sigmoid
-from tomoe.pruning.learned.projection import Projection
+from tomoe.pruning.learned.projection import Projection, value_logits
 from tomoe.pruning.network import per_layer
 from tomoe.recipe.conversion import AttentionSection, SamplingSection
 from tomoe.seeds import derive_seed

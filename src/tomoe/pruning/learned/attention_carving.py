@@ -19,11 +19,11 @@ from tomoe.model.hooks import input_of
 from tomoe.model.mlp import Linear
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import layer_parts
-from tomoe.pruning.calibration import real_tokens
 from tomoe.pruning.layouts import attention_units
 from tomoe.pruning.learned.attention import PrunedAttention
 from tomoe.pruning.learned.projection import start_logits
 from tomoe.pruning.learned.rotation import head_rotations
+from tomoe.pruning.network import real_tokens
 
 
 class AttentionRanking:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,33 +17,9 @@ from tomoe.model.hooks import input_of
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import LayerParts
 from tomoe.plan import LayerPlan
+from tomoe.pruning.learned.attention import SampledAttention
+from tomoe.pruning.learned.projection import value_logits
 from tomoe.pruning.routing import largest
-
-
-@runtime_checkable
-class AttentionMasks(Protocol):
-    """The masks of the attention of one decoder layer. T counts tokens over the whole batch."""
-
-    @property
-    def value_rotation(self) -> Float[Tensor, "G C C"] | None:
-        """The basis that `values` cuts in; None: the model's own."""
-
-    @property
-    def qk_mask(self) -> Float[Tensor, " C"]: ...
-    def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]: ...
-
-
-# Without shapes, as torch.compile traces it.
-def value_logits(
-    x: Tensor,
-    project_in: Tensor,
-    embedding: Tensor,
-    norm: Callable[[Tensor], Tensor],
-    project_out: Tensor,
-    start: Tensor,
-) -> Tensor:
-    """One logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3), in float32: of x [T, D], logits [T, C]."""
-    return F.linear(F.gelu(norm(F.linear(x.float(), project_in, embedding))), project_out, start)
 
 
 class PlannedAttention:
@@ -72,6 +48,9 @@ class PlannedAttention:
 
     def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
         return largest(self.value_logits(x), self.top_k) if self.value_router else self.value_mask
+
+
+AttentionMasks = PlannedAttention | SampledAttention
 
 
 # Without shapes, as torch.compile traces it.

@@ -22,9 +22,10 @@ from tomoe.model.attention import rotate_heads
 from tomoe.model.hooks import input_of
 from tomoe.model.structure import LayerParts, layer_parts
 from tomoe.pruning.learned.attention import SampledAttention
-from tomoe.pruning.learned.attention_masks import times_heads, value_logits
+from tomoe.pruning.learned.attention_masks import times_heads
 from tomoe.pruning.learned.gumbel import sigmoid_sample, softmax_sample, uniform_noise
 from tomoe.pruning.learned.overlapping import SampledOverlapping
+from tomoe.pruning.learned.projection import value_logits
 from tomoe.pruning.learned.sampling import SampledLayerMasks
 from tomoe.pruning.masking import times
 from tomoe.pruning.routing import Routing

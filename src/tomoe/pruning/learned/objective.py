@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from tomoe.model.compiled import CompiledLayers, asked, fusing, learning_input
 from tomoe.model.running import family_head, hidden_states
 from tomoe.model.shape import ModelShape
+from tomoe.pruning.forms import AnyNetwork
 from tomoe.pruning.learned.graph_masks import masked_in_graphs
 from tomoe.pruning.learned.losses import active_fraction, budget_penalty, coverage_penalty, layer_fractions
 from tomoe.pruning.learned.overlapping import OverlappingNetwork
 from tomoe.pruning.learned.sampling import SampledLayerMasks, sampled_masks
 from tomoe.pruning.masking import masked
-from tomoe.pruning.network import MaskNetwork
 from tomoe.pruning.routing import balance_penalty
-from tomoe.recipe.conversion import LossSection, TrainSection
+from tomoe.recipe.conversion import LossSection, Recipe
 from tomoe.seeds import derive_seed
 from tomoe.training.distillation import distill_loss
 
@@ -50,10 +50,8 @@ def objective(
 class MaskStep:
     """The step function that learns masks and routers; the frozen dense model is the teacher, too."""
 
-    def __init__(
-        self, model: PreTrainedModel, net: MaskNetwork, loss: LossSection, train: TrainSection, active: float, seed: int
-    ):
-        self.model, self.net, self.loss, self.train, self.active, self.seed = model, net, loss, train, active, seed
+    def __init__(self, model: PreTrainedModel, net: AnyNetwork, recipe: Recipe):
+        self.model, self.net, self.recipe, train = model, net, recipe, recipe.train
         plain = train.quantization == "none" and not train.shard
         self.compiled = plain and asked(train.compile, model.device)
         self.layers: AbstractContextManager[None] = CompiledLayers(model) if self.compiled else nullcontext()
@@ -62,9 +60,9 @@ class MaskStep:
 
     def target(self, step: int) -> float:
         """Return the active fraction that a step aims at: it falls from 1 to `active` during the budget warm-up."""
-        warmup_steps = self.train.budget_warmup_steps
+        warmup_steps = self.recipe.train.budget_warmup_steps
         progress = min(1.0, step / warmup_steps) if warmup_steps else 1.0
-        return 1.0 - (1.0 - self.active) * progress
+        return 1.0 - (1.0 - self.recipe.active) * progress
 
     def __call__(self, batch: Any, step: int, micro: int) -> dict[str, Tensor]:
         """Forward and backward of one batch; leaves gradients (of the mean over a step's batches) in the mask network."""
@@ -72,14 +70,14 @@ class MaskStep:
             return self._run(batch, step, micro)
 
     def _run(self, batch: Any, step: int, micro: int) -> dict[str, Tensor]:
-        model, net = self.model, self.net
+        model, net, recipe = self.model, self.net, self.recipe
         ids = batch.input_ids.to(model.device)
         # asked where the mask is, as a device would have to be waited for
         mask = None if bool(batch.mask.all()) else batch.mask.to(model.device)
-        seeds = derive_seed(self.seed, "step", step), derive_seed(self.seed, "tokens", step, micro)
+        seeds = derive_seed(recipe.seed, "step", step), derive_seed(recipe.seed, "tokens", step, micro)
         masks = sampled_masks(net, *seeds, None if mask is None else mask.flatten())
         teacher = None
-        if self.loss.objective == "kl":
+        if recipe.loss.objective == "kl":
             with torch.no_grad(), self.layers:
                 teacher = hidden_states(model, ids, mask)
         # around the backward pass too: activation checkpointing runs layers again there
@@ -87,8 +85,8 @@ class MaskStep:
             student = hidden_states(model, ids, mask)
             settle()
             distill = distill_loss(student, teacher, ids, mask, family_head(model))
-            loss, terms = objective(distill, masks, net.shape, self.target(step), self.loss, net.layout.uniform)
-            (loss / self.train.gradient_accumulation_steps).backward()
+            loss, terms = objective(distill, masks, net.shape, self.target(step), recipe.loss, net.layout.uniform)
+            (loss / recipe.train.gradient_accumulation_steps).backward()
         return {"loss": loss.detach(), **{name: t.detach() for name, t in terms.items()}}
 
     @contextmanager

@@ -19,8 +19,8 @@ from tomoe.pruning.layouts import OverlappingLayout
 from tomoe.pruning.learned.gumbel import gumbel_sigmoid, gumbel_softmax, keep_probability
 from tomoe.pruning.learned.overlapping_carving import OverlappingStart, carve_overlapping
 from tomoe.pruning.learned.projection import Projection, start_logits
-from tomoe.pruning.network import Activations, Experts, ExtractedExperts, MaskNetwork, SampledExperts, per_layer
-from tomoe.pruning.routing import ExpertRouter, Routing
+from tomoe.pruning.network import Activations, MaskNetwork, per_layer
+from tomoe.pruning.routing import ExpertRouter, Routing, route
 from tomoe.recipe.conversion import SamplingSection
 from tomoe.seeds import derive_seed
 
@@ -48,6 +48,7 @@ class OverlappingNetwork(MaskNetwork):
         return OverlappingStart(torch.empty(n, s.hidden_size, device=device), ranks, loss)
 
     def start_experts_(self, starts: Sequence[OverlappingStart], units: Sequence[int] | None, left: float) -> None:
+        """Start from carved experts with so many units in each layer; None: all layers share `left` parameters alike."""
         s = self.shape
         equal = min(max(1, round(left / (s.num_layers * mlp_params(s, 1)))), s.mlp_size)
         widths = self.layout.widths(s.mlp_size)
@@ -59,6 +60,7 @@ class OverlappingNetwork(MaskNetwork):
     def sample_experts(
         self, i: int, embeddings: Float[Tensor, "sites N E"] | None, seed: int, token_seed: int
     ) -> SampledOverlapping:
+        """Sample the experts of layer i for one step; both seeds are the layer's own."""
         assert embeddings is not None
         s = self.sampling
         logits = self.neurons[i](embeddings[2 * i + 1])
@@ -72,18 +74,14 @@ class OverlappingNetwork(MaskNetwork):
 
 
 @dataclass(eq=False)
-class SampledOverlapping(SampledExperts):
+class SampledOverlapping:
     """One layer in one step: masks that were drawn for all tokens, and a router that draws for each."""
 
     router: ExpertRouter
     neuron_masks: Float[Tensor, "N F"]
     temperature: float
     seed: int
-
-    @property
-    def width(self) -> Float[Tensor, ""]:
-        """Neurons of the widest expert."""
-        return self.neuron_masks.sum(-1).max()
+    neurons = 0  # the masks tell how many there are
 
     def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
         # one-hot samples (Eq. 3, Sec. 3.2)
@@ -91,8 +89,10 @@ class SampledOverlapping(SampledExperts):
         return routing, routing.assignment @ self.neuron_masks
 
 
-class ExtractedOverlapping(ExtractedExperts):
+class ExtractedOverlapping:
     """Every expert of a layer keeps the neurons with the largest logits, equally many."""
+
+    params = 0  # of MLPs whose width is settled already
 
     def __init__(self, net: OverlappingNetwork, neuron_logits: Sequence[Float[Tensor, "N F"]]):
         self.shape, self.layout, self.keep_bias = net.shape, net.layout, net.sampling.keep_bias
@@ -115,6 +115,7 @@ class ExtractedOverlapping(ExtractedExperts):
     def choose(
         self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
     ) -> list[tuple[int, list[int]]]:
+        """As for fine-grained experts; one width for all layers is content within `slack` parameters."""
         if self.layout.uniform:
             width, dims = self._common_width(layers, offset, target, slack)
             return [(width, dims_of_layer) for dims_of_layer in dims]
@@ -162,7 +163,7 @@ class ExtractedOverlapping(ExtractedExperts):
         return {"expert_widths": [[int(n) for n in layer] for layer in kept]}
 
 
-class PlannedOverlapping(Experts):
+class PlannedOverlapping:
     """One layer of a plan."""
 
     def __init__(self, layer: LayerPlan, device: torch.device):
@@ -170,5 +171,5 @@ class PlannedOverlapping(Experts):
         self.expert_masks: Float[Tensor, "N F"] = layer.expert_masks.float().to(device)
 
     def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
-        routing = self.router.route(x_TD)
+        routing = route(self.router(x_TD))
         return routing, routing.assignment @ self.expert_masks

@@ -1,6 +1,8 @@
-"""Mask logits from embeddings, and the logits that a carved start begins with."""
+"""Embeddings of experts, mask logits from them, and the logits that a carved start begins with."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +12,28 @@ from torch import Tensor, nn
 from tomoe.model.compiled import fused
 from tomoe.pruning.allocation import bisected
 from tomoe.pruning.learned.gumbel import keep_logit, keep_probability
+from tomoe.seeds import derive_seed
 
 LOGIT_SCALE = 4.0  # mask logits per standard deviation of the rank: decided at both ends, open in the middle
+
+
+class HyperNetwork(nn.Module):
+    """HN (Eq. 1, Sec. 3.1), z [2L, N, E/4] -> E [2L, N, E]: one embedding per expert and site, which the plan does not keep.
+
+    A bidirectional GRU over the sites in model order (attention 0, MLP 0, ...) lets neighboring layers decide together. z is a
+    buffer: it is drawn once and never trained.
+    """
+
+    inputs: Tensor
+
+    def __init__(self, num_sites: int, num_experts: int, embedding_size: int, seed: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(derive_seed(seed, "hypernetwork"))
+        self.register_buffer("inputs", torch.randn(num_sites, num_experts, embedding_size // 4, generator=generator))
+        self.gru = nn.GRU(embedding_size // 4, embedding_size // 2, bidirectional=True)
+
+    def forward(self) -> Float[Tensor, "sites N E"]:
+        return self.gru(self.inputs)[0]
 
 
 class Projection(nn.Module):
@@ -43,6 +65,19 @@ class Projection(nn.Module):
 def _projected(embedding: Tensor, weight: Tensor, bias: Tensor, linear: Tensor) -> Tensor:
     """LayerNorm -> GELU -> Linear."""
     return F.linear(F.gelu(F.layer_norm(embedding, embedding.shape[-1:], weight, bias)), linear)
+
+
+# Without shapes, as torch.compile traces it.
+def value_logits(
+    x: Tensor,
+    project_in: Tensor,
+    embedding: Tensor,
+    norm: Callable[[Tensor], Tensor],
+    project_out: Tensor,
+    start: Tensor,
+) -> Tensor:
+    """One logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3), in float32: of x [T, D], logits [T, C]."""
+    return F.linear(F.gelu(norm(F.linear(x.float(), project_in, embedding))), project_out, start)
 
 
 def start_logits(ranks: Int[Tensor, "*n size"], width: int, keep_bias: float) -> Float[Tensor, "*n size"]:

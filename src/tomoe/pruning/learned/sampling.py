@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tomoe.pruning.fine_grained import SampledFine
+from tomoe.pruning.forms import AnyNetwork
 from tomoe.pruning.learned.attention import SampledAttention
-from tomoe.pruning.network import MaskNetwork, SampledExperts
+from tomoe.pruning.learned.overlapping import SampledOverlapping
 from tomoe.pruning.routing import Routing
 from tomoe.seeds import derive_seed
 
 
 def sampled_masks(
-    net: MaskNetwork, seed: int, token_seed: int | None = None, valid: Bool[Tensor, " T"] | None = None
+    net: AnyNetwork, seed: int, token_seed: int | None = None, valid: Bool[Tensor, " T"] | None = None
 ) -> list[SampledLayerMasks]:
     """Sample the masks of one step.
 
@@ -41,7 +43,7 @@ def sampled_masks(
 class SampledLayerMasks:
     """The masks of one layer in one step."""
 
-    experts: SampledExperts
+    experts: SampledFine | SampledOverlapping
     attention: SampledAttention | None = None
     valid: Bool[Tensor, " T"] | None = None
     routing: Routing | None = None  # of the real tokens, filled in by the forward pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -75,14 +74,9 @@ class NormalEquations:
         return total / max(count, 1.0)
 
 
-def solve(
-    gram: Float[Tensor, "n n"], cross: Matrix, ridge: float, say: Callable[[str], None] = lambda sentence: None
-) -> tuple[Matrix, float]:
-    """Delta = C (G + ridge mean(diag G) 1)^-1 and the ridge that it took.
-
-    A matrix that is not positive definite gets ten times the ridge, and `say` a sentence. Raises UserError where sums are no
-    finite numbers, or no ridge helps.
-    """
+def solve(gram: Float[Tensor, "n n"], cross: Matrix, ridge: float) -> tuple[Matrix, float]:
+    """Delta = C (G + ridge mean(diag G) 1)^-1 and the ridge that it took: a matrix that is not positive definite gets ten times
+    as much. Raises UserError where sums are no finite numbers, or no ridge helps."""
     scale = float(gram.diagonal().double().mean())
     if not (math.isfinite(scale) and bool(gram.isfinite().all()) and bool(cross.isfinite().all())):
         raise UserError(
@@ -99,9 +93,7 @@ def solve(
             change = torch.cholesky_solve(cross.double().T, factor).T.float()
             if bool(change.isfinite().all()):
                 return change, ridge
-        raised = max(10 * ridge, LEAST_RIDGE)
-        say(f"its Gram matrix is not positive definite with a ridge of {ridge:g}, taking {raised:g}")
-        ridge = raised
+        ridge = max(10 * ridge, LEAST_RIDGE)
     raise UserError(
         f"the Gram matrix of the calibration text is not positive definite even with a ridge of {ridge:g}; give more text"
     )
@@ -122,15 +114,9 @@ def low_rank(
     return left.float(), (left.T @ wide).float()
 
 
-def refit(
-    weight: Matrix,
-    sums: NormalEquations,
-    ridge: float,
-    rank: int = 0,
-    say: Callable[[str], None] = lambda sentence: None,
-) -> Refit:
+def refit(weight: Matrix, sums: NormalEquations, ridge: float, rank: int = 0) -> Refit:
     """The matrix that solves the normal equations. Raises UserError as `solve` does."""
-    change, ridge = solve(sums.gram, sums.cross, ridge, say)
+    change, ridge = solve(sums.gram, sums.cross, ridge)
     factors = None
     if rank:
         metric = sums.gram.clone()

@@ -57,6 +57,14 @@ class LayerRepair:
     down: Refit
     output: Refit | None = None
 
+    def note(self, ridge: float) -> str:
+        """What a user should know of it: which matrices took more than this ridge."""
+        return "; ".join(
+            f"{of}its Gram matrix is not positive definite with a ridge of {ridge:g}, taking {fit.ridge:g}"
+            for of, fit in (("its output projection: ", self.output), ("", self.down))
+            if fit is not None and fit.ridge != ridge
+        )
+
 
 class _Repairing:
     """The refit of one layer after the other on both streams of hidden states."""
@@ -64,16 +72,14 @@ class _Repairing:
     def __init__(self, streams: Streams, settings: RepairSettings):
         self.streams, self.settings, self.share = streams, settings, STREAM_SHARE[settings.target]
 
-    def _fit(
-        self, part: Linear, size: int, take: Callable[[slice, NormalEquations], None], say: Callable[[str], None]
-    ) -> Refit:
+    def _fit(self, part: Linear, size: int, take: Callable[[slice, NormalEquations], None]) -> Refit:
         """Refit one projection: `take` gives the equations what a chunk of tokens says."""
         sums = NormalEquations(size, self.streams.shape.hidden_size, self.streams.device)
         for chunk in self.streams.chunks:
             take(chunk, sums)
         for t in (sums.upper, sums.cross, sums.sums):
             distributed.all_reduce_(t)
-        return refit(part.weight.detach(), sums, self.settings.ridge, self.settings.rank, say)
+        return refit(part.weight.detach(), sums, self.settings.ridge, self.settings.rank)
 
     def _take_attention(self, i: int, chunk: slice, sums: NormalEquations) -> None:
         """Gap of the attention: to its dense self on the same input, or of the stream behind it."""
@@ -116,11 +122,11 @@ class _Repairing:
         streams.hidden[chunk] = ours["h"]
 
     @torch.no_grad()
-    def layer(self, i: int, say: Callable[[str], None], finished: LayerRepair | None = None) -> LayerRepair:
+    def layer(self, i: int, finished: LayerRepair | None) -> LayerRepair:
         """Refit layer i, unless it is `finished`, and take both streams behind it."""
         streams = self.streams
         with held(streams.layers[i]):
-            made = finished or self._refit(i, say)
+            made = finished or self._refit(i)
             if finished is not None:
                 for chunk in streams.chunks:
                     self._take_mlp(i, finished.output, chunk, None)
@@ -137,15 +143,13 @@ class _Repairing:
                     streams.converted[chunk] = out
             return made
 
-    def _refit(self, i: int, say: Callable[[str], None]) -> LayerRepair:
+    def _refit(self, i: int) -> LayerRepair:
         s = self.streams.shape
         parts = self.streams.parts[i]
         output = None
         if self.settings.output:
-            size = s.num_heads * s.head_dim
-            take = partial(self._take_attention, i)
-            output = self._fit(parts.attention.o, size, take, lambda said: say(f"its output projection: {said}"))
-        return LayerRepair(self._fit(parts.mlp.down, s.mlp_size, partial(self._take_mlp, i, output), say), output)
+            output = self._fit(parts.attention.o, s.num_heads * s.head_dim, partial(self._take_attention, i))
+        return LayerRepair(self._fit(parts.mlp.down, s.mlp_size, partial(self._take_mlp, i, output)), output)
 
 
 def repair_layers(
@@ -178,11 +182,10 @@ def repair_layers(
         if i not in streams.parts:
             streams.skip(i)
             continue
-        notes: list[str] = []
-        made = repairing.layer(i, notes.append, finished(done))
+        made = repairing.layer(i, finished(done))
         done += 1
         known: dict[str, Any] = {"error_before": made.down.error_before, "error_after": made.down.error_after}
-        if notes:
-            known["note"] = f"layer {i}: {'; '.join(notes)}"
+        if note := made.note(settings.ridge):
+            known["note"] = f"layer {i}: {note}"
         on_progress(done, total, known)
         yield made

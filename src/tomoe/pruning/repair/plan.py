@@ -1,7 +1,11 @@
-"""Plan -> Plan: refit the down projections (and, if V/O dims are pruned, the output projections) to the plan's masks."""
+"""Plan -> Plan: refit the down projections (and, if V/O dims are pruned, the output projections) to the plan's masks.
+
+Refitted layers are kept on disk until the plan is written, so that a repair that was killed resumes after the last whole one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import replace
 from functools import partial
@@ -9,20 +13,89 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Int
-from safetensors.torch import save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tomoe import distributed
 from tomoe.errors import UserError
+from tomoe.files import atomic_file
 from tomoe.model.shape import ModelShape
 from tomoe.plan import REPAIRED, LayerPlan, Plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.pruning.masking import planned_masks
-from tomoe.pruning.repair.checkpoint import FinishedLayers
+from tomoe.pruning.repair.equations import Refit
 from tomoe.pruning.repair.layers import LayerRepair, RepairSettings, repair_layers
 from tomoe.recipe.conversion import RepairSection
 
 KEPT = "repair"  # subfolder of a run that keeps the layers of an unfinished repair
+_KEY = "tomoe_repair"  # in the metadata of their files
+
+
+class FinishedLayers:
+    """One file for each layer that is refitted: `folder`/layer-000.safetensors and so on, matrices in float32.
+
+    `key` names everything that the matrices depend on; files with another key are of another repair and count as missing.
+    """
+
+    def __init__(self, folder: Path, key: str):
+        self.folder, self.key = folder, key
+
+    def count(self) -> int:
+        """How many layers are finished, from the first on; the same in all ranks. Matrices are not read."""
+        found = 0
+        while self._is_whole(self._path(found)):
+            found += 1
+        count = torch.tensor([found])
+        distributed.broadcast_([count])
+        if found < int(count):
+            raise UserError(f"{self.folder} cannot be read by every process; put it on a disk that all of them share")
+        return int(count)
+
+    def read(self, i: int, device: torch.device) -> LayerRepair:
+        """Layer i, one of the `count` that are finished."""
+        tensors = load_file(self._path(i), device=str(device))
+        return LayerRepair(_refit(tensors, "down"), _refit(tensors, "output") if "output.weight" in tensors else None)
+
+    def keep(self, i: int, layer: LayerRepair) -> None:
+        """Write layer i; only rank 0 does. Raises UserError if it cannot be written."""
+        if distributed.rank():
+            return
+        tensors: dict[str, Tensor] = {}
+        for name, fit in (("down", layer.down), ("output", layer.output)):
+            if fit is not None:
+                numbers = [fit.error_before, fit.error_after, fit.ridge]
+                tensors |= {f"{name}.weight": fit.weight, f"{name}.numbers": torch.tensor(numbers, dtype=torch.float64)}
+                tensors |= {f"{name}.{side}": t for side, t in zip("uv", fit.factors or (), strict=False)}
+        try:
+            with atomic_file(self._path(i)) as part:
+                save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, part, metadata={_KEY: self.key})
+        except SafetensorError as error:
+            raise UserError(f"cannot write {self._path(i)}: {error}") from None
+
+    def forget(self) -> None:
+        """Delete the files, once the plan that holds the matrices is written."""
+        with contextlib.suppress(OSError):
+            for path in self.folder.glob("layer-*.safetensors"):
+                path.unlink()
+            self.folder.rmdir()
+
+    def _path(self, i: int) -> Path:
+        return self.folder / f"layer-{i:03d}.safetensors"
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether the file is a whole one of this repair."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                return bool((file.metadata() or {}).get(_KEY) == self.key)
+        except (OSError, SafetensorError):
+            return False
+
+
+def _refit(tensors: dict[str, Tensor], name: str) -> Refit:
+    factors = (tensors[f"{name}.u"], tensors[f"{name}.v"]) if f"{name}.u" in tensors else None
+    return Refit(tensors[f"{name}.weight"], factors, *tensors[f"{name}.numbers"].tolist())
 
 
 def repair_plan(
@@ -35,7 +108,8 @@ def repair_plan(
     folder: Path | None = None,
     stored: torch.dtype | None = None,
 ) -> Plan:
-    """Return the plan with refitted projections, and a note of how they were fitted and what it gained.
+    """Return the plan with refitted projections, and a note of how they were fitted and what it gained; if the section leaves
+    that out, the plan itself.
 
     `model` holds the dense weights that the plan is for, `ids` the calibration sequences; `mask` is False on padding.
     `stored` is the dtype of whole matrices in the plan (default: the model's). Earlier refits of the plan are replaced. Under
@@ -43,6 +117,8 @@ def repair_plan(
     `folder`. Its subfolder `repair` keeps finished layers, with which a repair that was killed resumes; the caller deletes it
     (`forget_repair`) once the plan is written. Raises UserError if activations are not finite.
     """
+    if section.mode == "none":
+        return plan
     bare = plan.without_repair()
     prunes_values = any(layer.value_top_k < plan.shape.head_dim for layer in bare.layers)
     target = section.target_after(plan.notes.get("steps", 0))
