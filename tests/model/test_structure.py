@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -15,57 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from conftest import PICO, make_pico, make_plan, randomise, tokens
 from tomoe.errors import UserError
 from tomoe.model.offload import cast_
-from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_output, shape_of
 from tomoe.moe.fold import fold
 from tomoe.pruning.masking import masked, planned_masks
-
-SHAPES = {
-    "llama": ModelShape(2, 32, 48, 4, 4, 8, 8, True),
-    "llama3": ModelShape(2, 32, 48, 4, 2, 8, 8, True),
-    "mistral": ModelShape(2, 32, 48, 4, 2, 8, 8, True),
-    "qwen2": ModelShape(2, 32, 48, 4, 2, 8, 8, True),
-    "qwen3": ModelShape(2, 32, 48, 4, 2, 16, 16, True),  # head_dim is not hidden_size / num_heads
-    "phi": ModelShape(2, 32, 48, 4, 4, 8, 4, False),  # RoPE on half of a head, no gate
-}
-
-
-@pytest.mark.parametrize("family", SHAPES)
-def test_sizes(family: str) -> None:
-    assert shape_of(make_pico(family)) == SHAPES[family]
-
-
-@pytest.mark.parametrize(("rotary_size", "choices"), [(8, 4), (4, 6), (2, 7)])
-def test_one_choice_for_a_pair_and_for_a_dim_that_rope_leaves_alone(rotary_size: int, choices: int) -> None:
-    shape = dataclasses.replace(SHAPES["phi"], rotary_size=rotary_size)
-    assert shape.num_qk_choices == choices
-    for seed in range(10):
-        kept = torch.rand(choices, generator=torch.Generator().manual_seed(seed)) < 0.5
-        dims, mask = shape.qk_dims(kept), shape.expand_qk(kept.float())
-        assert sorted(dims.tolist()) == mask.nonzero().squeeze(1).tolist()
-
-
-def test_order_of_a_slim_head() -> None:
-    """First halves of the kept pairs, their partners in the same order, then dims that RoPE leaves alone."""
-    whole = dataclasses.replace(SHAPES["llama"], head_dim=12, rotary_size=12)
-    assert whole.qk_dims(torch.tensor([0, 1, 1, 0, 0, 1]).bool()).tolist() == [1, 2, 5, 7, 8, 11]
-    part = dataclasses.replace(SHAPES["phi"], head_dim=12, rotary_size=8)
-    assert part.qk_dims(torch.tensor([1, 0, 0, 1, 0, 1, 1, 0]).bool()).tolist() == [0, 3, 4, 7, 9, 10]
-    assert part.expand_qk(torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8])).tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_masking_choices_commutes_with_rope(dense: PreTrainedModel) -> None:
-    """What makes a pair share one choice: masked before or after the family's own rotation, it is the same."""
-    shape = shape_of(dense)
-    module = sys.modules[type(dense.model.layers[0].self_attn).__module__]
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 1, 5, shape.rotary_size, generator=generator)
-    cos, sin = dense.model.rotary_emb(x, torch.arange(5)[None])
-    mask = shape.expand_qk((torch.rand(shape.num_qk_choices, generator=generator) < 0.5).float())[: shape.rotary_size]
-    assert 0 < mask.sum() < len(mask)
-    before, _ = module.apply_rotary_pos_emb(x * mask, x, cos, sin)
-    after, _ = module.apply_rotary_pos_emb(x, x, cos, sin)
-    torch.testing.assert_close(before, after * mask)
 
 
 def pico_of(model_type: str, **changes: Any) -> PreTrainedModel:
