@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from margins import CLEAR, clear_prompts, clear_tokens, margins
+from margins import CLEAR, assert_same, clear_prompts, clear_tokens, margins, meaning
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -183,12 +183,6 @@ def tokens(rows: int, length: int, seed: int = 7) -> Tensor:
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal to 1e-5 of the largest logit."""
-    difference, scale = float((actual - expected).abs().max()), max(1.0, float(expected.abs().max()))
-    assert difference <= 1e-5 * scale, f"{what}: largest difference {difference:.2g} of {scale:.2g}"
-
-
 def greedy(model: Any, ids: Tensor, cached: bool) -> Tensor:
     made: Tensor = model.generate(
         ids,
@@ -260,8 +254,7 @@ def hold(dense: PreTrainedModel, folder: Path, text: Path) -> dict[str, Any]:
     # beyond windows and original contexts, which recurrences do not have
     length = 80 if dense.config.model_type in IN_FLOAT64 else 200
     ids = clear_tokens(folded, lambda seed: tokens(2, length, seed))
-    with masked(dense, planned_masks(plan)):
-        expected = dense(ids).logits
+    expected = meaning(dense, plan, ids)
     full = dense(ids).logits
     assert (expected - full).abs().max() > 1e-3, "the masks changed nothing"
     assert_same(folded(ids).logits, expected, "folded")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jaxtyping import Float
-from margins import clear_prompts, clear_tokens
+from margins import assert_same, clear_prompts, clear_tokens, meaning
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -30,7 +29,6 @@ from tomoe.pruning.masking import masked, planned_masks
 from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-TOLERANCE = 1e-5  # of the largest logit, float32
 # together beyond the sliding window of mistral
 PROMPT, NEW = 7, 4
 # Every family with each kind of attention, and both forms of experts: MLPs and attention are folded apart. The last two are
@@ -83,18 +81,12 @@ def running(moe: ToMoEForCausalLM, backend: str) -> Iterator[ToMoEForCausalLM]:
         moe.config.tomoe_expert_backend = before
 
 
-def assert_same(found: Float[Tensor, "*shape V"], meant: Float[Tensor, "*shape V"]) -> None:
-    difference, scale = float((found - meant).abs().max()), float(meant.abs().max())
-    assert difference <= TOLERANCE * max(1.0, scale), f"largest difference {difference:.2g}, largest logit {scale:.2g}"
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_folded_and_reloaded_compute_what_the_masks_mean(case: Case, implementation: str) -> None:
     ids = case.ids
     for model in (case.dense, case.folded, case.reloaded):
         model.set_attn_implementation(implementation)
-    with masked(case.dense, planned_masks(case.plan)):
-        meant = case.dense(ids).logits
+    meant = meaning(case.dense, case.plan, ids)
     assert (meant - case.dense(ids).logits).abs().max() > 1e-2, "the masks changed nothing"
     for moe, backends in ((case.folded, WAYS["experts"]), (case.reloaded, ("auto",))):
         assert moe.model.layers[0].self_attn.config._attn_implementation == implementation
@@ -115,8 +107,7 @@ def test_few_and_many_tokens_take_other_ways_through_the_experts(case: Case, mon
     # without kernels of the package
     monkeypatch.setitem(WAYS, "experts", {name: noting(name) for name in ("runs", "masked")})
     ids = clear_tokens(case.folded, lambda seed: tokens(8, 32, seed))  # 256 tokens, 64 for each of 4 experts
-    with masked(case.dense, planned_masks(case.plan)):
-        meant = case.dense(ids).logits
+    meant = meaning(case.dense, case.plan, ids)
     with running(case.folded, "auto") as moe:
         runs = "masked" if case.folded.config.tomoe_expert_form == "fine" else "runs"
         for rows, backend in ((ids, runs), (ids[:1], "masked"), (ids[:1, :1], runs)):
@@ -133,8 +124,7 @@ def test_full_masks_are_the_dense_model(family: str, attention: str) -> None:
     assert plan.widths() == [(shape.mlp_size, shape.head_dim, shape.head_dim)] * shape.num_layers
     ids = tokens(2, 24, seed=5)
     meant = dense(ids).logits
-    with masked(dense, planned_masks(plan)):
-        assert_same(dense(ids).logits, meant)
+    assert_same(meaning(dense, plan, ids), meant)
     assert_same(fold(dense, plan)(ids).logits, meant)
 
 
@@ -157,8 +147,7 @@ def test_fine_experts_can_be_used_in_other_numbers(family: str, tmp_path: Path) 
     for k in (1, 2, 3, 5, 8):
         moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=k)
         ids = clear_tokens(moe, lambda seed: tokens(2, 24, seed))
-        with masked(dense, planned_masks(with_top_k(plan, 3, k))):
-            meant = dense(ids).logits
+        meant = meaning(dense, with_top_k(plan, 3, k), ids)
         for backend in ("auto", *WAYS["experts"]):
             with running(moe, backend):
                 assert_same(moe(ids).logits, meant)
@@ -184,8 +173,7 @@ def test_few_wide_experts_as_a_gpu_wants_them(tmp_path: Path) -> None:
     folded = fold(dense, plan)
     save_moe(folded, plan, None, tmp_path / "moe")
     ids = clear_tokens(folded, lambda seed: tokens(2, 24, seed))
-    with masked(dense, planned_masks(plan)):
-        meant = dense(ids).logits
+    meant = meaning(dense, plan, ids)
     whole = dense(ids).logits
     assert (meant - whole).abs().max() > 1e-2, "the masks changed nothing"
     for moe in (folded, AutoModelForCausalLM.from_pretrained(tmp_path / "moe")):
@@ -206,8 +194,7 @@ def test_layers_that_use_all_experts_stay_whole(llama: PreTrainedModel, tmp_path
         moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", num_experts_per_tok=k)
         ids = clear_tokens(moe, lambda seed: tokens(2, 24, seed))
         asked = replace(plan, layers=(first, *(replace(layer, top_k=k) for layer in others)))
-        with masked(llama, planned_masks(asked)):
-            assert_same(moe(ids).logits, llama(ids).logits)
+        assert_same(moe(ids).logits, meaning(llama, asked, ids))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from margins import clear_tokens
+from margins import assert_same, clear_tokens, meaning
 from safetensors.torch import load_file
-from test_equation import assert_same
 from transformers import AutoModelForCausalLM, Exaone4ForCausalLM, OlmoForCausalLM, PreTrainedModel
 
 from conftest import FORMS, PICO, make_pico, make_plan, randomise, tokens, write_export
@@ -23,7 +22,6 @@ from tomoe.exporting.target import Options
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
-from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import RepairSection
 
@@ -66,8 +64,7 @@ def test_the_export_computes_what_the_masks_mean(case: Case) -> None:
     assert exported.dtype == torch.float32
     with torch.no_grad():
         ids = clear_tokens(case.folded, lambda seed: tokens(2, 24, seed))  # beyond the sliding window of mistral
-        with masked(case.dense, planned_masks(case.plan)):
-            meant = case.dense(ids).logits
+        meant = meaning(case.dense, case.plan, ids)
         assert (meant - case.dense(ids).logits).abs().max() > 1e-2, "the masks changed nothing"
         assert_same(exported(ids).logits, meant)
 
@@ -82,9 +79,8 @@ def test_the_own_form_holds_every_plan(form: str, tmp_path: Path) -> None:
     write_export(choose(moe, "hf"), moe, None, tmp_path / "out", SMALL)
     with torch.no_grad():
         ids = clear_tokens(moe, lambda seed: tokens(2, 24, seed))
-        with masked(dense, planned_masks(plan)):
-            meant = dense(ids).logits
-        assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits, meant)
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert_same(exported(ids).logits, meaning(dense, plan, ids))
 
 
 def test_what_cannot_be_held_is_refused_in_one_sentence_and_auto_takes_the_own_form() -> None:

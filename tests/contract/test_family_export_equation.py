@@ -11,9 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 from family_contract import tiny_model, tokens
-from margins import clear_prompts, clear_tokens
+from margins import TOLERANCE, assert_same, clear_prompts, clear_tokens, meaning
 from safetensors.torch import load_file
-from test_equation import TOLERANCE, assert_same
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_pico, make_plan, write_export
@@ -26,7 +25,6 @@ from tomoe.model.hooks import hooked
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
-from tomoe.pruning.masking import masked, planned_masks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
 
@@ -102,8 +100,7 @@ def test_transformers_loads_it_and_with_all_experts_it_is_the_dense_model(case: 
     meant = case.dense(ids).logits
     planned = exported(ids).logits
     case.target.use_all_experts_(exported)
-    off = (exported(ids).logits - meant).abs().max()
-    assert float(off) <= 1e-5 * max(1.0, float(meant.abs().max()))
+    assert_same(exported(ids).logits, meant)
     assert float((planned - meant).abs().max()) > 1e-3, "the router changed nothing"
     prompt = clear_prompts(case.dense, lambda seed: tokens(1, 20, seed), 6)[0][None]
     written = [m.generate(prompt, max_new_tokens=6, do_sample=False) for m in (case.dense, exported)]
@@ -113,8 +110,7 @@ def test_transformers_loads_it_and_with_all_experts_it_is_the_dense_model(case: 
 def test_its_routers_choose_what_the_masks_mean(case: Case) -> None:
     ids = clear_tokens(case.folded, lambda seed: tokens(2, LENGTH, seed))
     exact = copy.deepcopy(case.dense).double()
-    with masked(case.dense, planned_masks(case.plan)), masked(exact, planned_masks(case.plan)):
-        meant, exactly = case.dense(ids).logits, exact(ids).logits
+    meant, exactly = (meaning(model, case.plan, ids) for model in (case.dense, exact))
     assert_same(copy.deepcopy(case.folded).double()(ids).logits, exactly)
     # in float32 some families round more than that by themselves: linear attention 1.4e-5 of the largest logit
     bound = max(TOLERANCE * float(meant.abs().max()), 4 * float((meant - exactly).abs().max()))

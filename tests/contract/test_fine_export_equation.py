@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 from jaxtyping import Bool, Int
-from margins import redrawn
+from margins import assert_same, meaning, redrawn
 from safetensors.torch import load_file
-from test_equation import assert_same
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -31,7 +30,6 @@ from tomoe.model.hooks import hooked
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, route
 from tomoe.plan import ALWAYS, Plan
-from tomoe.pruning.masking import masked, planned_masks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
 
@@ -130,9 +128,7 @@ def right(case: Case, exported: Any, converted: ToMoEForCausalLM) -> bool:
 
 def test_the_export_computes_what_the_masks_mean(case: Case) -> None:
     ids = tokens(8, 16, seed=5)
-    with masked(case.dense, planned_masks(case.plan)):
-        meant = case.dense(ids).logits
-    assert_same(case.folded(ids).logits, meant)
+    assert_same(case.folded(ids).logits, meaning(case.dense, case.plan, ids))
     exported, report = AutoModelForCausalLM.from_pretrained(case.folder, output_loading_info=True)
     assert not any(report.values()), report
     assert type(exported).__module__.startswith("transformers.models.glm4_moe")
@@ -191,8 +187,7 @@ def test_first_layers_that_use_all_experts_are_written_whole(tmp_path: Path) -> 
     exported = AutoModelForCausalLM.from_pretrained(case.folder)
     assert exported.model.layers[0].mlp.up_proj.weight.shape == (48, 32)
     ids = tokens(8, 16, seed=5)
-    with masked(dense, planned_masks(plan)):
-        meant = dense(ids).logits
+    meant = meaning(dense, plan, ids)
     logits = exported(ids).logits
     assert float((logits - meant)[decided(case.folded, ids)].abs().max()) <= TOLERANCE * float(meant.abs().max())
     whole, converted = all_experts(case)

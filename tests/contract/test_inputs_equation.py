@@ -14,7 +14,7 @@ import accelerate
 import pytest
 import torch
 from family_contract import inputs_masked
-from jaxtyping import Float
+from margins import assert_same
 from safetensors.torch import load_file, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -31,7 +31,6 @@ from tomoe.plan import InputsPlan
 from tomoe.pruning.inputs import column_norms, plan_inputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-TOLERANCE = 1e-5  # of the largest logit, float32
 # Projections with and without biases and a gate, grouped heads and as many of them, heads wider than the hidden size; tied
 # embeddings.
 FAMILIES = ("llama3", "qwen2", "qwen3", "phi")
@@ -97,10 +96,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     save_moe(folded, plan, None, folder, check=True)
     reloaded = AutoModelForCausalLM.from_pretrained(folder)
     return Case(dense, plan, folded, reloaded, folder, clear_tokens(dense, plan))
-
-
-def assert_same(found: Float[Tensor, "*shape V"], meant: Float[Tensor, "*shape V"]) -> None:
-    assert float((found - meant).abs().max()) <= TOLERANCE * max(1.0, float(meant.abs().max()))
 
 
 def one_by_one(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from margins import meaning
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,7 +21,7 @@ from tomoe.plan import Plan
 from tomoe.pruning.learned import attention_masks
 from tomoe.pruning.learned.gumbel import gumbel_of, uniform_noise
 from tomoe.pruning.learned.sampling import sampled_masks
-from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pruning.masking import masked
 from tomoe.pruning.routing import ExpertRouter, Routing, route
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -38,8 +39,7 @@ def difference(
 ) -> float:
     """Largest difference of logits between the masked model and the folded one, after `damage` to the latter."""
     ids = tokens(2, 24, seed=5)
-    with masked(dense, planned_masks(plan)):
-        meant = dense(ids).logits
+    meant = meaning(dense, plan, ids)
     moe = fold(dense, plan)
     damage(moe)
     return float((moe(ids).logits - meant).abs().max())

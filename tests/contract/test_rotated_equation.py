@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from margins import clear_tokens
-from test_equation import TOLERANCE, assert_same
+from margins import TOLERANCE, assert_same, clear_tokens, meaning
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -22,7 +21,6 @@ from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.plan import Plan
 from tomoe.pruning.learned import attention_masks
-from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import RepairSection
 
@@ -48,11 +46,6 @@ def rotated_plan(dense: PreTrainedModel, attention: str, repaired: bool = False,
         return plan
     ids = tokens(8, 24, seed=3)
     return repair_plan(plan, dense, ids, torch.ones_like(ids, dtype=torch.bool), RepairSection(mode="full"))
-
-
-def meaning(dense: PreTrainedModel, plan: Plan, ids: Tensor) -> Tensor:
-    with masked(dense, planned_masks(plan)):
-        return dense(ids).logits
 
 
 @pytest.mark.parametrize(("family", "attention", "repaired", "form"), CELLS)
