@@ -31,12 +31,13 @@ from tomoe.recipe.conversion import Recipe
 pytestmark = pytest.mark.usefixtures("no_grad")
 # together beyond the sliding window of mistral
 PROMPT, NEW = 7, 4
-# Every family with each kind of attention, and both forms of experts: MLPs and attention are folded apart. The last two are
-# MLPs alone, without a gate and with one.
+# Every family with each kind of attention that is pruned, and both forms of experts: MLPs and attention are folded apart. The
+# last three are MLPs alone, beside a window, without a gate and with one; `test_families` has more of them.
 CELLS = [
     *((family, "static", FORMS[i % 2]) for i, family in enumerate(FAMILIES)),
     *((family, "per_token", FORMS[1 - i % 2]) for i, family in enumerate(FAMILIES)),
-    *((family, "off", "fine") for family in FAMILIES),
+    ("mistral", "off", "fine"),
+    ("phi", "off", "fine"),
     ("qwen2", "off", "overlapping"),
 ]
 
@@ -197,12 +198,11 @@ def test_layers_that_use_all_experts_stay_whole(llama: PreTrainedModel, tmp_path
         assert_same(moe(ids).logits, meaning(llama, asked, ids))
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generating_with_a_cache_is_one_pass_without(case: Case, cache: str) -> None:
-    prompt = case.prompts
-    made = case.reloaded.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
+def write(moe: ToMoEForCausalLM, ids: Tensor, mask: Tensor, cache: str) -> tuple[Tensor, Tensor]:
+    """NEW tokens behind each row, none of which is the end, and the logits that they were chosen by."""
+    made = moe.generate(
+        ids,
+        attention_mask=mask,
         max_new_tokens=NEW,
         min_new_tokens=NEW,
         do_sample=False,
@@ -210,31 +210,33 @@ def test_generating_with_a_cache_is_one_pass_without(case: Case, cache: str) -> 
         output_logits=True,
         return_dict_in_generate=True,
     )
-    assert made.sequences.shape == (2, PROMPT + NEW)
-    one_pass = case.reloaded(made.sequences[:, :-1], use_cache=False).logits[:, PROMPT - 1 :]
-    assert_same(torch.stack(made.logits, 1), one_pass)
-    # no end before min_new_tokens
-    one_pass[..., 2] = -torch.inf
-    assert torch.equal(made.sequences[:, PROMPT:], one_pass.argmax(-1))
+    return made.sequences[:, ids.shape[1] :], torch.stack(made.logits, 1)
+
+
+def assert_written(written: Tensor, by: Tensor, whole: Tensor, moe: ToMoEForCausalLM) -> None:
+    """What was written at the end of the row `whole` [S] is what one pass over it predicts."""
+    one_pass = moe(whole[None, :-1], use_cache=False).logits[0, -NEW:]
+    assert_same(by, one_pass)
+    one_pass[:, 2] = -torch.inf
+    assert torch.equal(written, one_pass.argmax(-1))
+
+
+def test_generating_with_a_cache_is_one_pass_without(case: Case) -> None:
+    written, logits = write(case.reloaded, case.prompts, torch.ones_like(case.prompts), "dynamic")
+    for row, new, by in zip(case.prompts, written, logits, strict=True):
+        assert_written(new, by, torch.cat([row, new]), case.reloaded)
 
 
 def test_left_padding_changes_no_row(case: Case) -> None:
-    rows = clear_prompts(case.folded, lambda seed: [tokens(1, n, seed)[0] for n in (4, 9, 12)], 3)
+    """Nor does it in a static cache, which holds the padding, too."""
+    rows = clear_prompts(case.folded, lambda seed: [tokens(1, n, seed)[0] for n in (4, 9, 12)], NEW, but=[2])
     ids = torch.stack([torch.nn.functional.pad(row, (12 - len(row), 0)) for row in rows])
     mask = torch.stack([torch.arange(12) >= 12 - len(row) for row in rows]).long()
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     together = case.reloaded(ids, attention_mask=mask, position_ids=positions).logits
-    # a static cache holds the padding, too
-    written = case.reloaded.generate(
-        ids, attention_mask=mask, max_new_tokens=3, do_sample=False, cache_implementation="static"
-    )
-    for i, row in enumerate(rows):
-        assert_same(together[i, 12 - len(row) :], case.reloaded(row[None]).logits[0])
-        alone = case.reloaded.generate(
-            row[None], attention_mask=torch.ones(1, len(row)), max_new_tokens=3, do_sample=False
-        )
-        new = alone[0, len(row) :]
-        assert torch.equal(written[i, 12 : 12 + len(new)], new)
+    for row, beside, new, by in zip(rows, together, *write(case.reloaded, ids, mask, "static"), strict=True):
+        assert_same(beside[-len(row) :], case.reloaded(row[None]).logits[0])
+        assert_written(new, by, torch.cat([row, new]), case.reloaded)
 
 
 def decisions(model: PreTrainedModel, plan: Plan, ids: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -33,10 +33,8 @@ ALIKE: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
     "stablelm": {},
     "nemotron": {"partial_rotary_factor": 0.5},
-    "arcee": {},
     "apertus": {},  # an activation with weights of its own, norms of Q and K
     "seed_oss": {"head_dim": 8},
-    "cwm": {"head_dim": 8},
     "ministral": {"head_dim": 8},
     "olmo": {},
 }
@@ -63,7 +61,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "latent attention": ("minicpm3", {"qk_rope_head_dim": 8, "num_key_value_heads": 4}, r"latent attention \(MLA\)"),
     "attention elsewhere": ("gpt2", {}, "no `self_attn`"),
     "interleaved pairs": ("cohere", {}, "pairs neighbouring dims"),
-    "interleaved pairs, llama-like": ("helium", {"head_dim": 8}, "pairs neighbouring dims"),
     "norm of all heads at once": ("olmo2", {}, "not an RMS norm over one head's dims"),
     "norm with another eps": ("gemma3_text", {"head_dim": 8}, "not an RMS norm over one head's dims"),
     "LayerNorm of Q and K": ("phi", {"qk_layernorm": True}, "LayerNorm"),
@@ -77,10 +74,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_hidden_layers": 4, "sliding_window": 4},
         "the attention of layer 3 is not the usual formula",
     ),
-    "norms after RoPE": ("hunyuan_v1_dense", {"head_dim": 8}, "the attention of layer 0 is not the usual formula"),
     "differential attention": ("diffllama", {}, "the attention of layer 0 is not the usual formula"),
-    "attention sinks": ("granite_swa", {}, "the attention of layer 0 is not the usual formula"),
-    "attention bias by value": ("doge", {}, "the attention of layer 0 is not the usual formula"),
     "clipped projections": ("olmo", {"clip_qkv": 100.0}, "sets clip_qkv"),
     "capped logits": ("gemma2", {"head_dim": 8}, "sets attn_logit_softcapping"),
 }

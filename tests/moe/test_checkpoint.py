@@ -264,20 +264,6 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "in the way"
 
 
-def test_router_keeps_a_gradient_for_fine_tuning() -> None:
-    """The chosen expert counts exactly 1, and its probability still has a gradient."""
-    moe, _ = pico_moe("llama", "off")
-    with torch.no_grad():
-        meant = moe(tokens()).logits
-    moe.requires_grad_(True).train()
-    out = moe(tokens(), labels=tokens())
-    torch.testing.assert_close(out.logits, meant, rtol=0, atol=1e-5)
-    out.loss.backward()
-    for name, parameter in moe.named_parameters():
-        assert parameter.grad is not None, name
-        assert bool(parameter.grad.any()), name
-
-
 def test_a_buffer_that_no_checkpoint_holds(tmp_path: Path) -> None:
     """The rotary frequencies of the running model are not those that its config gives."""
     moe, plan = pico_moe("llama", "off", form="fine")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -69,16 +69,12 @@ def test_equal_scores_are_taken_by_position(dtype: torch.dtype) -> None:
         assert torch.equal(masked, found)
 
 
-def test_any_number_of_threads_gives_the_same_bytes() -> None:
+def test_any_number_of_threads_gives_the_same_bytes(set_threads: Callable[[int], None]) -> None:
     x, weight, norms = draw(2, 700, seed=1), draw(700, 4500, seed=2), torch.ones(700)
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            results.append(inputs.kernel()(norms, weight, None)(x, 400))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 7):
+        set_threads(threads)
+        results.append(inputs.kernel()(norms, weight, None)(x, 400))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
@@ -264,18 +260,14 @@ def test_the_output_matrix_is_its_definition(tokens: int, rows: int, size: int) 
     assert bool(((multiply(x, weight).double() - meant).abs() <= meant.abs() * 2**-8 + 1e-4).all())
 
 
-def test_neither_threads_nor_other_tokens_change_a_byte() -> None:
+def test_neither_threads_nor_other_tokens_change_a_byte(set_threads: Callable[[int], None]) -> None:
     multiply = logits.multiplier()
     x, weight = draw(3, 96, seed=0).bfloat16(), draw(5000, 96, seed=1).bfloat16()
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = torch.cat([multiply(x[t : t + 1], weight) for t in range(3)])
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            assert torch.equal(multiply(x, weight), alone)
-    finally:
-        torch.set_num_threads(before)
+    set_threads(1)
+    alone = torch.cat([multiply(x[t : t + 1], weight) for t in range(3)])
+    for threads in (1, 2, 3, 7):
+        set_threads(threads)
+        assert torch.equal(multiply(x, weight), alone)
 
 
 def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
