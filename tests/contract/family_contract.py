@@ -283,16 +283,20 @@ def hold(dense: PreTrainedModel, folder: Path, text: Path) -> dict[str, Any]:
     return {"layers": plan.shape.num_layers, "active": plan.active_fraction(), "repair": repair}
 
 
-def mask_of(x_TD: Tensor, norms_D: Tensor, count: int) -> Tensor:
-    """The `count` inputs of each token with the largest |x_i| norms_i, equal ones by position."""
+def mask_of(x_TD: Tensor, norms_D: Tensor, count: int) -> tuple[Tensor, float]:
+    """The `count` inputs of each token with the largest |x_i| norms_i, equal ones by position; and by how much, relative to it,
+    the last one is above the next, wherever that is least.
+    """
     # x_i alone would not do: what an input adds to the output is x_i times a column of the matrix
-    order_TD = (x_TD.float().abs() * norms_D).argsort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(x_TD, dtype=torch.bool).scatter(-1, order_TD[..., :count], True)
+    scores_TD, order_TD = (x_TD.float().abs() * norms_D).sort(dim=-1, descending=True, stable=True)
+    margin = float((1 - scores_TD[..., count] / scores_TD[..., count - 1]).min())
+    return torch.zeros_like(x_TD, dtype=torch.bool).scatter(-1, order_TD[..., :count], True), margin
 
 
 @contextmanager
-def inputs_masked(model: PreTrainedModel, counts: Counts) -> Iterator[None]:
-    """Inside the block every projection of a dense model uses so many of its inputs for a token."""
+def inputs_masked(model: PreTrainedModel, counts: Counts) -> Iterator[list[float]]:
+    """Inside the block every projection of a dense model uses so many of its inputs for a token; gives the margins of all."""
+    margins = [1.0]
 
     def hooks() -> Iterator[RemovableHandle]:
         for i, layer in enumerate(groups_of(model)):
@@ -303,10 +307,12 @@ def inputs_masked(model: PreTrainedModel, counts: Counts) -> Iterator[None]:
                 norms = column_norms(group)
 
                 def choose(_: object, args: tuple[Tensor], norms: Tensor = norms, count: int = count) -> tuple[Tensor]:
-                    return (args[0] * mask_of(args[0], norms, count),)
+                    mask, margin = mask_of(args[0], norms, count)
+                    margins.append(margin)
+                    return (args[0] * mask,)
 
                 for module in group.modules:
                     yield module.register_forward_pre_hook(choose)
 
     with hooked(list(hooks())):
-        yield
+        yield margins

@@ -15,7 +15,7 @@ from stored_models import edit_config, write_gguf
 from tomoe.errors import UserError
 from tomoe.model import catalog, hub, loading, stored
 from tomoe.model.catalog import KnownModel
-from tomoe.model.loading import fingerprint, load_dense, load_tokenizer, strip_remote_code_
+from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
 
 
 def test_a_loaded_model_is_frozen_and_of_the_asked_kind(model: Path) -> None:
@@ -143,13 +143,6 @@ def test_a_saved_tokenizer_names_no_code(model: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(model))
     tokenizer.save_pretrained(tmp_path / "loaded")
     assert "auto_map" not in (tmp_path / "loaded" / path.name).read_text()
-    # a caller may bring a tokenizer of its own
-    tokenizer._auto_map = code
-    tokenizer.save_pretrained(tmp_path / "before")
-    assert "auto_map" in (tmp_path / "before" / path.name).read_text()
-    strip_remote_code_(tokenizer)
-    tokenizer.save_pretrained(tmp_path / "after")
-    assert "auto_map" not in (tmp_path / "after" / path.name).read_text()
 
 
 def test_the_fingerprint_is_of_the_weights_and_their_shapes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

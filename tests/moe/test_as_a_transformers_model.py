@@ -279,7 +279,8 @@ def test_a_tokenizer_s_pointer_to_foreign_code_is_not_passed_on(tmp_path: Path) 
     """The dense model's tokenizer may name code of its own; readers of OUT would be asked to run it."""
     tokenizer = make_tokenizer()
     pointer = {"AutoTokenizer": ["attacker/repo--evil.EvilTokenizer", None]}
-    tokenizer.init_kwargs["auto_map"] = pointer
+    # transformers writes it from either
+    tokenizer.init_kwargs["auto_map"] = tokenizer._auto_map = pointer
     dense = make_pico("llama", vocab_size=len(tokenizer))
     plan = make_plan(dense, "static")
     moe = fold(dense, plan)
