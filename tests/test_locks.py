@@ -46,8 +46,9 @@ def test_a_second_process_is_told_who_writes_and_kill_9_leaves_no_lock_that_bloc
     out = tmp_path / "out"
     pid = holder(out)
     try:
+        said = refused(out)
         for word in ("tomoe train", f"process {pid}", socket.gethostname(), "since 20", f"writing to {out};"):
-            assert word in refused(out)
+            assert word in said
         for damaged in ("", "tomoe \x1b[31m", "\ufffd"):
             (out / LOCK_FILE).write_text(damaged)
             assert refused(out).startswith("another process is writing to")
