@@ -46,7 +46,8 @@ FOUR_LAYERS = {"qwen3_5_text", "lfm2", "nemotron_h", "smollm3"}
 
 def layers(kind: str) -> dict[str, int]:
     """What makes a tiny model of a kind small."""
-    return {} if KINDS[kind] in FOUR_LAYERS else {"n_layer" if KINDS[kind] == "bloom" else "num_hidden_layers": 2}
+    names = ["num_hidden_layers", *(["n_layer"] if KINDS[kind] == "bloom" else [])]
+    return {} if KINDS[kind] in FOUR_LAYERS else dict.fromkeys(names, 2)
 
 
 @pytest.mark.slow
