@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 NAME = "smollm2-135m"
 LAYERS = 2
-QUICK = ("data.seq_len=128", "data.tokens=1024", "data.calibration_tokens=512", "data.evaluation_tokens=256")
+QUICK = ("data.seq_len=64", "data.tokens=512", "data.calibration_tokens=256", "data.evaluation_tokens=128")
 
 
 @pytest.fixture
