@@ -275,6 +275,14 @@ def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "jaxtyping_disable", True)
 
 
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """`torch.set_num_threads`, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """As many threads as a forked process has: two round otherwise."""
@@ -369,14 +377,11 @@ def converted_fine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def converted_inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The same, where tokens choose inputs instead of experts."""
-    from pico_files import INPUTS, write_pico, write_text
-    from tomoe.cli import main
+    from pico_files import INPUTS, succeed, write_pico, write_text
 
     folder = tmp_path_factory.mktemp("inputs")
     dense, text = write_pico(folder / "dense"), write_text(folder / "text.txt")
-    with pytest.raises(SystemExit) as left:
-        main(["convert", str(dense), "-o", str(folder / "moe"), "--data", str(text), "--active", "0.6", *INPUTS])
-    assert not left.value.code
+    succeed("convert", dense, "-o", folder / "moe", "--data", text, "--active", "0.6", *INPUTS)
     yield from read_only(folder)
 
 

@@ -103,7 +103,6 @@ _COMPRESSED = {
 KINDS = {
     "float32": _cast(torch.float32),
     "bfloat16": _cast(torch.bfloat16),
-    "float16": _cast(torch.float16),
     "fp8 in blocks": _float8(
         "weight_scale_inv", 16, quant_method="fp8", activation_scheme="dynamic", weight_block_size=[16, 16]
     ),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from margins import CLEAR, clear_prompts, clear_tokens, margins
+from margins import CLEAR, assert_same, clear_prompts, clear_tokens, margins, meaning
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -47,7 +47,7 @@ from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe, RepairSection
 
 VOCABULARY = 259
-# Whatever of these a config has. Windows and original contexts are short, so that 200 tokens reach beyond them.
+# Whatever of these a config has. Windows and original contexts are short, so that 100 tokens reach beyond them.
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCABULARY, hidden_size=64, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=512, original_max_position_embeddings=64,
@@ -107,7 +107,7 @@ WEIGHTS = {"recurrent_gemma": 1.5, "qwen3_5_text": 4.0}
 # of weights): these are compared in float64.
 IN_FLOAT64 = {"xlstm"}
 SMALLER_THAN = 20_000_000
-NEW = 6  # tokens that are generated
+NEW = 4  # tokens that are generated
 # the classes of `without_tomoe`, by their code
 STRANGERS: dict[bytes, Any] = {}
 
@@ -183,22 +183,19 @@ def tokens(rows: int, length: int, seed: int = 7) -> Tensor:
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Equal to 1e-5 of the largest logit."""
-    difference, scale = float((actual - expected).abs().max()), max(1.0, float(expected.abs().max()))
-    assert difference <= 1e-5 * scale, f"{what}: largest difference {difference:.2g} of {scale:.2g}"
-
-
-def greedy(model: Any, ids: Tensor, cached: bool) -> Tensor:
+def greedy(model: Any, ids: Tensor) -> Tensor:
+    """A prompt and NEW tokens behind it, with a cache."""
     made: Tensor = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
-        do_sample=False,
-        use_cache=cached,
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False
     )
     return made
+
+
+def without_a_cache(model: Any, written: Tensor, end: list[int]) -> bool:
+    """Whether each of the NEW tokens is what one pass over all before it predicts."""
+    logits = model(written[:, :-1], use_cache=False).logits[:, -NEW:]
+    logits[..., end] = logits.min()
+    return torch.equal(logits.argmax(-1), written[:, -NEW:])
 
 
 def left_padded(row: Tensor, full: Tensor) -> dict[str, Tensor]:
@@ -257,11 +254,9 @@ def hold(dense: PreTrainedModel, folder: Path, text: Path) -> dict[str, Any]:
     dtype = torch.float64 if dense.config.model_type in IN_FLOAT64 else torch.float32
     dense = dense.to(dtype)
     folded, moe = fold(dense, plan), without_tomoe(out, dtype=dtype)
-    # beyond windows and original contexts, which recurrences do not have
-    length = 80 if dense.config.model_type in IN_FLOAT64 else 200
-    ids = clear_tokens(folded, lambda seed: tokens(2, length, seed))
-    with masked(dense, planned_masks(plan)):
-        expected = dense(ids).logits
+    # beyond windows and original contexts
+    ids = clear_tokens(folded, lambda seed: tokens(2, 100, seed))
+    expected = meaning(dense, plan, ids)
     full = dense(ids).logits
     assert (expected - full).abs().max() > 1e-3, "the masks changed nothing"
     assert_same(folded(ids).logits, expected, "folded")
@@ -272,11 +267,11 @@ def hold(dense: PreTrainedModel, folder: Path, text: Path) -> dict[str, Any]:
     end = dense.generation_config.eos_token_id
     but = [] if end is None else [end] if isinstance(end, int) else end
     prompt = clear_prompts(folded, lambda seed: tokens(1, 20, seed), NEW, but)[0][None]
-    written = greedy(moe, prompt, True)
-    if torch.equal(greedy(dense, prompt, True), greedy(dense, prompt, False)):
-        assert torch.equal(written, greedy(moe, prompt, False)), "a cache changes the text"
+    written = greedy(moe, prompt)
+    if without_a_cache(dense, greedy(dense, prompt), but):
+        assert without_a_cache(moe, written, but), "a cache changes the text"
     with masked(dense, planned_masks(plan)):
-        assert torch.equal(written, greedy(dense, prompt, True)), "another text than under the masks"
+        assert torch.equal(written, greedy(dense, prompt)), "another text than under the masks"
     alone, batch = clear_rows(folded)
     with masked(dense, planned_masks(plan)):
         beside, single = dense(**batch).logits[0, -1], dense(**alone).logits[0, -1]
@@ -290,16 +285,20 @@ def hold(dense: PreTrainedModel, folder: Path, text: Path) -> dict[str, Any]:
     return {"layers": plan.shape.num_layers, "active": plan.active_fraction(), "repair": repair}
 
 
-def mask_of(x_TD: Tensor, norms_D: Tensor, count: int) -> Tensor:
-    """The `count` inputs of each token with the largest |x_i| norms_i, equal ones by position."""
+def mask_of(x_TD: Tensor, norms_D: Tensor, count: int) -> tuple[Tensor, float]:
+    """The `count` inputs of each token with the largest |x_i| norms_i, equal ones by position; and by how much, relative to it,
+    the last one is above the next, wherever that is least.
+    """
     # x_i alone would not do: what an input adds to the output is x_i times a column of the matrix
-    order_TD = (x_TD.float().abs() * norms_D).argsort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(x_TD, dtype=torch.bool).scatter(-1, order_TD[..., :count], True)
+    scores_TD, order_TD = (x_TD.float().abs() * norms_D).sort(dim=-1, descending=True, stable=True)
+    margin = float((1 - scores_TD[..., count] / scores_TD[..., count - 1]).min())
+    return torch.zeros_like(x_TD, dtype=torch.bool).scatter(-1, order_TD[..., :count], True), margin
 
 
 @contextmanager
-def inputs_masked(model: PreTrainedModel, counts: Counts) -> Iterator[None]:
-    """Inside the block every projection of a dense model uses so many of its inputs for a token."""
+def inputs_masked(model: PreTrainedModel, counts: Counts) -> Iterator[list[float]]:
+    """Inside the block every projection of a dense model uses so many of its inputs for a token; gives the margins of all."""
+    margins = [1.0]
 
     def hooks() -> Iterator[RemovableHandle]:
         for i, layer in enumerate(groups_of(model)):
@@ -310,10 +309,12 @@ def inputs_masked(model: PreTrainedModel, counts: Counts) -> Iterator[None]:
                 norms = column_norms(group)
 
                 def choose(_: object, args: tuple[Tensor], norms: Tensor = norms, count: int = count) -> tuple[Tensor]:
-                    return (args[0] * mask_of(args[0], norms, count),)
+                    mask, margin = mask_of(args[0], norms, count)
+                    margins.append(margin)
+                    return (args[0] * mask,)
 
                 for module in group.modules:
                     yield module.register_forward_pre_hook(choose)
 
     with hooked(list(hooks())):
-        yield
+        yield margins

@@ -1,4 +1,5 @@
-"""Tokens with which comparisons are decided: wherever a model chooses, what it takes is clearly above what it leaves.
+"""What both sides of an equation are, and the tokens with which it is decided: wherever a model chooses, what it takes is
+clearly above what it leaves.
 
 Sums in another order differ by some 1e-6 of the largest logit, and what then chooses otherwise computes something else.
 """
@@ -13,9 +14,24 @@ from transformers import PreTrainedModel
 
 from tomoe.model.hooks import hooked
 from tomoe.moe.modeling_tomoe import ToMoEMLP
-from tomoe.plan import ALWAYS
+from tomoe.plan import ALWAYS, Plan
+from tomoe.pruning.masking import masked, planned_masks
 
+TOLERANCE = 1e-5  # of the largest logit, float32
 CLEAR = 3e-5  # of the largest logit, a router's or the model's
+
+
+def meaning(dense: PreTrainedModel, plan: Plan, ids: Tensor) -> Tensor:
+    """What the dense model predicts under the masks of a plan."""
+    with masked(dense, planned_masks(plan)):
+        return dense(ids).logits
+
+
+def assert_same(found: Tensor, meant: Tensor, what: str = "logits") -> None:
+    """Equal to TOLERANCE of the largest logit."""
+    assert found.shape == meant.shape, what
+    difference, scale = float((found - meant).abs().max()), max(1.0, float(meant.abs().max()))
+    assert difference <= TOLERANCE * scale, f"{what}: largest difference {difference:.2g} of {scale:.2g}"
 
 
 def gaps(logits: Tensor, k: int) -> Tensor:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from margins import clear_tokens
+from margins import assert_same, clear_tokens, meaning
 from safetensors.torch import load_file
-from test_equation import assert_same
 from transformers import AutoModelForCausalLM, Exaone4ForCausalLM, OlmoForCausalLM, PreTrainedModel
 
 from conftest import FORMS, PICO, make_pico, make_plan, randomise, tokens, write_export
@@ -23,7 +22,6 @@ from tomoe.exporting.target import Options
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
-from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import RepairSection
 
@@ -66,8 +64,7 @@ def test_the_export_computes_what_the_masks_mean(case: Case) -> None:
     assert exported.dtype == torch.float32
     with torch.no_grad():
         ids = clear_tokens(case.folded, lambda seed: tokens(2, 24, seed))  # beyond the sliding window of mistral
-        with masked(case.dense, planned_masks(case.plan)):
-            meant = case.dense(ids).logits
+        meant = meaning(case.dense, case.plan, ids)
         assert (meant - case.dense(ids).logits).abs().max() > 1e-2, "the masks changed nothing"
         assert_same(exported(ids).logits, meant)
 
@@ -82,37 +79,37 @@ def test_the_own_form_holds_every_plan(form: str, tmp_path: Path) -> None:
     write_export(choose(moe, "hf"), moe, None, tmp_path / "out", SMALL)
     with torch.no_grad():
         ids = clear_tokens(moe, lambda seed: tokens(2, 24, seed))
-        with masked(dense, planned_masks(plan)):
-            meant = dense(ids).logits
-        assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits, meant)
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert_same(exported(ids).logits, meaning(dense, plan, ids))
 
 
-def test_what_cannot_be_held_is_refused_in_one_sentence_and_auto_takes_the_own_form() -> None:
-    def refusal(family: str, attention: str = "off", **changes: object) -> str:
-        dense = make_pico(family, **changes)
-        moe = fold(dense, make_plan(dense, attention, active=0.8))
+def refusal(dense: PreTrainedModel, target: str, attention: str = "off", form: str = "overlapping") -> str:
+    """The sentence by which a target refuses what becomes of a model."""
+    moe = fold(dense, make_plan(dense, attention, active=0.8, form=form))
+    with pytest.raises(UserError) as refused:
+        choose(moe, target)
+    assert "\n" not in str(refused.value)
+    if target == "mixtral" and form == "overlapping":
         own = choose(moe, "auto")
         assert own.target.name == "hf"
         assert all(carrier.name in own.reason for carrier in CARRIERS)
-        with pytest.raises(UserError) as refused:
-            choose(moe, "mixtral")
-        assert "\n" not in str(refused.value)
-        return str(refused.value)
+    return str(refused.value)
 
-    assert "V/O dims for each token" in refusal("llama", "per_token")
-    phi = refusal("phi")
+
+def test_what_cannot_be_held_is_refused_in_one_sentence_and_auto_takes_the_own_form() -> None:
+    assert "V/O dims for each token" in refusal(make_pico("llama"), "mixtral", "per_token")
+    phi = refusal(make_pico("phi"), "mixtral")
     assert "no gate" in phi
     assert "these can: hf" in phi
-    assert refusal("qwen2").startswith(
+    assert refusal(make_pico("qwen2"), "mixtral").startswith(
         "mixtral cannot hold this model exactly: its Q, K and V projections have biases; these can: gguf, hf"
     )
-    assert "normalizes Q and K" in refusal("qwen3")
-    assert "output has a bias" in refusal("llama", attention_bias=True)
-    assert "MLP has biases" in refusal("llama", mlp_bias=True)
+    assert "normalizes Q and K" in refusal(make_pico("qwen3"), "mixtral")
+    assert "output has a bias" in refusal(make_pico("llama", attention_bias=True), "mixtral")
+    assert "MLP has biases" in refusal(make_pico("llama", mlp_bias=True), "mixtral")
     windowed = make_pico("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1)
     assert "sliding windows" in str(PlainDecoder(biased=True).problem(windowed))
-    with pytest.raises(UserError, match="no export target 'mixtrel'"):
-        choose(fold(make_pico("llama"), make_plan(make_pico("llama"), "static", active=0.8)), "mixtrel")
+    assert "no export target 'mixtrel'" in refusal(make_pico("llama"), "mixtrel", "static")
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ from typing import Any, cast
 import pytest
 import torch
 from family_contract import tiny_model, tokens
-from margins import clear_prompts, clear_tokens
+from margins import TOLERANCE, assert_same, clear_prompts, clear_tokens, meaning
 from safetensors.torch import load_file
-from test_equation import TOLERANCE, assert_same
+from test_export_equation import refusal
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_pico, make_plan, write_export
-from tomoe.errors import UserError
 from tomoe.exporting.choice import TARGETS, choose
 from tomoe.exporting.stock.fine_grained import FineGrained
 from tomoe.exporting.target import Options
@@ -26,7 +25,6 @@ from tomoe.model.hooks import hooked
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.plan import Plan
-from tomoe.pruning.masking import masked, planned_masks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
 
@@ -102,8 +100,7 @@ def test_transformers_loads_it_and_with_all_experts_it_is_the_dense_model(case: 
     meant = case.dense(ids).logits
     planned = exported(ids).logits
     case.target.use_all_experts_(exported)
-    off = (exported(ids).logits - meant).abs().max()
-    assert float(off) <= 1e-5 * max(1.0, float(meant.abs().max()))
+    assert_same(exported(ids).logits, meant)
     assert float((planned - meant).abs().max()) > 1e-3, "the router changed nothing"
     prompt = clear_prompts(case.dense, lambda seed: tokens(1, 20, seed), 6)[0][None]
     written = [m.generate(prompt, max_new_tokens=6, do_sample=False) for m in (case.dense, exported)]
@@ -113,8 +110,7 @@ def test_transformers_loads_it_and_with_all_experts_it_is_the_dense_model(case: 
 def test_its_routers_choose_what_the_masks_mean(case: Case) -> None:
     ids = clear_tokens(case.folded, lambda seed: tokens(2, LENGTH, seed))
     exact = copy.deepcopy(case.dense).double()
-    with masked(case.dense, planned_masks(case.plan)), masked(exact, planned_masks(case.plan)):
-        meant, exactly = case.dense(ids).logits, exact(ids).logits
+    meant, exactly = (meaning(model, case.plan, ids) for model in (case.dense, exact))
     assert_same(copy.deepcopy(case.folded).double()(ids).logits, exactly)
     # in float32 some families round more than that by themselves: linear attention 1.4e-5 of the largest logit
     bound = max(TOLERANCE * float(meant.abs().max()), 4 * float((meant - exactly).abs().max()))
@@ -134,21 +130,17 @@ def test_its_routers_choose_what_the_masks_mean(case: Case) -> None:
 
 
 def test_what_such_a_class_cannot_hold_is_refused_in_one_sentence() -> None:
-    def problem(family: str, target: str, attention: str = "off", **changes: Any) -> str:
-        dense = make_pico(family) if family in ("llama", "qwen3") else tiny_model(family, **changes)
-        moe = fold(dense, make_plan(dense, attention, form="fine"))
-        with pytest.raises(UserError) as refused:
-            choose(moe, target)
-        assert "\n" not in str(refused.value)
-        return str(refused.value)
-
-    qwen3_5, small = "qwen3_5_text", {"intermediate_size": 96}
-    assert "its routers have biases" in problem(qwen3_5, "qwen3_5_moe", **small)
-    assert "convert with target = qwen3_5_moe" in problem(qwen3_5, "qwen3_5_moe", **small)
-    assert "this class has the attention and the norms of qwen3_5_text" in problem("llama", "qwen3_5_moe")
-    assert "tokens share neurons" in problem("gemma4_text", "gemma4", **small | FAMILIES["gemma4_text"][1])
-    assert "pairs neighbouring dims" in problem("ernie4_5", "glm4_moe", **small)
-    assert "glm4_moe" not in problem("ernie4_5", "mixtral", **small).partition("these can:")[2]
+    qwen3_5, gemma4, ernie = (
+        tiny_model(family, intermediate_size=96, **changes)
+        for family, changes in (("qwen3_5_text", {}), ("gemma4_text", FAMILIES["gemma4_text"][1]), ("ernie4_5", {}))
+    )
+    assert "its routers have biases" in refusal(qwen3_5, "qwen3_5_moe", form="fine")
+    assert "convert with target = qwen3_5_moe" in refusal(qwen3_5, "qwen3_5_moe", form="fine")
+    words = "this class has the attention and the norms of qwen3_5_text"
+    assert words in refusal(make_pico("llama"), "qwen3_5_moe", form="fine")
+    assert "tokens share neurons" in refusal(gemma4, "gemma4", form="fine")
+    assert "pairs neighbouring dims" in refusal(ernie, "glm4_moe", form="fine")
+    assert "glm4_moe" not in refusal(ernie, "mixtral", form="fine").partition("these can:")[2]
 
 
 def test_all_multipliers_and_scales_of_a_family_are_seen() -> None:

@@ -8,21 +8,20 @@ exact. A wrong export is off by many times more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from jaxtyping import Bool, Int
-from margins import redrawn
+from margins import assert_same, margins, meaning, redrawn
 from safetensors.torch import load_file
-from test_equation import assert_same
+from test_export_equation import Case, refusal
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_pico, make_plan, tokens, write_export
-from tomoe.errors import UserError
 from tomoe.exporting.choice import TARGETS, choose
 from tomoe.exporting.export import padding_notice
 from tomoe.exporting.stock.fine_grained import stock_layout
@@ -30,8 +29,7 @@ from tomoe.exporting.target import Options
 from tomoe.model.hooks import hooked
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, route
-from tomoe.plan import ALWAYS, Plan
-from tomoe.pruning.masking import masked, planned_masks
+from tomoe.plan import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
 
@@ -42,14 +40,6 @@ TOLERANCE = 1e-3
 # A near tie: the last expert that is chosen is nearer to the first that is not than this share of the router's largest logit.
 # The router's own rounding is 2^-9.5 of it at most; the rest is for the inputs, which are a little off after the first layer.
 NEAR_TIE = 2**-7
-
-
-@dataclass(frozen=True)
-class Case:
-    dense: PreTrainedModel
-    plan: Plan
-    folded: ToMoEForCausalLM
-    folder: Path
 
 
 def fine_plan(dense: PreTrainedModel, attention: str, **experts: object) -> Plan:
@@ -86,22 +76,12 @@ def chosen_experts(moe: Any, ids: Tensor, n: int) -> tuple[Tensor, list[Tensor]]
 
 def decided(converted: ToMoEForCausalLM, ids: Tensor) -> Bool[Tensor, "B S"]:
     """Which tokens have no near tie, nor any token before them."""
-    mlps = [layer.mlp for layer in converted.model.layers]
-    logits: list[Tensor] = []
-    with hooked(mlp.router.register_forward_hook(lambda _, args, out: logits.append(out)) for mlp in mlps):
-        converted(ids)
-    clear = torch.ones(ids.numel(), dtype=torch.bool)
-    for mlp, z in zip(mlps, logits, strict=True):
-        if mlp.top_k < z.shape[1]:
-            last, first = z.topk(mlp.top_k + 1).values[:, -2:].T
-            bias = mlp.router.bias
-            clear &= last - first > NEAR_TIE * (z - bias)[:, bias < ALWAYS / 2].abs().max()
-    return clear.view(ids.shape).cumprod(1).bool()
+    return (margins(converted, ids) > NEAR_TIE).cumprod(1).bool()
 
 
 def decided_rows(converted: ToMoEForCausalLM) -> Int[Tensor, "8 16"]:
     """Rows of which enough is decided to judge by."""
-    return redrawn(lambda seed: tokens(8, 16, seed=seed), lambda ids: ~decided(converted, ids), 0.25)
+    return redrawn(lambda seed: tokens(8, 16, seed=seed), lambda ids: margins(converted, ids) <= NEAR_TIE, 0.25)
 
 
 def compare(case: Case, exported: Any, converted: ToMoEForCausalLM, ids: Tensor) -> tuple[float, float]:
@@ -130,9 +110,7 @@ def right(case: Case, exported: Any, converted: ToMoEForCausalLM) -> bool:
 
 def test_the_export_computes_what_the_masks_mean(case: Case) -> None:
     ids = tokens(8, 16, seed=5)
-    with masked(case.dense, planned_masks(case.plan)):
-        meant = case.dense(ids).logits
-    assert_same(case.folded(ids).logits, meant)
+    assert_same(case.folded(ids).logits, meaning(case.dense, case.plan, ids))
     exported, report = AutoModelForCausalLM.from_pretrained(case.folder, output_loading_info=True)
     assert not any(report.values()), report
     assert type(exported).__module__.startswith("transformers.models.glm4_moe")
@@ -191,8 +169,7 @@ def test_first_layers_that_use_all_experts_are_written_whole(tmp_path: Path) -> 
     exported = AutoModelForCausalLM.from_pretrained(case.folder)
     assert exported.model.layers[0].mlp.up_proj.weight.shape == (48, 32)
     ids = tokens(8, 16, seed=5)
-    with masked(dense, planned_masks(plan)):
-        meant = dense(ids).logits
+    meant = meaning(dense, plan, ids)
     logits = exported(ids).logits
     assert float((logits - meant)[decided(case.folded, ids)].abs().max()) <= TOLERANCE * float(meant.abs().max())
     whole, converted = all_experts(case)
@@ -210,17 +187,8 @@ def test_other_numbers_of_experts_can_be_asked_for_at_load_time(tmp_path: Path) 
 
 def test_what_it_cannot_hold_is_refused_in_one_sentence() -> None:
     """What every class with such a decoder refuses is tried on Mixtral."""
-
-    def problem(family: str, form: str = "fine", **changes: object) -> str:
-        dense = make_pico(family, **changes)
-        moe = fold(dense, make_plan(dense, "off", form=form))
-        with pytest.raises(UserError) as refused:
-            choose(moe, "glm4_moe")
-        assert "\n" not in str(refused.value)
-        return str(refused.value)
-
-    assert "share neurons" in problem("llama", form="overlapping")
-    assert "sliding window" in problem("mistral")
-    assert "activation is gelu" in problem("llama", hidden_act="gelu")
+    assert "share neurons" in refusal(make_pico("llama"), "glm4_moe")
+    assert "sliding window" in refusal(make_pico("mistral"), "glm4_moe", form="fine")
+    assert "activation is gelu" in refusal(make_pico("llama", hidden_act="gelu"), "glm4_moe", form="fine")
     moe = fold(make_pico("llama"), fine_plan(make_pico("llama"), "off"))
     assert "fine-grained" in str(TARGETS["mixtral"].supports(moe))

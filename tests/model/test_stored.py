@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from conftest import make_pico, tokens
-from pico_files import CommandLine, Outcome, fine, refused, write_pico, write_text
+from pico_files import CommandLine, Outcome, fine, refused, write_text
 from stored_models import KINDS, edit_config, edit_tensors, write_stored
 from tomoe.errors import Note, UserError
 from tomoe.model import stored
@@ -96,16 +97,15 @@ ENTRIES: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("method", ENTRIES)
-def test_what_cannot_be_dequantized_here_is_one_sentence(tomoe: CommandLine, tmp_path: Path, method: str) -> None:
+def test_what_cannot_be_dequantized_here_is_one_sentence(tomoe: CommandLine, model: Path, method: str) -> None:
     entry, words = ENTRIES[method]
     if method in PACKAGES and find_spec(PACKAGES[method]) is not None:
         pytest.skip("the package is there")
-    write_pico(tmp_path / "dense")
-    edit_config(tmp_path / "dense", quantization_config=entry | {"quant_method": method})
+    edit_config(model, quantization_config=entry | {"quant_method": method})
     for offload in (False, True):
         with pytest.raises(UserError, match=words):
-            load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
-    refused(tomoe("doctor", tmp_path / "dense"), words)
+            load_dense(str(model), torch.float32, offload=offload)
+    refused(tomoe("doctor", model), words)
 
 
 def test_what_is_stored_quantized_is_not_quantized_again(tmp_path: Path) -> None:
@@ -124,53 +124,65 @@ def test_what_is_unpacked_as_a_whole_is_not_sharded(tmp_path: Path, monkeypatch:
 # ---- tensors and the config
 
 
-def add_bias(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}
+def tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **config: object) -> Callable[[Path], None]:
+    """Changes the tensors of a folder, and keys of its config."""
+    return lambda folder: (edit_tensors(folder, change), edit_config(folder, **config))
 
 
-@pytest.mark.parametrize(
-    ("change", "config", "words"),
-    [
-        (add_bias, {}, "1 tensors that its config has no place for, for example model.layers.0.self_attn.q_proj.bias"),
-        (lambda t: t, {"num_hidden_layers": 1}, "9 tensors that its config has no place for"),
-        (lambda t: {n: x for n, x in t.items() if "up_proj" not in n}, {}, "lack 2 tensors"),
-        (lambda t: t | {"model.norm.weight": torch.ones(7)}, {}, "model.norm.weight is (7,), its config says (32,)"),
-        # ModelOpt's NVFP4: two numbers in a byte
-        (
+UNFIT: list[tuple[Callable[[Path], object], str]] = [
+    (
+        tensors(lambda t: t | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}),
+        "1 tensors that its config has no place for, for example model.layers.0.self_attn.q_proj.bias",
+    ),
+    (tensors(lambda t: t, num_hidden_layers=1), "9 tensors that its config has no place for"),
+    (tensors(lambda t: {n: x for n, x in t.items() if "up_proj" not in n}), "lack 2 tensors"),
+    (tensors(lambda t: t | {"model.norm.weight": torch.ones(7)}), "model.norm.weight is (7,), its config says (32,)"),
+    # ModelOpt's NVFP4: two numbers in a byte
+    (
+        tensors(
             lambda t: t | {"model.layers.0.mlp.up_proj.weight": torch.zeros(512, 16, dtype=torch.uint8)},
-            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-            "is (512, 16), its config says (512, 32)",
+            quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"},
         ),
-    ],
-)
-def test_tensors_that_differ_from_the_config_are_refused(
-    tomoe: CommandLine, tmp_path: Path, change: object, config: dict[str, object], words: str
+        "is (512, 16), its config says (512, 32)",
+    ),
+    # whoever saves a model in shards over one in a single file leaves both, and transformers reads the older one
+    (lambda f: make_pico("llama").save_pretrained(f, max_shard_size="20KB"), "two sets of weights"),
+    (
+        lambda f: (f / "adapter_config.json").write_text('{"base_model_name_or_path": "ada/base"}'),
+        "holds an adapter (adapter_config.json) beside the model; merge it",
+    ),
+    (
+        lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"),
+        "holds no model.safetensors, but consolidated.safetensors; if its tensors",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), UNFIT)
+def test_files_that_are_not_what_the_config_says_are_refused(
+    tomoe: CommandLine, model: Path, change: Callable[[Path], object], words: str
 ) -> None:
-    write_pico(tmp_path / "dense")
-    assert callable(change)
-    edit_tensors(tmp_path / "dense", change)
-    edit_config(tmp_path / "dense", **config)
+    change(model)
     for offload in (False, True):
         with pytest.raises(UserError) as said:
-            load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
+            load_dense(str(model), torch.float32, offload=offload)
         assert words in str(said.value)
-    refused(tomoe("doctor", tmp_path / "dense"), words)
+    refused(tomoe("doctor", model), words)
 
 
-def test_what_is_left_over_beside_plain_weights_changes_nothing(tmp_path: Path) -> None:
+def test_what_is_left_over_beside_plain_weights_changes_nothing(model: Path) -> None:
     """Masks among the weights; and exl3 and others leave an entry in the config, which is not of the model that was loaded."""
-    write_pico(tmp_path / "dense")
-    plain = load_dense(str(tmp_path / "dense"), torch.float32)
+    plain = load_dense(str(model), torch.float32)
     masks = {
         "model.layers.0.self_attn.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool).tril(),
         "model.layers.0.attn.masked_bias": torch.tensor(-1e4),
     }
-    edit_tensors(tmp_path / "dense", lambda tensors: tensors | masks)
-    edit_config(tmp_path / "dense", quantization_config={"quant_method": "exl3", "bits": 4})
+    edit_tensors(model, lambda tensors: tensors | masks)
+    edit_config(model, quantization_config={"quant_method": "exl3", "bits": 4})
     for offload in (False, True):
-        model = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
-        assert fingerprint(model) == fingerprint(plain)
-        assert not hasattr(model.config, "quantization_config")
+        loaded = load_dense(str(model), torch.float32, offload=offload)
+        assert fingerprint(loaded) == fingerprint(plain)
+        assert not hasattr(loaded.config, "quantization_config")
 
 
 def test_float8_numbers_whose_scales_have_another_name_are_refused(tmp_path: Path) -> None:
@@ -180,14 +192,13 @@ def test_float8_numbers_whose_scales_have_another_name_are_refused(tmp_path: Pat
         load_dense(str(tmp_path / "dense"), torch.float32)
 
 
-def test_attention_runs_by_what_is_installed(tmp_path: Path) -> None:
-    write_pico(tmp_path / "dense")
-    plain = load_dense(str(tmp_path / "dense"), torch.float32)
+def test_attention_runs_by_what_is_installed(model: Path) -> None:
+    plain = load_dense(str(model), torch.float32)
     for asked in ("flash_attention_2", "someone/kernels-of-their-own"):
-        edit_config(tmp_path / "dense", _attn_implementation=asked)
-        model = load_dense(str(tmp_path / "dense"), torch.float32)
-        assert model.config._attn_implementation == "sdpa"
-        assert torch.equal(logits(model), logits(plain))
+        edit_config(model, _attn_implementation=asked)
+        loaded = load_dense(str(model), torch.float32)
+        assert loaded.config._attn_implementation == "sdpa"
+        assert torch.equal(logits(loaded), logits(plain))
 
 
 def test_of_a_model_that_reads_images_the_text_model_is_loaded(tmp_path: Path) -> None:
@@ -211,15 +222,14 @@ def test_of_a_model_that_reads_images_the_text_model_is_loaded(tmp_path: Path) -
 # ---- what the input decides fails before the work, or not at all
 
 
-def test_what_a_config_says_that_is_not_of_the_model(tomoe: CommandLine, tmp_path: Path) -> None:
+def test_what_a_config_says_that_is_not_of_the_model(tomoe: CommandLine, model: Path, tmp_path: Path) -> None:
     """It ties two matrices that differ, and says what a call returns. Llama 2's settings of generation say nothing without
     sampling, and transformers refuses to write them."""
-    write_pico(tmp_path / "dense")
     returned = {"return_dict": False, "output_attentions": True, "output_hidden_states": True}
-    edit_config(tmp_path / "dense", tie_word_embeddings=True, **returned)
-    dense = load_dense(str(tmp_path / "dense"), torch.float32)
+    edit_config(model, tie_word_embeddings=True, **returned)
+    dense = load_dense(str(model), torch.float32)
     values = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "max_length": 99}
-    (tmp_path / "dense" / "generation_config.json").write_text(json.dumps(values))
+    (model / "generation_config.json").write_text(json.dumps(values))
     assert all(getattr(dense.config, name) is not value for name, value in returned.items())
     done = carve(tomoe, tmp_path)
     assert done.code == 0, done.err
@@ -232,10 +242,11 @@ def test_what_a_config_says_that_is_not_of_the_model(tomoe: CommandLine, tmp_pat
     assert not {"temperature", "top_p"} & set(written)
 
 
-def test_a_tokenizer_that_cannot_be_written_is_found_before_the_work(tomoe: CommandLine, tmp_path: Path) -> None:
-    write_pico(tmp_path / "dense")
+def test_a_tokenizer_that_cannot_be_written_is_found_before_the_work(
+    tomoe: CommandLine, model: Path, tmp_path: Path
+) -> None:
     templates = [{"name": "default", "template": "x"}, {"name": "../outside", "template": "y"}]
-    path = tmp_path / "dense" / "tokenizer_config.json"
+    path = model / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": templates}))
     refused(
         carve(tomoe, tmp_path),
@@ -244,44 +255,12 @@ def test_a_tokenizer_that_cannot_be_written_is_found_before_the_work(tomoe: Comm
     assert not (tmp_path / "moe").exists()
 
 
-def test_code_of_the_folder_is_named(tmp_path: Path) -> None:
-    write_pico(tmp_path / "dense")
-    edit_config(tmp_path / "dense", auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})
+def test_code_of_the_folder_is_named(model: Path) -> None:
+    edit_config(model, auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})
     with pytest.warns(Note, match="brings code of its own, which is not run: transformers' own llama computes it"):
-        load_dense(str(tmp_path / "dense"), torch.float32)
+        load_dense(str(model), torch.float32)
 
 
-# ---- files that are no model
-
-
-def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
-    """Whoever saves a model in shards over one in a single file leaves both, and transformers reads the older one."""
-    write_pico(tmp_path / "dense")
-    make_pico("llama").save_pretrained(tmp_path / "dense", max_shard_size="20KB")
-    with pytest.raises(UserError, match=r"holds model.safetensors and the shards .*two sets of weights"):
-        load_dense(str(tmp_path / "dense"), torch.float32)
-
-
-def test_an_adapter_beside_the_model_is_refused(tomoe: CommandLine, tmp_path: Path) -> None:
-    write_pico(tmp_path / "dense")
-    (tmp_path / "dense" / "adapter_config.json").write_text('{"base_model_name_or_path": "ada/base"}')
-    for offload in (False, True):
-        with pytest.raises(UserError, match=r"holds an adapter \(adapter_config\.json\) beside the model; merge it"):
-            load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
-    refused(tomoe("doctor", tmp_path / "dense"), "beside the model")
-    (tmp_path / "dense" / "config.json").unlink()
-    refused(tomoe("doctor", tmp_path / "dense"), "holds an adapter of ada/base, not a model; merge it")
-
-
-def test_weights_under_another_name_are_named(tomoe: CommandLine, tmp_path: Path) -> None:
-    write_pico(tmp_path / "dense")
-    (tmp_path / "dense" / "model.safetensors").rename(tmp_path / "dense" / "consolidated.safetensors")
-    with pytest.raises(UserError, match=r"holds no model.safetensors, but consolidated.safetensors; if its tensors"):
-        load_dense(str(tmp_path / "dense"), torch.float32)
-    refused(tomoe("doctor", tmp_path / "dense"), "consolidated.safetensors")
-
-
-def test_the_doctor_needs_no_weights(tomoe: CommandLine, tmp_path: Path) -> None:
-    write_pico(tmp_path / "dense")
-    (tmp_path / "dense" / "model.safetensors").unlink()
-    assert tomoe("doctor", tmp_path / "dense", "--set", "device=cpu").code == 0
+def test_the_doctor_needs_no_weights(tomoe: CommandLine, model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert tomoe("doctor", model, "--set", "device=cpu").code == 0

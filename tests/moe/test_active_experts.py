@@ -116,10 +116,3 @@ def test_generating_with_another_number_of_experts(tomoe: CommandLine, converted
     assert done.out == printable("the sea" + package.generate(model, tokenizer, "the sea", 8)) + "\n"
     refused(tomoe("generate", converted_fine / "dense", "the sea", "--active", "0.4"), "is a dense model")
     refused(tomoe("generate", folder, "the sea", "--active", "1.5"), "at most 1")
-
-
-@pytest.mark.slow
-def test_overlapping_experts_cannot_be_dialed(tomoe: CommandLine, converted: Path) -> None:
-    refused(tomoe("generate", converted / "moe", "the sea", "--active", "0.4"), "has overlapping experts")
-    measured = ["evaluate", converted / "dense", converted / "moe", "--active", "0.4"]
-    refused(tomoe(*measured), "has overlapping experts")

@@ -197,10 +197,14 @@ def test_what_can_be_trained_gets_a_gradient(family: str, form: str, tmp_path: P
     pico_folder(tmp_path / "moe", family, form=form)
     for config in ({}, {"output_router_logits": True}):
         moe, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", **config), tokens()
+        whole = moe(ids).logits
         with torch.enable_grad():
-            moe(ids, labels=ids).loss.backward()
+            out = moe.train()(ids, labels=ids)
+            out.loss.backward()
+        # the chosen expert counts exactly 1, and its probability still has a gradient
+        torch.testing.assert_close(out.logits, whole, rtol=0, atol=1e-5)
         trained = {name for name, p in moe.named_parameters() if p.requires_grad}
-        assert {name for name, p in moe.named_parameters() if p.grad is not None} == trained
+        assert {name for name, p in moe.named_parameters() if p.grad is not None and p.grad.any()} == trained
         assert {name for name, _ in moe.named_parameters()} - trained == {
             name for name in moe.state_dict() if "value_router" in name
         }
@@ -275,7 +279,8 @@ def test_a_tokenizer_s_pointer_to_foreign_code_is_not_passed_on(tmp_path: Path) 
     """The dense model's tokenizer may name code of its own; readers of OUT would be asked to run it."""
     tokenizer = make_tokenizer()
     pointer = {"AutoTokenizer": ["attacker/repo--evil.EvilTokenizer", None]}
-    tokenizer.init_kwargs["auto_map"] = pointer
+    # transformers writes it from either
+    tokenizer.init_kwargs["auto_map"] = tokenizer._auto_map = pointer
     dense = make_pico("llama", vocab_size=len(tokenizer))
     plan = make_plan(dense, "static")
     moe = fold(dense, plan)

@@ -1,11 +1,11 @@
-"""The kernel for the largest inputs of a projection, against its definition."""
+"""The kernels for the largest inputs of a projection, and for the output matrix: against their definitions."""
 
 from __future__ import annotations
 
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +15,8 @@ from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
 from tomoe.moe import modeling_tomoe
-from tomoe.moe.kernels import inputs
-from tomoe.moe.modeling_tomoe import Choice, choosing_class
+from tomoe.moe.kernels import inputs, logits
+from tomoe.moe.modeling_tomoe import Choice, choose, choosing_class
 
 pytestmark = [
     pytest.mark.usefixtures("no_grad"),
@@ -69,16 +69,12 @@ def test_equal_scores_are_taken_by_position(dtype: torch.dtype) -> None:
         assert torch.equal(masked, found)
 
 
-def test_any_number_of_threads_gives_the_same_bytes() -> None:
+def test_any_number_of_threads_gives_the_same_bytes(set_threads: Callable[[int], None]) -> None:
     x, weight, norms = draw(2, 700, seed=1), draw(700, 4500, seed=2), torch.ones(700)
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            results.append(inputs.kernel()(norms, weight, None)(x, 400))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 7):
+        set_threads(threads)
+        results.append(inputs.kernel()(norms, weight, None)(x, 400))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
@@ -250,3 +246,52 @@ def test_threads_that_start_together_prepare_a_choice_once(monkeypatch: pytest.M
     assert prepared == [choice]
     for i, x in enumerate(tokens):
         torch.testing.assert_close(results[i], module.masked(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 32), (37, 70), (1100, 64), (2049, 33)]
+)  # odd ones, several pieces of rows
+def test_the_output_matrix_is_its_definition(tokens: int, rows: int, size: int) -> None:
+    multiply = logits.multiplier()
+    x, weight = draw(1, tokens, size, seed=0).bfloat16(), draw(rows, size, seed=1).bfloat16()
+    meant = x.double() @ weight.double().t()
+    # half a step of bfloat16 by the rounding, and what sums in float32 lose
+    assert bool(((multiply(x, weight).double() - meant).abs() <= meant.abs() * 2**-8 + 1e-4).all())
+
+
+def test_neither_threads_nor_other_tokens_change_a_byte(set_threads: Callable[[int], None]) -> None:
+    multiply = logits.multiplier()
+    x, weight = draw(3, 96, seed=0).bfloat16(), draw(5000, 96, seed=1).bfloat16()
+    set_threads(1)
+    alone = torch.cat([multiply(x[t : t + 1], weight) for t in range(3)])
+    for threads in (1, 2, 3, 7):
+        set_threads(threads)
+        assert torch.equal(multiply(x, weight), alone)
+
+
+def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For few tokens of bfloat16, of a plain output matrix that nothing learns, on processors where it was faster."""
+    monkeypatch.setattr(logits, "PROCESSOR", {})
+    head, x = nn.Linear(32, 48, bias=False).bfloat16().requires_grad_(False), draw(1, 1, 32, seed=0).bfloat16()
+
+    class Another(nn.Linear):
+        pass
+
+    other = Another(32, 48, bias=False).bfloat16().requires_grad_(False)
+    biased = nn.Linear(32, 48).bfloat16().requires_grad_(False)
+    learns = nn.Linear(32, 48, bias=False).bfloat16()
+    whole, part = (SimpleNamespace(chooses_inputs=True, tomoe_active=active) for active in (1, 0.6))
+    assert (
+        choose("logits", head, SimpleNamespace(chooses_inputs=False), x)
+        == choose("logits", head, part, x)
+        == choose("logits", learns, part, x)
+        == "native"
+    )
+    for refused in ((head, whole, x), (other, part, x), (biased, part, x), (head, part, x.expand(1, 5, 32))):
+        assert choose("logits", *refused) == "pytorch"
+    assert choose("logits", head.float(), part, x.float()) == "pytorch"
+    with torch.enable_grad():
+        assert choose("logits", learns, part, x) == "pytorch"
+    monkeypatch.setattr(logits, "PROCESSOR", {"amx_bf16": True})
+    assert choose("logits", head.bfloat16(), part, x) == "pytorch"

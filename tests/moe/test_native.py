@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -105,24 +106,14 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
 
 @compiled
 def test_auto_takes_it_wherever_it_fits() -> None:
-    mlp = make_mlp(Case())
+    """By dtype, number of tokens and gradients: `test_ways`."""
 
-    def chosen(tokens: int, dtype: torch.dtype = torch.float32) -> str:
-        return choose_backend(mlp, torch.zeros(tokens, 32, dtype=dtype))
+    def chosen(name: str, tokens: int = 8, dtype: torch.dtype = torch.float32) -> str:
+        return choose_backend(make_mlp(CASES[name]), torch.zeros(tokens, 32, dtype=dtype))
 
-    assert [chosen(n) for n in (1, 8, 512)] == ["native"] * 3
-    assert "native" not in (chosen(0), chosen(8, torch.bfloat16), chosen(8, torch.float64))
-    half = make_mlp(Case(), torch.bfloat16)
-    assert choose_backend(half, torch.zeros(300, 32, dtype=torch.bfloat16)) == "native"
-    fine = make_mlp(CASES["fine"], torch.bfloat16)
-    assert [choose_backend(fine, torch.zeros(n, 32, dtype=torch.bfloat16)) for n in (1, 300)] == ["native"] * 2
-    mlp.up_proj.requires_grad_()
-    assert chosen(8) == "masked"
-    with torch.no_grad():
-        assert chosen(8) == "native"
-    assert choose_backend(make_mlp(CASES["more experts than bits"]), torch.zeros(8, 32)) == "masked"
-    assert choose_backend(make_mlp(CASES["fine, 256 experts"]), torch.zeros(8, 32)) == "native"
-    assert choose_backend(make_mlp(CASES["an activation of its own"]), torch.zeros(8, 32)) == "masked"
+    assert chosen("plain") == chosen("fine, 256 experts") == "native"
+    assert "native" not in (chosen("plain", 0), chosen("plain", 8, torch.bfloat16), chosen("plain", 8, torch.float64))
+    assert chosen("more experts than bits") == chosen("an activation of its own") == "masked"
 
 
 def test_another_device_does_not_ask_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,18 +180,14 @@ def test_products_of_tiles_compute_the_experts(name: str, in_tiles: None) -> Non
 
 @compiled
 def test_tiles_of_any_number_of_threads_or_chunks_give_the_same(
-    in_tiles: None, monkeypatch: pytest.MonkeyPatch
+    in_tiles: None, monkeypatch: pytest.MonkeyPatch, set_threads: Callable[[int], None]
 ) -> None:
     case = CASES["fine, wide experts"]
     mlp, (x, expert_ids) = make_mlp(case, torch.bfloat16), make_inputs(case, torch.bfloat16)
     expected = native.run_native(mlp, x, expert_ids)
-    before = torch.get_num_threads()
-    try:
-        for threads in (2, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(native.run_native(mlp, x, expert_ids), expected)
-    finally:
-        torch.set_num_threads(before)
+    for threads in (2, 3, 1):
+        set_threads(threads)
+        assert torch.equal(native.run_native(mlp, x, expert_ids), expected)
     for form in native.MEMBERS.values():
         monkeypatch.setattr(form, "tokens", dict.fromkeys(Way, 41))
     found = native.run_native(mlp, x, expert_ids)
@@ -326,16 +313,12 @@ def test_numbers_that_are_none_stay_none() -> None:
 
 
 @compiled
-def test_any_number_of_threads_gives_the_same_bytes() -> None:
+def test_any_number_of_threads_gives_the_same_bytes(set_threads: Callable[[int], None]) -> None:
     mlp, (x, expert_ids) = make_mlp(CASES["wide"]), make_inputs(CASES["wide"])
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(native.run_native(mlp, x, expert_ids))
-    finally:
-        torch.set_num_threads(before)
+    found = []
+    for threads in (1, 2, 3):
+        set_threads(threads)
+        found.append(native.run_native(mlp, x, expert_ids))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     torch.testing.assert_close(found[0], run_reference(mlp, x, expert_ids), atol=1e-4, rtol=1e-5)

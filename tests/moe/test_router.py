@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from test_native import TILES, library_with
@@ -106,17 +108,15 @@ def test_weights_that_bfloat16_cannot_hold_are_not_rounded(dtype: torch.dtype, w
 
 @compiled
 @pytest.mark.parametrize("dtype", native.DTYPES)
-def test_a_logit_does_not_depend_on_other_tokens_or_on_threads(dtype: torch.dtype, way: Way) -> None:
+def test_a_logit_does_not_depend_on_other_tokens_or_on_threads(
+    dtype: torch.dtype, way: Way, set_threads: Callable[[int], None]
+) -> None:
     """As long as it goes one way."""
     made, x = make(77, 200 if way == Way.ROWS else 192, 50, dtype)
     together = made(x)
     assert torch.equal(together, torch.cat([made(x[i : i + 1]) for i in range(len(x))]))
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(5)
-        assert torch.equal(together, made(x))
-    finally:
-        torch.set_num_threads(threads)
+    set_threads(5)
+    assert torch.equal(together, made(x))
 
 
 @compiled
