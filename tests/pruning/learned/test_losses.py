@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from conftest import ATTENTION_MODES, make_network, make_pico, projections, tokens
 from tomoe.model.structure import shape_of
+from tomoe.pruning.learned import losses
 from tomoe.pruning.learned.attention import SampledAttention
 from tomoe.pruning.learned.losses import active_fraction, budget_penalty, coverage_penalty, layer_widths, log_ratio
 from tomoe.pruning.learned.objective import objective
@@ -50,6 +51,24 @@ def test_widths_are_those_of_the_widest_expert_and_token() -> None:
     values[0, :2], values[2, 1:6] = 1.0, 1.0
     assert layer_widths([drawn(neurons, value_masks=values)], shape) == (12, 8, 5)
     assert layer_widths([drawn(neurons, qk_mask=values[2], static_values=values[0])], shape) == (12, 5, 2)
+
+
+@pytest.mark.parametrize("rows", [8, 512])
+def test_a_product_of_logarithms_is_that_of_torch(rows: int) -> None:
+    """To 1e-5 of its size and gradient for any numbers; of the zeros and ones that masks are made of, bit by bit."""
+    generator = torch.Generator().manual_seed(0)
+    soft = 1 - torch.rand(3, rows, 40, generator=generator) / rows
+    soft[:, 0, :20], soft[:, 1, :10] = 0, 0
+    hard = (torch.rand(3, rows, 40, generator=generator) < 1 / rows).float()
+    for masks, tolerance in ((soft, 1e-5), (1 - hard, 0)):
+        found = []
+        for product in (losses._Product.apply, lambda s: s.prod(-2)):
+            s = masks.clone().requires_grad_()
+            value = product(s)
+            found.append((value, *torch.autograd.grad(value.square().sum() + value.sum(), s)))
+        for mine, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * 1e-2)
+        assert bool(found[0][1].any())
 
 
 def test_coverage_is_the_mean_over_sites_that_have_it() -> None:

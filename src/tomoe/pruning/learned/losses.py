@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -64,9 +65,34 @@ def layer_fractions(masks: Sequence[SampledLayerMasks], shape: ModelShape) -> Fl
     return layer_params(shape, *layer_widths(masks, shape)) / whole
 
 
+class _Product(torch.autograd.Function):
+    """The product over rows [.., n, m] -> [.., m] of numbers from 0 to 1, as a sum of logarithms.
+
+    The gradient with respect to a row is the product of the other rows, also where rows are zero. Of zeros and ones, which
+    sampled masks are, both are exact. torch's own gradient takes a running product over all rows, one after another.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        zero = rows == 0
+        zeros = zero.sum(-2, keepdim=True)
+        # of the rows that are not zero
+        product = rows.masked_fill(zero, 1).log().sum(-2, keepdim=True).exp()
+        ctx.save_for_backward(rows, zeros, product)
+        return product.masked_fill(zeros > 0, 0).squeeze(-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        rows, zeros, product = ctx.saved_tensors
+        zero = rows == 0
+        # only of a row that is the single zero, and of every row where none is
+        others = torch.where(zero, product, product / rows.masked_fill(zero, 1)).masked_fill(zeros > zero, 0)
+        return grad_outputs[0].unsqueeze(-2) * others
+
+
 def _union(masks: Float[Tensor, "*L n m"]) -> Float[Tensor, "*L"]:
     """Return the fraction of dims that some row keeps: the mean of 1 - prod(1 - s) (Eq. 6, Sec. 3.4)."""
-    return (1 - (1 - masks).prod(-2)).mean(-1)
+    return (1 - _Product.apply(1 - masks)).mean(-1)
 
 
 def coverage_penalty(masks: Sequence[SampledLayerMasks]) -> Float[Tensor, ""]:
