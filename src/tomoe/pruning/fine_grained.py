@@ -43,6 +43,7 @@ class FineNetwork(MaskNetwork):
             router.bias.requires_grad_(self.layout.router_bias)
         self.register_buffer("expert_of_neuron", torch.full((s.num_layers, s.mlp_size), SHARED))
         self.register_buffer("experts_per_token", torch.ones(s.num_layers, dtype=torch.long))
+        self._known: tuple[object, list[int]] = None, []
 
     def carve(self, i: int, seen: Activations, seed: int) -> FineStart:
         with rounded_products(seen.h_TF.dtype):
@@ -70,14 +71,21 @@ class FineNetwork(MaskNetwork):
         numbers = torch.arange(self.layout.num_experts, device=expert.device)
         return numbers[:, None] == expert, expert == SHARED
 
+    def top_ks(self) -> list[int]:
+        """Return `experts_per_token` as numbers; a device is waited for once, and again when they were written to."""
+        stamp = id(self.experts_per_token), self.experts_per_token._version
+        if self._known[0] != stamp:
+            self._known = stamp, self.experts_per_token.tolist()
+        return self._known[1]
+
     def width(self, i: int) -> int:
-        return self.layout.width(int(self.experts_per_token[i]))
+        return self.layout.width(self.top_ks()[i])
 
     def sample_experts(
         self, i: int, embeddings: Float[Tensor, "sites N E"] | None, seed: int, token_seed: int
     ) -> SampledFine:
         masks, shared = (mask.float() for mask in self.expert_masks(i))
-        k = int(self.experts_per_token[i])
+        k = self.top_ks()[i]
         return SampledFine(self.routers[i], masks, shared, k, self.layout.width(k), self.sampling.temperature)
 
     def extract_experts(self, embeddings: Float[Tensor, "sites N E"] | None) -> FineNetwork:
@@ -108,7 +116,7 @@ class FineNetwork(MaskNetwork):
             "expert_masks": expert_masks.cpu(),
             "shared_mask": shared_mask.cpu(),
             "router_bias": bias.detach().float().cpu(),
-            "top_k": int(self.experts_per_token[i]),
+            "top_k": self.top_ks()[i],
         }
 
     def notes(self, offset: float) -> dict[str, Any]:
