@@ -87,19 +87,17 @@ setup_engines() {
 }
 
 demo() {
-    demonstrate inputs --form inputs
-    demonstrate experts --recipe demo
+    # both are measured on the same text, which neither of them reads
+    demonstrate inputs --form inputs --data python-packages --set data.calibration_tokens=1024
+    demonstrate experts
     printf '\nThe reports are demo-out/inputs/report.html and demo-out/experts/report.html. Next: .venv/bin/tomoe --help, or the README.\n'
 }
 
 # demonstrate FORM OPTION...
 demonstrate() {
-    local out=demo-out/$1 prompt="Photosynthesis is the process by which"
     printf '\nSmolLM2-135M by %s, 70 %% active\n' "$1"
     # --resume continues an interrupted demo; --force lets a finished one write its report again
-    .venv/bin/tomoe convert smollm2-135m --active 0.7 "${@:2}" --out "$out" --resume --force
-    printf '\nIt writes:\n'
-    .venv/bin/tomoe generate "$out" "$prompt" --max-new-tokens 40
+    .venv/bin/tomoe convert smollm2-135m --recipe demo "${@:2}" --out "demo-out/$1" --resume --force
 }
 
 # run_tests PYTEST_OPTION...

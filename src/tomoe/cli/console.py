@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import textwrap
 import threading
 import time
 import warnings as python_warnings
@@ -21,7 +22,8 @@ from rich.text import Text
 from tomoe import distributed
 from tomoe.cli.signals import check
 from tomoe.errors import Note, shortened
-from tomoe.report import warnings
+from tomoe.files import basename
+from tomoe.report import page, warnings
 
 # seconds between two lines of progress if there is no terminal
 PLAIN_SECONDS = 10.0
@@ -37,6 +39,7 @@ TERMS = ("distill", "budget", "coverage", "balance", "active_fraction")
 # control characters but newline and tab, changes of the writing direction, and halves of surrogate pairs
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 LONGEST_WORD = 500  # characters: a path is one word
+BEGINNING = 300  # characters of a text that are shown
 
 
 def printable(text: str) -> str:
@@ -108,6 +111,14 @@ def show_warnings(console: SafeConsole, findings: Sequence[warnings.Finding], na
         console.print()
     for finding in findings:
         console.say(f"Warning: {name}: {finding.text}." if name else f"Warning: {finding.text}.")
+
+
+def show_text(console: SafeConsole, texts: Sequence[page.Generation]) -> None:
+    """How each model's first text begins, beside the others' (the report has more)."""
+    for text in texts[:1]:
+        console.say(f"\nPrompt: {' '.join(text.prompt.split())}")
+        for name, answer in text.answers:
+            console.say(f"\n{basename(name)} writes: {textwrap.shorten(answer, BEGINNING, placeholder=' ...')}")
 
 
 def duration(seconds: float) -> str:

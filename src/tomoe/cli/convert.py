@@ -9,7 +9,7 @@ import typer
 
 from tomoe import distributed
 from tomoe.cli import options
-from tomoe.cli.console import Screen, output, show_warnings
+from tomoe.cli.console import Screen, output, show_text, show_warnings
 from tomoe.cli.export import Format, export
 from tomoe.cli.options import quoted
 from tomoe.cli.signals import resumable
@@ -77,10 +77,13 @@ def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_me
         # not every process has memory for whole models
         if recipe.train.shard:
             distributed.leave_group()
-        rows = build.write_reports(out, screen.on_progress, dense) if first or not recipe.train.shard else []
+        rows, texts = (
+            build.write_reports(out, screen.on_progress, dense) if first or not recipe.train.shard else ([], [])
+        )
     if first:
         console = output()
         console.print(tables.to_rich(rows))
+        show_text(console, texts)
         show_warnings(console, warnings.find_warnings(plan, rows))
         console.say(f"\nModel, plan, card and report are in {out}. To try next:")
         for command, purpose in next_commands(recipe, out):

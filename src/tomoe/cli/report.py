@@ -8,7 +8,7 @@ import typer
 
 from tomoe import distributed
 from tomoe.cli import options
-from tomoe.cli.console import Screen, output
+from tomoe.cli.console import Screen, output, show_text
 from tomoe.evaluation import tables
 from tomoe.report import build
 
@@ -19,9 +19,10 @@ def report(
 ) -> None:
     """Write report.html, self-contained, and its figures."""
     with Screen() as screen:
-        rows = build.write_reports(folder, screen.on_progress, again=again)
+        rows, texts = build.write_reports(folder, screen.on_progress, again=again)
     if distributed.rank():
         return
     console = output()
     console.print(tables.to_rich(rows))
+    show_text(console, texts)
     console.say(f"\nThe page is {folder / 'report.html'}; its figures are in {folder / 'figures'}.")

@@ -32,7 +32,7 @@ from tomoe.training.run_folder import RunFolder
 
 FORMAT = "tomoe-report-2"  # of the first, texts of the form inputs were the dense model's
 WRITTEN, SHOWN = 8, 3  # texts that each model writes, and those that the page shows
-# On a CPU, where all texts of a 0.5B took minutes: half as many, half as long, and from SLOW weights on a quarter as long.
+# On a CPU, where all texts of a 0.5B took minutes: those that are shown, half as long, and from SLOW weights on a quarter.
 SLOW = 1e9
 
 
@@ -60,17 +60,18 @@ class Cost(TypedDict, total=False):
 
 def write_reports(
     out: Path, on_progress: ProgressCallback = no_progress, dense: PreTrainedModel | None = None, again: bool = True
-) -> list[Row]:
-    """Measure a conversion beside its dense model (`dense`, if it is loaded) on the text it held out; write evaluation.json,
-    README.md, report.html. With `again` false, what was measured of this plan before is shown as it is. Process 0 writes.
-    Raises UserError if `out` holds no conversion, holds damaged files, or cannot be written."""
+) -> tuple[list[Row], list[Generation]]:
+    """Measure a conversion beside its dense model (`dense`, if it is loaded) on the text it held out, and let both write;
+    make evaluation.json, README.md and report.html of it. With `again` false, what was measured of this plan before is shown
+    as it is. Process 0 writes, and returns what the models wrote, too. Raises UserError if `out` holds no conversion, holds
+    damaged files, or cannot be written."""
     plan = read_plan(out)
     recipe = Recipe.load(out / "recipe.json")
     rows, observed = ([], None) if again else _kept(out)
     if observed is None:
         rows, observed = _measure(out, recipe, dense, on_progress)
     if distributed.rank() or observed is None:
-        return rows
+        return rows, []
     write_card(out, plan, rows)
     dial = read_rows(out, DIAL)
     figures = all_figures(plan, RunFolder(out / "run").rows(), dial)
@@ -88,7 +89,7 @@ def write_reports(
         dial=dial,
         varieties=observed.varieties,
     )
-    return rows
+    return rows, observed.generations
 
 
 def _measure(
@@ -158,7 +159,7 @@ def _text_task(model: PreTrainedModel, offload: bool) -> LoopTask:
     """The texts to write: at most a quarter of the context, fewer and shorter ones where a token takes long."""
     texts, length = WRITTEN, LOOP_LENGTH
     if offload or model.device.type == "cpu":
-        texts //= 2
+        texts = SHOWN
         length //= 4 if offload or model.num_parameters() > SLOW else 2
     positions = max_positions(model.config) or 4 * length
     return LoopTask(TOPICS[:texts], min(length, max(1, positions // 4)))
