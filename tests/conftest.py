@@ -349,6 +349,17 @@ def read_only(folder: Path) -> Iterator[Path]:
     assert contents(folder) == before, "a test wrote into the shared conversion"
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `dense` and `text.txt`, for all tests of a module."""
+    from pico_files import write_pico, write_text
+
+    place = tmp_path_factory.mktemp("place")
+    write_pico(place / "dense")
+    write_text(place / "text.txt")
+    return place
+
+
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with `dense`, `text.txt` and the conversion `moe` (60 % active, no training); made once, to be read only."""

@@ -27,8 +27,6 @@ from pico_files import (
     refused,
     small,
     steps_of,
-    write_pico,
-    write_text,
 )
 from tomoe.cli import main
 from tomoe.conversion import steps
@@ -47,11 +45,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "as_shippe
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `dense`, `text.txt`, and `whole`, a run of six steps that nothing stopped; to be read only."""
-    place = tmp_path_factory.mktemp("place")
-    write_pico(place / "dense")
-    write_text(place / "text.txt")
+def place(place: Path) -> Path:
+    """And `whole`, a run of six steps that nothing stopped; to be read only."""
     train(pico_recipe(place, *SETTINGS), place / "whole")
     return place
 
