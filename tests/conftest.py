@@ -400,7 +400,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("alone")
     # a family with a norm of queries; layers are not a multiple of the processes, which carve unequal shares; texts of its own
     # are as long as its context
-    write_pico(folder / "dense", "qwen3", num_hidden_layers=3, max_position_embeddings=64)
+    write_pico(folder / "dense", "qwen3", num_hidden_layers=3, max_position_embeddings=32)
     write_text(folder / "text.txt")
     assert launch(1, *train(folder, folder / "one")) == [0]
     yield from read_only(folder)
