@@ -110,16 +110,7 @@ MOMENTS: dict[str, Callable[[int], None]] = {
 }
 # Each of them gets further than the one before it, or is killed where nothing new was kept. A run that was killed after its
 # first checkpoint writes that again: the fourth deletion is that of the older one.
-KILLS = (
-    ("file", 1),
-    ("rename", 1),
-    ("file", 2),
-    ("pass", 2),
-    ("deletion", 4),
-    ("file", 3),
-    ("rename", 3),
-    ("pass", 3),
-)
+KILLS = (("file", 1), ("rename", 1), ("pass", 2), ("deletion", 4), ("file", 3), ("pass", 3))
 
 
 def test_killed_at_any_moment_it_ends_in_the_same_bytes(tomoe: CommandLine, tmp_path: Path, place: Path) -> None:
