@@ -357,6 +357,17 @@ def read_only(folder: Path) -> Iterator[Path]:
     assert contents(folder) == before, "a test wrote into the shared conversion"
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `dense` and `text.txt`, for all tests of a module."""
+    from pico_files import write_pico, write_text
+
+    place = tmp_path_factory.mktemp("place")
+    write_pico(place / "dense")
+    write_text(place / "text.txt")
+    return place
+
+
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with `dense`, `text.txt` and the conversion `moe` (60 % active, no training); made once, to be read only."""
@@ -394,7 +405,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("alone")
     # a family with a norm of queries; layers are not a multiple of the processes, which carve unequal shares; texts of its own
     # are as long as its context
-    write_pico(folder / "dense", "qwen3", num_hidden_layers=3, max_position_embeddings=64)
+    write_pico(folder / "dense", "qwen3", num_hidden_layers=3, max_position_embeddings=32)
     write_text(folder / "text.txt")
     assert launch(1, *train(folder, folder / "one")) == [0]
     yield from read_only(folder)

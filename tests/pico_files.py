@@ -57,6 +57,10 @@ SMALL = {
 FINE = ("experts.form=fine", "experts.num_experts=64")
 
 
+# the text of a small fine-tuning
+TUNED = ("data.seq_len=16", "data.tokens=1200", "data.calibration_tokens=128", "data.evaluation_tokens=64")
+
+
 # a small conversion whose tokens choose inputs
 INPUTS = [
     "--form=inputs",

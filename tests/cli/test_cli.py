@@ -170,14 +170,6 @@ def test_carve_learns_nothing(converted: Path) -> None:
 
 
 @pytest.mark.slow
-def test_evaluate_takes_the_text_that_was_held_out(tomoe: CommandLine, converted: Path) -> None:
-    """One that is named is read in test_evaluate.py."""
-    done = tomoe("evaluate", converted / "dense", converted / "moe", "--dtype", "float32")
-    assert done.code == 0, done.err
-    assert "held out" in done.out
-
-
-@pytest.mark.slow
 def test_generate(tomoe: CommandLine, converted: Path) -> None:
     for folder in (converted / "dense", converted / "moe"):
         greedy = tomoe("generate", folder, "the sea", "--max-new-tokens", "5")

@@ -6,11 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
+
+from pico_files import Outcome
 
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "jaxtyping", "huggingface_hub")
 # `python -m tomoe`, which says what it imported
@@ -22,13 +23,12 @@ finally:
     print("imported", [name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
 """
 CONVERT = ["convert", "nowhere", "-o", "out"]
-# Runs each script in a fork of its own; what they all need and none is about has been imported by then (SHARED).
+# Runs each script in a fork of its own, which has imported what the script names and those before it name.
 FORKS = """
 import json, os, sys, traceback
-jobs, imported = json.loads(sys.argv[1])
-for name in imported:
-    __import__(name)
-for out, script, args in jobs:
+for out, script, args, imported in json.loads(sys.argv[1]):
+    for name in imported:
+        __import__(name)
     if os.fork():
         with open(out + ".code", "w") as file:
             file.write(str(os.waitstatus_to_exitcode(os.wait()[1])))
@@ -49,21 +49,12 @@ for out, script, args in jobs:
 """
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a script left."""
-
-    code: int
-    out: str
-    err: str
-
-
-def fresh(folder: Path, scripts: list[tuple[str, list[str]]], *imported: str) -> list[Done]:
-    """Run scripts with their arguments, each in a process that has imported nothing but `imported`."""
-    jobs = [(str(folder / str(i)), script, args) for i, (script, args) in enumerate(scripts)]
-    subprocess.run([sys.executable, "-c", FORKS, json.dumps([jobs, imported])], check=True)
-    left = [[Path(f"{out}.{end}").read_text("utf-8") for end in ("code", "1", "2")] for out, _, _ in jobs]
-    return [Done(int(code), out, err) for code, out, err in left]
+def fresh(folder: Path, scripts: list[tuple[str, list[str], list[str]]]) -> list[Outcome]:
+    """Run scripts with their arguments, each in a process that has imported nothing but what it and those before it name."""
+    jobs = [(str(folder / str(i)), *script) for i, script in enumerate(scripts)]
+    subprocess.run([sys.executable, "-c", FORKS, json.dumps(jobs)], check=True)
+    left = [[Path(f"{out}.{end}").read_text("utf-8") for end in ("code", "1", "2")] for out, *_ in jobs]
+    return [Outcome(int(code), out, err) for code, out, err in left]
 
 
 WORDS = [
@@ -83,7 +74,8 @@ WORDS = [
 
 
 def test_no_command_imports_torch_before_its_arguments_are_right(tmp_path: Path) -> None:
-    found = fresh(tmp_path, [(COMMAND, args) for args, _, _ in WORDS], "typer", "rich.console", "pydantic")
+    # what these import, a command would have imported, too
+    found = fresh(tmp_path, [(COMMAND, args, ["tomoe.cli", "tomoe.recipe.conversion"]) for args, _, _ in WORDS])
     for done, (args, code, words) in zip(found, WORDS, strict=True):
         assert done.code == code, (args, done.err)
         assert words in done.out + done.err
@@ -92,7 +84,7 @@ def test_no_command_imports_torch_before_its_arguments_are_right(tmp_path: Path)
 
 def test_importing_tomoe_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = "import tomoe, sys; from tomoe import UserError; assert not {'torch', 'transformers'} & set(sys.modules)"
-    (done,) = fresh(tmp_path, [(script, [])])
+    (done,) = fresh(tmp_path, [(script, [], [])])
     assert done.code == 0, done.err
 
 
@@ -114,15 +106,17 @@ except AttributeError as error:
 else:
     raise AssertionError("fold is not public")
 """
+# what all need and none is about
 SHARED = """torch._dynamo torch.distributed.tensor torch.distributed.checkpoint.hf_storage scipy.optimize accelerate
 huggingface_hub.hf_api huggingface_hub.file_download jinja2.sandbox PIL.Image regex tokenizers""".split()
+AUTO = ["transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"]
+# the lines of scripts, and what is imported before them
 ORDERS = [
-    ["import tomoe", MODEL, NAMES],
-    ["import tomoe", TOKENIZER, BARE],
-    ["import transformers", "import tomoe", CONFIG],
-    ["from transformers import AutoConfig, AutoModelForCausalLM", "import tomoe", MODEL],
-    ["import tomoe", "import transformers.models.auto.auto_factory", MODEL],
-    ["import tomoe.moe.kernels", MODEL],
+    (["import tomoe", MODEL], SHARED),
+    (["import tomoe.moe.kernels", MODEL], []),
+    (["import tomoe", TOKENIZER, BARE], ["transformers"]),
+    (["import tomoe", CONFIG], []),
+    (["import tomoe", MODEL, NAMES], AUTO),
 ]
 
 
@@ -144,18 +138,18 @@ print(*ids.input_ids.tolist(), model(**ids).logits.shape, type(model).__module__
 @pytest.mark.slow
 def test_converted_models_need_no_flag_and_public_names_are_no_modules(converted: Path, tmp_path: Path) -> None:
     """In whatever order tomoe and transformers are imported; and the card's lines run without tomoe, nobody being asked."""
-    jobs = [("\n".join([START, *lines, KERNELS]), [str(converted / "moe")]) for lines in ORDERS]
+    jobs = [("\n".join([START, *lines, KERNELS]), [str(converted / "moe")], before) for lines, before in ORDERS]
     card = (converted / "moe" / "README.md").read_text("utf-8")
     (shown,) = [block for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "import tomoe" not in block]
-    jobs.append((BEFORE + shown + AFTER, [str(converted), str(tmp_path / "modules")]))
-    found = fresh(tmp_path, jobs, *SHARED)
-    for done, (script, _) in zip(found, jobs, strict=True):
+    jobs.append((BEFORE + shown + AFTER, [str(converted), str(tmp_path / "modules")], []))
+    found = fresh(tmp_path, jobs)
+    for done, (script, *_) in zip(found, jobs, strict=True):
         assert done.code == 0, (script, done.err)
-    assert "Recipe" in found[0].out
-    assert "module" not in found[0].out, "a public name must be no module"
+    *_, names, without = found
+    assert "Recipe" in names.out
+    assert "module" not in names.out, "a public name must be no module"
     ids = AutoTokenizer.from_pretrained(converted / "dense")("the sea").input_ids
     assert AutoTokenizer.from_pretrained(converted / "moe")("the sea").input_ids == ids
-    without = found[-1]
     assert without.out.startswith(f"{ids} torch.Size"), without.out
     assert without.out.split()[-1].startswith("transformers_modules.")
     assert "run the custom code" not in without.out + without.err

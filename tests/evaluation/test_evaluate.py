@@ -409,6 +409,7 @@ def test_evaluate_refuses_in_one_line(tomoe: CommandLine, converted: Path) -> No
     for said, *words in (
         ("name some with --tasks, or a suite with --suite", dense, "--limit", "3"),
         ("is no task", dense, "--tasks", "boolq:x"),
+        ("--text", dense),
         ("name a text with --text", dense, moe, "--stride", "4"),
         ("cannot load Salesforce/wikitext", dense, "--text", "wikitext"),
         ("between 1 and the context (16)", dense, "--text", text, "--context", "16", "--stride", "17"),

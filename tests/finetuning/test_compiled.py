@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from conftest import make_pico, make_plan, tokens
-from pico_files import FINE, pico_recipe, steps_of, write_pico, write_text
+from pico_files import FINE, TUNED, pico_recipe, steps_of
 from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Sequences
 from tomoe.errors import Note, UserError
@@ -42,12 +42,15 @@ def _graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Text:
-    """Two fresh sequences a step; from the third step on the second has padding."""
+    """Two fresh sequences a step; the second may have padding from the third step on, which needs graphs of its own."""
+
+    def __init__(self, padded: bool):
+        self.padded = padded
 
     def batch(self, step: int, micro: int, batch_size: int, accumulation: int, seed: int) -> Sequences:
         ids = tokens(2, 16, seed=step)
         mask = torch.ones_like(ids, dtype=torch.bool)
-        mask[1, 12:] = step < 2
+        mask[1, 12:] = step < 2 or not self.padded
         return Sequences(ids, mask)
 
 
@@ -62,7 +65,7 @@ def tuned(folder: Path, compile: str, *changes: str) -> tuple[dict[str, Tensor],
     run = RunFolder(folder, "weights")
     run.begin(made, resume=False)
     # as fused, sums of squares are taken in one order
-    Training(learner.model, learner.learned, made.train, 0, Text(), run, step, fused=True).train()
+    Training(learner.model, learner.learned, made.train, 0, Text(not changes), run, step, fused=True).train()
     held_out = HeldOutLoss(step, Sequences(tokens(3, 10, seed=9), torch.ones(3, 10, dtype=torch.bool)))()
     moe, _ = learner.finish("")
     assert all(type(mlp) is ToMoEMLP for mlp in moe.mlps())
@@ -146,13 +149,10 @@ def test_moments_in_8_bits_step_as_those_in_32_and_resume_bit_by_bit() -> None:
     assert torch.equal(stepped("adamw8bit", cut=True), rounded)
 
 
-@pytest.mark.usefixtures("always_better")
+@pytest.mark.usefixtures("always_better", "model", "text")
 def test_a_batch_as_large_as_fits_is_said_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_pico(tmp_path / "dense")
-    write_text(tmp_path / "text.txt")
     convert(pico_recipe(tmp_path, "train.steps=0", "active=0.6", *FINE), tmp_path / "out")
-    words = ["data.seq_len=16", "data.tokens=1200", "data.calibration_tokens=128", "data.evaluation_tokens=64"]
-    words += [f"model={tmp_path / 'out'}", f"data.sources={tmp_path / 'text.txt'}"]
+    words = [*TUNED, f"model={tmp_path / 'out'}", f"data.sources={tmp_path / 'text.txt'}"]
     words += ["train.steps=1", "train.batch_size=0"]
     words += ["train.optimizer=adamw8bit"] if find_spec("bitsandbytes") else []
     made = FinetuneRecipe.load(None, words)

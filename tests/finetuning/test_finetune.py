@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from conftest import tokens
 from pico_files import (
     FINE,
+    TUNED,
     CommandLine,
     contents,
     ended,
@@ -29,7 +30,6 @@ from pico_files import (
     rows_from,
     steps_of,
     write_pico,
-    write_text,
 )
 from tomoe.cli import main
 from tomoe.conversion.convert import convert
@@ -44,23 +44,12 @@ from tomoe.report.summary import conversion_summary
 # That something is learned is what test_learning measures; these tests are about what is written.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "always_better", "as_shipped")]
 
-SETTINGS = (
-    "train.steps=4",
-    "train.save_every=2",
-    "train.learning_rate=1e-3",
-    "data.seq_len=16",
-    "data.tokens=1200",
-    "data.calibration_tokens=128",
-    "data.evaluation_tokens=64",
-)
+SETTINGS = ("train.steps=4", "train.save_every=2", "train.learning_rate=1e-3", *TUNED)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense model, text, and a conversion with its run."""
-    place = tmp_path_factory.mktemp("place")
-    write_pico(place / "dense")
-    write_text(place / "text.txt")
+def place(place: Path) -> Path:
+    """And a conversion with its run."""
     convert(pico_recipe(place, "train.steps=1"), place / "out")
     return place
 
@@ -111,10 +100,9 @@ def test_the_result_is_a_converted_model_like_any_other(
     torch.testing.assert_close(logits(tmp_path / "stock"), logits(out), rtol=0, atol=1e-4)
 
 
+@pytest.mark.usefixtures("model", "text")
 def test_fine_grained_experts_are_tuned_like_any_others(tomoe: CommandLine, tmp_path: Path) -> None:
     """Stopped and resumed; routers with their biases are trained and written into the plan."""
-    write_pico(tmp_path / "dense")
-    write_text(tmp_path / "text.txt")
     before = convert(pico_recipe(tmp_path, "train.steps=1", "active=0.6", *FINE), tmp_path / "out")
     assert tomoe(*options(tmp_path), "-o", tmp_path / "tuned").code == 0
     moe, plan = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned"), Plan.load(tmp_path / "tuned")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pico_files import FINE, leave_head_room, pico_recipe, write_pico, write_text
+from pico_files import FINE, TUNED, leave_head_room, pico_recipe
 from tomoe.conversion.convert import convert
 from tomoe.finetuning.finetune import finetune
 from tomoe.plan import FINETUNED
@@ -14,9 +14,8 @@ from tomoe.recipe.finetuning import FinetuneRecipe
 
 pytestmark = pytest.mark.slow
 
-SIZES = ("data.seq_len=16", "data.tokens=1200", "data.calibration_tokens=128", "data.evaluation_tokens=64")
 
-
+@pytest.mark.usefixtures("model", "text")
 @pytest.mark.parametrize("form", [(), FINE], ids=["overlapping", "fine"])
 def test_it_learns(tmp_path: Path, form: tuple[str, ...]) -> None:
     """Of the divergence that the doubled norm makes, 40 steps leave 0.53 on held-out text.
@@ -24,10 +23,8 @@ def test_it_learns(tmp_path: Path, form: tuple[str, ...]) -> None:
     The standard deviation over eight seeds is 0.04 for overlapping experts and 0.03 for fine-grained ones, so that 0.92 is ten
     of them away.
     """
-    write_pico(tmp_path / "dense")
-    write_text(tmp_path / "text.txt")
     convert(pico_recipe(tmp_path, "train.steps=1", *form), tmp_path / "out")
-    changes = [*SIZES, "train.steps=40", "train.batch_size=4", "train.learning_rate=3e-3", "train.warmup_steps=0"]
+    changes = [*TUNED, "train.steps=40", "train.batch_size=4", "train.learning_rate=3e-3", "train.warmup_steps=0"]
     where = [f"model={leave_head_room(tmp_path / 'out')}", f"data.sources={tmp_path / 'text.txt'}"]
     note = finetune(FinetuneRecipe.load(None, [*where, *changes]), tmp_path / "tuned").notes[FINETUNED]
     assert note["held_out"] < 0.92 * note["held_out_before"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pico_files import pico_recipe, write_pico, write_text
+from pico_files import pico_recipe
 from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus, Sequences
 from tomoe.evaluation.overlap import shared_tokens
@@ -55,11 +55,8 @@ def test_a_sequence_counts_as_fitted_if_most_of_it_is() -> None:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense model, text, a carved and repaired conversion, and a trained one."""
-    place = tmp_path_factory.mktemp("place")
-    write_pico(place / "dense")
-    write_text(place / "text.txt")
+def place(place: Path) -> Path:
+    """And a carved and repaired conversion, and a trained one."""
     convert(pico_recipe(place, "train.steps=0", "repair.mode=full", "repair.tokens=100"), place / "carved")
     convert(pico_recipe(place, "train.steps=1"), place / "trained")
     return place

@@ -257,36 +257,32 @@ def test_hidden_states_in_a_file_take_no_memory() -> None:
     assert counted(100_000_000, steps=1) == 0
 
 
-def test_a_repair_that_cannot_fit_does_not_begin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe.load(None, [f"model={model}", *small(train_steps="0", repair_mode="full")[1::2]])
-    carving, repair, _ = stages(model, recipe)
-    assert repair.total > carving.total
-    free(monkeypatch, too_little(repair))
-    # `tomoe train` learns only
-    estimate.check_memory(recipe, folds=False)
-    with pytest.raises(UserError, match=r"repair needs about .* for normal equations"):
-        estimate.check_memory(recipe, folds=True)
-
-
 def stages(folder: Path, recipe: Recipe) -> tuple[estimate.MemoryEstimate, ...]:
     """What converting the model in a folder needs."""
     sizes = estimate.sizes_of(load_config(str(folder)), recipe)
     return estimate.least_memory(sizes, recipe, settle_layout(recipe, sizes.shape))
 
 
-def test_folding_holds_dense_model_and_a_file_of_experts_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("layers", "changes", "words"),
+    [
+        (2, ("repair.mode=full",), "repair needs about .* for normal equations"),
+        (12, ("repair.mode=none", "data.calibration_tokens=1"), "folding needs"),
+    ],
+)
+def test_what_cannot_fit_after_the_start_does_not_begin(
+    layers: int, changes: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = ("train.steps=0", "experts.width_multiple=1", "repair.mode=none", "data.calibration_tokens=1")
-    recipe = a_recipe(f"model={write_pico(tmp_path / 'dense', num_hidden_layers=12)}", *changes)
-    carving, folding = stages(tmp_path / "dense", recipe)
-    assert carving.stage == "carving"
-    assert folding.total > carving.total
-    free(monkeypatch, too_little(folding))
+    folder = write_pico(tmp_path / "dense", num_hidden_layers=layers)
+    recipe = Recipe.load(None, [f"model={folder}", *small(train_steps="0")[1::2], *changes])
+    carving, most, *_ = stages(folder, recipe)
+    assert most.total > carving.total
+    free(monkeypatch, too_little(most))
+    # `tomoe train` learns only
     estimate.check_memory(recipe, folds=False)
-    with pytest.raises(UserError, match="folding needs"):
+    with pytest.raises(UserError, match=words):
         estimate.check_memory(recipe, folds=True)
-    free(monkeypatch, too_little(folding) + 2)
+    free(monkeypatch, too_little(most) + 2)
     estimate.check_memory(recipe, folds=True)
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from conftest import EMBEDDING_SIZE, make_network, make_pico, tokens
+from conftest import make_network, make_pico, tokens
 from tomoe.budget import BUDGET_TOLERANCE
 from tomoe.errors import UserError
 from tomoe.model.shape import ModelShape
@@ -18,7 +16,6 @@ from tomoe.model.structure import shape_of
 from tomoe.plan import Plan
 from tomoe.pruning.allocation import Site, common_offset, whole_units
 from tomoe.pruning.extract import Extraction, extract_plan
-from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import least_active, settle_layout
 from tomoe.pruning.masking import planned_masks
 from tomoe.pruning.network import MaskNetwork
@@ -129,20 +126,13 @@ def test_calibration_reads_real_tokens_only() -> None:
 
 
 @pytest.mark.slow
-def test_twice_gives_the_same_bytes_and_leaves_network_and_model_alone(tmp_path: Path) -> None:
+def test_network_and_model_are_left_alone() -> None:
     net, dense = network("per_token"), model()
-    plan_of("per_token").save(tmp_path / "one")
-    copy = mask_network(net.shape, net.layout, EMBEDDING_SIZE, net.attention.section, net.sampling, seed=99)
-    copy.load_state_dict(net.state_dict())
-    torch.manual_seed(5)
-    torch.rand(3)
-    logits = dense(IDS).logits
-    extract_plan(copy, dense, 0.6, CALIBRATION).save(tmp_path / "two")
-    for name in ("plan.json", "plan.safetensors"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    assert all(torch.equal(t, net.state_dict()[name]) for name, t in copy.state_dict().items())
+    before, logits = {name: t.clone() for name, t in net.state_dict().items()}, dense(IDS).logits
+    extract_plan(net, dense, 0.6, CALIBRATION)
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
     assert torch.equal(dense(IDS).logits, logits)
-    assert all(p.grad is None for p in copy.parameters())
+    assert all(p.grad is None for p in net.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in dense.modules())
 
 
@@ -217,20 +207,6 @@ def solve(sites: list[Site], target: int) -> list[int]:
 
 def sigmoid_site(most: int, cost: int, shift: float) -> Site:
     return Site(lambda o: most / (1 + 2.718281828 ** -(o + shift)), lambda n: n * cost, most)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_equal_costs_come_as_near_as_any_choice_can(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    draw = functools.partial(torch.randint, size=(), generator=generator)
-    sites = [sigmoid_site(int(draw(2, 6)), 10, float(draw(-3, 4))) for _ in range(4)]
-    least, most = (sum(s.params(n(s)) for s in sites) for n in (lambda s: 1, lambda s: s.max_units))
-    for target in range(least, most + 7, 11):
-        units = solve(sites, target)
-        assert all(1 <= n <= s.max_units for n, s in zip(units, sites, strict=True))
-        error = abs(sum(s.params(n) for n, s in zip(units, sites, strict=True)) - target)
-        every = itertools.product(*(range(1, s.max_units + 1) for s in sites))
-        assert error == min(abs(sum(s.params(n) for n, s in zip(u, sites, strict=True)) - target) for u in every)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -15,7 +15,7 @@ from test_repair import calibration
 from torch import Tensor
 
 from conftest import make_pico, make_plan
-from pico_files import pico_recipe, write_pico, write_text
+from pico_files import pico_recipe
 from tomoe.conversion.convert import convert
 from tomoe.finetuning.repair import repair
 from tomoe.plan import Plan
@@ -135,9 +135,8 @@ def test_a_full_disk_costs_the_way_to_resume_and_nothing_else(tmp_path: Path, mo
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("model", "text")
 def test_a_finished_command_keeps_no_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fitted: list[int]) -> None:
-    write_pico(tmp_path / "dense")
-    write_text(tmp_path / "text.txt")
     recipe = pico_recipe(tmp_path, "train.steps=0", "repair.mode=full")
     made: list[Plan] = []
 

@@ -171,7 +171,7 @@ def test_recipes_made_in_python_speak_as_plainly() -> None:
         Recipe(data={"seq_len": 4})
     with pytest.raises(UserError, match=r"^train.steps is 'x'"):
         Recipe(train={"steps": "x"})
-    with pytest.raises(UserError, match=r"^train.dtype is float16"):
+    with pytest.raises(UserError, match=r"^train.dtype is float16, .* train.steps is 1; choose bfloat16"):
         Recipe(train={"dtype": "float16", "steps": 1})
     with pytest.raises(ValidationError, match="step"):
         TrainSection(step=3)

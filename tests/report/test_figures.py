@@ -10,13 +10,14 @@ from typing import Any
 
 import matplotlib
 import pytest
-import torch
 from matplotlib.patches import Rectangle
+from test_report import some_plan
 
+from conftest import make_pico, make_plan
 from tomoe.budget import decoder_params
 from tomoe.evaluation.results import Measurement, Row
 from tomoe.model.shape import ModelShape
-from tomoe.plan import InputsPlan, Knot, LayerPlan, Plan
+from tomoe.plan import InputsPlan, Knot
 from tomoe.report import figures, style
 from tomoe.report.figures import all_figures, layers_figure
 from tomoe.report.style import CaptionedFigure
@@ -56,33 +57,34 @@ def dial_row(perplexity: float, active: float, k: int | None) -> Row:
     return Row(Measurement(perplexity, None, 0.0, 10, 1, 8), facts, experts_per_token=k)
 
 
-DIAL = [dial_row(16.25, 1.0, None), dial_row(40.0, 0.5, 4), dial_row(90.0, 0.3, 1), dial_row(16.5, 1.0, 8)]
+DENSE = make_pico("llama")
+FINE = make_plan(DENSE, "off", form="fine")  # of 8 experts a token uses 3 and 2
+DIAL = [dial_row(16.25, 1.0, None), dial_row(40.0, 0.5, 3), dial_row(90.0, 0.3, 1), dial_row(16.5, 1.0, 8)]
 
 
 def test_the_dial_draws_each_number_of_experts() -> None:
-    plan, rows = make_fine_plan(), DIAL
-    drawn = figures.dial_figure(rows, plan)
+    drawn = figures.dial_figure(DIAL, FINE)
     assert drawn is not None
     assert drawn.figure.axes[0].get_yscale() == "log"
     lines = [[tuple(point) for point in line.get_xydata()] for line in drawn.figure.axes[0].get_lines()]
     assert lines[0] == [(0.3, 90.0), (0.5, 40.0), (1.0, 16.5)]
-    assert lines[1] == [(1.0, 16.5)]  # the plan's 8
+    assert lines[1] == [(0.5, 40.0)]  # the plan's 3
     assert [y for _, y in lines[2]] == [16.25, 16.25]
     assert "dense model, 16.25" in drawn.svg
     assert "90 at 30% (1 experts" in drawn.alt
     assert "refitted" not in drawn.caption
     check(drawn)
-    repaired = figures.dial_figure(rows, replace(plan, notes={"repair": {}}))
+    repaired = figures.dial_figure(DIAL, replace(FINE, notes={"repair": {}}))
     assert repaired is not None
     assert "need not be the dense model" in repaired.caption
-    assert figures.dial_figure(rows[:2], plan) is None
-    assert figures.dial_figure([], plan) is None
-    assert [figure.name for figure in all_figures(plan, dial=rows)] == ["dial", "layers"]
+    assert figures.dial_figure(DIAL[:2], FINE) is None
+    assert figures.dial_figure([], FINE) is None
+    assert [figure.name for figure in all_figures(FINE, dial=DIAL)] == ["dial", "layers"]
 
 
 def test_files_are_the_same_twice_and_no_setting_elsewhere_changes_them(tmp_path: Path) -> None:
     def files() -> list[bytes]:
-        drawn = figures.dial_figure(DIAL, make_fine_plan())
+        drawn = figures.dial_figure(DIAL, FINE)
         assert drawn is not None
         return [file.read_bytes() for file in style.save(drawn, tmp_path)]
 
@@ -95,51 +97,21 @@ def test_files_are_the_same_twice_and_no_setting_elsewhere_changes_them(tmp_path
     assert sorted(file.name for file in tmp_path.iterdir()) == ["dial.png", "dial.svg"]
 
 
-def make_plan(values: tuple[int, ...] = (8, 8, 8)) -> Plan:
-    """Random sets of 12 to 14 of 48 neurons in three layers; of layer i only the first `values[i]` V/O dims."""
-    generator, layers = torch.Generator().manual_seed(0), []
-    for i, dims in enumerate(values):
-        neurons = torch.zeros(4, 48, dtype=torch.bool)
-        for row in neurons:
-            row[torch.randperm(48, generator=generator)[: 12 + i]] = True
-        kept, router = torch.arange(8) < dims, torch.randn(4, 32, generator=generator)
-        layers.append(LayerPlan(neurons, router, torch.ones(4, dtype=torch.bool), kept, dims))
-    return Plan(ModelShape(3, 32, 48, 4, 4, 8, 8, True), tuple(layers))
-
-
-def make_fine_plan() -> Plan:
-    """Two layers of 48 neurons: 8 of them shared, and 8 experts of 5, of which a token uses 2 and 8."""
-    shape, expert = ModelShape(2, 32, 48, 4, 4, 8, 8, True), torch.arange(-8, 40).div(5, rounding_mode="floor")
-    masks = expert == torch.arange(8)[:, None]
-    whole, dims = torch.ones(4, dtype=torch.bool), torch.ones(8, dtype=torch.bool)
-    layers = (
-        LayerPlan(
-            masks, torch.randn(8, 32), whole, dims, 8, shared_mask=expert < 0, router_bias=torch.zeros(8), top_k=k
-        )
-        for k in (2, 8)
-    )
-    return Plan(shape, tuple(layers))
-
-
 def test_layers_of_overlapping_experts_show_one_expert_within_all_of_them() -> None:
-    plan = make_plan((8, 8, 2))
+    plan = some_plan(DENSE, per_token=False)
     drawn = layers_figure(plan)
-    assert bars(drawn) == pytest.approx(
-        [1, 1, 1, *(layer.union / 48 for layer in plan.counts), *(n / 48 for n in (12, 13, 14))]
-    )
+    assert bars(drawn) == pytest.approx([1, 1, *(layer.union / 48 for layer in plan.counts), 0.5, 0.5])
     lines = drawn_lines(drawn)
-    assert lines["V/O dims"] == [1, 1, 0.25]
-    assert "Q/K dims" not in lines, "they are whole"
-    assert "V/O dims: 25% to 100%" in drawn.alt
-    assert "V/O dims" not in drawn_lines(layers_figure(make_plan()))
+    assert (lines["Q/K dims"], lines["V/O dims"]) == ([1, 0.75], [1, 0.625])
+    assert not {"Q/K dims", "V/O dims"} & drawn_lines(layers_figure(make_plan(DENSE, "off"))).keys(), "they are whole"
+    assert "Q/K dims: 75% to 100%" in drawn.alt
     check(drawn)
 
 
 def test_layers_of_fine_grained_experts_show_the_shared_part_and_what_is_chosen() -> None:
-    plan = make_fine_plan()
-    drawn = layers_figure(plan)
-    assert bars(drawn) == pytest.approx([1, 1, *((8 + k * 5) / 48 for k in (2, 8)), 8 / 48, 8 / 48])
-    assert "experts that a token chooses: 38% to 100%" in drawn.alt
+    drawn = layers_figure(FINE)
+    assert bars(drawn) == pytest.approx([1, 1, *((16 + k * 4) / 48 for k in (3, 2)), 16 / 48, 16 / 48])
+    assert "experts that a token chooses: 50% to 58%" in drawn.alt
     check(drawn)
 
 

@@ -24,15 +24,6 @@ def checked(folder: Path, losses: list[float]) -> tuple[nn.Linear, BestWeights]:
     return net, best
 
 
-@pytest.mark.parametrize(("better", "kept"), [({6: 1.0, 9: 2.0}, 6), ({6: 2.0, 9: 1.0}, 9), ({30: 2.0}, 30)])
-def test_the_best_weights_are_kept_not_the_last(tmp_path: Path, better: dict[int, float], kept: int) -> None:
-    net, best = checked(tmp_path, [3.0] + [better.get(step, 4.0) for step in range(3, 31, 3)])
-    assert best.improved
-    best.take_()
-    assert (best.start, best.step, best.loss) == (3.0, kept, better[kept])
-    assert net.weight.item() == kept
-
-
 @pytest.mark.parametrize("later", [3.0, 4.0, float("nan")])
 def test_what_is_never_better_than_the_start_is_refused(tmp_path: Path, later: float) -> None:
     _, best = checked(tmp_path, [3.0] + [later] * 10)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from launcher import assert_same_run, launch, masks, train
-from pico_files import pico_recipe, rows_from, small, write_pico, write_text
+from pico_files import TUNED, pico_recipe, rows_from, small
 from tomoe.conversion.convert import convert
 from tomoe.plan import Plan
 
@@ -56,13 +56,6 @@ def test_a_sharded_base_becomes_a_whole_model(alone: Path, tmp_path: Path) -> No
         torch.testing.assert_close(two[n], t, rtol=1e-3, atol=1e-5)
 
 
-def test_processes_that_cannot_share_a_step(alone: Path, tmp_path: Path) -> None:
-    command = train(alone, tmp_path / "run")
-    assert launch(3, *command) == [2, 2, 2]
-    assert "4 forward passes" in Path(f"{tmp_path / 'run'}.0.log").read_text().splitlines()[-1]
-    assert not (tmp_path / "run").exists()
-
-
 def test_only_the_first_process_says_what_is_wrong(alone: Path, tmp_path: Path) -> None:
     """Text is prepared by one process; the others must not wait for it for ever."""
     (tmp_path / "empty.txt").write_text("\n")
@@ -73,7 +66,9 @@ def test_only_the_first_process_says_what_is_wrong(alone: Path, tmp_path: Path) 
 
 
 def test_a_whole_conversion_is_written_once(alone: Path, tmp_path: Path) -> None:
-    sizes = small(train_steps="2", train_gradient_accumulation_steps="2", data_tokens="600")
+    sizes = small(
+        train_steps="2", train_gradient_accumulation_steps="2", data_tokens="600", data_evaluation_tokens="64"
+    )
     moe = tmp_path / "moe"
     command = ["convert", alone / "dense", "--data", alone / "text.txt", "--data", "self", "-o", moe, *sizes]
     assert launch(2, *command) == [0, 0]
@@ -92,7 +87,7 @@ def test_a_whole_conversion_is_written_once(alone: Path, tmp_path: Path) -> None
 
 def test_overlapping_windows_are_divided(alone: Path, tmp_path: Path) -> None:
     """More processes than windows: the last one measures nothing, and waits."""
-    options = "--context 64 --stride 16 --tokens 80 --dtype float32 --text".split()
+    options = "--context 32 --stride 16 --tokens 48 --dtype float32 --text".split()
     for count in (1, 3):
         shown = tmp_path / f"{count}.json"
         assert (
@@ -103,21 +98,17 @@ def test_overlapping_windows_are_divided(alone: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "3.json").read_text())["rows"][0]["measurement"]["blocks"] == 2
 
 
-@pytest.mark.usefixtures("always_better")
-def test_two_processes_fine_tune_what_one_does(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("always_better", "model")
+def test_two_processes_fine_tune_what_one_does(tmp_path: Path, text: Path) -> None:
     """And measure it: both on their share of the held-out text."""
-    text, out = write_text(tmp_path / "text.txt"), tmp_path / "out"
-    write_pico(tmp_path / "dense")
+    out = tmp_path / "out"
     convert(pico_recipe(tmp_path, "train.steps=0"), out)
     settings = (
         "train.steps=3",
         "train.gradient_accumulation_steps=2",
         "train.learning_rate=1e-3",
         "train.warmup_steps=0",
-        "data.seq_len=16",
-        "data.tokens=1200",
-        "data.calibration_tokens=128",
-        "data.evaluation_tokens=64",
+        *TUNED,
     )
     words = [f"--set={setting}" for setting in settings]
     command = ["finetune", out, "--data", text, *words, "-o"]

@@ -10,20 +10,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from pico_files import pico_recipe, write_pico, write_text
+from pico_files import pico_recipe
 from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus
 from tomoe.report.warnings import find_warnings
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("place")
-    write_pico(place / "dense")
-    write_text(place / "text.txt")
-    return place
 
 
 @torch.no_grad()

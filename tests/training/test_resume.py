@@ -27,8 +27,6 @@ from pico_files import (
     refused,
     small,
     steps_of,
-    write_pico,
-    write_text,
 )
 from tomoe.cli import main
 from tomoe.conversion import steps
@@ -47,11 +45,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "as_shippe
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `dense`, `text.txt`, and `whole`, a run of six steps that nothing stopped; to be read only."""
-    place = tmp_path_factory.mktemp("place")
-    write_pico(place / "dense")
-    write_text(place / "text.txt")
+def place(place: Path) -> Path:
+    """And `whole`, a run of six steps that nothing stopped; to be read only."""
     train(pico_recipe(place, *SETTINGS), place / "whole")
     return place
 
@@ -115,16 +110,7 @@ MOMENTS: dict[str, Callable[[int], None]] = {
 }
 # Each of them gets further than the one before it, or is killed where nothing new was kept. A run that was killed after its
 # first checkpoint writes that again: the fourth deletion is that of the older one.
-KILLS = (
-    ("file", 1),
-    ("rename", 1),
-    ("file", 2),
-    ("pass", 2),
-    ("deletion", 4),
-    ("file", 3),
-    ("rename", 3),
-    ("pass", 3),
-)
+KILLS = (("file", 1), ("rename", 1), ("pass", 2), ("deletion", 4), ("file", 3), ("pass", 3))
 
 
 def test_killed_at_any_moment_it_ends_in_the_same_bytes(tomoe: CommandLine, tmp_path: Path, place: Path) -> None:

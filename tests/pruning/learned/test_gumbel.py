@@ -84,26 +84,6 @@ def test_experts_are_drawn_as_often_as_softmax_says(temperature: float) -> None:
     assert ((drawn - expected).abs() <= 5 * (expected * (1 - expected) / DRAWS).sqrt()).all()
 
 
-def test_a_seed_is_a_draw() -> None:
-    logits = torch.zeros(50, 8)
-    draws = {
-        "sigmoid": lambda seed: gumbel_sigmoid(logits, 0.4, 0.0, seed),
-        "softmax": lambda seed: gumbel_softmax(logits, 0.4, seed)[0],
-    }
-    for name, draw in draws.items():
-        assert torch.equal(draw(7), draw(7)), name
-        assert not torch.equal(draw(7), draw(8)), name
-
-
-def test_a_draw_leaves_the_global_stream_alone() -> None:
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    gumbel_sigmoid(torch.zeros(9), 0.4, 0.0, seed=1)
-    gumbel_softmax(torch.zeros(2, 9), 0.4, seed=1)
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_derived_seeds_differ() -> None:
     parts: list[tuple[int | str, ...]] = [
         *itertools.product(range(20), range(20)),

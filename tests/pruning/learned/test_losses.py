@@ -92,30 +92,6 @@ def test_balance_is_least_where_tokens_spread_evenly() -> None:
     assert penalty([1.0, 0, 0, 0]) == pytest.approx(1.0)
 
 
-def test_balance_pulls_probability_away_from_the_busy_expert() -> None:
-    probs = torch.full((10, 2), 0.5, requires_grad=True)
-    assignment = F.one_hot(torch.tensor([0] * 8 + [1] * 2), 2).float().requires_grad_()
-    balance_penalty([Routing(assignment, probs)]).backward()
-    torch.testing.assert_close(probs.grad, torch.tensor([0.08, 0.02]).expand(10, 2))
-    assert assignment.grad is None
-
-
-@pytest.mark.parametrize("attention", ATTENTION_MODES)
-def test_active_fraction_of_whole_and_half_masks(attention: str) -> None:
-    dense = make_pico("qwen2")
-    shape = shape_of(dense)
-    net = make_network(dense, attention)
-    for start, expected in ((50.0, 1.0), (-50.0, 0.0)):
-        for projection in projections(net):
-            projection.start.fill_(start)
-        masks = sampled_masks(net, 0)
-        with masked(dense, masks), torch.no_grad():
-            dense(tokens())
-        kept_whole = 32 * 6 * 16 / (3 * 32 * 48 + 32 * 6 * 16) if attention == "off" else 0.0
-        actual = active_fraction(masks, shape)
-        assert actual.item() == pytest.approx(max(expected, kept_whole), abs=1e-6)
-
-
 @pytest.mark.parametrize("attention", ATTENTION_MODES)
 def test_budget_penalty_narrows_and_widens(attention: str) -> None:
     """Its gradient lowers every kind of mask logit above the budget, and raises it below."""
