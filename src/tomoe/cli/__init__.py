@@ -42,7 +42,6 @@ LOADED_LATER = (
     "model.checks",
     "model.generation",
     "moe.active_experts",
-    "moe.load",
     "plan",
     "report.build",
     "report.card",
