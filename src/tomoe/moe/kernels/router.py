@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
 from tomoe.moe.kernels.native import DTYPES, MATRIX_DIMS, PROCESSOR, SOURCE, Way, has_matrix_units, kernel, trial
-from tomoe.moe.modeling_tomoe import WAYS, Router, stamp_of
+from tomoe.moe.modeling_tomoe import WAYS, Router, keep, stamp_of
 
 # On a processor with matrix units, products of tiles were faster than PyTorch's from so many tokens on.
 MATRIX_TOKENS = 16
@@ -66,10 +66,9 @@ def exact_products(router: Router, dtype: torch.dtype) -> Iterator[None]:
 
 def holds_bfloat16(router: Router) -> bool:
     """Whether all weights are bfloat16 values; looked up again only when they have changed."""
-    weight, known = router.weight, router.__dict__
-    if known.get("holds_bfloat16", ((), False))[0] != (stamp := stamp_of(weight)):
-        known["holds_bfloat16"] = (stamp, torch.equal(weight, weight.bfloat16().to(weight.dtype)))
-    return bool(known["holds_bfloat16"][1])
+    weight = router.weight
+    exact = lambda: torch.equal(weight, weight.bfloat16().to(weight.dtype))  # noqa: E731
+    return bool(keep(router.__dict__, "holds_bfloat16", stamp_of(weight), exact))
 
 
 def fastest_way(tokens: int, size: int, dtype: torch.dtype) -> Way | None:
