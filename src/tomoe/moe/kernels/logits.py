@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -48,11 +47,6 @@ def multiplier() -> Multiplier | None:
     library = load(SOURCE) if kernel() else None
     if library is None:
         return None
-    multiply = _typed(library)
-    return multiply if all(_agrees_with_pytorch(multiply, tokens) for tokens in range(1, FEW_TOKENS + 1)) else None
-
-
-def _typed(library: ctypes.CDLL) -> Multiplier:
     arguments = [POINTER, INT64, INT64, POINTER, INT64, POINTER, INT32]
     compiled = function(library, "tomoe_logits", arguments, "the logits")
 
@@ -63,7 +57,7 @@ def _typed(library: ctypes.CDLL) -> Multiplier:
         compiled(*tokens, weight.data_ptr(), rows, y.data_ptr(), torch.get_num_threads())
         return y
 
-    return multiply
+    return multiply if all(_agrees_with_pytorch(multiply, tokens) for tokens in range(1, FEW_TOKENS + 1)) else None
 
 
 def _agrees_with_pytorch(multiply: Multiplier, tokens: int) -> bool:
