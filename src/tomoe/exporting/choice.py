@@ -31,12 +31,6 @@ class OwnForm(Target):
 
     name = "hf"
 
-    def supports(self, moe: ToMoEForCausalLM) -> None:
-        return None
-
-    def supports_dense(self, dense: PreTrainedModel, form: str) -> None:
-        return None
-
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
         stored = sum(p.nbytes for p in moe.parameters())
         return Sizes(stored, "every neuron stored once, with the modelling code beside the weights")

@@ -47,14 +47,14 @@ class Target(ABC):
     name: str
     tried_with: tuple[str, ...] = ()
 
-    @abstractmethod
     def supports(self, moe: ToMoEForCausalLM) -> str | None:
         """Why this form cannot compute what the MoE computes, as half a sentence; None if it can."""
+        return None
 
-    @abstractmethod
     def supports_dense(self, dense: PreTrainedModel, form: str) -> str | None:
         """Why no MoE of this dense model, with experts of this form, could take it, by the model's parts; None if one
         might."""
+        return None
 
     @abstractmethod
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:

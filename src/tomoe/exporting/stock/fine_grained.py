@@ -30,23 +30,6 @@ from tomoe.recipe.target_rules import FINE_MULTIPLE
 PROBE_TOKENS = 256  # tokens that the reach of a router is measured on
 
 
-def stock_layout(moe: ToMoEForCausalLM, multiple: int | None = None, whole_layers: bool = True) -> StockLayout:
-    """One width, shared part and k for all layers, the smallest that hold each of them; w is a multiple of `multiple`."""
-    multiple = multiple or FINE_MULTIPLE
-    every = moe.mlps()
-    # engines want at least one layer with experts
-    whole = 0
-    while whole_layers and whole < len(every) - 1 and experts_per_token(every[whole]) == every[whole].num_experts:
-        whole += 1
-    mlps = every[whole:]
-    width = round_up(max(mlp.expert_rows.shape[1] for mlp in mlps), multiple)
-    shared = round_up(max(mlp.shared_size for mlp in mlps), width)
-    chosen = [experts_per_token(mlp) for mlp in mlps]
-    zeros = max(chosen) - min(chosen)
-    # the stock router looks for the two best of a group
-    return StockLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, whole)
-
-
 @dataclass(eq=False, kw_only=True)
 class FineGrained(Carrier):
     """A class with a place for fine-grained experts.
@@ -93,7 +76,18 @@ class FineGrained(Carrier):
         return None
 
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
-        layout = stock_layout(moe, multiple, self.rules.dense_layers)
+        """The smallest sizes that hold each layer; widths are multiples of `multiple`."""
+        mlps = moe.mlps()
+        # engines want at least one layer with experts
+        whole = 0
+        while self.rules.dense_layers and len(mlps) > 1 and experts_per_token(mlps[0]) == mlps[0].num_experts:
+            whole, mlps = whole + 1, mlps[1:]
+        width = round_up(max(mlp.expert_rows.shape[1] for mlp in mlps), multiple or FINE_MULTIPLE)
+        shared = round_up(max(mlp.shared_size for mlp in mlps), width)
+        chosen = [experts_per_token(mlp) for mlp in mlps]
+        zeros = max(chosen) - min(chosen)
+        # the stock router looks for the two best of a group
+        layout = StockLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, whole)
         if self.rules.shared_in_experts:
             always = layout.shared // layout.width
             experts, top_k = layout.experts + always, layout.top_k + always
