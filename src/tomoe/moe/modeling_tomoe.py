@@ -522,7 +522,7 @@ class ToMoEMLP(nn.Module):
     def top_k(self) -> int | None:
         """Experts of a token; None for overlapping experts, which are used one at a time."""
         k = getattr(self.config, self.config.top_k_key)
-        return self.cached("top_k", lambda: self.config.layer_top_k(self.layer_idx), k) if self.fine else None
+        return keep(self._cache, "top_k", k, lambda: self.config.layer_top_k(self.layer_idx)) if self.fine else None
 
     @property
     def expert_rows(self) -> Tensor:
@@ -541,10 +541,6 @@ class ToMoEMLP(nn.Module):
             return self.activation(up_Tn)
         return self.activation(project(self.gate_proj, self.gate_bias)) * up_Tn
 
-    def cached(self, name: str, make: Callable[[], Any], source: Tensor | int = 0) -> Any:
-        """What `make` returns, kept outside the state until the tensor, or the number, that it is made from changes."""
-        return keep(self._cache, name, stamp_of(source) if isinstance(source, Tensor) else source, make)
-
     def runs(self) -> list[list[tuple[int, int, int]]]:
         """For every expert (first, last, start): its neurons first..last are the rows from `start` on; -1 is no run."""
 
@@ -560,7 +556,8 @@ class ToMoEMLP(nn.Module):
                     done = last
             return runs + gathered(done, len(rows))
 
-        return self.cached("runs", lambda: [runs_of(rows) for rows in self.expert_rows.tolist()], self.expert_rows)
+        all_rows = self.expert_rows
+        return keep(self._cache, "runs", stamp_of(all_rows), lambda: [runs_of(rows) for rows in all_rows.tolist()])
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
         """y of the shape of the hidden states; some families hand their MLP the residual, too, and want the sum."""

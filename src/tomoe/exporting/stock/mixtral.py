@@ -7,13 +7,10 @@ stock router normalizes the weights of the chosen ones, which is one here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from torch import Tensor
 
 from tomoe.exporting.stock.carrier import Carrier, StockLayout, each, round_up
-from tomoe.exporting.target import Options
-from tomoe.exporting.verify import Check, Proof, verify_exactly
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.recipe.target_rules import STOCK_MULTIPLE
 
@@ -37,6 +34,3 @@ class Mixtral(Carrier):
                 yield from zip(names, self.matrices(mlp, layout, n), strict=True)
 
         return of_layer
-
-    def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
-        return verify_exactly(folder, out, check)

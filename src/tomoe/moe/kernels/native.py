@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load, why_missing
-from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked, stamp_of
+from tomoe.moe.modeling_tomoe import ToMoEMLP, keep, run_masked, stamp_of
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
@@ -114,7 +114,7 @@ def working_kind(mlp: ToMoEMLP) -> int | None:
 
 def activation_kind(mlp: ToMoEMLP) -> int | None:
     """Which of ACTIVATIONS the MLP uses, judged by what it computes; None if it is another one, or has parameters."""
-    return mlp.cached("activation", lambda: _recognized(mlp.activation))
+    return keep(mlp._cache, "activation", None, lambda: _recognized(mlp.activation))
 
 
 def _recognized(activation: Callable[[Tensor], Tensor]) -> int | None:
