@@ -6,7 +6,7 @@ A stock class has separate weights for every expert, and one width and one numbe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -168,15 +168,20 @@ class Carrier(Target):
     @torch.no_grad()
     def tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of every tensor of the checkpoint: only one layer's copies are alive at a time."""
-        mlp_tensors = self.mlp_tensors(moe, layout)
         prefix = named_layers(moe)[0]
         yield from self.decoder.tensors(moe)
-        for i in range(len(moe.mlps())):
-            yield from ((f"{prefix}.{i}.{name}", t) for name, t in mlp_tensors(i))
+        for i, eps in enumerate(self.scales(moe)):
+            yield from ((f"{prefix}.{i}.{name}", t) for name, t in self.mlp_tensors(moe, i, layout, eps))
 
     @abstractmethod
-    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
-        """For a layer by its number, name (behind that of the layer) and value of every tensor of its MLP."""
+    def mlp_tensors(
+        self, moe: ToMoEForCausalLM, i: int, layout: StockLayout, eps: float
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Name (behind that of the layer) and value of every tensor of the MLP of layer i; eps: of its router, from `scales`."""
+
+    def scales(self, moe: ToMoEForCausalLM) -> list[float]:
+        """What the routers of all layers are multiplied by."""
+        return [1.0] * len(moe.mlps())
 
     def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """Gate, up [w, D] and down [D, w] of an expert (zeros beyond the last), or of the shared one if it is None. A class

@@ -8,7 +8,7 @@ Letters: N experts, w width of an expert, S shared neurons, D hidden size, F neu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,23 +94,19 @@ class FineGrained(Carrier):
             return replace(layout, shared=0, experts=experts, top_k=top_k, always=always)
         return layout if self.rules.holds_shared else replace(layout, shared=0)
 
-    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
-        form = self.form_in(moe.dtype)
-        mlps = moe.mlps()
-        scales = router_scales(moe, form)
+    def scales(self, moe: ToMoEForCausalLM) -> list[float]:
+        return router_scales(moe, self.form_in(moe.dtype))
 
-        def of_layer(i: int) -> Iterator[tuple[str, Tensor]]:
-            if i < layout.whole:
-                yield from named(self.whole, whole_matrices(mlps[i]))
-                return
-            weight, corrections = router_tensors(mlps[i], layout, scales[i], form)
-            weight = weight if self.float32_routers else weight.to(moe.dtype)
-            yield from zip(self.router, (weight, corrections), strict=False)
-            yield from self._expert_tensors(mlps[i], layout)
-
-        return of_layer
-
-    def _expert_tensors(self, mlp: ToMoEMLP, layout: StockLayout) -> Iterator[tuple[str, Tensor]]:
+    def mlp_tensors(
+        self, moe: ToMoEForCausalLM, i: int, layout: StockLayout, eps: float
+    ) -> Iterator[tuple[str, Tensor]]:
+        mlp = moe.mlps()[i]
+        if i < layout.whole:
+            yield from named(self.whole, whole_matrices(mlp))
+            return
+        weight, corrections = router_tensors(mlp, layout, eps, self.form_in(moe.dtype))
+        weight = weight if self.float32_routers else weight.to(moe.dtype)
+        yield from zip(self.router, (weight, corrections), strict=False)
         if self.shared_gate:
             yield self.shared_gate, mlp.up_proj.new_zeros(1, mlp.up_proj.shape[1])
         if layout.shared:
