@@ -471,6 +471,11 @@ def stamp_of(tensor: Tensor) -> Any:
     return id(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version
 
 
+def learns(x: Tensor, parameters: Iterable[Tensor]) -> bool:
+    """Whether the pass is one that something learns from."""
+    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters))
+
+
 def keep(kept: dict[str, Any], name: str, stamp: Any, make: Callable[[], Any]) -> Any:
     """What `make` returns, kept under a name until the stamp of what it is made from changes."""
     if kept.get(name, ("",))[0] != stamp:
@@ -1028,8 +1033,7 @@ def sum_rows(h_Tn: Tensor, rows_nD: Tensor) -> Tensor:
     """h [T, n] @ rows [n, D], sums in float32."""
     # On processors without products of 16 bits PyTorch takes 4 to 20 times as long for this as for h @ rows.t(): so a few
     # tokens add up rows, and many take products of float32, a part of the rows at a time.
-    learns = torch.is_grad_enabled() and (h_Tn.requires_grad or rows_nD.requires_grad)
-    if learns or h_Tn.device.type != "cpu" or torch.compiler.is_compiling() or multiplies(h_Tn.dtype):
+    if learns(h_Tn, [rows_nD]) or h_Tn.device.type != "cpu" or torch.compiler.is_compiling() or multiplies(h_Tn.dtype):
         return h_Tn @ rows_nD
     if len(h_Tn) <= FEW_TOKENS:
         neurons = torch.arange(len(rows_nD)).expand(len(h_Tn), -1)
@@ -1052,13 +1056,13 @@ def multiplies(dtype: torch.dtype) -> bool:
 def run_masked(mlp: ToMoEMLP, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor | None = None) -> Tensor:
     """Every neuron for every token times 0 or 1, or the weights of routers that train: costs what the dense MLP costs, in its
     dtype."""
-    on_cpu, learns = x_TD.device.type == "cpu", torch.is_grad_enabled()
+    on_cpu, graded = x_TD.device.type == "cpu", torch.is_grad_enabled()
     tokens = max(1, (MASKED_ELEMENTS if on_cpu else MASKED_ELEMENTS_ON_DEVICE) // len(mlp.up_proj))
     masks_NF = (
         None if mlp.fine else x_TD.new_zeros(mlp.num_experts, len(mlp.up_proj)).scatter_(1, mlp.expert_rows.long(), 1)
     )
     # Rows of a few numbers save a mask as large as h; a CPU is slow at them, but for a few tokens making the mask is slower.
-    narrow = mlp.fine and not learns and (not on_cpu or len(x_TD) <= FEW_TOKENS)
+    narrow = mlp.fine and not graded and (not on_cpu or len(x_TD) <= FEW_TOKENS)
     pieces = []
     for first in range(0, max(len(x_TD), 1), tokens):
         # A piece of the tokens, t of them: all activations at once would be the largest tensor of the model.
@@ -1074,8 +1078,8 @@ def run_masked(mlp: ToMoEMLP, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: T
         else:
             mask = masks_NF[ids_tk[:, 0]]
         # In place where no gradient needs the activations as they were; `own` is a view of h then.
-        own = own * mask if learns else own.mul_(mask[..., None] if narrow else mask)
-        pieces.append(sum_rows(own if learns else h_tF, mlp.down_proj))
+        own = own * mask if graded else own.mul_(mask[..., None] if narrow else mask)
+        pieces.append(sum_rows(own if graded else h_tF, mlp.down_proj))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 

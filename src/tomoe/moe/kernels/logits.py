@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
 from tomoe.moe.kernels.native import PROCESSOR, SOURCE, kernel, trial
-from tomoe.moe.modeling_tomoe import FEW_TOKENS
+from tomoe.moe.modeling_tomoe import FEW_TOKENS, learns
 
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., V].
@@ -28,7 +28,7 @@ def suits(head: Any, config: Any, x: Tensor) -> bool:
     weight = head.weight
     if not (x.is_cpu and weight.is_cpu and x.dtype == weight.dtype == torch.bfloat16 and weight.is_contiguous()):
         return False
-    return not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)) and multiplier() is not None
+    return not learns(x, [weight]) and multiplier() is not None
 
 
 def native_logits(head: nn.Linear, config: Any, x: Tensor) -> Tensor:

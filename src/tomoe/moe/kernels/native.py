@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load, why_missing
-from tomoe.moe.modeling_tomoe import ToMoEMLP, keep, run_masked, stamp_of
+from tomoe.moe.modeling_tomoe import ToMoEMLP, keep, learns, run_masked, stamp_of
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
@@ -80,17 +80,12 @@ def fits(mlp: ToMoEMLP, x: Tensor) -> bool:
         return False
     if mlp.up_proj.dtype != x.dtype or (not mlp.fine and mlp.num_experts > MAX_OVERLAPPING):
         return False
-    return not needs_gradients(mlp, x) and working_kind(mlp) is not None
-
-
-def needs_gradients(mlp: ToMoEMLP, x: Tensor) -> bool:
-    """Whether the pass is one that something learns from."""
-    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in mlp.parameters()))
+    return not learns(x, mlp.parameters()) and working_kind(mlp) is not None
 
 
 def obstacle(mlp: ToMoEMLP, x: Tensor) -> str | None:
     """What a user could change, so that the kernel ran this on a CPU; None if there is nothing."""
-    if needs_gradients(mlp, x) or not len(x):
+    if learns(x, mlp.parameters()) or not len(x):
         return None
     return obstacle_of(SOURCE, kernel() is not None, x, mlp.up_proj)
 
