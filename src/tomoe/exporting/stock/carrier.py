@@ -221,19 +221,15 @@ class Carrier(Target):
         write_checkpoint(self.tensors(moe, layout), folder, self.bytes(moe, layout), on_progress)
 
 
-def mlp_problem(model: PreTrainedModel) -> str | None:
+def mlp_problem(model: Any) -> str | None:
     """Why no stock class has MLPs such as those of this model, dense or converted, as half a sentence; None if some may have."""
-    mlps: Sequence[Any]
-    gate: Any
-    biases: list[Any]
-    if isinstance(model, ToMoEForCausalLM):
-        mlps = model.mlps()
-        gate = mlps[0].gate_proj
-        biases = [mlps[0].gate_bias, mlps[0].up_bias, mlps[0].down_bias]
+    converted = isinstance(model, ToMoEForCausalLM)
+    mlps: Sequence[Any] = model.mlps() if converted else converted_mlps(model)
+    first = mlps[0]
+    if converted:
+        gate, biases = first.gate_proj, [first.gate_bias, first.up_bias, first.down_bias]
     else:
-        mlps = converted_mlps(model)
-        gate = mlps[0].gate
-        biases = [part and part.bias for part in (mlps[0].gate, mlps[0].up, mlps[0].down)]
+        gate, biases = first.gate, [part and part.bias for part in (first.gate, first.up, first.down)]
     if len(mlps) < len(decoder_layers(model)):
         return "some of its layers have no MLP that is converted"
     if gate is None:
