@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tomoe.exporting.export import export as export
     from tomoe.finetuning.finetune import finetune as finetune
     from tomoe.model.generation import generate as generate
-    from tomoe.moe.load import load as load
+    from tomoe.moe.active_experts import load as load
     from tomoe.moe.modeling_tomoe import ToMoEConfig as ToMoEConfig
     from tomoe.moe.modeling_tomoe import ToMoEForCausalLM as ToMoEForCausalLM
     from tomoe.plan import Plan as Plan
@@ -35,7 +35,7 @@ _MODULES = {
     "export": "tomoe.exporting.export",
     "finetune": "tomoe.finetuning.finetune",
     "generate": "tomoe.model.generation",
-    "load": "tomoe.moe.load",
+    "load": "tomoe.moe.active_experts",
 }
 __all__ = ["UserError", "__version__", *_MODULES]
 

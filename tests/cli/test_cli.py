@@ -77,7 +77,18 @@ def test_convert_writes_all_says_what_came_out_and_makes_what_the_stages_make(
     assert rows[1]["measurement"]["kl"] > 0
     assert all(row["measurement"]["seed"] == 3 and row["measurement"]["context_length"] == 16 for row in rows)
     # the table and its footnote: both models, the context length, the seed, and what to do next
-    for word in ("dense", "moe", "perplexity", "KL", "16", "seed 3", "text.txt", "dense writes", "moe writes", "tomoe generate"):
+    for word in (
+        "dense",
+        "moe",
+        "perplexity",
+        "KL",
+        "16",
+        "seed 3",
+        "text.txt",
+        "dense writes",
+        "moe writes",
+        "tomoe generate",
+    ):
         assert word in done.out
     assert "learning 4/4" in done.err
     assert json.loads((out / "recipe.json").read_text())["seed"] == 3

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from conftest import make_pico, make_plan, tokens, write_export
 from tomoe.exporting.choice import TARGETS, choose
 from tomoe.exporting.export import padding_notice
-from tomoe.exporting.stock.fine_grained import stock_layout
+from tomoe.exporting.stock.table import GLM4_MOE
 from tomoe.exporting.target import Options
 from tomoe.model.hooks import hooked
 from tomoe.moe.fold import fold
@@ -97,7 +97,7 @@ def compare(case: Case, exported: Any, converted: ToMoEForCausalLM, ids: Tensor)
 
 def all_experts(case: Case) -> tuple[Any, ToMoEForCausalLM]:
     """The export and the converted model, with all experts for each token."""
-    layout = stock_layout(case.folded)
+    layout = GLM4_MOE.layout(case.folded, None)
     exported = AutoModelForCausalLM.from_pretrained(case.folder, num_experts_per_tok=layout.experts)
     everything = tuple(replace(layer, top_k=len(layer.router_weight)) for layer in case.plan.layers)
     return exported, fold(case.dense, replace(case.plan, layers=everything))
@@ -164,7 +164,7 @@ def test_first_layers_that_use_all_experts_are_written_whole(tmp_path: Path) -> 
     first, *others = plan.layers
     plan = replace(plan, layers=(replace(first, top_k=8), *others))
     case = written(dense, plan, tmp_path / "out")
-    layout = stock_layout(case.folded)
+    layout = GLM4_MOE.layout(case.folded, None)
     assert (layout.whole, layout.top_k, layout.experts) == (1, 2, 8)
     exported = AutoModelForCausalLM.from_pretrained(case.folder)
     assert exported.model.layers[0].mlp.up_proj.weight.shape == (48, 32)

@@ -30,10 +30,10 @@ def test_a_row_for_each_point(tomoe: CommandLine, converted_fine: Path, tmp_path
     assert done.err.splitlines()[:3] == [f"moe: {point}" for point in points]
     rows = rows_from(found.read_text())
     planned = dial.config.planned_top_k
-    assert points[1].experts_per_token == planned
-    names = [f"moe, {p.experts_per_token} of 64 experts" for p in points]
+    assert points[1].value == planned
+    names = [f"moe, {p.value} of 64 experts" for p in points]
     assert [row.name for row in rows] == ["dense", names[0], "moe", names[2]]
-    assert [row.experts_per_token for row in rows] == [None, *(p.experts_per_token for p in points)]
+    assert [row.experts_per_token for row in rows] == [None, *(p.value for p in points)]
     for row, point in zip(rows[1:], points, strict=True):
         assert row.facts["active_share"] == pytest.approx(point.active_fraction)
         assert f"{point.active_fraction:.1%}" in done.out

@@ -16,7 +16,7 @@ from tomoe.errors import UserError
 from tomoe.evaluation.writing.continuations import continuations
 from tomoe.model.generation import LONG_PROMPT
 from tomoe.model.hooks import hooked
-from tomoe.moe.load import load
+from tomoe.moe.active_experts import load
 
 SETTINGS = {
     "stop_strings": ["<|end|>"],

@@ -112,7 +112,7 @@ def test_generating_with_another_number_of_experts(tomoe: CommandLine, converted
     assert done.err == f"{setting}\n"
     assert abs(setting.active_fraction - 0.4) < 0.01
     model, tokenizer = package.load(folder, active=0.4)
-    assert model.config.num_experts_per_tok == setting.experts_per_token
+    assert model.config.num_experts_per_tok == setting.value
     assert done.out == printable("the sea" + package.generate(model, tokenizer, "the sea", 8)) + "\n"
     refused(tomoe("generate", converted_fine / "dense", "the sea", "--active", "0.4"), "is a dense model")
     refused(tomoe("generate", folder, "the sea", "--active", "1.5"), "at most 1")

@@ -188,8 +188,7 @@ def test_tiles_of_any_number_of_threads_or_chunks_give_the_same(
     for threads in (2, 3, 1):
         set_threads(threads)
         assert torch.equal(native.run_native(mlp, x, expert_ids), expected)
-    for form in native.MEMBERS.values():
-        monkeypatch.setattr(form, "tokens", dict.fromkeys(Way, 41))
+    monkeypatch.setattr(native, "AT_ONCE", dict.fromkeys((False, True), dict.fromkeys(Way, 41)))
     found = native.run_native(mlp, x, expert_ids)
     torch.testing.assert_close(found, expected, atol=2.0**-7 * float(expected.abs().max()), rtol=0)
 
@@ -328,8 +327,7 @@ def test_any_number_of_threads_gives_the_same_bytes(set_threads: Callable[[int],
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of overlapping experts are sorted first; each gets what is its own."""
-    for form in native.MEMBERS.values():
-        monkeypatch.setattr(form, "tokens", dict.fromkeys(Way, 7))
+    monkeypatch.setattr(native, "AT_ONCE", dict.fromkeys((False, True), dict.fromkeys(Way, 7)))
     test_experts.test_backends_compute_the_experts(name, "native")
     test_experts.test_bfloat16_rounds_no_more_often_than_it_must(name, "native")
 

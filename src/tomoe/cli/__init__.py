@@ -31,7 +31,6 @@ LOADED_LATER = (
     "model/checks.py",
     "model/generation.py",
     "moe/active_experts.py",
-    "moe/load.py",
     "plan/**/*.py",
     "report/**/*.py",
     "training/run_folder.py",

@@ -11,7 +11,6 @@ from tomoe.cli import options
 from tomoe.cli.console import printable, quiet_libraries
 from tomoe.model import generation
 from tomoe.moe import active_experts
-from tomoe.moe import load as loading
 
 
 def generate(
@@ -34,7 +33,7 @@ def generate(
     quiet_libraries()
     if active is not None:
         typer.echo(str(active_experts.dial_of(model).nearest(active)), err=True)
-    loaded, tokenizer = loading.load(model, dtype, active=active)
+    loaded, tokenizer = active_experts.load(model, dtype, active=active)
 
     def show(text: str) -> None:
         # without a newline the stream would wait for one

@@ -15,7 +15,7 @@ from tomoe.cli.console import output, printable, quiet_libraries
 from tomoe.errors import UserError
 from tomoe.evaluation import routing_trace
 from tomoe.files import basename, read_text
-from tomoe.moe import load as loading
+from tomoe.moe import active_experts
 from tomoe.report import html as pages
 
 ENOUGH = 100  # tokens from which on the shares of experts say something
@@ -45,7 +45,7 @@ def route(
     folders.refuse_stranger(html, pages.MARK)
 
     quiet_libraries()
-    loaded, tokenizer = loading.load(model)
+    loaded, tokenizer = active_experts.load(model)
     trace = routing_trace.trace_ids(loaded, tokenizer, tokenizer(passage, verbose=False)["input_ids"][:tokens])
     last = len(trace.experts) - 1
     if layer is not None and layer > last:

@@ -18,7 +18,6 @@ from tomoe.exporting.gguf.target import Gguf
 from tomoe.exporting.stock.carrier import FamilyDecoder
 from tomoe.exporting.stock.table import CARRIERS
 from tomoe.exporting.target import Options, Sizes, Target
-from tomoe.exporting.verify import Check, Proof, verify_exactly
 from tomoe.model.loading import load_config
 from tomoe.moe.checkpoint import save_tokenizer
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
@@ -30,12 +29,6 @@ class OwnForm(Target):
     """A folder as `tomoe convert` writes it, without plan and run: modelling code beside the weights. It holds every model."""
 
     name = "hf"
-
-    def supports(self, moe: ToMoEForCausalLM) -> None:
-        return None
-
-    def supports_dense(self, dense: PreTrainedModel, form: str) -> None:
-        return None
 
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
         stored = sum(p.nbytes for p in moe.parameters())
@@ -52,9 +45,6 @@ class OwnForm(Target):
         moe.save_pretrained(folder)
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
-
-    def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
-        return verify_exactly(folder, out, check)
 
     def how_to_load(self, folder: Path, options: Options) -> str:
         return f'AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)'

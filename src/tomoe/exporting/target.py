@@ -10,7 +10,7 @@ from typing import get_args
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
-from tomoe.exporting.verify import Check, Proof
+from tomoe.exporting.verify import Check, Proof, verify_exactly
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.progress import StageCallback
 from tomoe.recipe.target_rules import Precision as Precision
@@ -47,14 +47,14 @@ class Target(ABC):
     name: str
     tried_with: tuple[str, ...] = ()
 
-    @abstractmethod
     def supports(self, moe: ToMoEForCausalLM) -> str | None:
         """Why this form cannot compute what the MoE computes, as half a sentence; None if it can."""
+        return None
 
-    @abstractmethod
     def supports_dense(self, dense: PreTrainedModel, form: str) -> str | None:
         """Why no MoE of this dense model, with experts of this form, could take it, by the model's parts; None if one
         might."""
+        return None
 
     @abstractmethod
     def sizes(self, moe: ToMoEForCausalLM, options: Options) -> Sizes:
@@ -71,9 +71,9 @@ class Target(ABC):
     ) -> None:
         """Write the files into a folder that exists."""
 
-    @abstractmethod
     def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
         """Compare what was written to `out` with the converted model in `folder`."""
+        return verify_exactly(folder, out, check)
 
     def check_verifier(self) -> None:
         """Raises UserError if nothing is installed that could run what would be written."""

@@ -85,11 +85,6 @@ class FarAgreement:
     tokens: int
     agreement: Agreement
 
-    def problem(self, bounds: Bounds) -> str | None:
-        """What is wrong, as half a sentence; None if it is within the bounds."""
-        wrong = judge(self.agreement, Bounds(bounds.difference, max(bounds.kl, FAR_KL)), "at a typical position")
-        return f"{self.what} {wrong}" if wrong else None
-
 
 @dataclass(frozen=True)
 class StockRouter:
@@ -287,7 +282,9 @@ class Check:
 
     def far_problem(self, far: Sequence[FarAgreement]) -> str | None:
         """The first that is wrong with these, as half a sentence; None if nothing is."""
-        return next((problem for f in far if (problem := f.problem(self.bounds))), None)
+        bounds = Bounds(self.bounds.difference, max(self.bounds.kl, FAR_KL))
+        problems = ((f.what, judge(f.agreement, bounds, "at a typical position")) for f in far)
+        return next((f"{what} {problem}" for what, problem in problems if problem), None)
 
     def place(self, reference: Callable[[], Any], exported: Callable[[], Any]) -> str:
         """Where two models that predict differently begin to differ, in words."""

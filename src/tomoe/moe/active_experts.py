@@ -1,96 +1,79 @@
-"""How many fine-grained experts, or inputs, a token uses, chosen when a model runs, as a fraction of active parameters."""
+"""`load`, and how many fine-grained experts, or inputs, a token uses: chosen when a model runs, as a fraction of active
+parameters."""
 
 from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.budget import active_params, decoder_params
 from tomoe.errors import UserError
-from tomoe.model.loading import load_config
+from tomoe.model.loading import load_config, load_model, load_tokenizer
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
 from tomoe.moe.modeling_tomoe import ToMoEConfig
 
 
 @dataclass(frozen=True)
-class ExpertSetting:
-    """So many experts for each token, and what that makes active."""
+class Setting:
+    """What a model can run at: a key of its config, with a value."""
 
-    experts_per_token: int  # the largest number of experts of a token in any layer, `num_experts_per_tok` of the config
-    num_experts: int
+    key: str
+    value: float
     active_fraction: float  # of the decoder parameters, for each token
-    equal: bool  # whether all layers use so many
+    words: str
 
     def __str__(self) -> str:
-        most = "" if self.equal else "up to "
-        return f"{most}{self.experts_per_token} of {self.num_experts} experts: {self.active_fraction:.3f} active"
+        return f"{self.words}: {self.active_fraction:.3f} active"
 
 
 @dataclass(frozen=True)
-class InputSetting:
-    """So much of the path from all inputs to few."""
-
-    active_fraction: float  # of the decoder parameters, for each token
-
-    def __str__(self) -> str:
-        return f"the largest inputs of every projection: {self.active_fraction:.3f} active"
-
-
-Setting = ExpertSetting | InputSetting
-
-
-@dataclass(frozen=True)
-class ActiveInputs:
-    """All settings that a model can run at whose tokens choose inputs."""
-
-    least: float  # the smallest fraction of the decoder parameters
-
-    def nearest(self, active: float) -> InputSetting:
-        """Return the setting. Raises UserError unless it is between the smallest fraction and 1."""
-        if not self.least <= active <= 1:
-            raise UserError(
-                f"active is {active}, but the inputs of this model were divided for {self.least:.3f} to 1; choose one of these"
-            )
-        return InputSetting(active)
-
-
-@dataclass(frozen=True)
-class ActiveExperts:
-    """All settings that a model with fine-grained experts can run at."""
+class Dial:
+    """All settings that a model with fine-grained experts can run at, or one whose tokens choose inputs."""
 
     config: ToMoEConfig
-    shape: ModelShape  # sizes of the dense model
 
-    def setting(self, experts_per_token: int) -> ExpertSetting:
-        """Return what so many experts a token (1 to all) make active."""
+    @cached_property
+    def shape(self) -> ModelShape:
+        """Sizes of the dense model."""
+        return dense_shape(self.config)
+
+    def setting(self, experts_per_token: int) -> Setting:
+        """Return what so many experts a token (1 to all), in the layer with the largest number of them, make active."""
         config = copy(self.config)
         setattr(config, config.top_k_key, experts_per_token)
         active = active_params(self.shape, active_widths(config, self.shape)) / decoder_params(self.shape)
-        top_ks = {config.layer_top_k(i) for i in range(self.shape.num_layers)}
-        return ExpertSetting(experts_per_token, config.tomoe_num_experts, active, len(top_ks) == 1)
+        most = "" if len({config.layer_top_k(i) for i in range(self.shape.num_layers)}) == 1 else "up to "
+        words = f"{most}{experts_per_token} of {config.tomoe_num_experts} experts"
+        return Setting(config.top_k_key, experts_per_token, active, words)
 
-    def nearest(self, active: float) -> ExpertSetting:
-        """Return the setting whose active fraction is nearest to `active`. Raises UserError unless that is in (0, 1]."""
+    def nearest(self, active: float) -> Setting:
+        """Return the setting whose active fraction is nearest to `active`. Raises UserError if that is too small or above 1."""
+        if self.config.chooses_inputs:
+            least = self.config.tomoe_input_path[-1]["active"]
+            if not least <= active <= 1:
+                raise UserError(
+                    f"active is {active}, but the inputs of this model were divided for {least:.3f} to 1; choose one of these"
+                )
+            return Setting("tomoe_active", active, active, "the largest inputs of every projection")
         if not 0 < active <= 1:
             raise UserError(f"active is {active}, but it should be above 0 and at most 1")
         settings = [self.setting(k) for k in range(1, self.config.tomoe_num_experts + 1)]
         return min(settings, key=lambda setting: abs(setting.active_fraction - active))
 
 
-def dial_of(name: str) -> ActiveExperts | ActiveInputs:
+def dial_of(name: str) -> Dial:
     """Read from a model's config what it can run at. Raises UserError if it has neither fine-grained experts nor inputs."""
     config = load_config(name)
-    if isinstance(config, ToMoEConfig) and config.chooses_inputs:
-        return ActiveInputs(config.tomoe_input_path[-1]["active"])
-    if not is_fine(config):
-        raise UserError(_why_not(name, config))
-    assert isinstance(config, ToMoEConfig)
-    return ActiveExperts(config, dense_shape(config))
+    if isinstance(config, ToMoEConfig) and (config.chooses_inputs or is_fine(config)):
+        return Dial(config)
+    raise UserError(_why_not(name, config))
 
 
 def is_fine(config: Any) -> bool:
@@ -141,11 +124,20 @@ def stored_widths(config: ToMoEConfig, shape: ModelShape) -> list[tuple[int, int
 
 
 def use_(model: PreTrainedModel, setting: Setting) -> None:
-    """Let a loaded model run at a setting from now on."""
-    config: Any = model.config
-    if isinstance(setting, InputSetting):
-        assert config.chooses_inputs, "only a model of the form inputs can use other inputs"
-        config.tomoe_active = setting.active_fraction
-        return
-    assert is_fine(config), "only fine-grained experts can be used in other numbers"
-    setattr(config, config.top_k_key, setting.experts_per_token)
+    """Let a loaded model run at a setting of its own dial from now on."""
+    setattr(model.config, setting.key, setting.value)
+
+
+def load(
+    name: str | Path, dtype: str | torch.dtype = "bfloat16", device: str = "auto", active: float | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A dense model (hub id, folder, .gguf file, known name) or a converted folder, with its tokenizer.
+
+    `active`: let tokens use as many fine-grained experts as make this fraction of the decoder parameters active, or the
+    nearest number of them; or so many inputs. Raises UserError if there is no such model, or none that can.
+    """
+    setting = None if active is None else dial_of(str(name)).nearest(active)
+    model = load_model(str(name), dtype, device)
+    if setting is not None:
+        use_(model, setting)
+    return model, load_tokenizer(str(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from tomoe.model.mlp import Mlp, named_layers
 from tomoe.model.offload import cast_, offload_layers_
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_output, layer_parts, shape_of
-from tomoe.moe.modeling_tomoe import ToMoEConfig, ToMoEForCausalLM
+from tomoe.moe.modeling_tomoe import ATTENTION_SIZES, MLP_SIZES, ToMoEConfig, ToMoEForCausalLM
 from tomoe.plan import AnyPlan, InputsPlan, LayerPlan, Plan
 
 
@@ -59,22 +60,18 @@ def moe_config(dense: PreTrainedModel, plan: AnyPlan, version: str) -> ToMoEConf
     dropped |= {key for key in RESERVED if key not in type(config).__dataclass_fields__}
     values = {k: v for k, v in config.to_dict().items() if k not in dropped and not k.startswith("tomoe_")}
     mlps = [parts.mlp for parts in layer_parts(dense)]
-    names = mlps[0].names
     sizes = _input_sizes(plan) if isinstance(plan, InputsPlan) else _expert_sizes(plan)
     made: ToMoEConfig = make(
         **values,
         tomoe_dense_type=config.model_type,
         tomoe_dense_class=type(dense).__name__,
         tomoe_mlps=[mlp.name for mlp in mlps],
-        tomoe_mlp_parts={
-            "gate": names.gate, "up": names.up, "down": names.down, "fused": names.fused,
-            "flat": names.flat, "activation": mlps[0].activation_name,
-        },
+        tomoe_mlp_parts=asdict(mlps[0].names) | {"activation": mlps[0].activation_name},
         tomoe_expert_form=plan.form,
         **{f"tomoe_{name}": numbers for name, numbers in sizes.items()},
         tomoe_plan_source=plan.source,
         tomoe_version=version,
-    )  # fmt: skip
+    )
     return made
 
 
@@ -90,22 +87,14 @@ def _input_sizes(plan: InputsPlan) -> dict[str, Any]:
 
 
 def _expert_sizes(plan: Plan) -> dict[str, Any]:
-    sizes: dict[str, Any] = {
-        "num_experts": plan.num_experts,
-        "experts_per_token": [layer.top_k for layer in plan.counts],
-        "shared_sizes": [layer.shared_size for layer in plan.counts],
-        "expert_sizes": [layer.expert_size for layer in plan.counts],
-        "union_sizes": [layer.union for layer in plan.counts],
-        "value_embedding_size": max(layer.value_embedding for layer in plan.counts),
-    }
+    counted = dict(zip(MLP_SIZES, ("expert_size", "union", "shared_size", "top_k"), strict=True))
     if plan.prunes_attention:
-        sizes |= {
-            "rotary_pairs": [layer.rotary_pairs for layer in plan.counts],
-            "qk_dims": [layer.qk_dims for layer in plan.counts],
-            "value_dims": [layer.value_dims for layer in plan.counts],
-            "value_top_k": [layer.value_top_k for layer in plan.counts],
-        }
-    return sizes
+        counted |= {name: name for name in ATTENTION_SIZES}
+    return {
+        "num_experts": plan.num_experts,
+        "value_embedding_size": max(layer.value_embedding for layer in plan.counts),
+        **{name: [getattr(layer, count) for layer in plan.counts] for name, count in counted.items()},
+    }
 
 
 def _head_rows(t: Tensor, dims: Int[Tensor, " c"], head_dim: int) -> Tensor:

@@ -33,6 +33,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.llama.modeling_llama import eager_attention_forward as eager_attention
 from transformers.pytorch_utils import Conv1D
 
 # What the family's own code calls the cache: transformers renamed it in 5.24.
@@ -115,8 +116,7 @@ class ToMoEConfig(PreTrainedConfig):
         return config_class(known_family(config_dict.get("tomoe_dense_type"))).from_dict(config_dict, **kwargs)
 
     def __reduce__(self) -> Any:
-        # Classes of one name cannot be found by it.
-        return _new_config, (self.tomoe_dense_type,), self.__dict__
+        return _new, (config_class, self.tomoe_dense_type), self.__dict__
 
     def __post_init__(self, **dense_values: Any) -> None:
         super().__post_init__(**dense_values)
@@ -128,10 +128,8 @@ class ToMoEConfig(PreTrainedConfig):
         if self.chooses_inputs:
             # A rank that has a part of the inputs could not tell which are the largest.
             self.__dict__["base_model_tp_plan"] = {}
-            self.check()
-            return
-        # Serving engines read it; where a token can use one expert only it is 1, whatever a file says.
-        if self.most_top_k == 1 or not getattr(self, self.top_k_key, None):
+        elif self.most_top_k == 1 or not getattr(self, self.top_k_key, None):
+            # Serving engines read it; where a token can use one expert only it is 1, whatever a file says.
             setattr(self, self.top_k_key, 1 if self.most_top_k == 1 else self.planned_top_k or 1)
         self.check()
 
@@ -296,6 +294,8 @@ def known_family(dense_type: Any) -> str:
 @functools.cache
 def config_class(dense_type: str) -> type[ToMoEConfig]:
     """The config of converted models of a family: its own, with the values of `ToMoEConfig`. transformers learns of it."""
+    if not dense_type:
+        return ToMoEConfig
     family = CONFIG_MAPPING[dense_type]
     plan = getattr(family, "base_model_tp_plan", None)
     if plan is not None:
@@ -310,8 +310,9 @@ def config_class(dense_type: str) -> type[ToMoEConfig]:
     return made
 
 
-def _new_config(dense_type: str) -> Any:
-    return object.__new__(config_class(dense_type) if dense_type else ToMoEConfig)
+def _new(class_of: Callable[..., type[Any]], *args: Any) -> Any:
+    """An empty object, for copies of one: classes that are made when they are needed cannot be found by their names."""
+    return object.__new__(class_of(*args))
 
 
 class ValueRouter(nn.Module):
@@ -430,18 +431,6 @@ class ToMoEAttention(nn.Module):
         return self.o_proj(out.flatten(-2)), weights
 
 
-def eager_attention(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, dropout: float = 0.0, **_: Any
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention written out; grouped key/value heads are repeated."""
-    k, v = (t.repeat_interleave(module.num_key_value_groups, 1) for t in (k, v))
-    scores = q @ k.transpose(2, 3) * scaling
-    if mask is not None:
-        scores = scores + mask
-    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(q.dtype), p=dropout, training=module.training)
-    return (weights @ v).transpose(1, 2).contiguous(), weights
-
-
 def expert_probs(logits: Tensor, top_k: int | None) -> Tensor:
     """How likely each expert is to be used [T, N]: the softmax over overlapping experts (top_k None), of which a token uses
     one; the sigmoid of how far a fine-grained expert is above the middle between the last that is chosen and the next."""
@@ -480,6 +469,18 @@ def take_rows(weight: Tensor, neurons: slice | Tensor) -> Tensor:
 def stamp_of(tensor: Tensor) -> Any:
     """What is another one when the tensor was replaced or written to."""
     return id(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+
+
+def learns(x: Tensor, parameters: Iterable[Tensor]) -> bool:
+    """Whether the pass is one that something learns from."""
+    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters))
+
+
+def keep(kept: dict[str, Any], name: str, stamp: Any, make: Callable[[], Any]) -> Any:
+    """What `make` returns, kept under a name until the stamp of what it is made from changes."""
+    if kept.get(name, ("",))[0] != stamp:
+        kept[name] = (stamp, make())
+    return kept[name][1]
 
 
 class ToMoEMLP(nn.Module):
@@ -526,7 +527,7 @@ class ToMoEMLP(nn.Module):
     def top_k(self) -> int | None:
         """Experts of a token; None for overlapping experts, which are used one at a time."""
         k = getattr(self.config, self.config.top_k_key)
-        return self.cached("top_k", lambda: self.config.layer_top_k(self.layer_idx), k) if self.fine else None
+        return keep(self._cache, "top_k", k, lambda: self.config.layer_top_k(self.layer_idx)) if self.fine else None
 
     @property
     def expert_rows(self) -> Tensor:
@@ -545,13 +546,6 @@ class ToMoEMLP(nn.Module):
             return self.activation(up_Tn)
         return self.activation(project(self.gate_proj, self.gate_bias)) * up_Tn
 
-    def cached(self, name: str, make: Callable[[], Any], source: Tensor | int = 0) -> Any:
-        """What `make` returns, kept outside the state until the tensor, or the number, that it is made from changes."""
-        stamp = stamp_of(source) if isinstance(source, Tensor) else source
-        if self._cache.get(name, ("",))[0] != stamp:
-            self._cache[name] = (stamp, make())
-        return self._cache[name][1]
-
     def runs(self) -> list[list[tuple[int, int, int]]]:
         """For every expert (first, last, start): its neurons first..last are the rows from `start` on; -1 is no run."""
 
@@ -567,7 +561,8 @@ class ToMoEMLP(nn.Module):
                     done = last
             return runs + gathered(done, len(rows))
 
-        return self.cached("runs", lambda: [runs_of(rows) for rows in self.expert_rows.tolist()], self.expert_rows)
+        all_rows = self.expert_rows
+        return keep(self._cache, "runs", stamp_of(all_rows), lambda: [runs_of(rows) for rows in all_rows.tolist()])
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
         """y of the shape of the hidden states; some families hand their MLP the residual, too, and want the sum."""
@@ -637,10 +632,9 @@ class Choice:
     def count(self) -> int:
         if self.instead is not None:
             return self.instead
-        active = self.config.tomoe_active
-        if self.kept.get("count", (None,))[0] != active:
-            self.kept["count"] = active, self.config.layer_inputs(self.kind, self.layer)
-        return cast(int, self.kept["count"][1])
+        config = self.config
+        made = keep(self.kept, "count", config.tomoe_active, lambda: config.layer_inputs(self.kind, self.layer))
+        return cast(int, made)
 
     def norms(self) -> Tensor:
         """c [D], float32, kept until a matrix changes."""
@@ -654,9 +648,7 @@ class Choice:
                 "load the model into one memory, or with tomoe_active=1, where no token chooses"
             )
         stamp = [stamp_of(projection.weight) for projection in self.projections]
-        if self.kept.get("norms", (None,))[0] != stamp:
-            self.kept["norms"] = stamp, column_norms(matrices)
-        return cast(Tensor, self.kept["norms"][1])
+        return cast(Tensor, keep(self.kept, "norms", stamp, lambda: column_norms(matrices)))
 
     def applies(self, x: Tensor) -> bool:
         """Whether the tokens of x choose: a prompt uses everything, which costs it nothing and keeps its cache exact."""
@@ -678,8 +670,7 @@ class Choosing:
     dense_class: type[Any]
 
     def __reduce__(self) -> Any:
-        # A class made when it is needed cannot be found by its name.
-        return _new_choosing, (self.dense_class,), self.__dict__
+        return _new, (choosing_class, self.dense_class), self.__dict__
 
     def forward(self, x: Tensor) -> Tensor:
         # What a way has prepared, until something changes: all that follows is asked once, not for every token.
@@ -726,10 +717,6 @@ class Choosing:
 def choosing_class(dense: Any) -> type[Any]:
     """The class of projections of a class whose inputs tokens choose."""
     return type(f"Choosing{dense.__name__}", (Choosing, dense), {"__module__": __name__, "dense_class": dense})
-
-
-def _new_choosing(dense: Any) -> Any:
-    return object.__new__(choosing_class(dense))
 
 
 @contextmanager
@@ -829,8 +816,8 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         return name
 
     def __reduce__(self) -> Any:
-        # Classes of one name cannot be found by it.
-        return _new_model, (self.entry, self.config.tomoe_dense_type, self.config.tomoe_dense_class), self.__dict__
+        names = self.config.tomoe_dense_type, self.config.tomoe_dense_class
+        return _new, (_family_class, self.entry, *names), self.__dict__
 
     @classmethod
     def from_pretrained(cls, path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -1036,10 +1023,6 @@ def _make_family_class(entry: type[Any], dense_type: str, dense_class: str) -> t
     return type(entry.__name__, (entry, family), values)
 
 
-def _new_model(entry: type[Any], dense_type: str, dense_class: str) -> Any:
-    return object.__new__(_family_class(entry, dense_type, dense_class))
-
-
 # Ways to run the experts: x [T, D] and expert_ids [T, k] -> y [T, D], without the bias of `down`. Letters at the ends of names
 # are shapes: T tokens, t some of them, k experts of a token, N experts, F neurons, n some of them, D hidden size.
 # Activations that `masked` holds at once, on a CPU and elsewhere; neurons whose slice beats gathering, and gathered at once.
@@ -1050,8 +1033,7 @@ def sum_rows(h_Tn: Tensor, rows_nD: Tensor) -> Tensor:
     """h [T, n] @ rows [n, D], sums in float32."""
     # On processors without products of 16 bits PyTorch takes 4 to 20 times as long for this as for h @ rows.t(): so a few
     # tokens add up rows, and many take products of float32, a part of the rows at a time.
-    learns = torch.is_grad_enabled() and (h_Tn.requires_grad or rows_nD.requires_grad)
-    if learns or h_Tn.device.type != "cpu" or torch.compiler.is_compiling() or multiplies(h_Tn.dtype):
+    if learns(h_Tn, [rows_nD]) or h_Tn.device.type != "cpu" or torch.compiler.is_compiling() or multiplies(h_Tn.dtype):
         return h_Tn @ rows_nD
     if len(h_Tn) <= FEW_TOKENS:
         neurons = torch.arange(len(rows_nD)).expand(len(h_Tn), -1)
@@ -1074,13 +1056,13 @@ def multiplies(dtype: torch.dtype) -> bool:
 def run_masked(mlp: ToMoEMLP, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor | None = None) -> Tensor:
     """Every neuron for every token times 0 or 1, or the weights of routers that train: costs what the dense MLP costs, in its
     dtype."""
-    on_cpu, learns = x_TD.device.type == "cpu", torch.is_grad_enabled()
+    on_cpu, graded = x_TD.device.type == "cpu", torch.is_grad_enabled()
     tokens = max(1, (MASKED_ELEMENTS if on_cpu else MASKED_ELEMENTS_ON_DEVICE) // len(mlp.up_proj))
     masks_NF = (
         None if mlp.fine else x_TD.new_zeros(mlp.num_experts, len(mlp.up_proj)).scatter_(1, mlp.expert_rows.long(), 1)
     )
     # Rows of a few numbers save a mask as large as h; a CPU is slow at them, but for a few tokens making the mask is slower.
-    narrow = mlp.fine and not learns and (not on_cpu or len(x_TD) <= FEW_TOKENS)
+    narrow = mlp.fine and not graded and (not on_cpu or len(x_TD) <= FEW_TOKENS)
     pieces = []
     for first in range(0, max(len(x_TD), 1), tokens):
         # A piece of the tokens, t of them: all activations at once would be the largest tensor of the model.
@@ -1096,8 +1078,8 @@ def run_masked(mlp: ToMoEMLP, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: T
         else:
             mask = masks_NF[ids_tk[:, 0]]
         # In place where no gradient needs the activations as they were; `own` is a view of h then.
-        own = own * mask if learns else own.mul_(mask[..., None] if narrow else mask)
-        pieces.append(sum_rows(own if learns else h_tF, mlp.down_proj))
+        own = own * mask if graded else own.mul_(mask[..., None] if narrow else mask)
+        pieces.append(sum_rows(own if graded else h_tF, mlp.down_proj))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -1174,11 +1156,8 @@ def enter(step: str, **ways: Way) -> None:
 
 
 def choose(step: str, *args: Any) -> str:
-    """The name of the first way that suits the step's arguments."""
-    for name, way in WAYS[step].items():
-        if way.suits(*args):
-            return name
-    raise LookupError(f"no way to compute {step} suits")
+    """The name of the first way that suits the step's arguments; the last one does."""
+    return next(name for name, way in WAYS[step].items() if way.suits(*args))
 
 
 def compute(step: str, *args: Any) -> Tensor:

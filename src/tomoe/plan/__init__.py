@@ -10,25 +10,16 @@ from pathlib import Path
 
 from tomoe.errors import UserError
 from tomoe.files import read_json
-from tomoe.plan.inputs import InputsPlan, Knot
-from tomoe.plan.layer import LayerCounts, LayerPlan
-from tomoe.plan.manifest import FINETUNED, OF_INPUTS, REPAIRED
-from tomoe.plan.plan import Plan
-from tomoe.plan.tensors import ALWAYS, always_used
-
-__all__ = [
-    "ALWAYS",
-    "FINETUNED",
-    "REPAIRED",
-    "AnyPlan",
-    "InputsPlan",
-    "Knot",
-    "LayerCounts",
-    "LayerPlan",
-    "Plan",
-    "always_used",
-    "read_plan",
-]
+from tomoe.plan.inputs import InputsPlan as InputsPlan
+from tomoe.plan.inputs import Knot as Knot
+from tomoe.plan.layer import LayerCounts as LayerCounts
+from tomoe.plan.layer import LayerPlan as LayerPlan
+from tomoe.plan.manifest import FINETUNED as FINETUNED
+from tomoe.plan.manifest import OF_INPUTS
+from tomoe.plan.manifest import REPAIRED as REPAIRED
+from tomoe.plan.plan import Plan as Plan
+from tomoe.plan.tensors import ALWAYS as ALWAYS
+from tomoe.plan.tensors import always_used as always_used
 
 AnyPlan = Plan | InputsPlan  # a plan of any form
 

@@ -5,19 +5,18 @@ It holds no tensor: which inputs these are, a token's own numbers tell. plan.jso
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tomoe.budget import BUDGET_TOLERANCE, decoder_params
 from tomoe.errors import UserError
-from tomoe.files import atomic_write, read_json
+from tomoe.files import read_json
 from tomoe.model.projections import KINDS, Kind
 from tomoe.model.shape import ModelShape
-from tomoe.plan.manifest import OF_INPUTS, damage_in_a_sentence, parsed_metadata, parsed_shape
+from tomoe.plan.manifest import OF_INPUTS, damage_in_a_sentence, parsed_metadata, parsed_shape, write_head
 from tomoe.recipe.target_rules import Form
 
 Counts = Mapping[Kind, Sequence[int]]
@@ -36,6 +35,8 @@ class Knot:
 class InputsPlan:
     """A validated plan of the form `inputs`. Raises UserError at construction if its parts contradict each other."""
 
+    form: ClassVar[Form] = "inputs"
+    prunes_attention: ClassVar[bool] = False  # it is the family's own, with fewer inputs
     shape: ModelShape  # sizes of the dense model
     names: Mapping[Kind, Sequence[str]]  # the projections of each kind, named from the decoder layer on
     widths: Counts  # inputs of each projection
@@ -72,15 +73,6 @@ class InputsPlan:
         if not self.path[-1].active - BUDGET_TOLERANCE <= self.active <= 1:
             return f"it is {self.active} active, which its path from 1 to {self.path[-1].active:.3f} does not reach"
         return None
-
-    @property
-    def form(self) -> Form:
-        return "inputs"
-
-    @property
-    def prunes_attention(self) -> bool:
-        """False: attention is the family's own, with fewer inputs."""
-        return False
 
     def fraction(self, inputs: Counts) -> float:
         """The fraction of the decoder parameters that so many inputs use."""
@@ -129,25 +121,16 @@ class InputsPlan:
         return rows
 
     def save(self, folder: Path) -> None:
-        """Write plan.json atomically; the same plan gives the same bytes. Raises UserError if it cannot be written."""
-        head = {
-            "format": OF_INPUTS,
-            "shape": asdict(self.shape),
+        """Write plan.json. Raises UserError if it cannot be written."""
+        parts = ("names", "widths", "columns")
+        own = {
             "active": self.active,
-            "active_fraction": self.active_fraction(),
-            "projections": {
-                kind: {part: list(getattr(self, part)[kind]) for part in ("names", "widths", "columns")}
-                for kind in self.names
-            },
+            "projections": {kind: {part: list(getattr(self, part)[kind]) for part in parts} for kind in self.names},
             "path": [
                 {"active": knot.active, **{kind: list(knot.inputs[kind]) for kind in self.names}} for knot in self.path
             ],
-            "source": self.source,
-            "dense_config": self.dense_config,
-            "recipe": self.recipe,
-            "notes": self.notes,
         }
-        atomic_write(folder / "plan.json", json.dumps(head, indent=2, sort_keys=True) + "\n")
+        write_head(folder, self, OF_INPUTS, own)
 
     @classmethod
     def load(cls, folder: Path) -> InputsPlan:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from tomoe.errors import UserError, shortened
-from tomoe.files import read_json
+from tomoe.files import atomic_write, read_json
 from tomoe.model.shape import ModelShape
 
 FORMATS = {"overlapping": ("tomoe-plan-1", "tomoe-plan-3"), "fine": ("tomoe-plan-4", "tomoe-plan-4")}
@@ -20,6 +22,7 @@ OF_INPUTS = "tomoe-plan-5"  # the format of a plan whose tokens choose inputs (`
 REPAIRED = "repair"  # the note of a plan whose projections were refitted: how, on what text, with what gain
 FINETUNED = "finetuned"
 """The note of a plan whose weights were fine-tuned after folding: which weights, how, from which model."""
+METADATA = ("source", "dense_config", "recipe", "notes")
 # no model is larger: a plan with such sizes is an attack
 MAX_SIZES = {
     "num_layers": 2**16,
@@ -31,6 +34,13 @@ MAX_SIZES = {
     "rotary_size": 2**16,
     "other_params": 2**48,
 }
+
+
+def write_head(folder: Path, plan: Any, plan_format: str, own: dict[str, Any]) -> None:
+    """Write plan.json atomically, with what all plans have beside its own values; the same plan gives the same bytes."""
+    head = own | {name: getattr(plan, name) for name in METADATA}
+    head |= {"format": plan_format, "shape": asdict(plan.shape), "active_fraction": plan.active_fraction()}
+    atomic_write(folder / "plan.json", json.dumps(head, indent=2, sort_keys=True) + "\n")
 
 
 def read_head(folder: Path) -> dict[str, Any]:
@@ -95,7 +105,7 @@ def parsed_shape(values: dict[str, Any]) -> ModelShape:
 
 def parsed_metadata(head: dict[str, Any]) -> dict[str, Any]:
     """source, dense_config, recipe and notes of a plan. Raises KeyError or TypeError for values that no plan has."""
-    metadata, notes = {name: head[name] for name in ("source", "dense_config", "recipe", "notes")}, head["notes"]
+    metadata, notes = {name: head[name] for name in METADATA}, head["notes"]
     for name, value in metadata.items():
         if not isinstance(value, str if name == "source" else dict):
             raise TypeError(f"{name} is a {type(value).__name__}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tomoe.plan.manifest import (
     parsed_metadata,
     parsed_shape,
     read_head,
+    write_head,
 )
 from tomoe.plan.tensors import FINE, MASKS, PACKED, REFIT, ROTATION, ROUTER, TENSORS, checked_layers
 from tomoe.recipe.target_rules import Form
@@ -160,21 +160,14 @@ class Plan:
             tensors |= {f"layers.{i}.{name}": t.contiguous().cpu() for name, t in parts.items()}
         plan_format = FORMATS[self.form][self.rotated]
         data = save(tensors, metadata={"format": plan_format})
-        head = {
-            "format": plan_format,
-            "shape": asdict(self.shape),
+        own: dict[str, Any] = {
             "value_top_k": [layer.value_top_k for layer in self.layers],
-            "active_fraction": self.active_fraction(),
-            "source": self.source,
             "tensors_sha256": hashlib.sha256(data).hexdigest(),
-            "dense_config": self.dense_config,
-            "recipe": self.recipe,
-            "notes": self.notes,
         }
         if plan_format != FORMAT:
-            head["experts_per_token"] = [layer.top_k for layer in self.layers]
+            own["experts_per_token"] = [layer.top_k for layer in self.layers]
         atomic_write(folder / "plan.safetensors", data)
-        atomic_write(folder / "plan.json", json.dumps(head, indent=2, sort_keys=True) + "\n")
+        write_head(folder, self, plan_format, own)
 
     @classmethod
     def load(cls, folder: Path) -> Plan:

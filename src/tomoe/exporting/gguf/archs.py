@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -17,8 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tomoe.exporting.gguf.file import Entry
-from tomoe.exporting.stock.carrier import Carrier, Decoder, StockLayout
+from tomoe.exporting.stock.carrier import Carrier, StockLayout
 from tomoe.exporting.stock.fine_grained import router_scales, router_tensors, whole_matrices
 from tomoe.exporting.stock.plain_decoder import PlainDecoder, attention_tensors, sliding_windows
 from tomoe.exporting.stock.table import GLM4_MOE, MIXTRAL, ROUTED_SCALE
@@ -26,8 +26,8 @@ from tomoe.model.shape import num_kv_heads
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import MAX_EXPERTS_PER_TOKEN
 
-MakeEntry = Callable[..., Entry]
-"""An entry of a name, a function that makes the tensor, and its shape if that is known."""
+Part = tuple[str, Callable[[], Tensor], tuple[int, ...] | None]
+"""The name of a tensor in the file, a function that makes it, and its shape if making it once more costs something."""
 ATTENTION_NAMES = {
     "q_proj": "attn_q",
     "k_proj": "attn_k",
@@ -41,23 +41,22 @@ ATTENTION_NAMES = {
 class GgufArch(ABC):
     """An architecture, by llama.cpp's name.
 
-    decoder: what it computes around the experts; carrier: the class of transformers with the same places, and with the router
-    that llama.cpp has; multiple: of which expert widths are, unless the user says so; own_target: whose conversions fit.
+    carrier: the class of transformers with the same places and decoder, and with the router that llama.cpp has; multiple: of
+    which expert widths are, unless the user says so; own_target: whose conversions fit.
     """
 
     name: ClassVar[str]
-    decoder: Decoder
     carrier: ClassVar[Carrier]
     multiple: ClassVar[int | None] = 1
     own_target: ClassVar[str] = ""
 
     def problem(self, moe: ToMoEForCausalLM) -> str | None:
         """Why it cannot compute what this MoE computes, as half a sentence; None if it can."""
-        return self.decoder.problem(moe) or self._layout_problem(moe) or self.engine_problem(moe)
+        return self.carrier.decoder.problem(moe) or self._layout_problem(moe) or self.engine_problem(moe)
 
     def dense_problem(self, dense: PreTrainedModel) -> str | None:
         """Why no MoE made from this dense model could become it, judging by its parts; None if one might."""
-        return self.decoder.problem(dense) or self.engine_problem(dense)
+        return self.carrier.decoder.problem(dense) or self.engine_problem(dense)
 
     def _layout_problem(self, moe: ToMoEForCausalLM) -> str | None:
         used = self.layout(moe, 1).top_k
@@ -88,12 +87,12 @@ class GgufArch(ABC):
         writer.add_expert_used_count(layout.top_k)
 
     @abstractmethod
-    def decoder_entries(self, moe: ToMoEForCausalLM, entry: MakeEntry) -> Iterator[Entry]:
+    def decoder_parts(self, moe: ToMoEForCausalLM) -> Iterator[Part]:
         """Yield the tensors outside of the MLPs."""
 
-    def entries(self, moe: ToMoEForCausalLM, layout: StockLayout, entry: MakeEntry) -> Iterator[Entry]:
+    def parts(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Iterator[Part]:
         """Yield every tensor of the file in order."""
-        yield from self.decoder_entries(moe, entry)
+        yield from self.decoder_parts(moe)
         form = self.carrier.form
         mlps = moe.mlps()
 
@@ -111,14 +110,14 @@ class GgufArch(ABC):
             prefix = f"blk.{i}.ffn_"
             f, d = mlp.up_proj.shape
             if i < layout.whole:
-                yield from mlp_entries(f"{prefix}{{}}.weight", partial(_whole, mlp), f, d, entry)
+                yield from mlp_parts(f"{prefix}{{}}.weight", partial(_whole, mlp), f, d)
                 continue
-            yield entry(f"{prefix}gate_inp.weight", partial(router, 0, i), (layout.experts, d))
+            yield f"{prefix}gate_inp.weight", partial(router, 0, i), (layout.experts, d)
             if form is not None and form.corrected:
-                yield entry(f"blk.{i}.exp_probs_b.bias", partial(router, 1, i), (layout.experts,))
-            yield from self._expert_entries(mlp, layout, prefix, entry)
+                yield f"blk.{i}.exp_probs_b.bias", partial(router, 1, i), (layout.experts,)
+            yield from self._expert_parts(mlp, layout, prefix)
 
-    def _expert_entries(self, mlp: ToMoEMLP, layout: StockLayout, prefix: str, entry: MakeEntry) -> Iterator[Entry]:
+    def _expert_parts(self, mlp: ToMoEMLP, layout: StockLayout, prefix: str) -> Iterator[Part]:
         hidden = mlp.up_proj.shape[1]
 
         def stacked(part: int) -> Tensor:
@@ -128,42 +127,34 @@ class GgufArch(ABC):
             return self.carrier.matrices(mlp, layout, None)[part]
 
         if getattr(self.carrier, "shared_gate", None):
-            yield entry(f"{prefix}gate_inp_shexp.weight", lambda: mlp.up_proj.new_zeros(hidden), (hidden,))
-        yield from mlp_entries(f"{prefix}{{}}_exps.weight", stacked, layout.width, hidden, entry, (layout.experts,))
+            yield f"{prefix}gate_inp_shexp.weight", lambda: mlp.up_proj.new_zeros(hidden), (hidden,)
+        yield from mlp_parts(f"{prefix}{{}}_exps.weight", stacked, layout.width, hidden, (layout.experts,))
         if layout.shared:
-            yield from mlp_entries(f"{prefix}{{}}_shexp.weight", shared, layout.shared, hidden, entry)
+            yield from mlp_parts(f"{prefix}{{}}_shexp.weight", shared, layout.shared, hidden)
 
 
 def _whole(mlp: ToMoEMLP, part: int) -> Tensor:
     return whole_matrices(mlp)[part]
 
 
-def mlp_entries(
-    names: str,
-    make: Callable[[int], Tensor],
-    width: int,
-    hidden: int,
-    entry: MakeEntry,
-    number: tuple[int, ...] = (),
-) -> Iterator[Entry]:
+def mlp_parts(
+    names: str, make: Callable[[int], Tensor], width: int, hidden: int, number: tuple[int, ...] = ()
+) -> Iterator[Part]:
     """Gate, up and down of an MLP, or of a stack of `number` of them; `make` makes the part of that number."""
     for part, place in enumerate(("gate", "up", "down")):
         shape = (hidden, width) if place == "down" else (width, hidden)
-        yield entry(names.format(place), partial(make, part), (*number, *shape))
+        yield names.format(place), partial(make, part), (*number, *shape)
 
 
 class PlainArch(GgufArch):
     """One with the decoder that several stock classes share; mlp_norm: name of the norm before an MLP; scaled_frequencies:
     whether a file may hold such; other_form: what to say where another experts.form would do."""
 
-    decoder: PlainDecoder
     mlp_norm: ClassVar[str] = "ffn_norm"
     scaled_frequencies: ClassVar[bool] = False
     other_form: ClassVar[str] = ""
 
     def engine_problem(self, model: PreTrainedModel) -> str | None:
-        if model.config.hidden_act not in ("silu", "swish"):
-            return f"its activation is {model.config.hidden_act}, and llama.cpp's experts use silu"
         rotary: Any = model.model.rotary_emb
         if rotary.rope_type in ("dynamic", "longrope") or rotary.attention_scaling != 1.0:
             return f"its rotary embedding ({rotary.rope_type}) scales with the length or the scores"
@@ -187,23 +178,27 @@ class PlainArch(GgufArch):
         writer.add_rope_dimension_count(head_dim)
         writer.add_layer_norm_rms_eps(moe.config.rms_norm_eps)
 
-    def decoder_entries(self, moe: ToMoEForCausalLM, entry: MakeEntry) -> Iterator[Entry]:
+    def decoder_parts(self, moe: ToMoEForCausalLM) -> Iterator[Part]:
         inner: Any = moe.model
-        yield entry("token_embd.weight", lambda: inner.embed_tokens.weight)
-        yield entry("output_norm.weight", lambda: inner.norm.weight)
+        yield "token_embd.weight", lambda: inner.embed_tokens.weight, None
+        yield "output_norm.weight", lambda: inner.norm.weight, None
         if not moe.config.tie_word_embeddings:
-            yield entry("output.weight", lambda: moe.lm_head.weight)
+            yield "output.weight", lambda: moe.lm_head.weight, None
         if inner.rotary_emb.rope_type != "default":
-            yield entry("rope_freqs.weight", lambda: _plain_frequencies(moe) / inner.rotary_emb.inv_freq.float())
+            yield "rope_freqs.weight", lambda: _plain_frequencies(moe) / inner.rotary_emb.inv_freq.float(), None
         for i, layer in enumerate(inner.layers):
-            yield from self.layer_entries(layer, f"blk.{i}.", entry)
+            yield from self.layer_parts(layer, f"blk.{i}.")
 
-    def layer_entries(self, layer: Any, prefix: str, entry: MakeEntry) -> Iterator[Entry]:
-        yield entry(f"{prefix}attn_norm.weight", lambda: layer.input_layernorm.weight)
-        yield entry(f"{prefix}{self.mlp_norm}.weight", lambda: layer.post_attention_layernorm.weight)
+    def layer_parts(self, layer: Any, prefix: str) -> Iterator[Part]:
+        yield f"{prefix}attn_norm.weight", lambda: layer.input_layernorm.weight, None
+        yield f"{prefix}{self.mlp_norm}.weight", lambda: layer.post_attention_layernorm.weight, None
+
+        def made_again(name: str) -> Tensor:
+            # padded copies of all layers would be as large as the dense attention
+            return self.attention(layer.self_attn)[name]
+
         for name, t in self.attention(layer.self_attn).items():
-            # made again when it is written: padded copies of all layers would be as large as the dense attention
-            yield entry(prefix + name, lambda name=name: self.attention(layer.self_attn)[name], tuple(t.shape))
+            yield prefix + name, partial(made_again, name), tuple(t.shape)
 
     def attention(self, attention: Any) -> dict[str, Tensor]:
         """The tensors of a layer's attention by their names in the file."""
@@ -234,9 +229,8 @@ class Llama(PlainArch):
     """Overlapping experts, of which a token uses one. Neighboring dims of a head are paired, and frequencies may be scaled."""
 
     name = "llama"
-    carrier = MIXTRAL
+    carrier = replace(MIXTRAL, decoder=PlainDecoder(biased=True, silu_only=True))
     multiple = None
-    decoder = PlainDecoder(biased=True)
     scaled_frequencies = True
 
     def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
@@ -252,7 +246,6 @@ class Glm4Moe(PlainArch):
 
     name = "glm4moe"
     carrier = GLM4_MOE
-    decoder = PlainDecoder(biased=True, normed=True, windows=False, silu_only=True)
     own_target = "gguf"
     mlp_norm = "post_attention_norm"
     other_form = "; experts.form = overlapping has a place for them"

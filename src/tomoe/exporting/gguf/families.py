@@ -16,8 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tomoe.exporting.gguf.archs import GgufArch, MakeEntry
-from tomoe.exporting.gguf.file import Entry
+from tomoe.exporting.gguf.archs import GgufArch, Part
 from tomoe.exporting.stock.carrier import StockLayout
 from tomoe.exporting.stock.routers import NormalizedSigmoid
 from tomoe.exporting.stock.table import LFM2_MOE, QWEN3_5_MOE
@@ -43,13 +42,13 @@ class FamilyArch(GgufArch):
             return None
         return f"llama.cpp takes plain rotary frequencies only here, and these are scaled ({kind})"
 
-    def decoder_entries(self, moe: ToMoEForCausalLM, entry: MakeEntry) -> Iterator[Entry]:
+    def decoder_parts(self, moe: ToMoEForCausalLM) -> Iterator[Part]:
         config: Any = moe.config
         names = get_tensor_name_map(self.arch, config.num_hidden_layers)
-        for name, t in self.decoder.tensors(moe):
+        for name, t in self.carrier.decoder.tensors(moe):
             stored = names.get_name(self.renamed(name), try_suffixes=(".weight", ".bias"))
             assert stored is not None, name
-            yield entry(stored, partial(self.stored, name, t, config), tuple(self.stored(name, t, config).shape))
+            yield stored, partial(self.stored, name, t, config), tuple(self.stored(name, t, config).shape)
 
     def renamed(self, name: str) -> str:
         """A name of transformers as the package gguf knows it."""
@@ -66,7 +65,6 @@ class Lfm2MoeArch(FamilyArch):
     name = "lfm2moe"
     carrier = replace(LFM2_MOE, form=NormalizedSigmoid())
     arch = MODEL_ARCH.LFM2MOE
-    decoder = LFM2_MOE.decoder
     own_target = "lfm2_moe"
 
     def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:
@@ -91,7 +89,6 @@ class Qwen35MoeArch(FamilyArch):
     name = "qwen35moe"
     carrier = QWEN3_5_MOE
     arch = MODEL_ARCH.QWEN35MOE
-    decoder = QWEN3_5_MOE.decoder
     own_target = "qwen3_5_moe"
 
     def write_sizes(self, writer: GGUFWriter, moe: ToMoEForCausalLM, layout: StockLayout) -> None:

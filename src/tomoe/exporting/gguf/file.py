@@ -58,9 +58,7 @@ def wanted_type(name: str, shape: tuple[int, ...], precision: Precision) -> GGML
     return TYPES["q6_k" if precision == "q4_k" and name in ("token_embd.weight", "output.weight") else precision]
 
 
-def make_entry(
-    name: str, precision: Precision, make: Callable[[], Tensor], shape: tuple[int, ...] | None = None
-) -> Entry:
+def make_entry(name: str, precision: Precision, make: Callable[[], Tensor], shape: tuple[int, ...] | None) -> Entry:
     """A tensor of the file, in the type that suits its name, or the next that its rows are long enough for."""
     shape = tuple(make().shape) if shape is None else shape
     kind = wanted_type(name, shape, precision)

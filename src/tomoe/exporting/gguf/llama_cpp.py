@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, quants
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from tomoe.errors import UserError
-from tomoe.exporting.agreement import Agreement, Positions, Recorded, summarize
-from tomoe.progress import StageCallback, no_stage_progress
 
 
 def binding() -> Any:
@@ -100,23 +98,3 @@ class LlamaCpp:
     def run(self, prompt: Sequence[int], tokens: int, fresh: bool = True) -> None:
         """Generate exactly so many tokens, and if `fresh` reuse nothing of an earlier prompt: for timing."""
         self._complete(prompt, n_predict=tokens, ignore_eos=True, cache_prompt=not fresh)
-
-
-def agree_on_next_tokens(
-    reference: Recorded,
-    log_probs: Callable[[list[int]], Float[Tensor, " V"]],
-    input_ids: Int[Tensor, "B S"],
-    mask: Bool[Tensor, "B S"],
-    per_sequence: int,
-    on_progress: StageCallback = no_stage_progress,
-) -> Agreement:
-    """Compare at `per_sequence` evenly spaced positions of every sequence; differences are of log-probs."""
-
-    def positions(b: int) -> list[Positions]:
-        scored = (mask[b, :-1] & mask[b, 1:]).nonzero().squeeze(1)
-        some = scored[torch.linspace(0, len(scored) - 1, min(per_sequence, len(scored))).long()]
-        predicted = torch.stack([log_probs(input_ids[b, : n + 1].tolist()) for n in some.tolist()])
-        on_progress(b + 1, len(input_ids))
-        return [(reference.logits(b, some).float().log_softmax(-1), predicted, input_ids[b, some + 1])]
-
-    return summarize(positions(b) for b in range(len(input_ids)))

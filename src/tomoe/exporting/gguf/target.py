@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from gguf import GGUFWriter
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import UserError
@@ -98,11 +97,8 @@ def _arch(moe: ToMoEForCausalLM) -> GgufArch:
 def entries(moe: ToMoEForCausalLM, precision: Precision, multiple: int | None) -> Iterator[Entry]:
     """Yield every tensor of the file in order; an entry makes its tensor when it is written."""
     arch = _arch(moe)
-
-    def entry(name: str, make: Callable[[], Tensor], shape: tuple[int, ...] | None = None) -> Entry:
-        return make_entry(name, precision, make, shape)
-
-    yield from arch.entries(moe, arch.layout(moe, multiple), entry)
+    for name, make, shape in arch.parts(moe, arch.layout(moe, multiple)):
+        yield make_entry(name, precision, make, shape)
 
 
 def write_gguf(

@@ -13,9 +13,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tomoe.exporting.agreement import BOUNDS, Agreement, judge, record
+from tomoe.exporting.agreement import BOUNDS, Agreement, Positions, judge, record, summarize
 from tomoe.exporting.gguf.experts import merge_experts, read_routers
-from tomoe.exporting.gguf.llama_cpp import LlamaCpp, agree_on_next_tokens, binding
+from tomoe.exporting.gguf.llama_cpp import LlamaCpp, binding
 from tomoe.exporting.stock.routers import RouterForm
 from tomoe.exporting.target import Precision
 from tomoe.exporting.verify import Check, Proof, RouterCheck, parts_problems, use_all_experts_
@@ -55,13 +55,21 @@ class Comparison:
         return LlamaCpp(file, self.moe.config.vocab_size, self.text[0].shape[1] + WRITTEN, letter)
 
     def agree(self, llama: LlamaCpp, routers: RouterCheck | None = None) -> Agreement:
-        """Compare next tokens, and with `routers` the choices of experts."""
+        """Compare log-probs at evenly spaced positions of every sequence, and with `routers` the choices of experts."""
         ids, mask = self.text
         with nullcontext() if routers is None else hooked(routers.hooks(self.moe)):
             on_converted = stage_callback(self.check.on_progress, "running the converted")
             reference = record(self.moe, ids, mask, on_converted)
         on_sequence = stage_callback(self.check.on_progress, "running llama.cpp")
-        return agree_on_next_tokens(reference, llama.log_probs, ids, mask, NEXT_TOKENS, on_sequence)
+
+        def positions(b: int) -> list[Positions]:
+            scored = (mask[b, :-1] & mask[b, 1:]).nonzero().squeeze(1)
+            some = scored[torch.linspace(0, len(scored) - 1, min(NEXT_TOKENS, len(scored))).long()]
+            predicted = torch.stack([llama.log_probs(ids[b, : n + 1].tolist()) for n in some.tolist()])
+            on_sequence(b + 1, len(ids))
+            return [(reference.logits(b, some).float().log_softmax(-1), predicted, ids[b, some + 1])]
+
+        return summarize(positions(b) for b in range(len(ids)))
 
     def text_problem(self, llama: LlamaCpp) -> str | None:
         """A passage must predict the same as text and as tokens, else llama.cpp splits text otherwise than the tokenizer."""

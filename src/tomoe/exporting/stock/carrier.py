@@ -6,7 +6,7 @@ A stock class has separate weights for every expert, and one width and one numbe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -168,15 +168,20 @@ class Carrier(Target):
     @torch.no_grad()
     def tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of every tensor of the checkpoint: only one layer's copies are alive at a time."""
-        mlp_tensors = self.mlp_tensors(moe, layout)
         prefix = named_layers(moe)[0]
         yield from self.decoder.tensors(moe)
-        for i in range(len(moe.mlps())):
-            yield from ((f"{prefix}.{i}.{name}", t) for name, t in mlp_tensors(i))
+        for i, eps in enumerate(self.scales(moe)):
+            yield from ((f"{prefix}.{i}.{name}", t) for name, t in self.mlp_tensors(moe, i, layout, eps))
 
     @abstractmethod
-    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
-        """For a layer by its number, name (behind that of the layer) and value of every tensor of its MLP."""
+    def mlp_tensors(
+        self, moe: ToMoEForCausalLM, i: int, layout: StockLayout, eps: float
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Name (behind that of the layer) and value of every tensor of the MLP of layer i; eps: of its router, from `scales`."""
+
+    def scales(self, moe: ToMoEForCausalLM) -> list[float]:
+        """What the routers of all layers are multiplied by."""
+        return [1.0] * len(moe.mlps())
 
     def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """Gate, up [w, D] and down [D, w] of an expert (zeros beyond the last), or of the shared one if it is None. A class
@@ -216,19 +221,15 @@ class Carrier(Target):
         write_checkpoint(self.tensors(moe, layout), folder, self.bytes(moe, layout), on_progress)
 
 
-def mlp_problem(model: PreTrainedModel) -> str | None:
+def mlp_problem(model: Any) -> str | None:
     """Why no stock class has MLPs such as those of this model, dense or converted, as half a sentence; None if some may have."""
-    mlps: Sequence[Any]
-    gate: Any
-    biases: list[Any]
-    if isinstance(model, ToMoEForCausalLM):
-        mlps = model.mlps()
-        gate = mlps[0].gate_proj
-        biases = [mlps[0].gate_bias, mlps[0].up_bias, mlps[0].down_bias]
+    converted = isinstance(model, ToMoEForCausalLM)
+    mlps: Sequence[Any] = model.mlps() if converted else converted_mlps(model)
+    first = mlps[0]
+    if converted:
+        gate, biases = first.gate_proj, [first.gate_bias, first.up_bias, first.down_bias]
     else:
-        mlps = converted_mlps(model)
-        gate = mlps[0].gate
-        biases = [part and part.bias for part in (mlps[0].gate, mlps[0].up, mlps[0].down)]
+        gate, biases = first.gate, [part and part.bias for part in (first.gate, first.up, first.down)]
     if len(mlps) < len(decoder_layers(model)):
         return "some of its layers have no MLP that is converted"
     if gate is None:

@@ -8,7 +8,7 @@ Letters: N experts, w width of an expert, S shared neurons, D hidden size, F neu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,23 +28,6 @@ from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import FINE_MULTIPLE
 
 PROBE_TOKENS = 256  # tokens that the reach of a router is measured on
-
-
-def stock_layout(moe: ToMoEForCausalLM, multiple: int | None = None, whole_layers: bool = True) -> StockLayout:
-    """One width, shared part and k for all layers, the smallest that hold each of them; w is a multiple of `multiple`."""
-    multiple = multiple or FINE_MULTIPLE
-    every = moe.mlps()
-    # engines want at least one layer with experts
-    whole = 0
-    while whole_layers and whole < len(every) - 1 and experts_per_token(every[whole]) == every[whole].num_experts:
-        whole += 1
-    mlps = every[whole:]
-    width = round_up(max(mlp.expert_rows.shape[1] for mlp in mlps), multiple)
-    shared = round_up(max(mlp.shared_size for mlp in mlps), width)
-    chosen = [experts_per_token(mlp) for mlp in mlps]
-    zeros = max(chosen) - min(chosen)
-    # the stock router looks for the two best of a group
-    return StockLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, whole)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -93,30 +76,37 @@ class FineGrained(Carrier):
         return None
 
     def layout(self, moe: ToMoEForCausalLM, multiple: int | None) -> StockLayout:
-        layout = stock_layout(moe, multiple, self.rules.dense_layers)
+        """The smallest sizes that hold each layer; widths are multiples of `multiple`."""
+        mlps = moe.mlps()
+        # engines want at least one layer with experts
+        whole = 0
+        while self.rules.dense_layers and len(mlps) > 1 and experts_per_token(mlps[0]) == mlps[0].num_experts:
+            whole, mlps = whole + 1, mlps[1:]
+        width = round_up(max(mlp.expert_rows.shape[1] for mlp in mlps), multiple or FINE_MULTIPLE)
+        shared = round_up(max(mlp.shared_size for mlp in mlps), width)
+        chosen = [experts_per_token(mlp) for mlp in mlps]
+        zeros = max(chosen) - min(chosen)
+        # the stock router looks for the two best of a group
+        layout = StockLayout(width, shared, max(2, mlps[0].num_experts + zeros), max(chosen), zeros, whole)
         if self.rules.shared_in_experts:
             always = layout.shared // layout.width
             experts, top_k = layout.experts + always, layout.top_k + always
             return replace(layout, shared=0, experts=experts, top_k=top_k, always=always)
         return layout if self.rules.holds_shared else replace(layout, shared=0)
 
-    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
-        form = self.form_in(moe.dtype)
-        mlps = moe.mlps()
-        scales = router_scales(moe, form)
+    def scales(self, moe: ToMoEForCausalLM) -> list[float]:
+        return router_scales(moe, self.form_in(moe.dtype))
 
-        def of_layer(i: int) -> Iterator[tuple[str, Tensor]]:
-            if i < layout.whole:
-                yield from named(self.whole, whole_matrices(mlps[i]))
-                return
-            weight, corrections = router_tensors(mlps[i], layout, scales[i], form)
-            weight = weight if self.float32_routers else weight.to(moe.dtype)
-            yield from zip(self.router, (weight, corrections), strict=False)
-            yield from self._expert_tensors(mlps[i], layout)
-
-        return of_layer
-
-    def _expert_tensors(self, mlp: ToMoEMLP, layout: StockLayout) -> Iterator[tuple[str, Tensor]]:
+    def mlp_tensors(
+        self, moe: ToMoEForCausalLM, i: int, layout: StockLayout, eps: float
+    ) -> Iterator[tuple[str, Tensor]]:
+        mlp = moe.mlps()[i]
+        if i < layout.whole:
+            yield from named(self.whole, whole_matrices(mlp))
+            return
+        weight, corrections = router_tensors(mlp, layout, eps, self.form_in(moe.dtype))
+        weight = weight if self.float32_routers else weight.to(moe.dtype)
+        yield from zip(self.router, (weight, corrections), strict=False)
         if self.shared_gate:
             yield self.shared_gate, mlp.up_proj.new_zeros(1, mlp.up_proj.shape[1])
         if layout.shared:

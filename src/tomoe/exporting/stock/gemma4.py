@@ -16,7 +16,7 @@ other number of experts can be asked for at load time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,23 +34,18 @@ ZERO_NEURONS = 64  # neurons of the MLP of zeros: products of matrices without r
 class Gemma4(FineGrained):
     """Every layer has experts, and none a shared part."""
 
-    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
-        of_layer = super().mlp_tensors(moe, layout)
-        layers = moe.model.layers
-        eps = moe.config.rms_norm_eps
-
-        def with_norms(i: int) -> Iterator[tuple[str, Tensor]]:
-            norm = layers[i].pre_feedforward_layernorm.weight
-            ones, zeros = torch.ones_like(norm), norm.new_zeros(ZERO_NEURONS, len(norm))
-            yield "router.scale", norm * len(norm) ** 0.5
-            yield "router.per_expert_scale", norm.new_full((layout.experts,), layout.top_k * eps**0.5)
-            yield "pre_feedforward_layernorm_2.weight", norm.clone()
-            yield "post_feedforward_layernorm_1.weight", ones
-            yield "post_feedforward_layernorm_2.weight", ones.clone()
-            yield from named(each("mlp"), (zeros, zeros.clone(), zeros.t().contiguous()))
-            yield from of_layer(i)
-
-        return with_norms
+    def mlp_tensors(
+        self, moe: ToMoEForCausalLM, i: int, layout: StockLayout, eps: float
+    ) -> Iterator[tuple[str, Tensor]]:
+        norm = moe.model.layers[i].pre_feedforward_layernorm.weight
+        ones, zeros = torch.ones_like(norm), norm.new_zeros(ZERO_NEURONS, len(norm))
+        yield "router.scale", norm * len(norm) ** 0.5
+        yield "router.per_expert_scale", norm.new_full((layout.experts,), layout.top_k * moe.config.rms_norm_eps**0.5)
+        yield "pre_feedforward_layernorm_2.weight", norm.clone()
+        yield "post_feedforward_layernorm_1.weight", ones
+        yield "post_feedforward_layernorm_2.weight", ones.clone()
+        yield from named(each("mlp"), (zeros, zeros.clone(), zeros.t().contiguous()))
+        yield from super().mlp_tensors(moe, i, layout, eps)
 
     def matrices(self, mlp: ToMoEMLP, layout: StockLayout, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
         return Carrier.matrices(self, mlp, layout, expert)

@@ -6,14 +6,11 @@ stock router normalizes the weights of the chosen ones, which is one here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from tomoe.exporting.stock.carrier import Carrier, StockLayout, each, round_up
-from tomoe.exporting.target import Options
-from tomoe.exporting.verify import Check, Proof, verify_exactly
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
 from tomoe.recipe.target_rules import STOCK_MULTIPLE
 
@@ -28,15 +25,11 @@ class Mixtral(Carrier):
         width = round_up(max(mlp.expert_rows.shape[1] for mlp in moe.mlps()), multiple or STOCK_MULTIPLE)
         return StockLayout(width, 0, moe.config.tomoe_num_experts, 1, 0, 0)
 
-    def mlp_tensors(self, moe: ToMoEForCausalLM, layout: StockLayout) -> Callable[[int], Iterable[tuple[str, Tensor]]]:
-        def of_layer(i: int) -> Iterable[tuple[str, Tensor]]:
-            mlp = moe.mlps()[i]
-            yield "block_sparse_moe.gate.weight", mlp.router.weight.to(mlp.up_proj.dtype)
-            for n in range(layout.experts):
-                names = each(f"block_sparse_moe.experts.{n}", ("w1", "w3", "w2"))
-                yield from zip(names, self.matrices(mlp, layout, n), strict=True)
-
-        return of_layer
-
-    def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
-        return verify_exactly(folder, out, check)
+    def mlp_tensors(
+        self, moe: ToMoEForCausalLM, i: int, layout: StockLayout, eps: float
+    ) -> Iterator[tuple[str, Tensor]]:
+        mlp = moe.mlps()[i]
+        yield "block_sparse_moe.gate.weight", mlp.router.weight.to(mlp.up_proj.dtype)
+        for n in range(layout.experts):
+            names = each(f"block_sparse_moe.experts.{n}", ("w1", "w3", "w2"))
+            yield from zip(names, self.matrices(mlp, layout, n), strict=True)

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
 from tomoe.moe.kernels.native import DTYPES, obstacle_of, trial
-from tomoe.moe.modeling_tomoe import FEW_TOKENS, Choice, Choosing, chosen_inputs, matrix_of, stamp_of
+from tomoe.moe.modeling_tomoe import FEW_TOKENS, Choice, Choosing, chosen_inputs, learns, matrix_of, stamp_of
 
 SOURCE = Path(__file__).with_name("inputs.cpp")
 PREPARING = threading.Lock()  # held while matrices are laid elsewhere
@@ -34,9 +34,10 @@ def suits(projection: Choosing, x: Tensor) -> bool:
 
 def obstacle(projection: Choosing, x: Tensor) -> str | None:
     """What a user could change, so that the kernel ran this; None if there is nothing."""
-    if x.numel() > FEW_TOKENS * x.shape[-1] or _learns(projection.choice, x):
+    projections = projection.choice.projections
+    if x.numel() > FEW_TOKENS * x.shape[-1] or learns(x, (p.weight for p in projections)):
         return None
-    return obstacle_of(SOURCE, kernel() is not None, x, projection.choice.projections[0].weight)
+    return obstacle_of(SOURCE, kernel() is not None, x, projections[0].weight)
 
 
 def product(projection: Choosing, x: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ class Ready:
             if parameters.get(name) is not parameter or (parameter is not None and stamp_of(parameter) != stamp):
                 self.choice.kept.pop("ready", None)
                 return None
-        if _learns(self.choice, x):
+        if learns(x, (projection.weight for projection in self.choice.projections)):
             return None
         return self.product(projection, x, count)
 
@@ -119,14 +120,7 @@ def _fits(choice: Choice, x: Tensor) -> bool:
     weights = [projection.weight for projection in choice.projections]
     if any(weight.device.type != "cpu" or weight.dtype != x.dtype for weight in weights):
         return False
-    return not _learns(choice, x)
-
-
-def _learns(choice: Choice, x: Tensor) -> bool:
-    """Whether the pass is one that something learns from."""
-    if not torch.is_grad_enabled():
-        return False
-    return x.requires_grad or any(projection.weight.requires_grad for projection in choice.projections)
+    return not learns(x, weights)
 
 
 def _packed(choice: Choice) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
 from tomoe.moe.kernels.native import PROCESSOR, SOURCE, kernel, trial
-from tomoe.moe.modeling_tomoe import FEW_TOKENS
+from tomoe.moe.modeling_tomoe import FEW_TOKENS, learns
 
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., V].
@@ -29,7 +28,7 @@ def suits(head: Any, config: Any, x: Tensor) -> bool:
     weight = head.weight
     if not (x.is_cpu and weight.is_cpu and x.dtype == weight.dtype == torch.bfloat16 and weight.is_contiguous()):
         return False
-    return not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)) and multiplier() is not None
+    return not learns(x, [weight]) and multiplier() is not None
 
 
 def native_logits(head: nn.Linear, config: Any, x: Tensor) -> Tensor:
@@ -48,11 +47,6 @@ def multiplier() -> Multiplier | None:
     library = load(SOURCE) if kernel() else None
     if library is None:
         return None
-    multiply = _typed(library)
-    return multiply if all(_agrees_with_pytorch(multiply, tokens) for tokens in range(1, FEW_TOKENS + 1)) else None
-
-
-def _typed(library: ctypes.CDLL) -> Multiplier:
     arguments = [POINTER, INT64, INT64, POINTER, INT64, POINTER, INT32]
     compiled = function(library, "tomoe_logits", arguments, "the logits")
 
@@ -63,7 +57,7 @@ def _typed(library: ctypes.CDLL) -> Multiplier:
         compiled(*tokens, weight.data_ptr(), rows, y.data_ptr(), torch.get_num_threads())
         return y
 
-    return multiply
+    return multiply if all(_agrees_with_pytorch(multiply, tokens) for tokens in range(1, FEW_TOKENS + 1)) else None
 
 
 def _agrees_with_pytorch(multiply: Multiplier, tokens: int) -> bool:

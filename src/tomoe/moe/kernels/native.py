@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load, why_missing
-from tomoe.moe.modeling_tomoe import ToMoEMLP, run_masked, stamp_of
+from tomoe.moe.modeling_tomoe import ToMoEMLP, keep, learns, run_masked, stamp_of
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("experts.cpp")
@@ -38,44 +38,23 @@ class Way(IntEnum):
     MATRIX = 1
 
 
-class OverlappingMembers:
-    """Membership of neurons in experts that overlap: bit e of a neuron's number says that expert e has it."""
-
-    tokens: ClassVar[dict[int, int]] = dict.fromkeys(Way, 256 if PROCESSOR.get("avx512_f") else 128)
-    """Tokens whose activations are kept at once."""
-
-    @staticmethod
-    def numbers(expert_rows: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
-        """The number of each neuron."""
-        members = torch.zeros(union, dtype=torch.long)
-        for expert, neurons in enumerate(expert_rows.long()):
-            members[neurons] |= 1 << expert if expert < 63 else -(1 << 63)
-        return members
-
-    @staticmethod
-    def chunks(expert_ids: Int[Tensor, "T k"], most: int) -> Sequence[slice | Tensor]:
-        """Tokens to run together: sorted ones go to one or two of the experts, and need their neurons only."""
-        return expert_ids[:, 0].argsort(stable=True).split(most)
+# Tokens whose activations are kept at once, by whether experts are fine-grained, and by the way.
+AT_ONCE = {
+    False: dict.fromkeys(Way, 256 if PROCESSOR.get("avx512_f") else 128),
+    True: {Way.ROWS: 1024, Way.MATRIX: 512},
+}
 
 
-class FineMembers:
-    """The same of fine-grained experts: the number is 1 + the expert of a neuron, or 0 if all tokens use it."""
-
-    tokens: ClassVar[dict[int, int]] = {Way.ROWS: 1024, Way.MATRIX: 512}
-
-    @staticmethod
-    def numbers(expert_rows: Int[Tensor, "N W"], union: int) -> Int[Tensor, " U"]:
-        members = torch.zeros(union, dtype=torch.long)
+def membership(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[Tensor, " U"]:
+    """A number for each neuron: where experts overlap, bit e says that expert e has it; of fine-grained experts 1 + its
+    expert, or 0 if all tokens use it."""
+    members = torch.zeros(union, dtype=torch.long)
+    if fine:
         members[expert_rows.long()] = 1 + torch.arange(len(expert_rows))[:, None]
         return members
-
-    @staticmethod
-    def chunks(expert_ids: Int[Tensor, "T k"], most: int) -> Sequence[slice | Tensor]:
-        return [slice(first, first + most) for first in range(0, len(expert_ids), most)]
-
-
-# By whether experts are fine-grained, as the kernel is told.
-MEMBERS: dict[bool, type[OverlappingMembers] | type[FineMembers]] = {False: OverlappingMembers, True: FineMembers}
+    for expert, neurons in enumerate(expert_rows.long()):
+        members[neurons] |= 1 << expert if expert < 63 else -(1 << 63)
+    return members
 
 
 # What torch.compile traces has no shapes in its signature (x is [T, D]): checking them would break the graph.
@@ -101,17 +80,12 @@ def fits(mlp: ToMoEMLP, x: Tensor) -> bool:
         return False
     if mlp.up_proj.dtype != x.dtype or (not mlp.fine and mlp.num_experts > MAX_OVERLAPPING):
         return False
-    return not needs_gradients(mlp, x) and working_kind(mlp) is not None
-
-
-def needs_gradients(mlp: ToMoEMLP, x: Tensor) -> bool:
-    """Whether the pass is one that something learns from."""
-    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in mlp.parameters()))
+    return not learns(x, mlp.parameters()) and working_kind(mlp) is not None
 
 
 def obstacle(mlp: ToMoEMLP, x: Tensor) -> str | None:
     """What a user could change, so that the kernel ran this on a CPU; None if there is nothing."""
-    if needs_gradients(mlp, x) or not len(x):
+    if learns(x, mlp.parameters()) or not len(x):
         return None
     return obstacle_of(SOURCE, kernel() is not None, x, mlp.up_proj)
 
@@ -135,7 +109,7 @@ def working_kind(mlp: ToMoEMLP) -> int | None:
 
 def activation_kind(mlp: ToMoEMLP) -> int | None:
     """Which of ACTIVATIONS the MLP uses, judged by what it computes; None if it is another one, or has parameters."""
-    return mlp.cached("activation", lambda: _recognized(mlp.activation))
+    return keep(mlp._cache, "activation", None, lambda: _recognized(mlp.activation))
 
 
 def _recognized(activation: Callable[[Tensor], Tensor]) -> int | None:
@@ -154,19 +128,19 @@ def run_native(mlp: ToMoEMLP, x: Tensor, expert_ids: Tensor, way: Way | None = N
     if way is None:
         way = fastest_way(len(x), x.shape[1], x.dtype) or Way.ROWS
     weights = (mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.gate_bias, mlp.up_bias)
-    if torch.compiler.is_compiling():
-        return experts(x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine, way)
-    members = mlp.cached(
-        "members", lambda: MEMBERS[mlp.fine].numbers(mlp.expert_rows, len(mlp.up_proj)), mlp.expert_rows
-    )
-    return call(x, expert_ids, members, weights, kind, mlp.fine, way)
+    run: Callable[..., Tensor] = experts if torch.compiler.is_compiling() else run_experts
+    return run(x, expert_ids, mlp.expert_rows, *weights, kind, mlp.fine, way)
 
 
-def call(
+def run_experts(
     x: Float[Tensor, "T D"],
     expert_ids: Int[Tensor, "T k"],
-    members: Int[Tensor, " U"],
-    weights: Sequence[Tensor | None],
+    expert_rows: Int[Tensor, "N W"],
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
     kind: int,
     fine: bool,
     way: int,
@@ -178,13 +152,15 @@ def call(
             "the native kernel is missing (no C++ compiler, or TOMOE_NATIVE=0); run torch.compile on the model again"
         )
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
-    form = MEMBERS[fine]
-    most = form.tokens[way]
+    rest = (_members_of(expert_rows, len(up), fine), (gate, up, down, gate_bias, up_bias), kind, fine, way)
+    most = AT_ONCE[fine][Way(way)]
     if len(x) <= most:
-        return run(x, expert_ids, members, weights, kind, fine, way)
+        return run(x, expert_ids, *rest)
     y = torch.empty_like(x)
-    for some in form.chunks(expert_ids, most):
-        y[some] = run(x[some], expert_ids[some], members, weights, kind, fine, way)
+    # Where experts overlap, sorted tokens go to one or two of them, and need their neurons only.
+    order = torch.arange(len(x)) if fine else expert_ids[:, 0].argsort(stable=True)
+    for some in order.split(most):
+        y[some] = run(x[some], expert_ids[some], *rest)
     return y
 
 
@@ -192,25 +168,8 @@ SCHEMA = (
     "(Tensor x, Tensor expert_ids, Tensor expert_rows, Tensor? gate, Tensor up, Tensor down, "
     "Tensor? gate_bias, Tensor? up_bias, int kind, bool fine, int way) -> Tensor"
 )
-
-
-@torch.library.custom_op("tomoe::experts", mutates_args=(), schema=SCHEMA)
-def experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_rows: Tensor,
-    gate: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    kind: int,
-    fine: bool,
-    way: int,
-) -> Tensor:
-    """The kernel as a PyTorch operator, for graphs."""
-    members = _members_of(expert_rows, len(up), fine)
-    return call(x, expert_ids, members, (gate, up, down, gate_bias, up_bias), kind, fine, way)
+# The kernel as a PyTorch operator, for graphs.
+experts = torch.library.custom_op("tomoe::experts", run_experts, mutates_args=(), schema=SCHEMA)
 
 
 @experts.register_fake
@@ -226,7 +185,7 @@ def _members_of(expert_rows: Int[Tensor, "N W"], union: int, fine: bool) -> Int[
     stamp = (stamp_of(expert_rows), union, fine)
     entry = _members.get(expert_rows)
     if entry is None or entry[0] != stamp:
-        entry = _members[expert_rows] = (stamp, MEMBERS[fine].numbers(expert_rows, union))
+        entry = _members[expert_rows] = (stamp, membership(expert_rows, union, fine))
     return cast(Tensor, entry[1])
 
 
@@ -243,7 +202,7 @@ def kernel() -> Kernel | None:
     ways = [(dtype, Way.ROWS) for dtype in DTYPES]
     if _tiles() == MATRIX_UNITS:
         ways.append((torch.bfloat16, Way.MATRIX))
-    if not all(_agrees_with_pytorch(run, dtype, fine, way) for dtype, way in ways for fine in MEMBERS):
+    if not all(_agrees_with_pytorch(run, dtype, fine, way) for dtype, way in ways for fine in (False, True)):
         log.warning("the native kernel computes something else than PyTorch on this machine; it is not used")
         return None
     return run
@@ -311,7 +270,7 @@ def _agrees_with_pytorch(run: Kernel, dtype: torch.dtype, fine: bool, way: Way) 
     )
     expert_ids, neurons = torch.arange(tokens) % 3, torch.arange(union)
     masks = torch.stack([neurons % 4 == 1 + e if fine else (neurons >> e & 1).bool() for e in range(3)])
-    members = MEMBERS[fine].numbers(torch.stack([mask.nonzero().squeeze(1) for mask in masks]), union)
+    members = membership(torch.stack([mask.nonzero().squeeze(1) for mask in masks]), union, fine)
     y = run(x, expert_ids[:, None], members, (gate, up, down, None, None), 0, fine, way)
     used = masks[expert_ids] | (neurons % 4 == 0) if fine else masks[expert_ids]
     h = F.silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t()) * used

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
 from tomoe.moe.kernels.native import DTYPES, MATRIX_DIMS, PROCESSOR, SOURCE, Way, has_matrix_units, kernel, trial
-from tomoe.moe.modeling_tomoe import WAYS, Router, stamp_of
+from tomoe.moe.modeling_tomoe import WAYS, Router, keep, learns, stamp_of
 
 # On a processor with matrix units, products of tiles were faster than PyTorch's from so many tokens on.
 MATRIX_TOKENS = 16
@@ -66,10 +66,9 @@ def exact_products(router: Router, dtype: torch.dtype) -> Iterator[None]:
 
 def holds_bfloat16(router: Router) -> bool:
     """Whether all weights are bfloat16 values; looked up again only when they have changed."""
-    weight, known = router.weight, router.__dict__
-    if known.get("holds_bfloat16", ((), False))[0] != (stamp := stamp_of(weight)):
-        known["holds_bfloat16"] = (stamp, torch.equal(weight, weight.bfloat16().to(weight.dtype)))
-    return bool(known["holds_bfloat16"][1])
+    weight = router.weight
+    exact = lambda: torch.equal(weight, weight.bfloat16().to(weight.dtype))  # noqa: E731
+    return bool(keep(router.__dict__, "holds_bfloat16", stamp_of(weight), exact))
 
 
 def fastest_way(tokens: int, size: int, dtype: torch.dtype) -> Way | None:
@@ -87,7 +86,7 @@ def _fits(router: Router, x: Tensor) -> bool:
         return False
     if any(p.device.type != "cpu" or p.dtype != torch.float32 for p in parameters):
         return False
-    return not (torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters)))
+    return not learns(x, parameters)
 
 
 # No shapes here either: logits are [T, N], what it returns is [T, k].
