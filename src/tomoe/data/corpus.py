@@ -278,7 +278,9 @@ def _read_source(
     requested = _whole_sequences(data.tokens / len(data.sources), data.seq_len)
     eos = tokenizer.eos_token_id
     if source == SELF and model is not None:
-        sampled = sample_documents(model, tokenizer, requested, seed, progress=progress)
+        # of little text short rows leave more of them for one product
+        length = min(data.seq_len, 256)
+        sampled = sample_documents(model, tokenizer, requested, seed, length=length, progress=progress)
         return _SourceTokens(source, _stream(sampled, eos, requested), requested)
     held_out_split = find(source).held_out
     held_out = None
