@@ -18,9 +18,9 @@ from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM
 from tomoe.plan import Plan
-from tomoe.pruning.learned import attention_masks
+from tomoe.pruning.learned import attention_masks, overlapping
 from tomoe.pruning.learned.gumbel import gumbel_of, uniform_noise
-from tomoe.pruning.routing import ExpertRouter, Routing, route
+from tomoe.pruning.routing import Routing, route
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 RED = 1e-3
@@ -116,11 +116,10 @@ def test_rotary_frequencies_of_other_pairs(dense: PreTrainedModel) -> None:
 
 
 def test_noise_left_on_the_router(dense: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def noisy(router: ExpertRouter, x: Tensor, top_k: int | None = None) -> Routing:
-        logits = router(x)
-        return route(logits + gumbel_of(uniform_noise(logits.shape, logits.device, 0)), top_k)
+    def noisy(logits: Tensor) -> Routing:
+        return route(logits + gumbel_of(uniform_noise(logits.shape, logits.device, 0)))
 
-    monkeypatch.setattr(ExpertRouter, "route", noisy)
+    monkeypatch.setattr(overlapping, "route", noisy)
     assert difference(dense, make_plan(dense, "off")) > RED
 
 

@@ -1,11 +1,12 @@
 """Every stage on the CPU and on the fake device: what it computes in both places, and how often the host waited.
 
-`main` writes FOLDER/found.json; `test_device` runs it in a process of its own.
+`python stages.py FOLDER` writes FOLDER/found.json; `test_device` sets the path that it needs.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -195,6 +196,7 @@ def host_waits(stages: Stages) -> dict[str, dict[str, int]]:
 
 
 def main(folder: Path) -> None:
+    torch.set_num_threads(1)
     pico_files.write_pico(folder / "dense")
     pico_files.write_pico(folder / "narrow", intermediate_size=64)
     pico_files.write_text(folder / "text.txt")
@@ -205,3 +207,7 @@ def main(folder: Path) -> None:
     except Exception:
         found["waits"] = {"error": traceback.format_exc()}
     (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -4,20 +4,17 @@ that waits for a GPU runs every step, in small.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import runpy
+import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jaxtyping import config
 
 from conftest import SOURCE
-from pico_files import ended, forked
 
 pytestmark = pytest.mark.slow
 
@@ -30,16 +27,14 @@ TOLERANCE = 1e-5  # of the largest number, float32
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `stages.py` finds in a process of its own, which the device cannot leave."""
     folder = tmp_path_factory.mktemp("device")
-
-    def work() -> None:
-        warnings.simplefilter("ignore")
-        config.update("jaxtyping_disable", True)
-        # in threads of their own the device is not known
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-        sys.path[:0] = [str(Path(__file__).parent), str(BENCHMARKS)]
-        importlib.import_module("stages").main(folder)
-
-    assert ended(forked(work)) == 0
+    tests = Path(__file__).parents[1]
+    paths = map(str, (SOURCE.parent, tests, tests / "device", BENCHMARKS))
+    settings = {"PYTHONPATH": os.pathsep.join(paths), "JAXTYPING_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    # in threads of their own the device is not known
+    settings |= {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("stages.py")), str(folder)]
+    ended = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
     return dict(json.loads((folder / "found.json").read_text("utf-8")))
 
 
