@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tomoe.data.sampling import sample_documents
+from tomoe.data.sampling import ROW_TOKENS, sample_documents
 from tomoe.data.sources import SELF, documents, evaluation_documents, find
 from tomoe.errors import UserError, shortened
 from tomoe.files import atomic_file, basename, parse_json
@@ -279,7 +279,7 @@ def _read_source(
     eos = tokenizer.eos_token_id
     if source == SELF and model is not None:
         # of little text short rows leave more of them for one product
-        length = min(data.seq_len, 256)
+        length = min(data.seq_len, ROW_TOKENS)
         sampled = sample_documents(model, tokenizer, requested, seed, length=length, progress=progress)
         return _SourceTokens(source, _stream(sampled, eos, requested), requested)
     held_out_split = find(source).held_out

@@ -26,6 +26,7 @@ from tomoe.model.structure import CACHE
 from tomoe.progress import StageCallback, no_stage_progress
 
 _ATTENTION = "tomoe_single_query"
+ROW_TOKENS = 256  # tokens of a row, unless the text is cut shorter
 CACHE_GROWTH = 32  # tokens that the cache grows by
 _CACHE_BYTES = 2**30  # keys and values of all rows together; bounds the batch for large models
 
@@ -36,7 +37,7 @@ def sample_documents(
     tokens: int,
     seed: int,
     batch_size: int = 256,
-    length: int = 256,
+    length: int = ROW_TOKENS,
     progress: StageCallback = no_stage_progress,
 ) -> list[list[int]]:
     """Documents of at least `tokens` tokens in total, sampled from the model at temperature 1.
