@@ -13,7 +13,6 @@ from conftest import make_pico
 from pico_files import CommandLine, write_pico
 from tomoe.errors import UserError
 from tomoe.memory import doctor, estimate
-from tomoe.model import quantized
 from tomoe.model.structure import shape_of
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.tuning_memory import Tuning
@@ -49,8 +48,6 @@ def free(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
 def test_remedies_are_settings_with_which_training_may_fit(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = ["train.steps=10", "train.batch_size=8", "train.dtype=float32", "repair.mode=none"]
     recipe = Recipe.load(None, [f"model={deep}", *changes])
-    monkeypatch.setattr(quantized, "available", lambda: True)
-
     found = doctor.examine(recipe)
     layout = estimate.layout_of(recipe, found.sizes.shape)
 
@@ -58,8 +55,7 @@ def test_remedies_are_settings_with_which_training_may_fit(deep: Path, monkeypat
         return estimate.least_memory(found.sizes, recipe.changed(settings), layout)[0].total
 
     checkpointed, shorter, single = "train.gradient_checkpointing=true", "data.seq_len=256", "train.batch_size=1"
-    assert needed(single) < needed(checkpointed) < needed(shorter) < needed("train.quantization=nf4")
-    assert needed("train.quantization=nf4") < needed("train.quantization=int8") < needed()
+    assert needed(single) < needed(checkpointed) < needed(shorter) < needed()
     assert needed() == found.least[0].total
     free(monkeypatch, needed())
     assert doctor.examine(recipe).lacking == []
@@ -67,10 +63,6 @@ def test_remedies_are_settings_with_which_training_may_fit(deep: Path, monkeypat
     found = doctor.examine(recipe)
     assert found.lacking == ["training"]
     assert found.remedies == [checkpointed, shorter, single]
-    free(monkeypatch, needed("train.quantization=int8"))
-    assert doctor.examine(recipe).remedies[3:] == ["train.quantization=int8", "train.quantization=nf4"]
-    monkeypatch.setattr(quantized, "available", lambda: False)
-    assert len(doctor.examine(recipe).remedies) == 3
 
 
 def test_too_little_memory_is_said_with_what_would_help(

@@ -108,12 +108,6 @@ def test_what_cannot_be_dequantized_here_is_one_sentence(tomoe: CommandLine, mod
     refused(tomoe("doctor", model), words)
 
 
-def test_what_is_stored_quantized_is_not_quantized_again(tmp_path: Path) -> None:
-    write_stored(tmp_path / "dense", "fp8 in blocks")
-    with pytest.raises(UserError, match=r"stored quantized already \(fp8\); use train.quantization = none"):
-        load_dense(str(tmp_path / "dense"), torch.float32, quantization="nf4")
-
-
 def test_what_is_unpacked_as_a_whole_is_not_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_stored(tmp_path / "dense", "fp8 in blocks")
     monkeypatch.setattr(stored, "settle_packing_", lambda *_: Packing("some_method", unpacked_whole=True))

@@ -65,12 +65,12 @@ def convert_dense(
         net = steps.new_network(recipe, model)
         # a checkpoint holds the start, too
         if not run.steps():
-            steps.start_(net, recipe, base, model, corpus.calibration, on_progress)
+            steps.start_(net, recipe, model, corpus.calibration, on_progress)
             watch.ended("carving" if recipe.start == "carved" else "start")
         learned = steps.learn_(net, recipe, model, corpus, run, on_progress)
         if recipe.train.steps:
             watch.ended("learning")
-        # learning may run on a quantized or sharded copy; the plan is for the original weights
+        # learning may run on a sharded copy; the plan is for the original weights
         original = model if base.is_original else base.original()
         experts = steps.choose_experts(net, original, recipe.active, corpus.calibration, recipe.target)
         recorded = steps.recorded(experts, recipe, original, run.origin_fingerprint(), learned)

@@ -46,7 +46,7 @@ AnyP = TypeVar("AnyP", Plan, InputsPlan)
 
 
 def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the dense model as it learns (possibly quantized or sharded) and its tokenizer.
+    """Load the dense model as it learns (possibly sharded) and its tokenizer.
 
     Whatever can be known to fail later is looked for here. Raises UserError if the model does not fit the recipe.
     """
@@ -89,22 +89,16 @@ def new_network(recipe: Recipe, model: PreTrainedModel) -> AnyNetwork:
 def start_(
     net: AnyNetwork,
     recipe: Recipe,
-    base: BaseWeights,
     model: PreTrainedModel,
     text: Sequences,
     on_progress: ProgressCallback = no_progress,
 ) -> None:
     """Set what calibration text decides before learning: all of a carved start, of a random one the basis of the values."""
-    rotates = net.attention is not None and net.attention.section.rotate_values
-    reads_weights = recipe.start == "carved" or rotates
-    # packed weights cannot be read
-    if reads_weights and base.quantization != "none":
-        model = base.original()
     ids, mask = text.input_ids.to(model.device), text.mask.to(model.device)
     if recipe.start == "carved":
         # here neurons become experts, and each expert gets the row of the router that predicts it
         carve_(net, model, ids, mask, recipe.active, recipe.seed, stage_callback(on_progress, "carve"))
-    elif net.attention is not None and rotates:
+    elif net.attention is not None and net.attention.section.rotate_values:
         rotations = value_rotations(model, ids, mask, stage_callback(on_progress, "rotate"))
         net.attention.value_rotations.copy_(torch.stack(rotations))
 

@@ -40,7 +40,7 @@ def train(
     model, _, corpus = steps.begin_run(recipe, base, run, resumes, on_progress)
     net = steps.new_network(recipe, model)
     if not run.steps():
-        steps.start_(net, recipe, base, model, corpus.calibration, on_progress)
+        steps.start_(net, recipe, model, corpus.calibration, on_progress)
     steps.learn_(net, recipe, model, corpus, run, on_progress)
     return out
 

@@ -17,7 +17,6 @@ from tomoe.memory.estimate import (
     main_memory,
     sizes_of,
 )
-from tomoe.model import quantized
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import check_loading, load_config, pick_device
 from tomoe.pruning.layouts import FineLayout, Layout
@@ -85,8 +84,6 @@ def _remedies(sizes: Sizes, recipe: Recipe, layout: Layout | None, free: int) ->
         settings.append(f"data.seq_len={recipe.data.seq_len // 2}")
     if recipe.train.batch_size > 1:
         settings.append("train.batch_size=1")
-    if recipe.train.quantization == "none" and not recipe.train.shard and quantized.available():
-        settings += [f"train.quantization={bits}" for bits in quantized.BITS]
     return [setting for setting in settings if least_memory(sizes, recipe.changed([setting]), layout)[0].fits(free)]
 
 

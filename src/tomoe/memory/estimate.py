@@ -24,7 +24,6 @@ from tomoe.files import format_bytes
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.checks import skeleton
 from tomoe.model.loading import free_on_device, load_config
-from tomoe.model.quantized import BITS
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_without_weights, shape_of
 from tomoe.model.trouble import usable_config
@@ -108,7 +107,7 @@ def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None) -> tuple[M
     # of a model that is read layer by layer: one layer, and what is outside of the layers
     outside = sizes.total - sizes.decoder_params
     one_layer = (outside + sizes.decoder_params // shape.num_layers) * base.dtype.itemsize
-    by_layer = base.offload or t.shard or base.quantization != "none"
+    by_layer = base.offload or t.shard
     original = {f"weights in {name}": one_layer if by_layer else weight_bytes(sizes, computing)}
     on_gpu = base.device.startswith("cuda")
     refits = {} if on_gpu else _refitted(sizes, recipe, base)
@@ -122,12 +121,10 @@ def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None) -> tuple[M
             "logits of one sequence": 4 * tokens * sizes.output // shape.hidden_size * _FLOAT32,
         }
         return MemoryEstimate("choosing inputs", choosing), folding
-    packed = weight_bytes(sizes, computing, base.quantization, base.shards)
     with torch.device("meta"):
         net = mask_network(shape, layout, recipe.experts.embedding_size, recipe.attention, recipe.sampling, recipe.seed)
-    learned = base.quantization if t.steps and base.quantization != "none" else name
     start = {
-        f"weights in {learned}": one_layer if base.offload else packed,
+        f"weights in {name}": one_layer if base.offload else weight_bytes(sizes, computing, base.shards),
         "masks, routers and their optimizer": trainable_bytes(net, t.steps > 0),
     }
     if t.steps:
@@ -174,11 +171,8 @@ def _files(sizes: Sizes, base: BaseWeights, on_gpu: bool) -> int:
     return 2 * min(sizes.total * base.dtype.itemsize, CHECKPOINT_SHARD_BYTES)
 
 
-def weight_bytes(sizes: Sizes, dtype: torch.dtype, quantization: str = "none", shards: int = 1) -> int:
+def weight_bytes(sizes: Sizes, dtype: torch.dtype, shards: int = 1) -> int:
     """Bytes of the frozen base in one process. If it is sharded, the layer that runs is whole, and so is the output matrix."""
-    if quantization != "none":
-        outside = sizes.total - sizes.decoder_params
-        return outside * dtype.itemsize + sizes.decoder_params * BITS[quantization] // 8
     if shards == 1:
         return sizes.total * dtype.itemsize
     whole = sizes.decoder_params // sizes.shape.num_layers + sizes.output

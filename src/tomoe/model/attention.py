@@ -73,7 +73,7 @@ def attention_sizes(model: nn.Module, layers: Sequence[nn.Module]) -> dict[str, 
     head_dim = int(getattr(parts[0].module, "head_dim", 0) or shape.head_dim(config))
     _check_norms(model, parts[0].module, head_dim)
     sizes = {(p.q.out_features, p.k.out_features) for p in parts}
-    if len(sizes) > 1 and not getattr(model, "is_quantized", False):
+    if len(sizes) > 1:
         raise _refuse(model, f"its layers differ in size ({sorted(sizes)[:3]} ...)")
     return {
         "num_heads": config.num_attention_heads,

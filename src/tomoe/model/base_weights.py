@@ -1,4 +1,4 @@
-"""How a run holds the dense weights: whole, offloaded to disk, sharded over ranks or quantized."""
+"""How a run holds the dense weights: whole, offloaded to disk or sharded over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tomoe.recipe.conversion import Recipe
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """The dense weights of one conversion. Training may use a quantized or sharded copy; the plan is for the original."""
+    """The dense weights of one conversion. Training may use a sharded copy; the plan is for the original."""
 
     model: str
     dtype: torch.dtype  # that the weights are stored in
@@ -25,7 +25,6 @@ class BaseWeights:
     device: str
     offload: bool = False
     shards: int = 1  # ranks that the base is sharded over
-    quantization: str = "none"
 
     @classmethod
     def of(cls, recipe: Recipe, model: str = "", stored: str = "") -> Self:
@@ -34,8 +33,8 @@ class BaseWeights:
         train = recipe.train
         device = pick_device(recipe.device)
         dtype = getattr(torch, stored or train.dtype)
-        # weights that are read, sharded or unpacked layer by layer keep their dtype
-        partial = recipe.offload or train.shard or train.quantization != "none"
+        # weights that are read or sharded layer by layer keep their dtype
+        partial = recipe.offload or train.shard
         return cls(
             model=model or recipe.model,
             dtype=dtype,
@@ -43,24 +42,16 @@ class BaseWeights:
             device=device,
             offload=recipe.offload,
             shards=distributed.world_size() if train.shard else 1,
-            quantization=train.quantization,
         )
 
     @property
     def is_original(self) -> bool:
         """Whether the model for training has all of the original weights."""
-        return self.shards == 1 and self.quantization == "none"
+        return self.shards == 1
 
     def for_training(self) -> PreTrainedModel:
         """The model that calibration and training run on. Raises UserError if it cannot be loaded."""
-        model = load_dense(
-            self.model,
-            self.dtype,
-            self.device,
-            shards=self.shards,
-            offload=self.offload,
-            quantization=self.quantization,
-        )
+        model = load_dense(self.model, self.dtype, self.device, shards=self.shards, offload=self.offload)
         return self.computing_(model)
 
     def original(self) -> PreTrainedModel:

@@ -20,7 +20,6 @@ from tomoe.model.mlp import decoder_layers
 from tomoe.model.names import check_no_adapter
 from tomoe.model.names import resolve as resolve
 from tomoe.model.offload import cast_, iter_weights, load_offloaded
-from tomoe.model.quantized import keep_differentiable_, quantization_config
 from tomoe.model.stored import StoredModel, is_gguf, location, read_config, untie_, writable_generation_
 from tomoe.model.tokens import fit_tokenizer_
 from tomoe.model.trouble import TOKENIZER_ADVICE, one_sentence, writing
@@ -76,16 +75,14 @@ def load_dense(
     device: str | torch.device = "cpu",
     shards: int = 1,
     offload: bool | None = False,
-    quantization: str = "none",
 ) -> PreTrainedModel:
     """The causal language model, frozen and in evaluation mode, with weights of `dtype`; what is stored quantized is
     dequantized.
 
     shards: ranks that load it together, each its part of every layer (FSDP2). offload: keep the layers on disk and read each
-    when it runs; None: if possible. quantization: none, int8 or nf4, of the projections within the layers. No code that
-    comes with a model is run, and the sizes that a folder claims are checked first. Raises UserError: no such model, hub out
-    of reach, damaged, incomplete or left over weights, unknown architecture, quantized weights that transformers cannot turn
-    back.
+    when it runs; None: if possible. No code that comes with a model is run, and the sizes that a folder claims are checked
+    first. Raises UserError: no such model, hub out of reach, damaged, incomplete or left over weights, unknown architecture,
+    quantized weights that transformers cannot turn back.
     """
     place = _locate(model)
     with one_sentence(model, place):
@@ -95,13 +92,6 @@ def load_dense(
             loaded = load_offloaded(stored, dtype, torch.device(device))
         else:
             settings = _shard_arguments(stored, dtype, shards)
-            if quantization != "none":
-                if kind := stored.packing.method:
-                    raise UserError(
-                        f"{stored.place} is stored quantized already ({kind}); use train.quantization = none"
-                    )
-                settings["quantization_config"] = quantization_config(quantization, dtype)
-                settings["device_map"] = {"": str(device)}
             # tensor by tensor to a GPU: main memory need not hold all of them
             if shards == 1 and not stored.packing.unpacked_whole and torch.device(device).type != "cpu":
                 settings["device_map"] = {"": str(device)}
@@ -114,8 +104,7 @@ def load_dense(
         warnings.warn(
             f"{model} reads more than text; of it, the text model ({kind}) is loaded alone", Note, stacklevel=2
         )
-    if quantization == "none":
-        drop_entry_(loaded.config)
+    drop_entry_(loaded.config)
     if shards == 1:
         untie_(loaded)
     writable_generation_(loaded)
@@ -125,8 +114,7 @@ def load_dense(
         if hasattr(loaded.config, "_model_name_or_path"):
             del loaded.config._model_name_or_path
     loaded.eval().requires_grad_(False)
-    keep_differentiable_(loaded)
-    return loaded if by_layer or shards > 1 or quantization != "none" else cast(Any, loaded).to(device)
+    return loaded if by_layer or shards > 1 else cast(Any, loaded).to(device)
 
 
 def load_model(name: str, dtype: str | torch.dtype, device: str = "auto", offload: bool = False) -> PreTrainedModel:

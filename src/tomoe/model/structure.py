@@ -76,9 +76,6 @@ def shape_of(model: nn.Module) -> ModelShape:
 
 def _own_matrices(module: Any) -> int:
     """The parameters of a module's own matrices; biases and norms are not counted, as in the paper."""
-    # The weight of a quantized projection may be packed, so its sizes say how much it holds.
-    if isinstance(getattr(module, "in_features", None), int) and isinstance(getattr(module, "out_features", None), int):
-        return int(module.in_features * module.out_features)
     return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
 
 

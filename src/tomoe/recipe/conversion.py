@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from tomoe.errors import UserError
+from tomoe.errors import UserError, shortened
 from tomoe.recipe.base import Section
 from tomoe.recipe.shared import DataSection, LoopSection, RunRecipe
 from tomoe.recipe.target_rules import TARGET_RULES, Form, Format
@@ -135,15 +135,15 @@ class TrainSection(LoopSection):
     """Dtype of the frozen base; everything trainable is float32. float16 is for carving only (steps = 0)."""
     compute_dtype: Literal["auto", "stored", "float32"] = "auto"
     """Dtype of the frozen base's products: `stored` (as `dtype`), `float32`, or `auto`: float32 on a processor without bfloat16
-    instructions, about twice as fast and in twice the memory, else `stored`. A base that is offloaded, sharded or quantized
-    computes as stored."""
-    quantization: Literal["none", "int8", "nf4"] = "none"
-    """Quantization of the frozen base during training, by bitsandbytes: LLM.int8 or NF4."""
+    instructions, about twice as fast and in twice the memory, else `stored`. A base that is offloaded or sharded computes
+    as stored."""
+    quantization: Literal["none"] = "none"
+    """The frozen base has its weights as `dtype` says."""
     shard: bool = False
     """Shard the frozen base over the ranks of torchrun (FSDP2)."""
     compile: Literal["auto"] | bool = "auto"
     """Whether decoder layers and noise run by torch.compile: the same numbers but for rounding. With fine-grained experts only
-    the teacher's layers are. `auto`: on CUDA, unless the base is quantized or sharded."""
+    the teacher's layers are. `auto`: on CUDA, unless the base is sharded."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -153,13 +153,18 @@ class TrainSection(LoopSection):
                 f"train.dtype is float16, in which small gradients are lost, but train.steps is {self.steps}; choose "
                 "bfloat16 or float32, or carve only (train.steps = 0)"
             )
-        if self.shard and self.quantization != "none":
-            raise UserError(
-                f"train.shard and train.quantization = {self.quantization} cannot be combined; choose one of them"
-            )
-        if self.compile is True and (self.shard or self.quantization != "none"):
-            raise UserError("train.compile = true needs a base that is neither quantized nor sharded; set it to auto")
+        if self.compile is True and self.shard:
+            raise UserError("train.compile = true needs a base that is not sharded; set it to auto")
         return self
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _no_quantization(cls, value: object) -> object:
+        if value != "none":
+            raise UserError(
+                f"train.quantization is {shortened(repr(value))}, but the frozen base is not quantized any more; set it to none"
+            )
+        return value
 
 
 class Recipe(RunRecipe):
@@ -233,7 +238,6 @@ class Recipe(RunRecipe):
             ("train.steps", self.train.steps, 0),
             ("repair.mode", self.repair.mode, "none"),
             ("attention.pruning", self.attention.pruning, "off"),
-            ("train.quantization", self.train.quantization, "none"),
             ("train.shard", self.train.shard, False),
             ("offload", self.offload, False),
         )

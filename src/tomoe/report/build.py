@@ -98,10 +98,8 @@ def _measure(
     """Measure both models and write what was found; nothing is observed or written by processes other than 0."""
     # a base that was sharded is too large for one GPU
     device = "cpu" if recipe.train.shard else recipe.device
-    # and one that was quantized or offloaded fits layer by layer only
-    offload = recipe.offload or recipe.train.quantization != "none"
-    dense = dense if dense is not None else load_model(recipe.model, recipe.train.dtype, device, offload)
-    moe = load_model(str(out), recipe.train.dtype, device, offload)
+    dense = dense if dense is not None else load_model(recipe.model, recipe.train.dtype, device, recipe.offload)
+    moe = load_model(str(out), recipe.train.dtype, device, recipe.offload)
     tokenizer = load_tokenizer(str(out))
     base = BaseWeights.of(recipe)
     dense, moe = base.computing_(dense), base.computing_(moe)
@@ -110,7 +108,7 @@ def _measure(
     if distributed.rank():
         return rows, None
     names = [row.name for row in rows]
-    task = _text_task(dense, offload)
+    task = _text_task(dense, recipe.offload)
     written = []
     for name, model in zip(names, (dense, moe), strict=True):
         progress = stage_callback(on_progress, f"generating with {name}")

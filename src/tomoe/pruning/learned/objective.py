@@ -52,8 +52,7 @@ class MaskStep:
 
     def __init__(self, model: PreTrainedModel, net: AnyNetwork, recipe: Recipe):
         self.model, self.net, self.recipe, train = model, net, recipe, recipe.train
-        plain = train.quantization == "none" and not train.shard
-        self.compiled = plain and asked(train.compile, model.device)
+        self.compiled = not train.shard and asked(train.compile, model.device)
         self.layers: AbstractContextManager[None] = CompiledLayers(model) if self.compiled else nullcontext()
         # of fine-grained experts a token uses another number in each layer, which no graph could serve
         self.student_in_graphs = self.compiled and isinstance(net, OverlappingNetwork)
