@@ -22,6 +22,7 @@ from tomoe import distributed
 from tomoe.data.rows import opening_of
 from tomoe.errors import UserError
 from tomoe.model.shape import ceil_div, head_dim, num_kv_heads, text_config
+from tomoe.model.single_query import attend
 from tomoe.model.structure import CACHE
 from tomoe.progress import StageCallback, no_stage_progress
 
@@ -181,28 +182,22 @@ def _cache_mask(tokens: int, device: torch.device) -> Float[Tensor, "1 1 1 T"]:
     return mask
 
 
-def single_query_attention(
+def _attend(
     module: torch.nn.Module,
-    query: Float[Tensor, "B H 1 C"],
-    key: Float[Tensor, "B G T C"],
-    value: Float[Tensor, "B G T C"],
-    attention_mask: Float[Tensor, "1 1 1 T"],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
     scaling: float,
     **kwargs: Any,
-) -> tuple[Float[Tensor, "B 1 H C"], None]:
-    """Attention of one unpadded query per row: query heads of one key/value head share one matrix product. On a CPU the stock
-    kernels take five times as long for one bfloat16 query on grouped heads."""
-    assert query.shape[2] == 1, "one token at a time"
-    grouped = query.view(key.shape[0], key.shape[1], -1, query.shape[3])
-    scores = (grouped @ key.transpose(2, 3)).float() * scaling
-    weights = (scores + attention_mask).softmax(-1).to(value.dtype)
-    return (weights @ value).view(query.shape[0], 1, query.shape[1], -1), None
+) -> tuple[Tensor, None]:
+    return attend(query, key, value, attention_mask, scaling), None
 
 
 @contextmanager
 def _single_query_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model with `single_query_attention`; registering it again changes nothing."""
-    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, single_query_attention)
+    """Run the model with `attend`; registering it again changes nothing."""
+    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, lambda *args, **kwargs: None)
     implementation = model.config._attn_implementation
     model.set_attn_implementation(_ATTENTION)

@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tomoe.errors import Note, UserError, shortened
-from tomoe.model import catalog
+from tomoe.model import catalog, single_query
 from tomoe.model.compute_dtype import compute_dtype, dtype_of
 from tomoe.model.dequantization import drop_entry_, settle_packing_
 from tomoe.model.hub import download_model
@@ -125,6 +125,7 @@ def load_model(name: str, dtype: str | torch.dtype, device: str = "auto", offloa
     model = load_dense(name, stored, device, offload=offload)
     if dtype == "auto" and not offload and (compute := compute_dtype("auto", stored, device)) != stored:
         cast_(model, compute)
+    single_query.use_(model)
     return model
 
 

@@ -416,7 +416,7 @@ class ToMoEAttention(nn.Module):
         # FlashAttention needs equal widths in multiples of 8 (and crops a wider V in silence), and engines and paged caches lay
         # out their memory by the config's head_dim. The dense width suits all of them, and trailing zeros change no product.
         implementation = self.config._attn_implementation
-        if implementation not in ("eager", "sdpa") or not isinstance(cache, Cache | None):
+        if implementation not in ("eager", "sdpa", "tomoe_sdpa") or not isinstance(cache, Cache | None):
             q, k, v = (F.pad(t, (0, self.head_dim - t.shape[-1])) for t in (q, k, v))
         if cache is not None:
             # a paged cache (continuous batching) writes into `kwargs` what its attention reads
