@@ -111,7 +111,7 @@ def open_llama_cpp(
 ) -> Run:
     from tomoe.exporting.gguf.llama_cpp import LlamaCpp
 
-    engine = LlamaCpp(file, vocab_size, rows * longest, letter=100, rows=rows)
+    engine = LlamaCpp(file, vocab_size, rows * longest, letter=100, rows=rows, exact=False)
 
     def write(batch: int, length: int, tokens: int) -> float:
         began = clock()

@@ -1,15 +1,16 @@
 """What a user would take instead: milliseconds a token, and bytes read for it, of one sequence in all of them.
 
-The dense model in PyTorch, in bfloat16 and in float32; each converted folder as it is and, where tokens choose, with everything
-in the same kernel, which tells what the kernel gives from what the choice gives; and GGUF files in llama.cpp. All are opened at
-once and take turns: a prompt of PROMPT tokens of the text, then TOKENS more. Processor seconds on one thread, of a token and of
-the prompt, are told as the median of the rounds and, in brackets, the lowest and the highest. One line of Markdown a row, and
-RESULTS in JSON, where rows of other names stay. With
---problems the GGUF files also solve HumanEval, as `tomoe evaluate` lets models in PyTorch do, and RESULTS keep how many they
-solve: in a call of their own, without TEXT, so that nothing is timed meanwhile.
+The dense model as transformers loads it, in bfloat16 and in float32; each converted folder as it is and, where tokens choose,
+with everything in the same kernel, which tells what the kernel gives from what the choice gives; and GGUF files in llama.cpp.
+All are opened at once and take turns: a prompt of so many tokens of the text, then TOKENS more. Processor seconds on one
+thread, of a token and of the prompt, are told as the median of the rounds and, in brackets, the lowest and the highest. One
+line of Markdown a row and prompt, and RESULTS in JSON, where rows of other names stay. With --problems the GGUF files also
+solve HumanEval, as `tomoe evaluate` lets models in PyTorch do, and RESULTS keep how many they solve: in a call of their own,
+without TEXT, so that nothing is timed meanwhile.
 
     python benchmarks/rivals.py RESULTS DENSE --text TEXT [--folder NAME=FOLDER[@ACTIVE]] [--gguf NAME=FILE] [--rounds 9]
-    python benchmarks/rivals.py RESULTS DENSE --problems FOLDER --solve 41 --gguf NAME=FILE
+        [--prompts 128,1024]
+    python benchmarks/rivals.py RESULTS DENSE --problems FOLDER [--solve 41] --gguf NAME=FILE
     python benchmarks/rivals.py RESULTS --draw FOLDER --headline HEADLINE    # HumanEval over milliseconds a token
     python benchmarks/rivals.py --write Q8_0 FILE OUT    # the weights of a GGUF file in 8 bits, or BF16, F16
 
@@ -24,7 +25,7 @@ import platform
 import statistics
 import string
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import tomoe
 from tomoe.evaluation.speed import throughput
@@ -46,16 +48,16 @@ from tomoe.model.generation import asked
 from tomoe.model.loading import load_tokenizer
 from tomoe.report.style import COLORS, MARKERS, CaptionedFigure, canvas, save, styled
 
-PROMPT, TOKENS = 128, 8
+TOKENS = 8
 SAME_KERNEL = ": everything, same kernel"
 
 
 @dataclass(frozen=True)
 class Rival:
-    """What is timed of one row."""
+    """What is timed of one row: processor seconds after, and for, so many tokens."""
 
-    token: Callable[[], float]  # processor seconds of one token
-    prompt: Callable[[], float]  # processor seconds of the prompt
+    token: Callable[[int], float]
+    prompt: Callable[[int], float]
     bytes: int  # of the weights that a token reads
 
 
@@ -65,18 +67,23 @@ def seconds(run: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def in_torch(model: Any, ids: Tensor) -> Rival:
+def in_torch(model: Any, ids: Tensor, prompts: Sequence[int]) -> Rival:
     """Decoding token after token in PyTorch."""
-    head, tail = ids[:, :PROMPT], ids[:, PROMPT : PROMPT + TOKENS]
-    kept = prefill(model, head)
+    kept = {length: prefill(model, ids[:, :length]) for length in prompts}
+
+    def token(length: int) -> float:
+        tail = ids[:, length : length + TOKENS]
+        return seconds(lambda: throughput.decode(model, kept[length], tail)) / TOKENS
+
+    length = prompts[0]
     return Rival(
-        lambda: seconds(lambda: throughput.decode(model, kept, tail)) / TOKENS,
-        lambda: seconds(lambda: prefill(model, head)),
-        throughput.touched_bytes(model, tail[:, :1], kept),
+        token,
+        lambda length: seconds(lambda: prefill(model, ids[:, :length])),
+        throughput.touched_bytes(model, ids[:, length : length + 1], kept[length]),
     )
 
 
-def in_llama_cpp(path: Path, ids: list[int]) -> Rival:
+def in_llama_cpp(path: Path, ids: list[int], prompts: Sequence[int]) -> Rival:
     """The same in llama.cpp: what TOKENS take longer than one, and the prompt with one token."""
     reader = GGUFReader(path)
     tensors = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
@@ -86,40 +93,48 @@ def in_llama_cpp(path: Path, ids: list[int]) -> Rival:
     if "expert_count" in counts:
         used, number = (int(counts[name].contents()) for name in ("expert_used_count", "expert_count"))
         tensors |= {name: size * used // number for name, size in tensors.items() if "_exps." in name}
-    engine = LlamaCpp(path, 1, PROMPT + 2 * TOKENS, letter=0, threads=1)
+    engine = LlamaCpp(path, 1, max(prompts) + 2 * TOKENS, letter=0, threads=1, exact=False)
 
-    def run(tokens: int, fresh: bool) -> float:
-        return seconds(lambda: engine.run(ids[:PROMPT], tokens, fresh))
+    def run(length: int, tokens: int, fresh: bool) -> float:
+        return seconds(lambda: engine.run(ids[:length], tokens, fresh))
+
+    def token(length: int) -> float:
+        # the prompt is read before, and not among what is compared
+        run(length, 1, False)
+        return (run(length, 1 + TOKENS, False) - run(length, 1, False)) / TOKENS
 
     return Rival(
-        # a prompt that was read before is not among what is compared
-        lambda: (run(1 + TOKENS, False) - run(1, False)) / TOKENS,
-        lambda: run(1, True),
+        token,
+        lambda length: run(length, 1, True),
         sum(tensors.values()),
     )
 
 
+def stock(dense: str, dtype: torch.dtype) -> Any:
+    """The dense model as transformers loads it, without anything of tomoe."""
+    return in_own_memory(AutoModelForCausalLM.from_pretrained(dense, dtype=dtype).eval())
+
+
 def rows_of(args: argparse.Namespace) -> dict[str, Rival]:
     """What is timed, by name."""
-    dense, tokenizer = tomoe.load(args.dense)
-    ids = torch.tensor(tokenizer(args.text.read_text()[: 16 * (PROMPT + TOKENS)])["input_ids"])[None]
-
-    rows = {"dense, PyTorch": in_torch(in_own_memory(dense), ids)}
-    rows["dense, PyTorch, float32"] = in_torch(in_own_memory(tomoe.load(args.dense, "float32")[0]), ids)
+    longest = max(args.prompts) + TOKENS
+    ids = torch.tensor(load_tokenizer(args.dense)(args.text.read_text()[: 16 * longest])["input_ids"])[None]
+    rows = {"dense, PyTorch": in_torch(stock(args.dense, torch.bfloat16), ids, args.prompts)}
+    rows["dense, PyTorch, float32"] = in_torch(stock(args.dense, torch.float32), ids, args.prompts)
     for name, folder, active in args.folder:
         model = in_own_memory(tomoe.load(folder, active=active)[0])
-        own = rows[name] = in_torch(model, ids)
+        own = rows[name] = in_torch(model, ids, args.prompts)
         changes = everything(model, ways(model, 1))
         if changes is not None:
 
-            def whole(run: Callable[[], float], changes: Any = changes) -> float:
+            def whole(run: Callable[[int], float], length: int, changes: Any = changes) -> float:
                 with set_to(changes):
-                    return run()
+                    return run(length)
 
             rows[f"{name}{SAME_KERNEL}"] = Rival(
                 partial(whole, own.token), partial(whole, own.prompt), rows["dense, PyTorch"].bytes
             )
-    return rows | {name: in_llama_cpp(Path(file), ids[0].tolist()) for name, file in args.gguf}
+    return rows | {name: in_llama_cpp(Path(file), ids[0].tolist(), args.prompts) for name, file in args.gguf}
 
 
 def solved(path: Path, dense: str, problems: Path, limit: int | None) -> tuple[int, int]:
@@ -185,23 +200,28 @@ def solve(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rows = rows_of(args)
-    tokens: dict[str, list[float]] = {name: [] for name in rows}
-    prompts: dict[str, list[float]] = {name: [] for name in rows}
+    found: dict[str, Any] = {name: {"bytes": row.bytes} for name, row in rows.items()}
+    for length in args.prompts:
+        for cell in found.values():
+            cell[f"after {length}"] = {"ms": [], "prompt ms": []}
     for round_ in range(args.rounds + 1):
         for name, row in rows.items():
-            token, prompt = row.token(), row.prompt()
-            # the first round warms up
-            if round_:
-                tokens[name].append(1e3 * token)
-                prompts[name].append(1e3 * prompt)
-    found = {name: {"ms": tokens[name], "prompt ms": prompts[name], "bytes": row.bytes} for name, row in rows.items()}
+            for length in args.prompts:
+                token, prompt = row.token(length), row.prompt(length)
+                # the first round warms up
+                if round_:
+                    cell = found[name][f"after {length}"]
+                    cell["ms"].append(1e3 * token)
+                    cell["prompt ms"].append(1e3 * prompt)
     write(args, rows=kept(args.results).get("rows", {}) | found)
-    print("| | ms a token | ms a prompt | read for a token | x dense |\n|---|---|---|---|---|")
-    first = tokens["dense, PyTorch"]
+    print("| | after | ms a token | ms a prompt | read for a token | x dense |\n|---|---|---|---|---|---|")
     for name, row in rows.items():
-        ratio = statistics.median(a / b for a, b in zip(first, tokens[name], strict=True))
-        times = f"{middle(tokens[name])} | {middle(prompts[name])}"
-        print(f"| {name} | {times} | {format_bytes(row.bytes)} | {ratio:.2f} |")
+        for length in args.prompts:
+            after = f"after {length}"
+            cell, first = found[name][after], found["dense, PyTorch"][after]["ms"]
+            ratio = statistics.median(a / b for a, b in zip(first, cell["ms"], strict=True))
+            times = f"{length} | {middle(cell['ms'])} | {middle(cell['prompt ms'])}"
+            print(f"| {name} | {times} | {format_bytes(row.bytes)} | {ratio:.2f} |")
 
 
 def middle(times: list[float]) -> str:
@@ -215,7 +235,7 @@ def points(results: dict[str, Any], headline: dict[str, Any]) -> Iterator[tuple[
     known = {f"{row['way']} {row['active']:.0%}": row for row in rows if results["dense"].startswith(row["name"])}
     dense, whole = known["dense 100%"], "all inputs"
     for name, row in results["rows"].items():
-        ms = statistics.median(row["ms"])
+        ms = statistics.median(next(cell for key, cell in row.items() if key.startswith("after"))["ms"])
         if name in results["solved"]:
             yield f"llama.cpp, {name}", "llama.cpp", ms, results["solved"][name][0]
         elif name.startswith("dense"):
@@ -259,6 +279,10 @@ def dialed(text: str) -> tuple[str, str, float | None]:
     return name, folder, float(active) if active else None
 
 
+def lengths(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="?")
@@ -267,6 +291,7 @@ def main() -> None:
     parser.add_argument("--folder", type=dialed, action="append", default=[], metavar="NAME=FOLDER[@ACTIVE]")
     parser.add_argument("--gguf", type=pair, action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--prompts", type=lengths, default=[128], help="tokens, between commas")
     parser.add_argument("--problems", type=Path, help="folder with humaneval/*.jsonl")
     parser.add_argument("--solve", type=int, help="problems, evenly spread; all if none is given")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw the figure, and measure nothing")

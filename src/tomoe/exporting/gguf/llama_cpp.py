@@ -46,14 +46,22 @@ def quantize(x: Float[np.ndarray, "*rows n"], kind: GGMLQuantizationType) -> Sha
 
 
 class LlamaCpp:
-    """One file, on the CPU, with a key/value cache in float32: its default, float16, would hide what the weights do."""
+    """One file, on the CPU."""
 
     def __init__(
-        self, path: Path, vocab_size: int, context: int, letter: int, threads: int | None = None, rows: int = 1
+        self,
+        path: Path,
+        vocab_size: int,
+        context: int,
+        letter: int,
+        threads: int | None = None,
+        rows: int = 1,
+        exact: bool = True,
     ):
         """`letter` is any token that is text by itself: llama.cpp answers no end of text and no half of a character.
 
-        `rows` sequences can run at once, with `context` tokens together.
+        `rows` sequences can run at once, with `context` tokens together. exact: keys and values are kept in float32; float16,
+        its default and faster, would hide what the weights do.
         """
         x = binding()
         p = x.CommonParams()
@@ -61,8 +69,9 @@ class LlamaCpp:
         p.n_ctx, p.n_parallel, p.n_gpu_layers = context, rows, 0
         p.warmup = p.fit_params = False
         p.cpuparams.n_threads = p.cpuparams_batch.n_threads = threads or torch.get_num_threads()
-        p.cache_type_k = p.cache_type_v = x.ggml_type.GGML_TYPE_F32
-        p.flash_attn_type = x.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        if exact:
+            p.cache_type_k = p.cache_type_v = x.ggml_type.GGML_TYPE_F32
+            p.flash_attn_type = x.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         p.verbosity = -1
         self.vocab_size, self.letter = vocab_size, letter
         try:
