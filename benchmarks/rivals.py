@@ -62,9 +62,11 @@ class Rival:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    began = time.process_time()
+    """Of the processor on one thread, of the wall on several, which wait for each other."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    began = clock()
     run()
-    return time.process_time() - began
+    return clock() - began
 
 
 def in_torch(model: Any, ids: Tensor, prompts: Sequence[int]) -> Rival:
@@ -93,7 +95,7 @@ def in_llama_cpp(path: Path, ids: list[int], prompts: Sequence[int]) -> Rival:
     if "expert_count" in counts:
         used, number = (int(counts[name].contents()) for name in ("expert_used_count", "expert_count"))
         tensors |= {name: size * used // number for name, size in tensors.items() if "_exps." in name}
-    engine = LlamaCpp(path, 1, max(prompts) + 2 * TOKENS, letter=0, threads=1, exact=False)
+    engine = LlamaCpp(path, 1, max(prompts) + 2 * TOKENS, letter=0, threads=torch.get_num_threads(), exact=False)
 
     def run(length: int, tokens: int, fresh: bool) -> float:
         return seconds(lambda: engine.run(ids[:length], tokens, fresh))
@@ -198,7 +200,7 @@ def solve(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     rows = rows_of(args)
     found: dict[str, Any] = {name: {"bytes": row.bytes} for name, row in rows.items()}
     for length in args.prompts:
@@ -291,6 +293,7 @@ def main() -> None:
     parser.add_argument("--folder", type=dialed, action="append", default=[], metavar="NAME=FOLDER[@ACTIVE]")
     parser.add_argument("--gguf", type=pair, action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1, help="wall time, if more than one")
     parser.add_argument("--prompts", type=lengths, default=[128], help="tokens, between commas")
     parser.add_argument("--problems", type=Path, help="folder with humaneval/*.jsonl")
     parser.add_argument("--solve", type=int, help="problems, evenly spread; all if none is given")
