@@ -86,7 +86,9 @@ def in_torch(model: Any, ids: Tensor, prompts: Sequence[int]) -> Rival:
 
 
 def in_llama_cpp(path: Path, ids: list[int], prompts: Sequence[int]) -> Rival:
-    """The same in llama.cpp: what TOKENS take longer than one, and the prompt with one token."""
+    """The same tokens in llama.cpp, compiled for this processor, as `pip install llama-cpp-python` does."""
+    from llama_cpp import Llama  # type: ignore[import-not-found]
+
     reader = GGUFReader(path)
     tensors = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
     if "output.weight" in tensors:
@@ -95,21 +97,18 @@ def in_llama_cpp(path: Path, ids: list[int], prompts: Sequence[int]) -> Rival:
     if "expert_count" in counts:
         used, number = (int(counts[name].contents()) for name in ("expert_used_count", "expert_count"))
         tensors |= {name: size * used // number for name, size in tensors.items() if "_exps." in name}
-    engine = LlamaCpp(path, 1, max(prompts) + 2 * TOKENS, letter=0, threads=torch.get_num_threads(), exact=False)
+    threads = torch.get_num_threads()
+    engine = Llama(str(path), n_ctx=max(prompts) + TOKENS, n_threads=threads, n_threads_batch=threads, verbose=False)
 
-    def run(length: int, tokens: int, fresh: bool) -> float:
-        return seconds(lambda: engine.run(ids[:length], tokens, fresh))
+    def prompt(length: int) -> float:
+        engine.reset()
+        return seconds(lambda: engine.eval(ids[:length]))
 
     def token(length: int) -> float:
-        # the prompt is read before, and not among what is compared
-        run(length, 1, False)
-        return (run(length, 1 + TOKENS, False) - run(length, 1, False)) / TOKENS
+        prompt(length)
+        return seconds(lambda: [engine.eval([token]) for token in ids[length : length + TOKENS]]) / TOKENS
 
-    return Rival(
-        token,
-        lambda length: run(length, 1, True),
-        sum(tensors.values()),
-    )
+    return Rival(token, prompt, sum(tensors.values()))
 
 
 def stock(dense: str, dtype: torch.dtype) -> Any:
