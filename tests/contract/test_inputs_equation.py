@@ -24,6 +24,7 @@ from tomoe.model.structure import shape_of
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
+from tomoe.moe.kernels.inputs import kernel
 from tomoe.moe.modeling_tomoe import FEW_TOKENS, ToMoEForCausalLM, choices_of, choosing_all
 from tomoe.plan import InputsPlan
 from tomoe.pruning.inputs import plan_inputs
@@ -121,12 +122,19 @@ def test_rows_do_not_depend_on_each_other(case: Case) -> None:
             assert_same(together[i : i + 1], one_by_one(case.reloaded, ids[i : i + 1]))
 
 
-def test_all_inputs_are_the_dense_model(case: Case) -> None:
+def test_all_inputs_are_the_dense_model(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit; a kernel rounds otherwise, and runs where it can."""
     ids = tokens(2, 8, seed=5)
     moe = AutoModelForCausalLM.from_pretrained(case.folder, tomoe_active=1.0)
-    with choosing_all(moe):
+    meant = one_by_one(case.dense, ids)
+    ways = modeling_tomoe.WAYS["choosing product"]
+    with choosing_all(moe), monkeypatch.context() as patch:
+        patch.setitem(modeling_tomoe.WAYS, "choosing product", {"masked": ways["masked"]})
         assert torch.equal(moe(ids).logits, case.dense(ids).logits)
-        assert torch.equal(one_by_one(moe, ids), one_by_one(case.dense, ids))
+        assert torch.equal(one_by_one(moe, ids), meant)
+    assert_same(one_by_one(moe, ids), meant)
+    ready = {choice.kept["ready"][0] for choice in choices_of(moe) if "ready" in choice.kept}
+    assert ready == ({"native"} if kernel() is not None else set())
 
 
 @pytest.mark.parametrize("case", ["llama3"], indirect=True)

@@ -652,8 +652,12 @@ class Choice:
 
     def applies(self, x: Tensor) -> bool:
         """Whether the tokens of x choose: a prompt uses everything, which costs it nothing and keeps its cache exact."""
-        short = self.always or x.numel() <= FEW_TOKENS * x.shape[-1]
-        return short and (self.instead is not None or self.count < x.shape[-1])
+        return (self.always or few(x)) and (self.instead is not None or self.count < x.shape[-1])
+
+
+def few(x: Tensor) -> bool:
+    """Whether a pass is so short that its tokens choose."""
+    return x.numel() <= FEW_TOKENS * x.shape[-1]
 
 
 @torch.no_grad()
@@ -679,11 +683,14 @@ class Choosing:
             y: Tensor | None = ready(self, x)
             if y is not None:
                 return y
-        if not self.choice.applies(x):
-            return self.whole(x)
-        name = choose("choosing product", self, x)
-        if name == "masked" and x.device.type == "cpu" and not torch.compiler.is_compiling():
-            note_obstacle("choosing product", self, x)
+        chooses = self.choice.applies(x)
+        # A kernel is faster with all inputs, too.
+        name = choose("choosing product", self, x) if chooses or few(x) else "masked"
+        if name == "masked":
+            if not chooses:
+                return self.whole(x)
+            if x.device.type == "cpu" and not torch.compiler.is_compiling():
+                note_obstacle("choosing product", self, x)
         return WAYS["choosing product"][name].run(self, x)
 
     def train(self, mode: bool = True) -> Any:

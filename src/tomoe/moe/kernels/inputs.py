@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
 from tomoe.moe.kernels.native import DTYPES, obstacle_of, trial
-from tomoe.moe.modeling_tomoe import FEW_TOKENS, Choice, Choosing, chosen_inputs, learns, matrix_of, stamp_of
+from tomoe.moe.modeling_tomoe import Choice, Choosing, chosen_inputs, few, learns, matrix_of, stamp_of
 
 SOURCE = Path(__file__).with_name("inputs.cpp")
 PREPARING = threading.Lock()  # held while matrices are laid elsewhere
@@ -29,13 +29,13 @@ PREPARING = threading.Lock()  # held while matrices are laid elsewhere
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., n].
 def suits(projection: Choosing, x: Tensor) -> bool:
     """Whether the kernel can run this, and not more tokens than it is for."""
-    return x.numel() <= FEW_TOKENS * x.shape[-1] and _fits(projection.choice, x) and available()
+    return few(x) and _fits(projection.choice, x) and available()
 
 
 def obstacle(projection: Choosing, x: Tensor) -> str | None:
     """What a user could change, so that the kernel ran this; None if there is nothing."""
     projections = projection.choice.projections
-    if x.numel() > FEW_TOKENS * x.shape[-1] or learns(x, (p.weight for p in projections)):
+    if not few(x) or learns(x, (p.weight for p in projections)):
         return None
     return obstacle_of(SOURCE, kernel() is not None, x, projections[0].weight)
 
@@ -86,7 +86,7 @@ class Ready:
     def __call__(self, projection: Choosing, x: Tensor) -> Tensor | None:
         """y [.., n] of x [.., D]; None if this is for another way, or the choice has changed."""
         count = self.choice.count
-        if x.numel() > FEW_TOKENS * self.width or (count >= self.width and self.choice.instead is None):
+        if not few(x):
             return None
         if x.dtype != self.dtype or not x.is_cpu or x.shape[-1] != self.width or not x.numel():
             return None
@@ -114,8 +114,8 @@ def _fits(choice: Choice, x: Tensor) -> bool:
     """Whether this is on a CPU, in one dtype that the kernel knows, without gradients."""
     if x.device.type != "cpu" or x.dtype not in DTYPES or not x.numel():
         return False
-    # a weight that is computed anew at each use cannot be laid elsewhere
-    if any("weight" not in projection._parameters for projection in choice.projections):
+    # a weight that is computed anew at each use, or read from a disk, cannot be laid elsewhere
+    if any("weight" not in p._parameters or hasattr(p, "_hf_hook") for p in choice.projections):
         return False
     weights = [projection.weight for projection in choice.projections]
     if any(weight.device.type != "cpu" or weight.dtype != x.dtype for weight in weights):
