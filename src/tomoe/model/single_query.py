@@ -32,12 +32,12 @@ def attend(
     scaling: float,
 ) -> Float[Tensor, "B 1 H V"]:
     """Attention of one query per row. mask: which keys it sees, or what is added to their scores; None: it sees all."""
-    grouped = query.view(key.shape[0], key.shape[1], -1, query.shape[3])
+    grouped = query.reshape(key.shape[0], key.shape[1], -1, query.shape[3])
     scores = (grouped @ key.transpose(2, 3)).float() * scaling
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1).to(value.dtype)
-    return (weights @ value).view(query.shape[0], 1, query.shape[1], -1)
+    return (weights @ value).reshape(query.shape[0], 1, query.shape[1], -1)
 
 
 # A signature of transformers'; what torch.compile traces has no shapes in it.
