@@ -1,4 +1,4 @@
-"""The kernels for the largest inputs of a projection, and for the output matrix: against their definitions."""
+"""The kernels for the largest inputs of a projection, and for linear layers: against their definitions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
+from conftest import pico_moe
+from conftest import tokens as drawn
 from tomoe.moe import modeling_tomoe
-from tomoe.moe.kernels import inputs, logits
-from tomoe.moe.modeling_tomoe import Choice, choose, choosing_class
+from tomoe.moe.kernels import inputs, linear
+from tomoe.moe.modeling_tomoe import WAYS, Choice, Way, choose, choosing_class
 
 pytestmark = [
     pytest.mark.usefixtures("no_grad"),
@@ -253,7 +256,7 @@ def test_threads_that_start_together_prepare_a_choice_once(monkeypatch: pytest.M
     ("rows", "size"), [(1, 32), (37, 70), (1100, 64), (2049, 33)]
 )  # odd ones, several pieces of rows
 def test_the_output_matrix_is_its_definition(tokens: int, rows: int, size: int) -> None:
-    multiply = logits.multiplier()
+    multiply = linear.multiplier()
     x, weight = draw(1, tokens, size, seed=0).bfloat16(), draw(rows, size, seed=1).bfloat16()
     meant = x.double() @ weight.double().t()
     # half a step of bfloat16 by the rounding, and what sums in float32 lose
@@ -261,7 +264,7 @@ def test_the_output_matrix_is_its_definition(tokens: int, rows: int, size: int) 
 
 
 def test_neither_threads_nor_other_tokens_change_a_byte(set_threads: Callable[[int], None]) -> None:
-    multiply = logits.multiplier()
+    multiply = linear.multiplier()
     x, weight = draw(3, 96, seed=0).bfloat16(), draw(5000, 96, seed=1).bfloat16()
     set_threads(1)
     alone = torch.cat([multiply(x[t : t + 1], weight) for t in range(3)])
@@ -270,28 +273,59 @@ def test_neither_threads_nor_other_tokens_change_a_byte(set_threads: Callable[[i
         assert torch.equal(multiply(x, weight), alone)
 
 
-def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For few tokens of bfloat16, of a plain output matrix that nothing learns, on processors where it was faster."""
-    monkeypatch.setattr(logits, "PROCESSOR", {})
+@pytest.mark.parametrize("step", ["logits", "linear"])
+def test_where_it_is_taken(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For few tokens of bfloat16, of a plain linear layer that nothing learns, on processors where it was faster."""
+    monkeypatch.setattr(linear, "PROCESSOR", {})
     head, x = nn.Linear(32, 48, bias=False).bfloat16().requires_grad_(False), draw(1, 1, 32, seed=0).bfloat16()
 
     class Another(nn.Linear):
         pass
 
+    class Packed(Tensor):
+        pass
+
     other = Another(32, 48, bias=False).bfloat16().requires_grad_(False)
-    biased = nn.Linear(32, 48).bfloat16().requires_grad_(False)
+    packed = nn.Linear(32, 48, bias=False).bfloat16().requires_grad_(False)
+    packed.weight = nn.Parameter(packed.weight.data.as_subclass(Packed), requires_grad=False)
     learns = nn.Linear(32, 48, bias=False).bfloat16()
-    whole, part = (SimpleNamespace(chooses_inputs=True, tomoe_active=active) for active in (1, 0.6))
-    assert (
-        choose("logits", head, SimpleNamespace(chooses_inputs=False), x)
-        == choose("logits", head, part, x)
-        == choose("logits", learns, part, x)
-        == "native"
-    )
-    for refused in ((head, whole, x), (other, part, x), (biased, part, x), (head, part, x.expand(1, 5, 32))):
-        assert choose("logits", *refused) == "pytorch"
-    assert choose("logits", head.float(), part, x.float()) == "pytorch"
+    assert choose(step, head, x) == choose(step, learns, x) == "native"
+    for refused in ((other, x), (packed, x), (head, x.expand(1, 5, 32))):
+        assert choose(step, *refused) == "pytorch"
+    assert choose(step, head.float(), x.float()) == "pytorch"
     with torch.enable_grad():
-        assert choose("logits", learns, part, x) == "pytorch"
-    monkeypatch.setattr(logits, "PROCESSOR", {"amx_bf16": True})
-    assert choose("logits", head.bfloat16(), part, x) == "pytorch"
+        assert choose(step, learns, x) == "pytorch"
+    monkeypatch.setattr(linear, "PROCESSOR", {"amx_bf16": True})
+    assert choose(step, head.bfloat16(), x) == "pytorch"
+
+
+def test_a_bias_is_added() -> None:
+    layer, x = nn.Linear(32, 48).bfloat16().requires_grad_(False), draw(1, 2, 32, seed=0).bfloat16()
+    meant = F.linear(x.float(), layer.weight.float(), layer.bias.float())
+    assert (linear.product(layer, x) - meant).abs().max() <= 1e-2 * meant.abs().max()
+
+
+@pytest.mark.parametrize("attention", ["off", "per_token"])
+def test_attention_beside_experts_decodes_by_it(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And computes what PyTorch computes, to the roundings of bfloat16."""
+    monkeypatch.setattr(linear, "PROCESSOR", {})
+    moe, _ = pico_moe("qwen2", attention)
+    precise = moe(ids := drawn(1, 3)).logits
+    moe.to(torch.bfloat16)
+    run, ran = linear.product, set()
+
+    def noted(module: nn.Linear, x: Tensor) -> Tensor:
+        ran.add(module)
+        return run(module, x)
+
+    native = Way(noted, linear.suits)
+    for step in ("logits", "linear"):
+        monkeypatch.setitem(WAYS, step, WAYS[step] | {"native": native})
+    found = moe(ids).logits
+    assert {name.rpartition(".")[2] for name, module in moe.named_modules() if module in ran} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "lm_head",
+    }  # fmt: skip
+    for step in ("logits", "linear"):
+        monkeypatch.setitem(WAYS, step, {"pytorch": WAYS[step]["pytorch"]})
+    rounding = (moe(ids).logits - precise).norm()
+    assert (found - precise).norm() <= 2 * rounding

@@ -983,7 +983,11 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel):
         super().__init__(config, *inputs, **kwargs)
         head = self.get_output_embeddings()
         # by the family's own module, or by a faster one's
-        head.forward = functools.partial(compute, "logits", head, config)
+        head.forward = functools.partial(compute, "logits", head)
+        for name, module in self.named_modules():
+            # what routers choose stays as it is
+            if type(module) is nn.Linear and module is not head and "router" not in name:
+                cast(Any, module).forward = functools.partial(compute, "linear", module)
         if self.base_model is not self:
             self.base_model.forward = functools.partial(_decode, self.base_model)
 
@@ -994,7 +998,7 @@ def _decode(decoder: Any, *args: Any, output_router_logits: bool = False, **kwar
     return _routed(forward, decoder, args, kwargs) if output_router_logits else forward(decoder, *args, **kwargs)
 
 
-def run_output(head: Any, config: ToMoEConfig, x: Tensor) -> Tensor:
+def run_output(head: Any, x: Tensor) -> Tensor:
     """The family's own output matrix."""
     # Given a slice of the hidden states, as generation does, PyTorch on a CPU copies the whole matrix.
     return cast(Tensor, type(head).forward(head, x.clone(memory_format=torch.contiguous_format)))
@@ -1144,7 +1148,8 @@ class Way:
 # experts: of (mlp, x [T, D], expert_ids [T, k]), y [T, D] without the bias of `down`; its names are what a config may ask for
 # router logits: of (router, x [T, D]), logits [T, N]
 # largest logits: of (logits [T, N], k), the k largest of each row, in any order [T, k]
-# logits: of (output module, config, x [.., D]), [.., V]
+# logits: of (output module, x [.., D]), [.., V]
+# linear: of (any other linear layer as it is in the dense model, x [.., D]), [.., n]
 # choosing product: of (projection, x [.., D]) whose tokens choose their inputs, y [.., n]
 WAYS: dict[str, dict[str, Way]] = {
     "experts": {"runs": Way(run_runs, runs_suit), "masked": Way(run_masked)},
@@ -1153,6 +1158,7 @@ WAYS: dict[str, dict[str, Way]] = {
     },
     "largest logits": {"pytorch": Way(lambda logits, k: logits.topk(k, dim=-1, sorted=False).indices)},
     "logits": {"pytorch": Way(run_output)},
+    "linear": {"pytorch": Way(nn.Linear.forward)},
     "choosing product": {"masked": Way(lambda projection, x: projection.masked(x))},
 }
 

@@ -1,6 +1,6 @@
 """Faster ways to run the experts, entered into the modeling file on import."""
 
-from tomoe.moe.kernels import gpu, inputs, logits, native, router
+from tomoe.moe.kernels import gpu, inputs, linear, native, router
 from tomoe.moe.modeling_tomoe import Way, enter
 
 enter(
@@ -15,5 +15,6 @@ enter(
     precise=Way(router.precise_logits, router.precise_suits),
 )
 enter("largest logits", native=Way(router.largest, router.finds_largest))
-enter("logits", native=Way(logits.native_logits, logits.suits))
+enter("logits", native=Way(linear.product, linear.suits))
+enter("linear", native=Way(linear.product, linear.suits))
 enter("choosing product", native=Way(inputs.product, inputs.suits, inputs.obstacle))

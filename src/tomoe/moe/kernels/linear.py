@@ -1,4 +1,4 @@
-"""The output matrix times a few tokens: a fifth to a third of the weights that a small model reads for a token."""
+"""Linear layers times a few tokens: the output matrix, and beside experts the projections of attention."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from tomoe.moe.modeling_tomoe import FEW_TOKENS, learns
 
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., V].
-def suits(head: Any, config: Any, x: Tensor) -> bool:
-    """Whether the kernel can compute the logits, and was faster than PyTorch on such a processor."""
-    # with all inputs a model is the dense one, bit by bit
-    whole = config.chooses_inputs and config.tomoe_active == 1
-    if whole or torch.compiler.is_compiling() or PROCESSOR.get("amx_bf16"):
+def suits(module: Any, x: Tensor) -> bool:
+    """Whether the kernel can compute a linear layer, and was faster than PyTorch on such a processor."""
+    if torch.compiler.is_compiling() or PROCESSOR.get("amx_bf16") or not 0 < x.numel() <= FEW_TOKENS * x.shape[-1]:
         return False
-    # nothing but a linear layer: not one that something was added to
-    if type(head) is not nn.Linear or head.bias is not None or not 0 < x.numel() <= FEW_TOKENS * x.shape[-1]:
+    # nothing but a linear layer: not one that something was added to, or whose weight only looks like a tensor
+    if type(module) is not nn.Linear or type(module.weight.data) is not Tensor:
         return False
-    weight = head.weight
+    weight = module.weight
     if not (x.is_cpu and weight.is_cpu and x.dtype == weight.dtype == torch.bfloat16 and weight.is_contiguous()):
         return False
     return not learns(x, [weight]) and multiplier() is not None
 
 
-def native_logits(head: nn.Linear, config: Any, x: Tensor) -> Tensor:
-    """The logits by the kernel, with sums in float32."""
+def product(module: nn.Linear, x: Tensor) -> Tensor:
+    """The layer by the kernel, with sums in float32."""
     multiply = multiplier()
     assert multiply is not None, "the native kernel is missing"
-    return multiply(x, head.weight)
+    y = multiply(x, module.weight)
+    return y if module.bias is None else y + module.bias
 
 
 Multiplier = Callable[[Tensor, Tensor], Tensor]
