@@ -140,6 +140,7 @@ def test_a_benchmark_finds_what_it_imports(path: Path, monkeypatch: pytest.Monke
 
 
 def _elsewhere(module: str | None) -> bool:
-    """Whether it belongs to what the tests do without: vLLM has an environment of its own (./run.sh engines)."""
+    """Whether it belongs to what the tests do without: vLLM has an environment of its own (./run.sh engines), and a llama.cpp
+    for this processor is compiled for minutes."""
     package = str(module).partition(".")[0]
-    return package == "vllm" and importlib.util.find_spec(package) is None
+    return package in ("vllm", "llama_cpp") and importlib.util.find_spec(package) is None
