@@ -49,16 +49,14 @@ def attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' `sdpa` attention, [B, H, S, C] -> [B, S, H, V]; `attend` where that is faster."""
     one = query.shape[2] == 1 and query.dtype == key.dtype == DTYPE and query.device.type == "cpu"
     same_for_heads = attention_mask is None or attention_mask.shape[1:] == (1, 1, key.shape[2])
-    if one and same_for_heads and not dropout and position_bias is None and kwargs.get("softcap") is None:
+    plain = not dropout and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
+    if one and same_for_heads and plain:
         return attend(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling), None
-    if position_bias is not None:
-        kwargs["position_bias"] = position_bias
     result: tuple[Tensor, Tensor | None] = ALL_ATTENTION_FUNCTIONS[_STOCK](
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
@@ -67,11 +65,8 @@ def attention(
 
 def use_(model: PreTrainedModel) -> None:
     """Let a model on a CPU that attends by `sdpa` attend by `attention`, unless its family's code asks which it is."""
-    if (
-        model.device.type != "cpu"
-        or model.config._attn_implementation != _STOCK
-        or not model._can_set_attn_implementation()
-    ):
+    by_stock = model.config._attn_implementation == _STOCK and model._can_set_attn_implementation()
+    if model.device.type != "cpu" or not by_stock:
         return
     families = {base.__module__ for base in type(model).__mro__ if base.__module__.startswith("transformers.models.")}
     if any(f'"{_STOCK}"' in inspect.getsource(sys.modules[family]) for family in families):
