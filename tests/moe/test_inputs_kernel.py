@@ -19,7 +19,7 @@ from conftest import pico_moe
 from conftest import tokens as drawn
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.kernels import inputs, linear
-from tomoe.moe.modeling_tomoe import WAYS, Choice, Way, choose, choosing_class
+from tomoe.moe.modeling_tomoe import Choice, choose, choosing_class
 
 pytestmark = [
     pytest.mark.usefixtures("no_grad"),
@@ -273,8 +273,7 @@ def test_neither_threads_nor_other_tokens_change_a_byte(set_threads: Callable[[i
         assert torch.equal(multiply(x, weight), alone)
 
 
-@pytest.mark.parametrize("step", ["logits", "linear"])
-def test_where_it_is_taken(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """For few tokens of bfloat16, of a plain linear layer that nothing learns, on processors where it was faster."""
     monkeypatch.setattr(linear, "PROCESSOR", {})
     head, x = nn.Linear(32, 48, bias=False).bfloat16().requires_grad_(False), draw(1, 1, 32, seed=0).bfloat16()
@@ -289,14 +288,14 @@ def test_where_it_is_taken(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = nn.Linear(32, 48, bias=False).bfloat16().requires_grad_(False)
     packed.weight = nn.Parameter(packed.weight.data.as_subclass(Packed), requires_grad=False)
     learns = nn.Linear(32, 48, bias=False).bfloat16()
-    assert choose(step, head, x) == choose(step, learns, x) == "native"
+    assert choose("logits", head, x) == choose("logits", learns, x) == "native"
     for refused in ((other, x), (packed, x), (head, x.expand(1, 5, 32))):
-        assert choose(step, *refused) == "pytorch"
-    assert choose(step, head.float(), x.float()) == "pytorch"
+        assert choose("logits", *refused) == "pytorch"
+    assert choose("logits", head.float(), x.float()) == "pytorch"
     with torch.enable_grad():
-        assert choose(step, learns, x) == "pytorch"
+        assert choose("logits", learns, x) == "pytorch"
     monkeypatch.setattr(linear, "PROCESSOR", {"amx_bf16": True})
-    assert choose(step, head.bfloat16(), x) == "pytorch"
+    assert choose("logits", head.bfloat16(), x) == "pytorch"
 
 
 def test_a_bias_is_added() -> None:
@@ -312,20 +311,19 @@ def test_attention_beside_experts_decodes_by_it(attention: str, monkeypatch: pyt
     moe, _ = pico_moe("qwen2", attention)
     precise = moe(ids := drawn(1, 3)).logits
     moe.to(torch.bfloat16)
+    linear.use_(moe)
     run, ran = linear.product, set()
 
     def noted(module: nn.Linear, x: Tensor) -> Tensor:
         ran.add(module)
         return run(module, x)
 
-    native = Way(noted, linear.suits)
-    for step in ("logits", "linear"):
-        monkeypatch.setitem(WAYS, step, WAYS[step] | {"native": native})
-    found = moe(ids).logits
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "product", noted)
+        found = moe(ids).logits
     assert {name.rpartition(".")[2] for name, module in moe.named_modules() if module in ran} == {
-        "q_proj", "k_proj", "v_proj", "o_proj", "lm_head",
+        "q_proj", "k_proj", "v_proj", "o_proj",
     }  # fmt: skip
-    for step in ("logits", "linear"):
-        monkeypatch.setitem(WAYS, step, {"pytorch": WAYS[step]["pytorch"]})
+    monkeypatch.setattr(linear, "suits", lambda *_: False)
     rounding = (moe(ids).logits - precise).norm()
     assert (found - precise).norm() <= 2 * rounding

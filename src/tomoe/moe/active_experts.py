@@ -17,6 +17,7 @@ from tomoe.errors import UserError
 from tomoe.model.loading import load_config, load_model, load_tokenizer
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
+from tomoe.moe.kernels import linear
 from tomoe.moe.modeling_tomoe import ToMoEConfig
 
 
@@ -138,6 +139,7 @@ def load(
     """
     setting = None if active is None else dial_of(str(name)).nearest(active)
     model = load_model(str(name), dtype, device)
+    linear.use_(model)
     if setting is not None:
         use_(model, setting)
     return model, load_tokenizer(str(name))

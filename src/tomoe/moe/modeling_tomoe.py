@@ -984,10 +984,6 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel):
         head = self.get_output_embeddings()
         # by the family's own module, or by a faster one's
         head.forward = functools.partial(compute, "logits", head)
-        for name, module in self.named_modules():
-            # what routers choose stays as it is
-            if type(module) is nn.Linear and module is not head and "router" not in name:
-                cast(Any, module).forward = functools.partial(compute, "linear", module)
         if self.base_model is not self:
             self.base_model.forward = functools.partial(_decode, self.base_model)
 
@@ -1149,7 +1145,6 @@ class Way:
 # router logits: of (router, x [T, D]), logits [T, N]
 # largest logits: of (logits [T, N], k), the k largest of each row, in any order [T, k]
 # logits: of (output module, x [.., D]), [.., V]
-# linear: of (any other linear layer as it is in the dense model, x [.., D]), [.., n]
 # choosing product: of (projection, x [.., D]) whose tokens choose their inputs, y [.., n]
 WAYS: dict[str, dict[str, Way]] = {
     "experts": {"runs": Way(run_runs, runs_suit), "masked": Way(run_masked)},
@@ -1158,7 +1153,6 @@ WAYS: dict[str, dict[str, Way]] = {
     },
     "largest logits": {"pytorch": Way(lambda logits, k: logits.topk(k, dim=-1, sorted=False).indices)},
     "logits": {"pytorch": Way(run_output)},
-    "linear": {"pytorch": Way(nn.Linear.forward)},
     "choosing product": {"masked": Way(lambda projection, x: projection.masked(x))},
 }
 

@@ -33,6 +33,7 @@ from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.shape import ceil_div
 from tomoe.model.structure import CACHE
 from tomoe.moe.active_experts import dial_of, use_
+from tomoe.moe.kernels import linear
 from tomoe.moe.modeling_tomoe import Choice, choices_of, matrix_of, which_inputs
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, no_stage_progress, stage_callback
 from tomoe.version import __version__
@@ -306,6 +307,7 @@ def benchmark(
     memory: dict[str, Memory] = {}
     for name in (dense, moe):
         model = models[name] = in_own_memory(load_model(name, dtype, device))
+        linear.use_(model)
         if setting is not None and name == moe:
             use_(model, setting)
         per_token = cache_bytes_per_token(model, ids[None, :16].to(model.device))

@@ -16,5 +16,4 @@ enter(
 )
 enter("largest logits", native=Way(router.largest, router.finds_largest))
 enter("logits", native=Way(linear.product, linear.suits))
-enter("linear", native=Way(linear.product, linear.suits))
 enter("choosing product", native=Way(inputs.product, inputs.suits, inputs.obstacle))

@@ -21,12 +21,28 @@ def suits(module: Any, x: Tensor) -> bool:
     if torch.compiler.is_compiling() or PROCESSOR.get("amx_bf16") or not 0 < x.numel() <= FEW_TOKENS * x.shape[-1]:
         return False
     # nothing but a linear layer: not one that something was added to, or whose weight only looks like a tensor
-    if type(module) is not nn.Linear or type(module.weight.data) is not Tensor:
+    if type(module) not in (nn.Linear, Linear) or type(module.weight.data) is not Tensor:
         return False
     weight = module.weight
     if not (x.is_cpu and weight.is_cpu and x.dtype == weight.dtype == torch.bfloat16 and weight.is_contiguous()):
         return False
     return not learns(x, [weight]) and multiplier() is not None
+
+
+class Linear(nn.Linear):
+    """A linear layer that a few tokens meet in the kernel. A class, so that one graph of torch.compile serves all layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(self, x) if suits(self, x) else super().forward(x)
+
+
+def use_(model: nn.Module) -> None:
+    """Let attention's projections of a loaded model of experts be such layers; what routers choose stays as it is. Not when
+    it is made: quantizers look for PyTorch's own class."""
+    mlps: list[nn.Module] = getattr(model, "mlps", list)()
+    for name, module in model.named_modules() if mlps else ():
+        if type(module) is nn.Linear and name.endswith("_proj") and "router" not in name:
+            module.__class__ = Linear
 
 
 def product(module: nn.Linear, x: Tensor) -> Tensor:
