@@ -238,7 +238,7 @@ def points(results: dict[str, Any], headline: dict[str, Any]) -> Iterator[tuple[
     for name, row in results["rows"].items():
         ms = statistics.median(next(cell for key, cell in row.items() if key.startswith("after"))["ms"])
         if name in results["solved"]:
-            yield f"llama.cpp, {name}", "llama.cpp", ms, results["solved"][name][0]
+            yield name, "llama.cpp", ms, results["solved"][name][0]
         elif name.startswith("dense"):
             yield name.removeprefix("dense, "), "dense", ms, dense["humaneval"]["solved"]
         elif name.startswith("inputs") and name.endswith(SAME_KERNEL) and whole:
@@ -257,8 +257,9 @@ def figure(results: dict[str, Any], headline: dict[str, Any]) -> CaptionedFigure
         own = [(ms, hits) for _, its, ms, hits in shown if its == kind]
         axis.plot(*zip(*own, strict=True), linestyle="none", marker=marker, color=color, markersize=6)
     for name, kind, ms, hits in shown:
-        # shares of a form, and files of llama.cpp, stand close together
-        place, side = ((0, 7), "center") if kind == "dense" else ((-6, -3), "right")
+        # files of llama.cpp stand close together
+        above = kind == "dense" or name.startswith("Q4")
+        place, side = ((7, -3), "left") if kind == "tomoe" else ((0, 7 if above else -13), "center")
         axis.annotate(name, (ms, hits), place, textcoords="offset points", ha=side, fontsize=7)
     axis.set_xlim(0, 1.1 * max(ms for _, _, ms, _ in shown))
     axis.set_ylim(0, 1.2 * max(hits for *_, hits in shown))
