@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
 from tomoe.moe.kernels.native import PROCESSOR, SOURCE, kernel, trial
-from tomoe.moe.modeling_tomoe import FEW_TOKENS, learns
+from tomoe.moe.modeling_tomoe import FEW_TOKENS, few, learns
 
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., V].
 def suits(module: Any, x: Tensor) -> bool:
     """Whether the kernel can compute a linear layer, and was faster than PyTorch on such a processor."""
-    if torch.compiler.is_compiling() or PROCESSOR.get("amx_bf16") or not 0 < x.numel() <= FEW_TOKENS * x.shape[-1]:
+    if torch.compiler.is_compiling() or PROCESSOR.get("amx_bf16") or not (x.numel() and few(x)):
         return False
     # nothing but a linear layer: not one that something was added to, or whose weight only looks like a tensor
     if type(module) not in (nn.Linear, Linear) or type(module.weight.data) is not Tensor:
