@@ -40,21 +40,22 @@ try:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     import tomoe
-    from tomoe.conversion.steps import new_network, open_dense
-    from tomoe.conversion.verbs import train
     from tomoe.data.corpus import Sequences
     from tomoe.errors import UserError
     from tomoe.evaluation.speed.throughput import benchmark
     from tomoe.evaluation.tasks import TaskSet, TaskSpec
     from tomoe.finetuning.finetune import finetune
     from tomoe.memory.estimate import least_memory, sizes_of
+    from tomoe.methods.registry import settled
+    from tomoe.methods.tomoe.method import new_network
+    from tomoe.methods.tomoe.objective import MaskStep
     from tomoe.model.base_weights import BaseWeights
     from tomoe.model.loading import free_on_device, load_config, load_dense, load_tokenizer, pick_device
     from tomoe.moe.modeling_tomoe import CACHE, WAYS, Router, ToMoEMLP, choose_backend, compute
-    from tomoe.pruning.fine_carving import RidgeRegression
-    from tomoe.pruning.layouts import settle_layout
-    from tomoe.pruning.learned.objective import MaskStep
-    from tomoe.pruning.repair.equations import NormalEquations, refit
+    from tomoe.pipeline.stages import train
+    from tomoe.pipeline.steps import open_dense
+    from tomoe.plans.partition.routers import RidgeRegression
+    from tomoe.plans.repair.equations import NormalEquations, refit
     from tomoe.recipe.conversion import Recipe
     from tomoe.recipe.finetuning import FinetuneRecipe
 except ModuleNotFoundError as missing:
@@ -393,7 +394,7 @@ def converts(proof: Proof) -> Iterator[Row]:
     """A conversion, its peak beside the least that it should need, and whether a second one is the same bit by bit."""
     recipe = recipe_of(proof)
     sizes = sizes_of(load_config(str(proof.args.model)), recipe)
-    least = max(stage.total for stage in least_memory(sizes, recipe, settle_layout(recipe, sizes.shape)))
+    least = max(stage.total for stage in least_memory(sizes, *settled(recipe)))
     written = []
     for name in ("moe", "again"):
         seconds, peaks = proof.convert(recipe, proof.out / name)
@@ -510,7 +511,7 @@ def trains_paper(proof: Proof) -> Iterator[Row]:
     seconds = statistics.median(row["seconds"] for row in rows[1:])
     yield {"seconds a step": seconds, "tokens/s": rows[-1]["tokens"] / seconds, "peak GB": proof.peak_gb()}
     base = BaseWeights.of(recipe)
-    dense, _ = open_dense(recipe, base)
+    dense, _ = open_dense(*settled(recipe), base)
     net = new_network(recipe, dense)
     step = MaskStep(dense, net, recipe)
     ids = torch.randint(250, (1, recipe.data.seq_len))

@@ -64,19 +64,19 @@ from transformers.utils import logging
 
 from tomoe.budget import active_params, decoder_params
 from tomoe.memory import estimate
+from tomoe.methods.tomoe.extract import extract_plan
+from tomoe.methods.tomoe.fine_grained import FineNetwork
+from tomoe.methods.tomoe.network import MaskNetwork
+from tomoe.methods.tomoe.networks import mask_network
+from tomoe.methods.tomoe.objective import MaskStep
+from tomoe.methods.tomoe.projection import Projection
 from tomoe.model.structure import check_without_weights, shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.plan import ALWAYS, Plan
+from tomoe.plans import ALWAYS, Plan
+from tomoe.plans.partition.layouts import FineLayout, OverlappingLayout
 from tomoe.progress import no_stage_progress
-from tomoe.pruning.extract import extract_plan
-from tomoe.pruning.fine_grained import FineNetwork
-from tomoe.pruning.forms import mask_network
-from tomoe.pruning.layouts import FineLayout, OverlappingLayout
-from tomoe.pruning.learned.objective import MaskStep
-from tomoe.pruning.learned.projection import Projection
-from tomoe.pruning.network import MaskNetwork
 from tomoe.recipe.conversion import AttentionSection, Recipe, SamplingSection
 
 if TYPE_CHECKING:  # the first imports this file

@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from conftest import make_network, make_pico, tokens
 from pico_files import CommandLine, pico_recipe, small, write_pico, write_text
 from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params, mlp_params
-from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
 from tomoe.exporting.choice import TARGETS
+from tomoe.methods.tomoe.carving import carve_
+from tomoe.methods.tomoe.extract import extract_plan
+from tomoe.methods.tomoe.losses import budget_penalty, layer_fractions, layer_widths, log_ratio
+from tomoe.methods.tomoe.sampling import sampled_masks
 from tomoe.model.structure import shape_of
-from tomoe.plan import Plan
-from tomoe.pruning.carving import carve_
-from tomoe.pruning.extract import extract_plan
-from tomoe.pruning.layouts import settle_layout
-from tomoe.pruning.learned.losses import budget_penalty, layer_fractions, layer_widths, log_ratio
-from tomoe.pruning.learned.sampling import sampled_masks
+from tomoe.pipeline.convert import convert
+from tomoe.plans import Plan
+from tomoe.plans.partition.layouts import settle_layout
 from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,6 @@ from tomoe.moe.registration import register_when_imported
 from tomoe.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tomoe.conversion.convert import convert as convert
     from tomoe.evaluation.evaluate import evaluate as evaluate
     from tomoe.exporting.export import export as export
     from tomoe.finetuning.finetune import finetune as finetune
@@ -22,15 +21,16 @@ if TYPE_CHECKING:
     from tomoe.moe.active_experts import load as load
     from tomoe.moe.modeling_tomoe import ToMoEConfig as ToMoEConfig
     from tomoe.moe.modeling_tomoe import ToMoEForCausalLM as ToMoEForCausalLM
-    from tomoe.plan import Plan as Plan
+    from tomoe.pipeline.convert import convert as convert
+    from tomoe.plans import Plan as Plan
     from tomoe.recipe.conversion import Recipe as Recipe
 
 _MODULES = {
-    "Plan": "tomoe.plan",
+    "Plan": "tomoe.plans",
     "Recipe": "tomoe.recipe.conversion",
     "ToMoEConfig": "tomoe.moe.modeling_tomoe",
     "ToMoEForCausalLM": "tomoe.moe.modeling_tomoe",
-    "convert": "tomoe.conversion.convert",
+    "convert": "tomoe.pipeline.convert",
     "evaluate": "tomoe.evaluation.evaluate",
     "export": "tomoe.exporting.export",
     "finetune": "tomoe.finetuning.finetune",

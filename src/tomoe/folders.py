@@ -50,6 +50,7 @@ RUN = (
     "best.safetensors",
     "cost.json",
     "no-model.txt",
+    "plan",
     "masks",
     "weights",
     "repair",

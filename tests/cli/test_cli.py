@@ -20,11 +20,11 @@ from pico_files import FINE, CommandLine, contents, fine, pico_recipe, small
 from tomoe.cli import VERBS, evaluate, export
 from tomoe.cli.convert import next_commands
 from tomoe.cli.options import with_fractions
-from tomoe.conversion.convert import convert
 from tomoe.evaluation.tasks import BATCH
 from tomoe.exporting import choice, target
 from tomoe.exporting.export import PROOF_TOKENS
-from tomoe.plan import Plan
+from tomoe.pipeline.convert import convert
+from tomoe.plans import Plan
 from tomoe.recipe.conversion import DataSection, Recipe
 
 pytestmark = pytest.mark.usefixtures("as_shipped")

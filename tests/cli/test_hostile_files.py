@@ -30,7 +30,7 @@ from tomoe.model.loading import load_dense
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEConfig
-from tomoe.plan import Plan
+from tomoe.plans import Plan
 from tomoe.recipe.conversion import TrainSection
 from tomoe.training.loop import make_optimizer
 from tomoe.training.run_folder import RunFolder

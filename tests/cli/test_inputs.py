@@ -11,7 +11,7 @@ import tomoe as package
 from pico_files import INPUTS, CommandLine, fine, refused
 from tomoe.evaluation.results import read_rows
 from tomoe.moe.modeling_tomoe import choices_of
-from tomoe.plan import InputsPlan, read_plan
+from tomoe.plans import InputsPlan, read_plan
 
 pytestmark = pytest.mark.slow
 

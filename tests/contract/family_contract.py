@@ -32,18 +32,18 @@ from conftest import SEED, randomise
 from pico_files import FINE, SMALL
 from pico_tokenizer import make_tokenizer
 from tomoe.budget import decoder_params, mlp_params
-from tomoe.conversion.convert import convert
+from tomoe.methods.inputs import column_norms, plan_inputs
 from tomoe.model.hooks import hooked
 from tomoe.model.projections import groups_of
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEConfig
-from tomoe.plan.inputs import Counts
-from tomoe.plan.manifest import REPAIRED
-from tomoe.pruning.inputs import column_norms, plan_inputs
-from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.repair.plan import repair_plan
+from tomoe.pipeline.convert import convert
+from tomoe.plans.inputs import Counts
+from tomoe.plans.manifest import REPAIRED
+from tomoe.plans.masking import masked, planned_masks
+from tomoe.plans.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe, RepairSection
 
 VOCABULARY = 259

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from tomoe.model.hooks import hooked
 from tomoe.moe.modeling_tomoe import ToMoEMLP
-from tomoe.plan import ALWAYS, Plan
-from tomoe.pruning.masking import masked, planned_masks
+from tomoe.plans import ALWAYS, Plan
+from tomoe.plans.masking import masked, planned_masks
 
 TOLERANCE = 1e-5  # of the largest logit, float32
 CLEAR = 3e-5  # of the largest logit, a router's or the model's

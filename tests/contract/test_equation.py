@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import ATTENTION_MODES, FAMILIES, FORMS, make_pico, make_plan, tokens
 from tomoe.budget import decoder_params, mlp_params
-from tomoe.conversion.steps import new_network
+from tomoe.methods.tomoe.carving import carve_
+from tomoe.methods.tomoe.extract import extract_plan
 from tomoe.model.structure import shape_of
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM, Way
-from tomoe.plan import Plan
-from tomoe.pruning.carving import carve_
-from tomoe.pruning.extract import extract_plan
-from tomoe.pruning.layouts import FineLayout, settle_layout
-from tomoe.pruning.masking import masked, planned_masks
+from tomoe.pipeline.steps import new_network
+from tomoe.plans import Plan
+from tomoe.plans.masking import masked, planned_masks
+from tomoe.plans.partition.layouts import FineLayout, settle_layout
 from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -21,8 +21,8 @@ from tomoe.exporting.stock.table import CARRIERS
 from tomoe.exporting.target import Options
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.plan import Plan
-from tomoe.pruning.repair.plan import repair_plan
+from tomoe.plans import Plan
+from tomoe.plans.repair.plan import repair_plan
 from tomoe.recipe.conversion import RepairSection
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from tomoe.exporting.verify import RouterAgreement, RouterCheck
 from tomoe.model.hooks import hooked
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.plan import Plan
+from tomoe.plans import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
 

@@ -29,7 +29,7 @@ from tomoe.exporting.target import Options
 from tomoe.model.hooks import hooked
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, route
-from tomoe.plan import Plan
+from tomoe.plans import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_grad")]
 

@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conftest import make_pico, tokens
 from tomoe.errors import UserError
+from tomoe.methods.inputs import plan_inputs
 from tomoe.model.structure import shape_of
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import fold
 from tomoe.moe.kernels.inputs import kernel
 from tomoe.moe.modeling_tomoe import FEW_TOKENS, ToMoEForCausalLM, choices_of, choosing_all
-from tomoe.plan import InputsPlan
-from tomoe.pruning.inputs import plan_inputs
+from tomoe.plans import InputsPlan
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 # Projections with and without biases and a gate, grouped heads and as many of them, heads wider than the hidden size; tied

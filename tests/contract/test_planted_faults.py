@@ -11,16 +11,16 @@ from margins import meaning
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import tomoe.pruning.masking as masking
+import tomoe.plans.masking as masking
 from conftest import make_pico, make_plan, tokens
+from tomoe.methods.tomoe import attention_masks, overlapping
+from tomoe.methods.tomoe.gumbel import gumbel_of, uniform_noise
 from tomoe.model.shape import ModelShape
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM
-from tomoe.plan import Plan
-from tomoe.pruning.learned import attention_masks, overlapping
-from tomoe.pruning.learned.gumbel import gumbel_of, uniform_noise
-from tomoe.pruning.routing import Routing, route
+from tomoe.plans import Plan
+from tomoe.plans.routing import Routing, route
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 RED = 1e-3

@@ -23,17 +23,17 @@ from transformers import DynamicCache
 
 import pico_files
 from conftest import tokens
-from tomoe.conversion.convert import convert
 from tomoe.evaluation.evaluate import evaluate
 from tomoe.evaluation.speed.throughput import benchmark
 from tomoe.exporting.export import export
 from tomoe.finetuning.finetune import finetune
 from tomoe.finetuning.repair import repair
+from tomoe.methods.tomoe.overlapping_carving import backward_elimination
 from tomoe.model.generation import generate
 from tomoe.model.loading import load_dense, load_model, load_tokenizer
 from tomoe.model.stored import StoredModel
 from tomoe.moe.modeling_tomoe import CACHE, WAYS
-from tomoe.pruning.learned.overlapping_carving import backward_elimination
+from tomoe.pipeline.convert import convert
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training.loop import Training
 

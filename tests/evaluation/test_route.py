@@ -19,7 +19,7 @@ from tomoe.cli.route import show_layer
 from tomoe.errors import UserError
 from tomoe.evaluation.routing_trace import RoutingTrace, pieces, trace_ids
 from tomoe.moe.fold import fold
-from tomoe.plan import ALWAYS
+from tomoe.plans import ALWAYS
 from tomoe.report import html
 
 EVIL = "</script><img src=x onerror=alert(1)> \"&'{{ 7*7 }}"

@@ -22,10 +22,10 @@ from tomoe.evaluation.speed import throughput, timings
 from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
 from tomoe.evaluation.speed.throughput import STEPS, Pair
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
+from tomoe.methods.inputs import plan_inputs
 from tomoe.model.structure import CACHE, shape_of
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import FEW_TOKENS, WAYS, choices_of
-from tomoe.pruning.inputs import plan_inputs
 
 D, C, LAYERS, KV, VOCAB = 32, 8, 2, 2, 64  # the pico qwen2
 

@@ -23,13 +23,13 @@ from tomoe.evaluation.tasks import TaskSet, TaskSpec, parse_tasks
 from tomoe.evaluation.writing.continuations import continuations
 from tomoe.evaluation.writing.problems import Prompt, answer_of, body, function_ended, runs
 from tomoe.evaluation.writing.run import distinct, loops, write
+from tomoe.methods.inputs import plan_inputs
 from tomoe.model.generation import asked, generate
 from tomoe.model.loading import load_dense, load_tokenizer
 from tomoe.model.structure import shape_of
 from tomoe.model.tokens import continuation_text
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import FEW_TOKENS, choices_of
-from tomoe.pruning.inputs import plan_inputs
 
 TEMPLATE = "{% for m in messages %}<bos>{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 PROMPTS = [[5, 9, 30], [8] * 9, [40, 41], [7, 6, 5, 4, 3, 10, 11]]

@@ -23,7 +23,6 @@ import tomoe.exporting.writing as writing
 from conftest import LLAMA3_ROPE, make_pico, tokens
 from pico_files import SMALL, CommandLine, contents, pico_recipe, proved, write_folded, write_pico, write_text
 from pico_tokenizer import make_tokenizer
-from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import measure
 from tomoe.exporting.agreement import BOUNDS, agree, judge, record, summarize
@@ -31,6 +30,7 @@ from tomoe.exporting.stock.carrier import Carrier, StockLayout
 from tomoe.exporting.stock.mixtral import Mixtral
 from tomoe.files import format_bytes
 from tomoe.moe.modeling_tomoe import ToMoEMLP
+from tomoe.pipeline.convert import convert
 
 pytestmark = pytest.mark.slow
 

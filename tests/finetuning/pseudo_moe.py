@@ -23,9 +23,9 @@ from tomoe.finetuning.students import (
 )
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.plan import LayerPlan, Plan
-from tomoe.pruning.masking import masked, planned_masks
-from tomoe.pruning.routing import balance_penalty
+from tomoe.plans import LayerPlan, Plan
+from tomoe.plans.masking import masked, planned_masks
+from tomoe.plans.routing import balance_penalty
 from tomoe.recipe.finetuning import FinetuneRecipe
 
 

@@ -12,7 +12,6 @@ from torch._dynamo.utils import counters
 
 from conftest import make_pico, make_plan, tokens
 from pico_files import FINE, TUNED, pico_recipe, steps_of
-from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Sequences
 from tomoe.errors import Note, UserError
 from tomoe.finetuning.compiled import choice
@@ -21,6 +20,7 @@ from tomoe.finetuning.students import FinetuneStep, HeldOutLoss, MoEStudent
 from tomoe.model import compiled
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEMLP, expert_probs, route
+from tomoe.pipeline.convert import convert
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training import distillation
 from tomoe.training.loop import Training, make_optimizer

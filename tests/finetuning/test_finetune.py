@@ -32,12 +32,12 @@ from pico_files import (
     write_pico,
 )
 from tomoe.cli import main
-from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus
 from tomoe.data.evaluation_text import held_out_text
 from tomoe.evaluation.compare import training_overlap
 from tomoe.finetuning.students import FinetuneStep, HeldOutLoss
-from tomoe.plan import FINETUNED, Plan
+from tomoe.pipeline.convert import convert
+from tomoe.plans import FINETUNED, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.summary import conversion_summary
 

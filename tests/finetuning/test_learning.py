@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pico_files import FINE, TUNED, leave_head_room, pico_recipe
-from tomoe.conversion.convert import convert
 from tomoe.finetuning.finetune import finetune
-from tomoe.plan import FINETUNED
+from tomoe.pipeline.convert import convert
+from tomoe.plans import FINETUNED
 from tomoe.recipe.finetuning import FinetuneRecipe
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from pico_files import CommandLine, refused, rows_from
 from tomoe.evaluation.results import Row
 from tomoe.finetuning import finetune
-from tomoe.plan import REPAIRED, Plan
+from tomoe.plans import REPAIRED, Plan
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tomoe.finetuning import students
 from tomoe.finetuning.students import FinetuneStep, MoEStudent, check_packages
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import WAYS, ToMoEForCausalLM
-from tomoe.plan import ALWAYS, Plan
+from tomoe.plans import ALWAYS, Plan
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training.loop import Training
 from tomoe.training.run_folder import RunFolder

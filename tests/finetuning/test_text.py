@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from pico_files import pico_recipe
-from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus, Sequences
 from tomoe.evaluation.overlap import shared_tokens
 from tomoe.finetuning.text import finetuning_text, fitted_text, unfitted_first
 from tomoe.model.loading import load_tokenizer
-from tomoe.plan import REPAIRED, Plan
+from tomoe.pipeline.convert import convert
+from tomoe.plans import REPAIRED, Plan
 from tomoe.progress import no_progress
 from tomoe.recipe.finetuning import FinetuneRecipe
 

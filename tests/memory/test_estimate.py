@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tomoe.pruning import fine_carving
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,21 +18,20 @@ from transformers import LlamaConfig
 
 from conftest import make_pico, make_plan, mask_step, tokens
 from pico_files import CommandLine, small, write_pico
-from tomoe.conversion.steps import new_network
 from tomoe.data.corpus import Sequences
 from tomoe.errors import UserError
 from tomoe.memory import estimate
+from tomoe.methods.inputs import input_costs
+from tomoe.methods.tomoe.carving import carve_
+from tomoe.methods.tomoe.networks import mask_network
 from tomoe.model import base_weights
 from tomoe.model.loading import load_config
 from tomoe.model.projections import groups_of
 from tomoe.model.structure import shape_of
-from tomoe.pruning import fine_carving
-from tomoe.pruning.carving import carve_
-from tomoe.pruning.forms import mask_network
-from tomoe.pruning.inputs import input_costs
-from tomoe.pruning.layouts import OverlappingLayout, settle_layout
-from tomoe.pruning.repair.equations import NormalEquations, refit
-from tomoe.pruning.repair.plan import repair_plan
+from tomoe.pipeline.steps import new_network
+from tomoe.plans.partition.layouts import OverlappingLayout, settle_layout
+from tomoe.plans.repair.equations import NormalEquations, refit
+from tomoe.plans.repair.plan import repair_plan
 from tomoe.recipe.conversion import Recipe, RepairSection
 from tomoe.recipe.shared import DataSection
 from tomoe.training.loop import activation_checkpointing, make_optimizer

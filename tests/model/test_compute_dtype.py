@@ -9,15 +9,15 @@ import torch
 
 from pico_files import pico_recipe, write_pico, write_text
 from stored_models import edit_config, edit_tensors
-from tomoe.conversion.convert import convert
-from tomoe.conversion.verbs import plan, train
 from tomoe.finetuning.repair import repair
 from tomoe.memory.estimate import least_memory, sizes_of
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.compute_dtype import compute_dtype
 from tomoe.model.loading import load_dense, load_model
-from tomoe.plan import Plan
-from tomoe.pruning.layouts import OverlappingLayout
+from tomoe.pipeline.convert import convert
+from tomoe.pipeline.stages import plan, train
+from tomoe.plans import Plan
+from tomoe.plans.partition.layouts import OverlappingLayout
 from tomoe.recipe.conversion import Recipe
 
 

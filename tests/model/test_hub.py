@@ -16,7 +16,7 @@ from tomoe.errors import UserError
 from tomoe.folders import PLAN
 from tomoe.model import hub
 from tomoe.model.hub import find_plan
-from tomoe.plan import Plan
+from tomoe.plans import Plan
 
 
 @pytest.fixture(scope="module")

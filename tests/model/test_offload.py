@@ -13,8 +13,6 @@ from torch import nn
 from conftest import make_pico, make_plan, tokens
 from pico_files import contents, pico_recipe, write_pico
 from stored_models import edit_tensors, write_gguf
-from tomoe.conversion import verbs
-from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
 from tomoe.evaluation.evaluate import evaluate
 from tomoe.model import hub
@@ -24,6 +22,7 @@ from tomoe.model.structure import check_output
 from tomoe.moe import checkpoint
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import FoldedLayers, fold
+from tomoe.pipeline.convert import convert
 from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.slow
@@ -64,8 +63,8 @@ def test_carving_and_folding_from_files_give_the_bytes_of_the_whole_model(tmp_pa
     assert {"plan.safetensors", "model.safetensors", "config.json"} <= set(whole)
     assert offloaded == whole
     # the stages by themselves read layer by layer too
-    verbs.plan(tmp_path / "offload-false" / "run", tmp_path / "plan")
-    verbs.apply_plan(str(tmp_path / "plan"), None, tmp_path / "applied")
+    stages.plan(tmp_path / "offload-false" / "run", tmp_path / "plan")
+    stages.apply_plan(str(tmp_path / "plan"), None, tmp_path / "applied")
     assert weights(tmp_path / "applied") == whole
     moe = load_dense(str(tmp_path / "applied"), torch.float32)
     dense = load_dense(str(tmp_path / "dense"), torch.bfloat16)

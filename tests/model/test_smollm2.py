@@ -14,7 +14,7 @@ from tomoe.errors import UserError
 from tomoe.evaluation.results import read_rows
 from tomoe.model.catalog import fetch
 from tomoe.model.loading import load_dense, load_tokenizer
-from tomoe.plan import Plan
+from tomoe.plans import Plan
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from tomoe.moe import modeling_tomoe
 from tomoe.moe.checkpoint import save_moe
 from tomoe.moe.fold import FoldedLayers, fold, has_room
 from tomoe.moe.modeling_tomoe import CACHE, ToMoEForCausalLM
-from tomoe.plan import Plan
+from tomoe.plans import Plan
 
 
 def logits(model: ToMoEForCausalLM) -> torch.Tensor:

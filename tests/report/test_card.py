@@ -16,7 +16,7 @@ from tomoe.errors import Note
 from tomoe.evaluation.results import ExpertUsage, Row, TaskScore
 from tomoe.evaluation.tables import to_markdown
 from tomoe.model import catalog
-from tomoe.plan import Plan
+from tomoe.plans import Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import card as cards
 from tomoe.report.card import base_model_info, limits, write_card

@@ -17,7 +17,7 @@ from conftest import make_pico, make_plan
 from tomoe.budget import decoder_params
 from tomoe.evaluation.results import Measurement, Row
 from tomoe.model.shape import ModelShape
-from tomoe.plan import InputsPlan, Knot
+from tomoe.plans import InputsPlan, Knot
 from tomoe.report import figures, style
 from tomoe.report.figures import all_figures, layers_figure
 from tomoe.report.style import CaptionedFigure

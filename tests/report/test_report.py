@@ -28,8 +28,8 @@ from tomoe.evaluation.results import Measurement, checked
 from tomoe.files import format_bytes
 from tomoe.model.structure import shape_of
 from tomoe.moe.fold import fold
-from tomoe.plan import ALWAYS, LayerPlan, Plan
-from tomoe.plan.tensors import router_shapes
+from tomoe.plans import ALWAYS, LayerPlan, Plan
+from tomoe.plans.tensors import router_shapes
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import card, page, summary
 from tomoe.report.html import svg_uri, template

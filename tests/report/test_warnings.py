@@ -19,7 +19,7 @@ from tomoe.data.corpus import Sequences
 from tomoe.evaluation.overlap import shared_share
 from tomoe.evaluation.param_counts import model_facts
 from tomoe.evaluation.results import ExpertUsage, Measurement, Row, to_json
-from tomoe.plan import ALWAYS, Plan
+from tomoe.plans import ALWAYS, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.target_rules import GGUF_TOLERANCE
 from tomoe.report.warnings import OVERLAP, find_warnings, find_worsening

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from launcher import assert_same_run, launch, masks, train
 from pico_files import TUNED, pico_recipe, rows_from, small
-from tomoe.conversion.convert import convert
-from tomoe.plan import Plan
+from tomoe.pipeline.convert import convert
+from tomoe.plans import Plan
 
 pytestmark = pytest.mark.slow
 

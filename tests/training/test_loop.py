@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from conftest import make_pico, mask_step, tokens
 from tomoe import distributed
-from tomoe.conversion.steps import open_dense
 from tomoe.errors import UserError
+from tomoe.methods.tomoe.network import MaskNetwork
+from tomoe.methods.tomoe.networks import mask_network
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.structure import shape_of
-from tomoe.pruning.forms import mask_network
-from tomoe.pruning.layouts import OverlappingLayout
-from tomoe.pruning.network import MaskNetwork
+from tomoe.pipeline.steps import open_dense
+from tomoe.plans.partition.layouts import OverlappingLayout
 from tomoe.recipe.conversion import Recipe
 from tomoe.training.loop import Row, Training, learning_rate
 from tomoe.training.run_folder import RunFolder

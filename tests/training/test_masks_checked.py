@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from pico_files import pico_recipe
-from tomoe.conversion.convert import convert
 from tomoe.data.corpus import Corpus
+from tomoe.pipeline.convert import convert
 from tomoe.report.warnings import find_warnings
 
 pytestmark = pytest.mark.slow

@@ -29,16 +29,16 @@ from pico_files import (
     steps_of,
 )
 from tomoe.cli import main
-from tomoe.conversion import steps
-from tomoe.conversion.convert import convert
-from tomoe.conversion.verbs import plan, train
 from tomoe.data.corpus import Corpus
 from tomoe.errors import UserError
 from tomoe.locks import LOCK_FILE
+from tomoe.methods.tomoe import objective
+from tomoe.methods.tomoe.rotation import value_rotations
 from tomoe.model.loading import load_dense
-from tomoe.pruning.learned import objective
-from tomoe.pruning.learned.rotation import value_rotations
-from tomoe.pruning.repair import streams
+from tomoe.pipeline import steps
+from tomoe.pipeline.convert import convert
+from tomoe.pipeline.stages import plan, train
+from tomoe.plans.repair import streams
 from tomoe.training import run_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "as_shipped")]

@@ -22,16 +22,17 @@ from tomoe.version import __version__
 # What imports PyTorch, transformers or matplotlib: seconds, which help and typing mistakes would have to wait for. A verb writes
 # `from tomoe.report import build`, not the names in it, and the module is loaded when the first of its names is used.
 LOADED_LATER = (
-    "conversion/**/*.py",
     "distributed.py",
     "evaluation/**/*.py",
     "exporting/**/*.py",
     "finetuning/**/*.py",
     "memory/**/*.py",
+    "methods/registry.py",
     "model/checks.py",
     "model/generation.py",
     "moe/active_experts.py",
-    "plan/**/*.py",
+    "pipeline/**/*.py",
+    "plans/**/*.py",
     "report/**/*.py",
     "training/run_folder.py",
 )

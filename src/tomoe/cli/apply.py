@@ -8,7 +8,7 @@ import typer
 
 from tomoe.cli import options
 from tomoe.cli.console import Screen
-from tomoe.conversion import verbs
+from tomoe.pipeline import stages
 
 
 def apply(
@@ -24,7 +24,7 @@ def apply(
 ) -> None:
     """Build the MoE from a plan and its dense model."""
     with Screen() as screen:
-        applied = verbs.apply_plan(plan, model, out, dtype, force)
+        applied = stages.apply_plan(plan, model, out, dtype, force)
     checked = "" if applied.source else " The plan has no fingerprint, so only the sizes of the weights were checked."
     screen.say(
         f"The MoE is in {out}, with {applied.active_fraction():.2%} of the decoder parameters active.{checked} "

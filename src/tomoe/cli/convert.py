@@ -13,11 +13,12 @@ from tomoe.cli.console import Screen, output, show_text, show_warnings
 from tomoe.cli.export import Format, export
 from tomoe.cli.options import quoted
 from tomoe.cli.signals import resumable
-from tomoe.conversion import convert as conversion
 from tomoe.errors import UserError
 from tomoe.evaluation import tables
 from tomoe.exporting import choice
 from tomoe.memory import estimate
+from tomoe.methods import registry
+from tomoe.pipeline import convert as conversion
 from tomoe.recipe.conversion import Recipe
 from tomoe.report import build, card, warnings
 
@@ -43,9 +44,9 @@ def convert(
     recipe = chosen.make(target=None if format == "auto" else format)
     if format == "auto" and recipe.target == "hf" and recipe.model:
         recipe = chosen.make(target=choice.of_family(recipe.model, recipe.experts.form))
-    if format is not None and recipe.experts.form == "inputs":
+    if format is not None and registry.settled(recipe)[0].kind == "inputs":
         raise UserError(
-            "no engine has a place for projections that leave out inputs of a token; leave --format out, or --form inputs"
+            "no engine has a place for projections that leave out inputs of a token; leave --format out, or --method inputs"
         )
     if format not in (None, "auto"):
         choice.TARGETS[format].check_verifier()
@@ -99,7 +100,7 @@ def next_commands(recipe: Recipe, out: Path) -> list[tuple[str, str]]:
         (f"tomoe inspect {folder}", "see what every layer keeps"),
         (f"tomoe evaluate {model} {folder} --text FILE", "measure both on your own text"),
     ]
-    if recipe.experts.form == "inputs":
+    if registry.settled(recipe)[0].kind == "inputs":
         return commands
     # at equal steps this gained more than longer training of the masks (docs/lab/log.md)
     tuned = f"tomoe finetune {folder} --data FILE.txt -o TUNED"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tomoe import distributed, folders, plan
+from tomoe import distributed, folders, plans
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output, quiet_libraries, show_warnings
 from tomoe.errors import UserError
@@ -104,10 +104,10 @@ def _show(settings: Sequence[tuple[str, active_experts.Setting | None]], measure
     console.print(tables.to_rich(measured))
     for table in tables.more_to_rich(measured):
         console.print(table)
-    plans = {name: plan.read_plan(Path(name)) for name, _ in settings if (Path(name) / "plan.json").is_file()}
+    read = {name: plans.read_plan(Path(name)) for name, _ in settings if (Path(name) / "plan.json").is_file()}
     for (name, _), row in zip(settings, measured, strict=True):
         # what is wrong with a plan is said once
-        show_warnings(console, warnings.find_warnings(plans.pop(name, None), [row]), row.name)
+        show_warnings(console, warnings.find_warnings(read.pop(name, None), [row]), row.name)
     try:
         for file in evaluation.save_dials(settings, measured):
             console.say(f"The points are kept in {file}; `tomoe report {file.parent}` draws them.")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tomoe import distributed, plan
+from tomoe import distributed, plans
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output, show_warnings
 from tomoe.cli.signals import resumable
@@ -55,6 +55,6 @@ def finetune(
         return
     console = output()
     console.print(tables.to_rich(rows))
-    found = [*warnings.find_warnings(plan.Plan.load(out), rows[-1:]), *warnings.find_worsening(*rows[-2:])]
+    found = [*warnings.find_warnings(plans.Plan.load(out), rows[-1:]), *warnings.find_worsening(*rows[-2:])]
     show_warnings(console, found)
     console.say(f"\nModel, plan and card are in {out}: a converted model like any other.")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tomoe import files, plan
+from tomoe import files, plans
 from tomoe.cli import options
 from tomoe.cli.console import describe_step, output, show_warnings
 from tomoe.errors import UserError
@@ -34,7 +34,7 @@ def inspect(
     if verify:
         _verify(folder)
     elif (folder / "plan.json").exists():
-        loaded = plan.read_plan(folder)
+        loaded = plans.read_plan(folder)
         findings = warnings.find_warnings(loaded, results.read_rows(folder))
         _show_plan(loaded, findings, as_json)
     elif (run := _run_of(folder)) is not None:
@@ -54,7 +54,7 @@ def _run_of(folder: Path) -> tuple[Path, str] | None:
 def _verify(folder: Path) -> None:
     # a plan by itself holds the checksum of its tensors, and is refused with numbers that are not finite
     if (folder / "plan.json").is_file() and not (folder / "config.json").exists():
-        plan.read_plan(folder)
+        plans.read_plan(folder)
         output().say(f"The tensors of the plan in {folder} are as they were written (sha256).")
         return
     total, failed = files.failed_checksums(folder)
@@ -64,7 +64,7 @@ def _verify(folder: Path) -> None:
             "make the model again from its plan with `tomoe apply`"
         )
     if (folder / "plan.json").is_file():
-        plan.read_plan(folder)
+        plans.read_plan(folder)
     if damaged := checks.nonfinite_tensors(folder):
         raise UserError(
             f"{len(damaged)} tensors in {folder} hold numbers that are not finite ({', '.join(damaged[:3])}); whoever made "
@@ -73,7 +73,7 @@ def _verify(folder: Path) -> None:
     output().say(f"All {total} files in {folder} are as they were written (sha256), and all weights are finite.")
 
 
-def _show_plan(loaded: plan.AnyPlan, findings: list[warnings.Finding], as_json: bool) -> None:
+def _show_plan(loaded: plans.AnyPlan, findings: list[warnings.Finding], as_json: bool) -> None:
     totals = loaded.totals()
     if as_json:
         holds = {"layers": loaded.describe(), "totals": totals, "warnings": [asdict(finding) for finding in findings]}

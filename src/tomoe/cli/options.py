@@ -16,6 +16,7 @@ import typer
 
 from tomoe import distributed, folders, locks
 from tomoe.errors import UserError
+from tomoe.methods import registry
 from tomoe.model import catalog, names
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
@@ -112,13 +113,15 @@ Start = Annotated[
     Literal["carved", "random"] | None,
     typer.Option("--start", help="Initialize masks and routers from calibration statistics, or at random."),
 ]
-Form = Annotated[
-    Literal["fine", "overlapping", "inputs"] | None,
+Method = Annotated[
+    str | None,
     typer.Option(
-        "--form",
-        help="What a token chooses: several small experts (the default), one large expert, or the inputs of every projection.",
+        "--method",
+        help="What chooses the weights of a token: a name that `tomoe methods` lists, or FILE.py:CLASS (by default carve).",
+        metavar="NAME",
     ),
 ]
+Form = Annotated[Literal["fine", "overlapping", "inputs"] | None, typer.Option("--form", hidden=True)]
 Attention = Annotated[
     Literal["off", "static", "per_token"] | None,
     typer.Option("--attention", help="Prune attention: not at all, equally for all tokens, or per token."),
@@ -170,6 +173,7 @@ class RecipeOptions:
     steps: Steps = None
     seed: Seed = None
     data: Data = None
+    method: Method = None
     form: Form = None
     start: Start = None
     attention: Attention = None
@@ -183,13 +187,15 @@ class RecipeOptions:
             "seed": self.seed,
             "data.sources": self.data or None,
             "train.steps": self.steps,
-            "experts.form": self.form,
+            "method.name": self.method or ("inputs" if self.form == "inputs" else None),
+            "experts.form": None if self.form == "inputs" else self.form,
             "start": self.start,
             "attention.pruning": self.attention,
             "repair.mode": self.repair,
             **more,
         }
-        return Recipe.load(self.recipe, [*overrides(named), *map(with_fractions, self.changes or [])])
+        recipe = Recipe.load(self.recipe, [*overrides(named), *map(with_fractions, self.changes or [])])
+        return registry.settled(recipe)[1]
 
 
 def makes_recipe(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

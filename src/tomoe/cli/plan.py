@@ -9,7 +9,7 @@ import typer
 
 from tomoe.cli import options
 from tomoe.cli.console import Screen
-from tomoe.conversion import verbs
+from tomoe.pipeline import stages
 
 
 def plan(
@@ -20,7 +20,7 @@ def plan(
 ) -> None:
     """Turn the newest checkpoint of a run into a plan."""
     with Screen() as screen:
-        extracted = verbs.plan(run, out, active, force)
+        extracted = stages.plan(run, out, active, force)
     screen.say(
         f"The plan is in {out}, with {extracted.active_fraction():.2%} of the decoder parameters active. "
         f"Next: tomoe apply {options.quoted(out)} -o MODEL"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tomoe import distributed, plan
+from tomoe import distributed, plans
 from tomoe.cli import options
 from tomoe.cli.console import Screen, output, show_warnings
 from tomoe.evaluation import tables
@@ -35,7 +35,7 @@ def repair(
     settings = options.overrides(named) + (changes or [])
     with Screen() as screen:
         repaired = refitting.repair(folder, out, settings, data or (), dense or "", force, screen.on_progress)
-        note = repaired.notes[plan.REPAIRED]
+        note = repaired.notes[plans.REPAIRED]
         screen.say(
             f"The repaired model is in {out}: relative error of a layer {note['error_before']:.3f} before, "
             f"{note['error_after']:.3f} after, on the text that it was fitted to. "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tomoe.cli import options
 from tomoe.cli.console import Screen
 from tomoe.cli.signals import resumable
-from tomoe.conversion import verbs
 from tomoe.memory import estimate
+from tomoe.pipeline import stages
 
 
 @options.makes_recipe()
@@ -25,7 +25,7 @@ def train(
     if not skip_memory_check:
         estimate.check_memory(recipe, folds=False)
     with Screen() as screen, resumable(out):
-        verbs.train(recipe, out, resume, force, screen.on_progress)
+        stages.train(recipe, out, resume, force, screen.on_progress)
     if not recipe.train.steps:
         screen.say(
             "Nothing was learned, because train.steps is 0: the run holds the start. --steps N learns from there."

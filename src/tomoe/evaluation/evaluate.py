@@ -22,7 +22,7 @@ from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.names import resolve
 from tomoe.model.shape import max_positions
 from tomoe.moe.active_experts import Setting, dial_of, use_
-from tomoe.plan import read_plan
+from tomoe.plans import read_plan
 from tomoe.progress import ProgressCallback, no_progress
 
 

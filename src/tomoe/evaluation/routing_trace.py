@@ -17,7 +17,7 @@ from tomoe.evaluation.usage import routers
 from tomoe.model.hooks import hooked
 from tomoe.model.tokens import UNKNOWN, check_ids
 from tomoe.moe.modeling_tomoe import Router, route
-from tomoe.plan import always_used
+from tomoe.plans import always_used
 
 WINDOW = 8  # tokens before one that say how it is written: some tokenizers drop or add spaces at the very beginning
 

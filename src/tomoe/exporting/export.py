@@ -32,7 +32,7 @@ from tomoe.model.loading import load_config, load_tokenizer
 from tomoe.model.trouble import writing
 from tomoe.moe.checkpoint import load_moe
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.plan import Plan
+from tomoe.plans import Plan
 from tomoe.progress import ProgressCallback, StageCallback, no_progress
 from tomoe.report.card import write_card
 from tomoe.report.summary import recipe_of, shown_name

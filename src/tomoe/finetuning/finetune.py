@@ -34,7 +34,7 @@ from tomoe.model.loading import (
 )
 from tomoe.model.names import resolve
 from tomoe.moe.checkpoint import load_moe, save_moe, stored_dtype
-from tomoe.plan import FINETUNED, Plan
+from tomoe.plans import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from tomoe import distributed
-from tomoe.conversion.steps import fold_and_check
 from tomoe.data.corpus import Corpus, prepare
 from tomoe.errors import UserError
 from tomoe.files import atomic_write, basename
@@ -15,9 +14,10 @@ from tomoe.finetuning.finetune import Origin
 from tomoe.folders import refuse_overwriting
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_tokenizer
-from tomoe.plan import FINETUNED, Plan
+from tomoe.pipeline.steps import fold_and_check
+from tomoe.plans import FINETUNED, Plan
+from tomoe.plans.repair.plan import forget_repair, repair_plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
-from tomoe.pruning.repair.plan import forget_repair, repair_plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report.card import write_card

@@ -28,8 +28,8 @@ from tomoe.model.compiled import CompiledLayers, fusing, learning_input
 from tomoe.model.hooks import hooked
 from tomoe.model.running import family_head, hidden_states
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
-from tomoe.plan import LayerPlan, Plan
-from tomoe.pruning.routing import ExpertRouter, Routing, balance_penalty, bfloat16_values, route
+from tomoe.plans import LayerPlan, Plan
+from tomoe.plans.routing import ExpertRouter, Routing, balance_penalty, bfloat16_values, route
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.seeds import derive_seed
 from tomoe.training.distillation import distill_loss

@@ -12,14 +12,14 @@ from tomoe.memory.estimate import (
     MemoryEstimate,
     Sizes,
     available_memory,
-    layout_of,
     least_memory,
     main_memory,
     sizes_of,
 )
+from tomoe.methods.registry import settled
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import check_loading, load_config, pick_device
-from tomoe.pruning.layouts import FineLayout, Layout
+from tomoe.plans.partition.layouts import FineLayout, Layout
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.training.tuning_memory import Tuning
@@ -46,11 +46,12 @@ def examine(recipe: Recipe) -> Diagnosis:
     """Count what converting `recipe.model` needs, from its config.json alone. Raises UserError if the model or the budget
     does not fit ToMoE, or if the model would not load."""
     check_loading(recipe.model)
+    method, recipe = settled(recipe)
     sizes = sizes_of(load_config(recipe.model), recipe)
-    layout = layout_of(recipe, sizes.shape)
+    layout = method.layout(recipe, sizes.shape)
     available = available_memory(pick_device(recipe.device))
     free = available.device_memory or available.memory
-    least = least_memory(sizes, recipe, layout)
+    least = least_memory(sizes, method, recipe)
     lacking = [need.stage for need in least if not need.fits(free)]
     num_experts = 0 if layout is None else layout.num_experts
     decoding = Decoding.of(sizes.shape, sizes.output, num_experts)
@@ -61,7 +62,7 @@ def examine(recipe: Recipe) -> Diagnosis:
         beside=main_memory(sizes, recipe) if available.device_memory else None,
         available=available,
         lacking=lacking,
-        remedies=_remedies(sizes, recipe, layout, free) if "training" in lacking else [],
+        remedies=_remedies(sizes, recipe, free) if "training" in lacking else [],
         decoding=decoding,
         one_expert=_one_expert(sizes, layout, recipe.active),
         # no export holds the choice of inputs
@@ -78,13 +79,14 @@ def _one_expert(sizes: Sizes, layout: Layout | None, active: float) -> float:
     return 1 - sizes.shape.num_layers * int(mlp_params(sizes.shape, cut)) / sizes.decoder_params
 
 
-def _remedies(sizes: Sizes, recipe: Recipe, layout: Layout | None, free: int) -> list[str]:
+def _remedies(sizes: Sizes, recipe: Recipe, free: int) -> list[str]:
     settings = ["train.gradient_checkpointing=true"]
     if recipe.data.seq_len > 256:
         settings.append(f"data.seq_len={recipe.data.seq_len // 2}")
     if recipe.train.batch_size > 1:
         settings.append("train.batch_size=1")
-    return [setting for setting in settings if least_memory(sizes, recipe.changed([setting]), layout)[0].fits(free)]
+    changed = {setting: settled(recipe.changed([setting])) for setting in settings}
+    return [setting for setting, other in changed.items() if least_memory(sizes, *other)[0].fits(free)]
 
 
 def _works(sizes: Sizes, recipe: Recipe, least: Sequence[MemoryEstimate], num_experts: int) -> dict[str, int]:
@@ -92,7 +94,7 @@ def _works(sizes: Sizes, recipe: Recipe, least: Sequence[MemoryEstimate], num_ex
     found = {"conversion": max(need.total for need in least)}
     try:
         paper = Recipe.load("paper", [f"model={recipe.model}", f"active={recipe.active}", f"device={recipe.device}"])
-        found["the paper's training"] = least_memory(sizes, paper, layout_of(paper, sizes.shape))[0].total
+        found["the paper's training"] = least_memory(sizes, *settled(paper))[0].total
     except UserError:
         pass  # its layout does not fit this model or budget
     if not num_experts:

@@ -21,6 +21,8 @@ from tomoe.budget import decoder_params
 from tomoe.errors import UserError
 from tomoe.exporting.choice import check_target
 from tomoe.files import format_bytes
+from tomoe.methods.base import Method
+from tomoe.methods.registry import settled
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.checks import skeleton
 from tomoe.model.loading import free_on_device, load_config
@@ -28,15 +30,10 @@ from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_without_weights, shape_of
 from tomoe.model.trouble import usable_config
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
-from tomoe.pruning.fine_carving import CLUSTER_TOKENS
-from tomoe.pruning.forms import mask_network
-from tomoe.pruning.layouts import FineLayout, Layout, least_active, settle_layout
-from tomoe.pruning.network import MaskNetwork
-from tomoe.pruning.repair.plan import repair_bytes
-from tomoe.pruning.repair.streams import CHUNK_TOKENS, MEMORY
+from tomoe.plans.repair.plan import repair_bytes
+from tomoe.plans.repair.streams import CHUNK_TOKENS, MEMORY
 from tomoe.recipe.conversion import Recipe, RepairSection
 from tomoe.recipe.shared import DataSection
-from tomoe.training.distillation import CHUNK
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _FLOAT32, _FLOAT64 = 4, 8  # bytes
@@ -91,16 +88,12 @@ def sizes_of(config: PreTrainedConfig, recipe: Recipe) -> Sizes:
     check_without_weights(model)
     check_target(recipe, model)
     total = sum(p.numel() for p in model.parameters())
-    least = least_active(shape, recipe.experts, recipe.attention, recipe.target)
+    method, recipe = settled(recipe)
+    least = method.least_active(recipe, shape)
     return Sizes(shape, total, decoder_params(shape), model.get_output_embeddings().weight.numel(), least)
 
 
-def layout_of(recipe: Recipe, shape: ModelShape) -> Layout | None:
-    """How experts divide a layer; None if tokens choose inputs. Raises UserError as `settle_layout`."""
-    return None if recipe.experts.form == "inputs" else settle_layout(recipe, shape)
-
-
-def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None) -> tuple[MemoryEstimate, ...]:
+def least_memory(sizes: Sizes, method: Method, recipe: Recipe) -> tuple[MemoryEstimate, ...]:
     """Return what each stage takes in one process, of a GPU if there is one."""
     t, shape, base = recipe.train, sizes.shape, BaseWeights.of(recipe)
     computing, name = base.compute, str(base.compute).removeprefix("torch.")
@@ -112,31 +105,9 @@ def least_memory(sizes: Sizes, recipe: Recipe, layout: Layout | None) -> tuple[M
     on_gpu = base.device.startswith("cuda")
     refits = {} if on_gpu else _refitted(sizes, recipe, base)
     folding = MemoryEstimate("folding", original | {"files of the model": _files(sizes, base, on_gpu)} | refits)
-    if layout is None:
-        tokens = min(recipe.data.seq_len, recipe.data.calibration_tokens)
-        choosing = {
-            f"weights in {name}": weight_bytes(sizes, computing),
-            "activations of one sequence": activation_bytes(shape, computing, tokens),
-            # and their gradient, and the log-probabilities with theirs
-            "logits of one sequence": 4 * tokens * sizes.output // shape.hidden_size * _FLOAT32,
-        }
-        return MemoryEstimate("choosing inputs", choosing), folding
-    with torch.device("meta"):
-        net = mask_network(shape, layout, recipe.experts.embedding_size, recipe.attention, recipe.sampling, recipe.seed)
-    start = {
-        f"weights in {name}": one_layer if base.offload else weight_bytes(sizes, computing, base.shards),
-        "masks, routers and their optimizer": trainable_bytes(net, t.steps > 0),
-    }
-    if t.steps:
-        tokens = t.batch_size * recipe.data.seq_len
-        pruning = recipe.attention.pruning
-        kept = activation_bytes(shape, computing, tokens, t.gradient_checkpointing, pruning, layout.num_experts)
-        start["activations for the backward pass"] = kept
-        start["masks of experts"] = mask_bytes(shape, layout)
-        start["logits"] = 4 * CHUNK * sizes.output // shape.hidden_size * _FLOAT32
-    elif recipe.start == "carved":
-        start["activations of one layer"] = calibration_bytes(shape, computing, layout, recipe.data)
-    stages = [MemoryEstimate("training" if t.steps else "carving", start)]
+    start = {f"weights in {name}": one_layer if base.offload else weight_bytes(sizes, computing, base.shards)}
+    start |= method.peak(recipe, shape, computing, sizes.output // shape.hidden_size)
+    stages = [MemoryEstimate(method.stage if t.steps or not method.trains else "carving", start)]
     if recipe.repair.mode != "none":
         states = hidden_state_bytes(shape, computing, recipe.repair, t.steps, recipe.data)
         # in both dtypes: activations, masks and differences of the MLP; inputs, outputs and differences of the layer
@@ -159,7 +130,7 @@ def main_memory(sizes: Sizes, recipe: Recipe) -> MemoryEstimate:
 
 
 def _refitted(sizes: Sizes, recipe: Recipe, base: BaseWeights) -> dict[str, int]:
-    if recipe.repair.mode == "none" or recipe.experts.form == "inputs":
+    if recipe.repair.mode == "none":
         return {}
     return {"refitted projections": repair_bytes(sizes.shape, recipe.repair, base.dtype.itemsize)}
 
@@ -177,67 +148,6 @@ def weight_bytes(sizes: Sizes, dtype: torch.dtype, shards: int = 1) -> int:
         return sizes.total * dtype.itemsize
     whole = sizes.decoder_params // sizes.shape.num_layers + sizes.output
     return (sizes.total + (shards - 1) * whole) // shards * dtype.itemsize
-
-
-def trainable_bytes(net: MaskNetwork, learns: bool) -> int:
-    """Bytes of a mask network in float32, and of the gradients and AdamW's two moments of its trained parameters."""
-    stored = sum(t.numel() for t in (*net.parameters(), *net.buffers()))
-    trained = sum(p.numel() for p in net.parameters() if p.requires_grad) if learns else 0
-    return _FLOAT32 * (stored + 3 * trained)
-
-
-def activation_bytes(
-    s: ModelShape, dtype: torch.dtype, tokens: int, checkpointing: bool = False, pruning: str = "off", experts: int = 0
-) -> int:
-    """Bytes of the activations of one forward pass that are kept for the backward pass; with checkpointing the inputs of all
-    layers, what their tokens chose, and all activations of one."""
-    # of one token in one layer; masks stay in the model's own dtype
-    own = dtype.itemsize
-    heads, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    values = {"off": 0, "static": heads + 2 * kv, "per_token": 2 * heads + 3 * kv}[pruning]
-    layer = (
-        # gate, activated gate, up, their product, its mask
-        s.mlp_size * (5 if s.gated else 3) * own
-        # q, k, v and the result; q, k and v before their masks, the masks of values
-        + (2 * (heads + kv) + values) * own
-        # the input of both norms, of the router, of the router of values
-        + s.hidden_size * (4 if pruning == "per_token" else 3) * _FLOAT32
-        # the choice, its noise, its probabilities
-        + 3 * experts * _FLOAT32
-    )
-    if checkpointing:
-        chosen = 3 * experts + (2 * s.head_dim if pruning == "per_token" else 0)
-        return tokens * (s.num_layers * (own * s.hidden_size + _FLOAT32 * chosen) + layer)
-    # the first layer has nothing below it that learns
-    return tokens * (2 * s.num_layers - 1) * layer // 2
-
-
-def mask_bytes(s: ModelShape, layout: Layout) -> int:
-    """Bytes of the masks of the experts of all layers in one step; learned ones keep what they were drawn from."""
-    copies = 1 if isinstance(layout, FineLayout) else 8
-    return copies * _FLOAT32 * s.num_layers * layout.num_experts * s.mlp_size
-
-
-def calibration_bytes(s: ModelShape, dtype: torch.dtype, layout: Layout, data: DataSection) -> int:
-    """Bytes of what the carve of one layer holds of all calibration tokens."""
-    own = dtype.itemsize
-    size = s.mlp_size
-    hidden = s.hidden_size
-    tokens = data.calibration_tokens
-    # the layer's input, the input and output of the MLP; before it is carved, three matrices of activations
-    rest, running = 3 * hidden * own, 3 * size * own
-    # its activations; its input in float32
-    held = size * own + (_FLOAT32 * hidden if own < _FLOAT32 else 0)
-    if isinstance(layout, FineLayout):
-        routed = size - layout.shared
-        # the energy of routed neurons, the router's regression; and the tokens that neurons are compared on, three times
-        held += _FLOAT32 * (routed + hidden + 3 * layout.num_experts)
-        beside = 3 * _FLOAT32 * routed * min(tokens, CLUSTER_TOKENS)
-    else:
-        # inputs of unit length, activations in float32, and those of one expert's tokens twice; two Gram matrices
-        held += _FLOAT32 * (hidden + (size if own < _FLOAT32 else 0) + 2 * size // layout.num_experts)
-        beside = 2 * _FLOAT32 * size**2
-    return tokens * rest + max(tokens * running, tokens * held + beside)
 
 
 def equation_bytes(shape: ModelShape) -> int:
@@ -297,7 +207,7 @@ def _check(recipe: Recipe, folds: bool) -> None:
     base = BaseWeights.of(recipe)
     on_gpu = base.device.startswith("cuda")
     sizes = sizes_of(load_config(recipe.model, checked=True), recipe)
-    training, *repair, folding = least_memory(sizes, recipe, layout_of(recipe, sizes.shape))
+    training, *repair, folding = least_memory(sizes, *settled(recipe))
     available = available_memory(base.device)
     free = available.device_memory if on_gpu else available.memory
     local = 1 if on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -19,7 +19,7 @@ from tomoe.model.far_tokens import BEHIND, far_tokens, first_difference, layer_o
 from tomoe.model.loading import load_dense, pick_device, strip_remote_code_
 from tomoe.model.trouble import writing
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, choosing_all
-from tomoe.plan import AnyPlan
+from tomoe.plans import AnyPlan
 
 # Bytes. If layers are folded as they are written, a whole shard is in memory at a time, twice.
 CHECKPOINT_SHARD_BYTES = 10**9

@@ -21,7 +21,7 @@ from tomoe.model.offload import cast_, offload_layers_
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_output, layer_parts, shape_of
 from tomoe.moe.modeling_tomoe import ATTENTION_SIZES, MLP_SIZES, ToMoEConfig, ToMoEForCausalLM
-from tomoe.plan import AnyPlan, InputsPlan, LayerPlan, Plan
+from tomoe.plans import AnyPlan, InputsPlan, LayerPlan, Plan
 
 
 def neuron_order(expert_masks: Bool[Tensor, "N F"]) -> Int[Tensor, " U"]:

@@ -32,6 +32,10 @@ class BaseRecipe(Section):
 
     NOT_IN_DIGEST: ClassVar[frozenset[str]] = frozenset()
     """Keys that do not change what is learned; the digest and `differences` leave them out."""
+    OPEN: ClassVar[frozenset[str]] = frozenset()
+    """Sections that take any key: who reads them checks it."""
+    CALLED: ClassVar[str] = "the recipe"
+    """What errors call it."""
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -78,11 +82,11 @@ class BaseRecipe(Section):
 
     def differences(self, other: Self) -> list[str]:
         """Sentences such as "train.steps: 500 here, 150 there"; empty exactly when the digests agree."""
-        there = other.flatten()
+        here, there = self.flatten(), other.flatten()
         return [
-            f"{key}: {json.dumps(value)} here, {json.dumps(there[key])} there"
-            for key, value in self.flatten().items()
-            if value != there[key] and key not in self.NOT_IN_DIGEST
+            f"{key}: {json.dumps(here.get(key))} here, {json.dumps(there.get(key))} there"
+            for key in {**here, **there}
+            if here.get(key) != there.get(key) and key not in self.NOT_IN_DIGEST
         ]
 
 
@@ -95,9 +99,9 @@ def _apply(values: dict[str, Any], override: str, recipe: type[BaseRecipe]) -> N
         value = json.loads(text)
     except json.JSONDecodeError:
         value = text.strip()
-    if key not in _known(recipe):
-        raise UserError(_unknown(key, recipe))
     section, _, leaf = key.rpartition(".")
+    if key not in _known(recipe) and section not in recipe.OPEN:
+        raise UserError(_unknown(key, recipe))
     (values.setdefault(section, {}) if section else values)[leaf] = value
 
 
@@ -112,9 +116,9 @@ def _unknown(key: str, recipe: type[BaseRecipe]) -> str:
     sections = {name.split(".")[0] for name in known if "." in name}
     if key in sections:
         return f"{key} is a section of the recipe; set one of its keys, for example {_keys_of(key, recipe)[0]}"
-    place = f"section {section} of the recipe" if section in sections else "the recipe"
+    place = f"section {section} of {recipe.CALLED}" if section in sections else recipe.CALLED
     near = _nearest(key, known)
-    hint = f"did you mean {near}?" if near else f"it has {', '.join(_keys_of(section, recipe))}"
+    hint = f"did you mean {near}?" if near else f"it has {', '.join(_keys_of(section, recipe)) or 'none'}"
     return f"{place} has no key {leaf if section in sections else key!r}; {hint}"
 
 

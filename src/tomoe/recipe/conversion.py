@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from tomoe.errors import UserError, shortened
 from tomoe.recipe.base import Section
 from tomoe.recipe.shared import DataSection, LoopSection, RunRecipe
-from tomoe.recipe.target_rules import TARGET_RULES, Form, Format
+from tomoe.recipe.target_rules import TARGET_RULES, Format
 
 # Experts by their form, unless the recipe says how many; fine-grained ones depend on the model.
 USUAL_NUMBERS = {"overlapping": 8}
@@ -18,31 +18,25 @@ USUAL_NUMBERS = {"overlapping": 8}
 RIDGE_PER_NEURON, LEAST_RIDGE = 4.0, 1e-2
 
 
-INPUTS_TEXT: dict[str, Any] = {
-    "sources": ("python-docs",),
-    "seq_len": 256,
-    "calibration_tokens": 2048,
-    "evaluation_tokens": 2048,
-}
-"""The text of the form `inputs`, unless the recipe names another: it only divides the budget, so a little that is at hand does,
-and nothing is sampled, which would take longer than all else."""
-
-
 def _usual_number(section: dict[str, Any]) -> int:
     return USUAL_NUMBERS.get(section.get("form", ""), 0)
 
 
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+class MethodSection(Section):
+    """The method that chooses what a token uses, and the settings of that method, which `tomoe methods NAME` lists."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = ""
+    """A name that `tomoe methods` lists, or FILE.py:CLASS. Empty: `tomoe` if the recipe trains, prunes attention, starts at
+    random or has overlapping experts, else `carve`."""
 
 
 class ExpertsSection(Section):
-    """The experts that an MLP becomes."""
+    """The experts that an MLP becomes, whatever method makes them."""
 
-    form: Form = "fine"
+    form: Literal["fine", "overlapping"] = "fine"
     """What a token uses: `fine`: a shared part and several of many small experts; `overlapping` (the paper's): one of a few
-    experts that share neurons; `inputs`: the largest inputs of every projection. A random start and the target mixtral imply
-    `overlapping`."""
+    experts that share neurons. A random start and the target mixtral imply `overlapping`."""
     num_experts: int = Field(default_factory=_usual_number, ge=0, le=256)
     """Experts per MLP (N); 8 overlapping ones by default. 0 for fine-grained ones: 256, 128 or 64, at most a sixth of the
     neurons of a layer; a power of two from 16 to 256 for gpu; 64 for a stock target, or fewer without `expert_size`, to meet the
@@ -171,6 +165,7 @@ class Recipe(RunRecipe):
     """Everything that decides a conversion."""
 
     NOT_IN_DIGEST: ClassVar[frozenset[str]] = RunRecipe.NOT_IN_DIGEST | {"offload", "train.shard"}
+    OPEN: ClassVar[frozenset[str]] = frozenset({"method"})
     model: str = ""
     """Hub id, local folder, .gguf file, or a known name (smollm2-135m)."""
     active: float = Field(default=0.7, gt=0, le=1)
@@ -183,6 +178,7 @@ class Recipe(RunRecipe):
     """The format that the result must fit exactly. `hf`, ToMoE's own, holds every plan; `gpu` is the same with few wide
     fine-grained experts. All others need one layout for all layers and exclude attention.pruning = per_token;
     docs/guide/export.md says which families and experts fit."""
+    method: MethodSection = MethodSection()
     experts: ExpertsSection = ExpertsSection()
     attention: AttentionSection = AttentionSection()
     repair: RepairSection = RepairSection()
@@ -217,36 +213,22 @@ class Recipe(RunRecipe):
         self._imply("experts", experts)
         if self.start == "random" and self.attention.pruning == "per_token":
             self._imply("attention", {"rotate_values": False})
-        if self.experts.form == "inputs":
-            # nothing is refitted, and little text divides the budget
-            self._imply("repair", {"mode": "none"})
-            asked = "tokens" in self.data.model_fields_set
-            self._imply("data", INPUTS_TEXT if asked else INPUTS_TEXT | {"tokens": 0})
-            self.__dict__["data"] = self._with_enough_text()
         return self
 
     @model_validator(mode="after")
     def _check_keys_together(self) -> Self:
-        for problem in (*self._problems_of_inputs(), *self._problems_of_target(), *self._problems_of_learning()):
+        for problem in (*self._problems_of_target(), *self._problems_of_learning()):
             raise UserError(problem)
         return self
 
-    def _problems_of_inputs(self) -> Iterator[str]:
-        """The form `inputs` is of the dense weights: nothing is learned, refitted or pruned."""
-        needed: tuple[tuple[str, object, object], ...] = (
-            ("start", self.start, "carved"),
-            ("train.steps", self.train.steps, 0),
-            ("repair.mode", self.repair.mode, "none"),
-            ("attention.pruning", self.attention.pruning, "off"),
-            ("train.shard", self.train.shard, False),
-            ("offload", self.offload, False),
-        )
-        for key, found, value in needed if self.experts.form == "inputs" else ():
-            if found != value:
-                yield (
-                    f"experts.form = inputs keeps the dense weights as they are, so {key} must be {_shown(value)}, not "
-                    f"{_shown(found)}; leave it out, or set experts.form to fine"
-                )
+    def with_defaults(self, defaults: Mapping[str, Any], method: Mapping[str, Any]) -> Self:
+        """The same recipe with other defaults (`section.key` -> value) where no value was given, and the settings of a method.
+        Raises UserError for a key or value that is not allowed."""
+        values = self.model_dump(exclude_unset=True)
+        for key, value in defaults.items():
+            section, _, leaf = key.rpartition(".")
+            (values.setdefault(section, {}) if section else values).setdefault(leaf, value)
+        return type(self)(**values | {"method": dict(method)})
 
     def _problems_of_target(self) -> Iterator[str]:
         rules, form = TARGET_RULES[self.target], self.experts.form
@@ -258,8 +240,7 @@ class Recipe(RunRecipe):
         if form not in rules.forms:
             *others, last = (name for name, other in TARGET_RULES.items() if form in other.forms)
             which = f"{', '.join(others)} or {last}" if others else last
-            engines = ", for no engine runs it; experts.form = fine can be exported" if form == "inputs" else ""
-            yield f"target {self.target} has no place for experts.form = {form}; set target to {which}{engines}"
+            yield f"target {self.target} has no place for experts.form = {form}; set target to {which}"
         if not rules.holds_shared and self.experts.shared:
             yield (
                 f"target {self.target} has no place for neurons that all tokens use (experts.shared = {self.experts.shared:g}); "

@@ -69,7 +69,7 @@ class DataSection(Section):
 
     sources: tuple[str, ...] = Field(default=("self",), min_length=1)
     """Names, hub ids or local paths; several are mixed in equal parts by tokens. `self` samples from the dense model.
-    The form `inputs` reads a little of `python-docs` unless told otherwise."""
+    The method `inputs` reads a little of `python-docs` unless told otherwise."""
     seq_len: int = Field(default=512, ge=8)
     """Tokens per sequence (context length)."""
     tokens: int = Field(default=0, ge=0)

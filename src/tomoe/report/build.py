@@ -20,7 +20,7 @@ from tomoe.files import atomic_write, read_json, sha256
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.shape import max_positions
-from tomoe.plan import read_plan
+from tomoe.plans import read_plan
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.card import write_card

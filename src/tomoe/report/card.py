@@ -21,7 +21,7 @@ from tomoe.evaluation.tables import escape_markdown, to_markdown
 from tomoe.files import CARD, CARD_BESIDE, basename, write_card_file
 from tomoe.folders import PLAN
 from tomoe.model import catalog
-from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
+from tomoe.plans import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.html import template
 from tomoe.report.summary import conversion_summary, hub_id, recipe_of, self_sampled, shown_name

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, ScalarFormatter
 
 from tomoe.evaluation.results import Row
-from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan
+from tomoe.plans import FINETUNED, REPAIRED, AnyPlan, InputsPlan
 from tomoe.report.style import COLORS, DASHES, INK, MARKERS, SHADES, CaptionedFigure, canvas, styled
 from tomoe.report.words import WORDS
 

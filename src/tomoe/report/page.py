@@ -14,7 +14,7 @@ from tomoe.evaluation.speed.timings import Cell
 from tomoe.evaluation.tables import count, footnote, table, task_footnote, task_table
 from tomoe.evaluation.writing.run import Variety
 from tomoe.files import atomic_write, basename, format_bytes
-from tomoe.plan import AnyPlan
+from tomoe.plans import AnyPlan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.html import render, svg_uri, template
 from tomoe.report.style import CaptionedFigure

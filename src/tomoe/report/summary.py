@@ -8,7 +8,7 @@ from pathlib import Path
 from tomoe.budget import Decoding, active_params, file_bytes
 from tomoe.files import basename, format_bytes
 from tomoe.model.names import HUB_ID
-from tomoe.plan import FINETUNED, REPAIRED, AnyPlan, InputsPlan, Plan
+from tomoe.plans import FINETUNED, REPAIRED, AnyPlan, InputsPlan, Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.words import WORDS, span
 

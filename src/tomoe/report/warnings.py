@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tomoe.evaluation.results import ExpertUsage, Row
-from tomoe.plan import AnyPlan, InputsPlan, Plan
-from tomoe.pruning.layouts import tolerance_of
+from tomoe.plans import AnyPlan, InputsPlan, Plan
+from tomoe.plans.partition.layouts import tolerance_of
 from tomoe.recipe.target_rules import TARGET_RULES
 from tomoe.report.summary import recipe_of
 

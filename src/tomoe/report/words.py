@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from tomoe.plan import InputsPlan, Plan
+from tomoe.plans import InputsPlan, Plan
 
 DIMS = {"qk_dims": "Q/K dims", "value_dims": "V/O dims"}
 

@@ -6,6 +6,7 @@ RUN/corpus.safetensors     the text, as sequences of tokens
 RUN/metrics.jsonl          one line per logged step
 RUN/best.safetensors       of a run that is checked on held-out text: the weights that were best
 RUN/no-model.txt           of a run that ended without a model: why
+RUN/plan/                  while a conversion is repaired: the plan before it
 RUN/masks/step-000100/     masks.safetensors, optimizer.safetensors, state.json
 """
 
@@ -88,6 +89,7 @@ class RunFolder:
         self.origin = path / "origin.sha256"
         self.corpus, self.metrics = path / "corpus.safetensors", path / "metrics.jsonl"
         self.best = path / "best.safetensors"
+        self.plan = path / "plan"  # of a conversion that is being repaired
         self.no_model = path / "no-model.txt"  # why no model becomes of a run that is over
 
     def resumes(self, recipe: BaseRecipe, resume: bool, force: bool) -> bool:
@@ -117,7 +119,8 @@ class RunFolder:
             if not resume:
                 # by its origin the folder is known as ours to the last
                 files = (self.recipe, self.corpus, self.metrics, self.best, self.no_model)
-                for old in (*files, *self.path.glob(f"{EARLIER}*corpus.safetensors"), *self.steps(), self.origin):
+                earlier = self.path.glob(f"{EARLIER}*corpus.safetensors")
+                for old in (*files, *earlier, self.plan, *self.steps(), self.origin):
                     shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from conftest import LLAMA3_ROPE, make_pico, make_plan, tokens, write_export
 from pico_files import CommandLine, pico_recipe, proved, refused, write_folded, write_pico, write_text
 from pico_tokenizer import TOKENIZER, make_tokenizer
-from tomoe.conversion.convert import convert
 from tomoe.errors import UserError
 from tomoe.exporting.choice import choose
 from tomoe.exporting.gguf import file as gguf_file
@@ -34,6 +33,7 @@ from tomoe.exporting.gguf.tokenizer import SPLITS, splitting_rule
 from tomoe.exporting.target import Options, Precision
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM
+from tomoe.pipeline.convert import convert
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 

@@ -18,7 +18,7 @@ from pico_tokenizer import TOKENIZER
 from tomoe.budget import decoder_params, mlp_params
 from tomoe.cli import main
 from tomoe.model.structure import shape_of
-from tomoe.plan import Plan
+from tomoe.plans import Plan
 from tomoe.recipe.conversion import Recipe
 from tomoe.recipe.target_rules import MAX_EXPERTS_PER_TOKEN
 from tomoe.report import build

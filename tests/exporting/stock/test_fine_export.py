@@ -17,11 +17,11 @@ import tomoe.exporting.stock.fine_grained as fine_grained
 import tomoe.exporting.verify as verify
 from pico_files import SMALL, CommandLine, Outcome, pico_recipe, proved, refused, write_pico, write_text
 from pico_tokenizer import TOKENIZER
-from tomoe.conversion.convert import convert
 from tomoe.exporting.stock.carrier import Carrier
 from tomoe.exporting.verify import RouterAgreement, StoredRun
 from tomoe.files import format_bytes
 from tomoe.moe.modeling_tomoe import ToMoEMLP
+from tomoe.pipeline.convert import convert
 from tomoe.recipe.conversion import Recipe
 
 pytestmark = pytest.mark.slow

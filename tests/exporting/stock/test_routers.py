@@ -19,7 +19,7 @@ from tomoe.exporting.stock.routers import Sigmoid
 from tomoe.exporting.stock.table import glm4_sizes
 from tomoe.moe.fold import fold
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
-from tomoe.plan import ALWAYS
+from tomoe.plans import ALWAYS
 
 
 def stock_router(mlp: ToMoEMLP, layout: StockLayout, eps: float) -> Glm4MoeTopkRouter:

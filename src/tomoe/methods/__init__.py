@@ -1,0 +1,1 @@
+"""Methods that decide which weights a token uses: one module each, found by name."""

@@ -1,0 +1,96 @@
+"""The default: which neurons all tokens use, which form an expert, and a linear router, from calibration statistics alone.
+
+Per layer, on dense activations. Shared part: the neurons whose contributions a_f = |h_f| |down column f| have the most
+energy, weighted by 1 / |residual|^2 of the token. Experts: clusters of one size of the other neurons by the cosine of their
+contributions over tokens. Router: ridge regression with a bias from the MLP's input to the root of each expert's share of a
+token's energy. Then in turn neurons move to the expert whose tokens need them most, and the router is fitted again.
+
+Shapes, and the letters at the ends of names: T tokens, t some of them, D hidden size, F neurons, n routed ones, N experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tomoe.methods.base import Method
+from tomoe.methods.registry import method
+from tomoe.plans.partition.activations import Activations
+from tomoe.plans.partition.experts import COMPARED_TOKENS, SHARED, Experts, Room
+from tomoe.plans.partition.routers import RidgeRegression, expert_energy
+from tomoe.plans.routing import largest
+
+CLUSTER_STEPS, REASSIGNMENTS = 8, 2
+PIECE_TOKENS = 4096  # tokens whose activations are held in float32 at once
+
+
+def balanced_assignment(scores: Float[Tensor, "n N"], size: int) -> Int[Tensor, " n"]:
+    """Assign each row to a column of high score, `size` rows to a column; those that lose most by another go first."""
+    best = scores.topk(min(2, scores.shape[1]), dim=1).values
+    order = (best[:, 0] - best[:, -1]).argsort(descending=True, stable=True)
+    # on the CPU, in numpy: row by row a GPU would be waited for
+    left = scores[order].cpu().numpy()
+    assigned = left.argmax(1)
+    free = [size] * left.shape[1]
+    for i, column in enumerate(assigned):
+        free[column] -= 1
+        if not free[column]:
+            # the rows that still want it take the best of the others
+            left[i + 1 :, column] = -np.inf
+            again = i + 1 + np.flatnonzero(assigned[i + 1 :] == column)
+            assigned[again] = left[again].argmax(1)
+    return torch.empty_like(order).index_copy_(0, order, torch.from_numpy(assigned).to(order.device))
+
+
+def balanced_clusters(x: Float[Tensor, "n t"], num_clusters: int, seed: int) -> Int[Tensor, " n"]:
+    """Cluster rows by cosine (around their mean) into clusters of one size."""
+    x = F.normalize(x - x.mean(0), dim=1)
+    generator = torch.Generator(x.device).manual_seed(seed)
+    centroids = x[torch.randperm(len(x), generator=generator, device=x.device)[:num_clusters]]
+    for _ in range(CLUSTER_STEPS):
+        assigned = balanced_assignment(x @ centroids.T, len(x) // num_clusters)
+        centroids = F.normalize(F.one_hot(assigned, num_clusters).T.to(x.dtype) @ x, dim=1)
+    return assigned
+
+
+@method("carve", paper="")
+class Carve(Method):
+    """Clusters of neurons that work on the same tokens; a router fitted to where they are needed. The default."""
+
+    def experts(self, seen: Activations, room: Room) -> Experts:
+        x_TD, h_TF, weight_T = seen.x_TD, seen.h_TF, seen.weight_T
+        # a piece at a time: of many tokens the activations in float32 are the largest matrix there is
+        pieces = zip(h_TF.split(PIECE_TOKENS), weight_T.split(PIECE_TOKENS), strict=True)
+        energy_F = seen.down_DF.norm(dim=0).square() * sum(w_t @ h_tF.float().square() for h_tF, w_t in pieces)
+        # the neurons that matter to all tokens are shared, and a router chooses among the others
+        order_F = energy_F.argsort(descending=True, stable=True)
+        routed_n = order_F[room.shared :].sort().values
+        generator = torch.Generator(x_TD.device).manual_seed(room.seed)
+        some_t = torch.randperm(len(x_TD), generator=generator, device=x_TD.device)[:COMPARED_TOKENS]
+        assigned_n, *router = _routed_experts(x_TD, seen.energy_TF(routed_n), some_t, room)
+        expert_F = torch.full((h_TF.shape[1],), SHARED, device=x_TD.device)
+        expert_F[routed_n] = assigned_n
+        return Experts(expert_F, (router[0], router[1]))
+
+
+def _routed_experts(
+    x_TD: Float[Tensor, "T D"],
+    energy_Tn: Float[Tensor, "T n"],
+    some_t: Int[Tensor, " t"],
+    room: Room,
+) -> tuple[Int[Tensor, " n"], Float[Tensor, "N D"], Float[Tensor, " N"]]:
+    """Return the expert of each routed neuron, and weight and bias of the router; clusters start on some of the tokens."""
+    # numbers of all tokens have no names here, so that as few of them as can be are held at once
+    regression = RidgeRegression(x_TD, room.router_bias)
+    # neurons that work on the same tokens belong together: then a token needs few experts
+    assigned_n = balanced_clusters(F.normalize(energy_Tn[some_t].sqrt().T, dim=1), room.num_experts, room.seed)
+    for step in range(REASSIGNMENTS + 1):
+        router_ND, router_bias_N = regression.fit(expert_energy(energy_Tn, assigned_n, room.num_experts))
+        if step < REASSIGNMENTS:
+            # a router errs, so neurons move to where it sends the tokens that need them
+            needs_nN = energy_Tn.T @ largest(x_TD @ router_ND.T + router_bias_N, room.top_k)
+            assigned_n = balanced_assignment(needs_nN, room.expert_size)
+    return assigned_n, router_ND, router_bias_N

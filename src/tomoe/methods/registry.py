@@ -1,0 +1,120 @@
+"""Finds methods by name: those of this package, those that other packages register, and classes in a file."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tomoe.errors import UserError
+from tomoe.methods.base import Method
+from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.target_rules import TARGET_RULES
+
+DEFAULT = "carve"
+GROUP = "tomoe.methods"
+"""The group of entry points by which an installed package adds methods: NAME = MODULE:CLASS."""
+_CORE = ("base", "registry")  # modules of this package that are no methods
+_FOUND: dict[str, type[Method]] = {}
+AnyMethod = TypeVar("AnyMethod", bound=type[Method])
+
+
+def method(name: str, paper: str = "") -> Callable[[AnyMethod], AnyMethod]:
+    """Register a class of `Method` under a name; `paper` is the address of its publication."""
+
+    def register(found: AnyMethod) -> AnyMethod:
+        found.name, found.paper = name, paper
+        _FOUND[name] = found
+        return found
+
+    return register
+
+
+def names() -> list[str]:
+    """The names of all methods that need no file."""
+    package = importlib.import_module("tomoe.methods")
+    own = [module.name for module in pkgutil.iter_modules(package.__path__) if module.name not in _CORE]
+    return sorted({*own, *(point.name for point in entry_points(group=GROUP)), *_FOUND})
+
+
+def find(name: str) -> type[Method]:
+    """The class of a method: a registered name, or FILE.py:CLASS. Raises UserError if there is none."""
+    if name in _FOUND:
+        return _FOUND[name]
+    path, colon, class_name = name.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _in_file(Path(path), class_name)
+    for point in entry_points(group=GROUP, name=name):
+        return _checked(point.load(), name)
+    known = names()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "a method of your own is named FILE.py:CLASS"
+        raise UserError(f"there is no method {name!r} (methods are {', '.join(known)}); {hint}")
+    # importing a module registers its class
+    importlib.import_module(f"tomoe.methods.{name}")
+    return _FOUND[name]
+
+
+def _in_file(path: Path, class_name: str) -> type[Method]:
+    """Runs the file as a module of its own; its classes need not register themselves."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path} with a method; --method takes a name or FILE.py:CLASS")
+    spec = importlib.util.spec_from_file_location(f"tomoe_method_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the file of a user raises
+        raise UserError(f"the file {path} cannot be run: {type(error).__name__}: {error}") from error
+    if not hasattr(module, class_name):
+        raise UserError(f"the file {path} has no class {class_name}")
+    found = _checked(getattr(module, class_name), f"{path}:{class_name}")
+    found.name = found.name or class_name
+    return found
+
+
+def _checked(found: Any, name: str) -> type[Method]:
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise UserError(f"{name} is not a method: it should be a class of tomoe.Method")
+    return found
+
+
+def settled(recipe: Recipe) -> tuple[Method, Recipe]:
+    """The method of a recipe with its settings, and the recipe with all that the method implies.
+
+    Raises UserError for an unknown method or setting, and for keys of the recipe that do not go with the method.
+    """
+    found = find(recipe.method.name or _implied(recipe))
+    settings = {key: value for key, value in (recipe.method.model_extra or {}).items()}
+    method = found(**settings)
+    name = recipe.method.name or found.name
+    whole = recipe.with_defaults(found.defaults, {"name": name, **method.config.model_dump(mode="json")})
+    keys = whole.flatten()
+    for key, value in found.requires.items():
+        if keys[key] != value:
+            raise UserError(
+                f"method {found.name} needs {key} = {_shown(value)}, but it is {_shown(keys[key])}; leave it out, or choose "
+                "another method"
+            )
+    if found.kind not in TARGET_RULES[whole.target].forms:
+        raise UserError(
+            f"target {whole.target} has no place for what method {found.name} makes ({found.kind}); set target to hf, or "
+            "choose another method"
+        )
+    return method, whole
+
+
+def _implied(recipe: Recipe) -> str:
+    """The method of a recipe that names none: the one that its keys are of, or the default."""
+    return next((name for name in names() if find(name).implied_by(recipe)), DEFAULT)
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,183 @@
+"""The paper's method: masks and routers learned by self-distillation, from a random or a carved start (Sec. 3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from tomoe.data.corpus import Sequences
+from tomoe.errors import UserError
+from tomoe.methods.base import Method, Task
+from tomoe.methods.registry import method
+from tomoe.methods.tomoe.carving import carve_
+from tomoe.methods.tomoe.extract import extract_plan
+from tomoe.methods.tomoe.network import MaskNetwork
+from tomoe.methods.tomoe.networks import AnyNetwork, mask_network
+from tomoe.methods.tomoe.objective import MaskStep
+from tomoe.methods.tomoe.overlapping_carving import overlapping_bytes
+from tomoe.methods.tomoe.rotation import value_rotations
+from tomoe.model.activation_memory import activation_bytes
+from tomoe.model.running import family_head, hidden_states
+from tomoe.model.shape import ModelShape
+from tomoe.model.structure import shape_of
+from tomoe.plans import Plan
+from tomoe.plans.masking import masked, planned_masks
+from tomoe.plans.partition.experts import FLOAT32, fine_bytes
+from tomoe.plans.partition.layouts import FineLayout, settle_layout, tolerance_of
+from tomoe.progress import stage_callback
+from tomoe.recipe.conversion import Recipe
+from tomoe.recipe.target_rules import TARGET_RULES, Form
+from tomoe.training.distillation import CHUNK, distill_loss
+from tomoe.training.loop import CHECKED, BestWeights, Training, run_training
+from tomoe.training.run_folder import Checkpoint
+
+CHECKED_TOKENS = 4096
+"""Held-out tokens that show, before and after training, what the masks lose."""
+
+
+@method("tomoe", paper="https://openreview.net/forum?id=RFHq46pjb6")
+class ToMoE(Method):
+    """Masks of neurons, routers and the pruning of attention are learned by self-distillation; the dense weights stay frozen."""
+
+    kind: ClassVar[Form] = "overlapping"
+    trains: ClassVar[str] = "masks, routers"
+    stage: ClassVar[str] = "training"
+    requires: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def implied_by(cls, recipe: Recipe) -> bool:
+        own = recipe.start == "random" or recipe.experts.form == "overlapping" or recipe.attention.pruning != "off"
+        return own or recipe.train.steps > 0
+
+    def plan(self, task: Task) -> Plan:
+        net = self._started(task)
+        learned: dict[str, Any] = {"steps": 0}
+        if task.recipe.train.steps:
+            learned = learn_(net, task)
+            task.ended("learning")
+        # the plan is for the original weights; learning may have run on a shard of them
+        plan = choose_experts(net, task.original, task.recipe, task.text.calibration)
+        return replace(plan, notes=plan.notes | learned)
+
+    def train(self, task: Task) -> None:
+        learn_(self._started(task), task)
+
+    def extract(self, task: Task, checkpoint: Checkpoint, trained_for: float) -> Plan:
+        recipe = task.recipe
+        if recipe.experts.form == "fine" and recipe.active != trained_for:
+            raise UserError(
+                f"{task.run.path} divided its neurons into fine-grained experts for active = {trained_for}, so a plan for "
+                f"{recipe.active} needs a run of its own; or use other numbers of them when the model runs (--active)"
+            )
+        net = new_network(recipe, task.model)
+        task.run.restore(checkpoint, net, None)
+        plan = choose_experts(net, task.model, recipe, task.text.calibration)
+        return replace(plan, notes=plan.notes | learning_notes(checkpoint.step, checkpoint.state.get(CHECKED, {})))
+
+    def _started(self, task: Task) -> AnyNetwork:
+        """The mask network at its start, unless a checkpoint holds it, too."""
+        net = new_network(task.recipe, task.model)
+        if not task.run.steps():
+            start_(net, task)
+            task.ended("carving" if task.recipe.start == "carved" else "start")
+        return net
+
+    def peak(self, recipe: Recipe, shape: ModelShape, dtype: torch.dtype, vocabulary: int) -> dict[str, int]:
+        layout, train, data = settle_layout(recipe, shape), recipe.train, recipe.data
+        with torch.device("meta"):
+            net = mask_network(
+                shape, layout, recipe.experts.embedding_size, recipe.attention, recipe.sampling, recipe.seed
+            )
+        parts = {"masks, routers and their optimizer": trainable_bytes(net, train.steps > 0)}
+        if train.steps:
+            tokens = train.batch_size * data.seq_len
+            kept = (train.gradient_checkpointing, recipe.attention.pruning, layout.num_experts)
+            parts["activations for the backward pass"] = activation_bytes(shape, dtype, tokens, *kept)
+            # learned masks keep what they were drawn from
+            copies = 1 if isinstance(layout, FineLayout) else 8
+            parts["masks of experts"] = copies * FLOAT32 * shape.num_layers * layout.num_experts * shape.mlp_size
+            parts["logits"] = 4 * CHUNK * vocabulary * FLOAT32
+        elif isinstance(layout, FineLayout):
+            parts["activations of one layer"] = fine_bytes(shape, layout, dtype, data.calibration_tokens)
+        else:
+            held = overlapping_bytes(shape, layout.num_experts, dtype, data.calibration_tokens)
+            parts["activations of one layer"] = held
+        return parts
+
+
+def trainable_bytes(net: MaskNetwork, learns: bool) -> int:
+    """Bytes of a mask network in float32, and of the gradients and AdamW's two moments of its trained parameters."""
+    stored = sum(t.numel() for t in (*net.parameters(), *net.buffers()))
+    trained = sum(p.numel() for p in net.parameters() if p.requires_grad) if learns else 0
+    return FLOAT32 * (stored + 3 * trained)
+
+
+def new_network(recipe: Recipe, model: PreTrainedModel) -> AnyNetwork:
+    """Make the network that holds experts and routers of a model; the start, or a checkpoint, fills it."""
+    shape, size = shape_of(model), recipe.experts.embedding_size
+    layout = settle_layout(recipe, shape)
+    return mask_network(shape, layout, size, recipe.attention, recipe.sampling, recipe.seed).to(model.device)
+
+
+def start_(net: AnyNetwork, task: Task) -> None:
+    """Set what calibration text decides before learning: all of a carved start, of a random one the basis of the values."""
+    recipe, model, text = task.recipe, task.model, task.calibration(task.model)
+    if recipe.start == "carved":
+        # here neurons become experts, and each expert gets the row of the router that predicts it
+        carve_(net, model, *text, recipe.active, recipe.seed, stage_callback(task.on_progress, "carve"))
+    elif net.attention is not None and net.attention.section.rotate_values:
+        rotations = value_rotations(model, *text, stage_callback(task.on_progress, "rotate"))
+        net.attention.value_rotations.copy_(torch.stack(rotations))
+
+
+def learn_(net: AnyNetwork, task: Task) -> dict[str, Any]:
+    """Train from the last checkpoint, or else from the start, to the last step. Returns what the plan's notes say of it."""
+    recipe, model, corpus, run = task.recipe, task.model, task.text, task.run
+
+    def loss() -> float:
+        masks = choose_experts(net, model, recipe, corpus.calibration)
+        return planned_loss(model, masks, corpus.evaluation.truncate(CHECKED_TOKENS), recipe.loss.objective)
+
+    steps = recipe.train.steps
+    # before the first step, and after the last
+    checks = BestWeights(net, run, steps, loss, checks=1, keeps=False) if steps else None
+    step = MaskStep(model, net, recipe)
+    training = Training(model, net, recipe.train, recipe.seed, corpus, run, step, best=checks)
+    run_training(training, "train", task.on_progress)
+    return learning_notes(steps, checks.state() if checks else {})
+
+
+@torch.no_grad()
+def planned_loss(model: Any, plan: Plan, text: Sequences, objective: str) -> float:
+    """Return what the dense model loses under a plan's masks, in nats a token of `text`: the KL to itself, or the
+    language-modeling loss if that is the objective.
+
+    Every process reads all of the text: a sharded model runs in all of them or in none.
+    """
+    masks = planned_masks(plan, model.device)
+    total = 0.0
+    for ids, mask in zip(text.input_ids.split(1), text.mask.split(1), strict=True):
+        ids, mask = ids.to(model.device), mask.to(model.device)
+        teacher = hidden_states(model, ids, mask) if objective == "kl" else None
+        with masked(model, masks):
+            student = hidden_states(model, ids, mask)
+        total += distill_loss(student, teacher, ids, mask, family_head(model)).item() * int(mask.sum())
+    return total / text.tokens
+
+
+def learning_notes(steps: int, checked: dict[str, Any]) -> dict[str, Any]:
+    """What a plan's notes say of a training of `steps` steps; `checked` is the state of the checks on held-out text."""
+    # not if the training was stopped before its last check, or if a loss was not finite
+    if not steps or checked.get("checked") != steps or not math.isfinite(checked["start"]):
+        return {"steps": steps}
+    return {"steps": steps, "held_out_before": checked["start"], "held_out": checked["loss"]}
+
+
+def choose_experts(net: AnyNetwork, model: PreTrainedModel, recipe: Recipe, text: Sequences) -> Plan:
+    """The plan of what the network holds, as near to the budget as the target allows."""
+    calibration = text.input_ids.to(model.device), text.mask.to(model.device)
+    return extract_plan(net, model, recipe.active, calibration, tolerance_of(TARGET_RULES[recipe.target]))

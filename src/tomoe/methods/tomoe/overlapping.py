@@ -1,0 +1,163 @@
+"""Overlapping experts, the paper's: a token uses one of them, and they share neurons. Masks of neurons are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tomoe.budget import mlp_params
+from tomoe.methods.tomoe.gumbel import gumbel_sigmoid, gumbel_softmax, keep_probability
+from tomoe.methods.tomoe.network import MaskNetwork, per_layer
+from tomoe.methods.tomoe.overlapping_carving import OverlappingStart, carve_overlapping
+from tomoe.methods.tomoe.projection import Projection, start_logits
+from tomoe.model.shape import ModelShape
+from tomoe.plans.partition.activations import Activations
+from tomoe.plans.partition.allocation import Site, common_offset, units_by_layer
+from tomoe.plans.partition.layouts import OverlappingLayout
+from tomoe.plans.routing import ExpertRouter, Routing
+from tomoe.recipe.conversion import SamplingSection
+from tomoe.seeds import derive_seed
+
+
+class OverlappingNetwork(MaskNetwork):
+    """A mask network with one mask of neurons for each expert."""
+
+    layout: OverlappingLayout
+    neurons: Sequence[Projection]
+
+    def __init__(self, shape: ModelShape, layout: OverlappingLayout, sampling: SamplingSection, embedding_size: int):
+        super().__init__(shape, layout, sampling)
+        s, n = shape, layout.num_experts
+        self.routers = per_layer(s.num_layers, lambda: ExpertRouter(s.hidden_size, n))
+        self.neurons = per_layer(s.num_layers, lambda: Projection(embedding_size, torch.zeros(n, s.mlp_size)))
+
+    def carve(self, i: int, seen: Activations, seed: int) -> OverlappingStart:
+        widths = self.layout.widths(self.shape.mlp_size)
+        return carve_overlapping(seen, self.layout.num_experts, widths, derive_seed(seed, "k-means", i))
+
+    def blank_start(self, device: torch.device) -> OverlappingStart:
+        s, n = self.shape, self.layout.num_experts
+        ranks = torch.empty(n, s.mlp_size, dtype=torch.long, device=device)
+        loss = torch.empty(len(self.layout.widths(s.mlp_size)), dtype=torch.float64)
+        return OverlappingStart(torch.empty(n, s.hidden_size, device=device), ranks, loss)
+
+    def start_experts_(self, starts: Sequence[OverlappingStart], units: Sequence[int] | None, left: float) -> None:
+        """Start from carved experts with so many units in each layer; None: all layers share `left` parameters alike."""
+        s = self.shape
+        equal = min(max(1, round(left / (s.num_layers * mlp_params(s, 1)))), s.mlp_size)
+        widths = self.layout.widths(s.mlp_size)
+        for i, start in enumerate(starts):
+            width = equal if units is None else widths[units[i]]
+            self.routers[i].weight.copy_(start.router_weight)
+            self.neurons[i].start_at_(start_logits(start.ranks, width, self.sampling.keep_bias))
+
+    def sample_experts(
+        self, i: int, embeddings: Float[Tensor, "sites N E"] | None, seed: int, token_seed: int
+    ) -> SampledOverlapping:
+        """Sample the experts of layer i for one step; both seeds are the layer's own."""
+        assert embeddings is not None
+        s = self.sampling
+        logits = self.neurons[i](embeddings[2 * i + 1])
+        masks = gumbel_sigmoid(logits, s.temperature, s.keep_bias, derive_seed(seed, "neurons"))
+        return SampledOverlapping(self.routers[i], masks, s.temperature, derive_seed(token_seed, "router"))
+
+    def extract_experts(self, embeddings: Float[Tensor, "sites N E"] | None) -> ExtractedOverlapping:
+        assert embeddings is not None
+        logits = [neurons(embeddings[2 * i + 1]) for i, neurons in enumerate(self.neurons)]
+        return ExtractedOverlapping(self, logits)
+
+
+@dataclass(eq=False)
+class SampledOverlapping:
+    """One layer in one step: masks that were drawn for all tokens, and a router that draws for each."""
+
+    router: ExpertRouter
+    neuron_masks: Float[Tensor, "N F"]
+    temperature: float
+    seed: int
+    neurons = 0  # the masks tell how many there are
+
+    def choose(self, x_TD: Float[Tensor, "T D"]) -> tuple[Routing, Float[Tensor, "T F"]]:
+        # one-hot samples (Eq. 3, Sec. 3.2)
+        routing = Routing(*gumbel_softmax(self.router(x_TD), self.temperature, self.seed))
+        return routing, routing.assignment @ self.neuron_masks
+
+
+class ExtractedOverlapping:
+    """Every expert of a layer keeps the neurons with the largest logits, equally many."""
+
+    params = 0  # of MLPs whose width is settled already
+
+    def __init__(self, net: OverlappingNetwork, neuron_logits: Sequence[Float[Tensor, "N F"]]):
+        self.shape, self.layout, self.keep_bias = net.shape, net.layout, net.sampling.keep_bias
+        self.neuron_logits = neuron_logits
+        self.widths = self.layout.widths(self.shape.mlp_size)
+
+    def _kept(self, i: int, offset: float) -> Float[Tensor, " N"]:
+        """Neurons that sampling keeps on average in each expert of layer i, with `offset` added to every logit."""
+        return keep_probability(self.neuron_logits[i] + offset, self.keep_bias).sum(-1)
+
+    def _expected_units(self, i: int, offset: float) -> float:
+        return float(self._kept(i, offset).mean()) / self.layout.width_multiple
+
+    def _params(self, units: int) -> int:
+        return int(mlp_params(self.shape, self.widths[units]))
+
+    def sites(self, i: int) -> list[Site]:
+        return [Site(partial(self._expected_units, i), self._params, len(self.widths) - 1)]
+
+    def choose(
+        self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
+    ) -> list[tuple[int, list[int]]]:
+        """As for fine-grained experts; one width for all layers is content within `slack` parameters."""
+        if self.layout.uniform:
+            width, dims = self._common_width(layers, offset, target, slack)
+            return [(width, dims_of_layer) for dims_of_layer in dims]
+        return [(self.widths[units], dims) for units, *dims in units_by_layer(layers, offset, target)]
+
+    def _common_width(
+        self, layers: Sequence[Sequence[Site]], offset: float, target: int, slack: int
+    ) -> tuple[int, list[list[int]]]:
+        """Choose one width for all layers near their mean at `offset`; the attention sites take up the rest.
+
+        Returns the width and the units of the attention sites of each layer. The width is a multiple of `common_multiple`,
+        or of its half, its quarter and so on: of the largest that meets `target` within `slack` parameters.
+        """
+        s = self.shape
+        multiple = self.layout.common_multiple
+        attention = [layer[1:] for layer in layers]
+        sites = [site for layer in attention for site in layer]
+        mean = sum(layer[0].clipped_units(offset) for layer in layers) / len(layers) * self.layout.width_multiple
+        best = (target, s.mlp_size, [[site.max_units for site in layer] for layer in attention])
+        while True:
+            below = int(mean // multiple) * multiple
+            widths = {min(max(w, 1), s.mlp_size) for w in (below, below + multiple)}
+            for width in sorted(widths, key=lambda w: abs(w - mean)):
+                left = target - s.num_layers * int(mlp_params(s, width))
+                if sites and left < sum(site.params(1) for site in sites):
+                    continue
+                units = units_by_layer(attention, common_offset(sites, left) if sites else 0.0, left)
+                chosen = (n for layer in units for n in layer)
+                miss = abs(left - sum(site.params(n) for site, n in zip(sites, chosen, strict=True)))
+                if miss <= slack:
+                    return width, units
+                best = min(best, (miss, width, units))
+            if multiple == 1:
+                return best[1:]
+            multiple = multiple // 2
+
+    def fields(self, i: int, width: int) -> dict[str, Any]:
+        ranks = self.neuron_logits[i].argsort(dim=-1, descending=True, stable=True)
+        neurons = torch.zeros(ranks.shape, dtype=torch.bool).scatter_(1, ranks[:, :width].cpu(), True)
+        return {"expert_masks": neurons}
+
+    def notes(self, offset: float) -> dict[str, Any]:
+        """How many neurons sampling keeps in each expert; extraction gives all experts of a layer one width."""
+        kept = [self._kept(i, offset).round().tolist() for i in range(self.shape.num_layers)]
+        return {"expert_widths": [[int(n) for n in layer] for layer in kept]}

@@ -1,0 +1,119 @@
+"""The carved start of overlapping experts: a router, and a ranking of the neurons for the tokens of each expert.
+
+Per layer, on dense activations. Router: spherical k-means of the MLP's inputs, so a router row is a centroid and needs no bias.
+Experts: backward elimination, which drops one neuron after another, always the one that adds least to the squared error of
+the MLP's output on the tokens of the expert, correlations between neurons included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tomoe.model.shape import ModelShape
+from tomoe.plans.partition.activations import Activations
+from tomoe.plans.partition.allocation import bisected
+from tomoe.plans.partition.experts import FLOAT32
+
+KMEANS_STEPS = 20
+ROUTER_CONFIDENCE = 0.9
+"""Mean probability of the expert that a token chooses: high enough that noise seldom sends it elsewhere."""
+
+
+@dataclass(frozen=True)
+class OverlappingStart:
+    """The carved start of one layer."""
+
+    router_weight: Float[Tensor, "N D"]
+    ranks: Int[Tensor, "N F"]  # the rank of each neuron in each expert; 0 is dropped last
+    loss: Float[Tensor, " u"]
+    """Relative squared error of the MLP's output, summed over experts, at each of the widths that were asked for (float64)."""
+
+
+def carve_overlapping(seen: Activations, num_experts: int, widths: Sequence[int], seed: int) -> OverlappingStart:
+    """Carve the experts of one layer. The weight of a token makes losses of layers comparable."""
+    router = spherical_kmeans(seen.x_TD, num_experts, seed)
+    logits = seen.x_TD @ router.T
+    chosen_T, h_TF = logits.argmax(-1), seen.h_TF.float()
+    ranks, loss = rank_neurons(h_TF, chosen_T, seen.weight_T, seen.down_DF, num_experts, widths)
+    return OverlappingStart(router * confident_scale(logits), ranks, loss)
+
+
+def rank_neurons(
+    h: Float[Tensor, "T F"],
+    expert_ids: Int[Tensor, " T"],
+    weight: Float[Tensor, " T"],
+    down: Float[Tensor, "D F"],
+    num_experts: int,
+    widths: Sequence[int],
+) -> tuple[Int[Tensor, "N F"], Float[Tensor, " u"]]:
+    """Rank the neurons of every expert on its own tokens; returns ranks, and the sum of the losses at each width."""
+    down_gram = down.T @ down
+    ranks = []
+    total = torch.zeros(len(widths), dtype=torch.float64)
+    for n in range(num_experts):
+        expert_h = h[expert_ids == n] * weight[expert_ids == n].sqrt()[:, None]
+        # in place and freed before the next expert: with 11,008 neurons such a matrix takes half a GB
+        expert_ranks, loss = backward_elimination((expert_h.T @ expert_h).mul_(down_gram).div_(len(h)))
+        ranks.append(expert_ranks)
+        total = total + loss[list(widths)].double().cpu()
+    return torch.stack(ranks), total
+
+
+def spherical_kmeans(x: Float[Tensor, "T D"], num_clusters: int, seed: int) -> Float[Tensor, "N D"]:
+    """Cluster by cosine from a k-means++ start; returns unit centroids. A cluster without tokens keeps its centroid."""
+    generator = torch.Generator(x.device).manual_seed(seed)
+    x = F.normalize(x.float(), dim=-1)
+    centroids = x[torch.randint(len(x), (1,), generator=generator, device=x.device)]
+    while len(centroids) < num_clusters:
+        distance = (1 - x @ centroids.T).amin(1).clamp_min(1e-9)
+        centroids = torch.cat([centroids, x[torch.multinomial(distance, 1, generator=generator)]])
+    for _ in range(KMEANS_STEPS):
+        members = F.one_hot((x @ centroids.T).argmax(-1), num_clusters).to(x.dtype)
+        sums = members.T @ x
+        centroids = torch.where(members.sum(0)[:, None] > 0, F.normalize(sums, dim=-1), centroids)
+    return centroids
+
+
+def confident_scale(logits: Float[Tensor, "T N"]) -> float:
+    """Find the factor that makes the mean largest probability ROUTER_CONFIDENCE; noise-free decisions stay the same.
+
+    Cosines differ by hundredths, Gumbel noise by ones: without the factor, sampling would route at random.
+    """
+    return bisected(0.0, 1e4, 50, lambda x: float((x * logits).softmax(-1).amax(-1).mean()) < ROUTER_CONFIDENCE)
+
+
+def backward_elimination(error: Float[Tensor, "F F"]) -> tuple[Int[Tensor, " F"], Float[Tensor, " F1"]]:
+    """Order dims whose joint loss is the quadratic form s^T `error` s of the dropped set s.
+
+    Returns ranks (0 is dropped last) and the loss with 0, 1, .. F dims kept.
+    """
+    size = len(error)
+    marginal = error.diagonal().clone()
+    ranks = torch.zeros(size, dtype=torch.long, device=error.device)
+    loss = error.new_zeros(size + 1)
+    for kept in range(size - 1, -1, -1):
+        # An index of one number; a GPU would have to be waited for to know the number itself.
+        dropped = marginal.argmin().view(1)
+        ranks.index_fill_(0, dropped, kept)
+        loss[kept] = marginal.index_select(0, dropped)[0]
+        marginal.add_(error.index_select(0, dropped)[0], alpha=2)
+        marginal.index_fill_(0, dropped, torch.inf)
+    return ranks, loss.flip(0).cumsum(0).flip(0)
+
+
+def overlapping_bytes(shape: ModelShape, num_experts: int, dtype: torch.dtype, tokens: int) -> int:
+    """Bytes that the carve of one layer holds of so many calibration tokens, whose activations are of `dtype`."""
+    own, hidden, size = dtype.itemsize, shape.hidden_size, shape.mlp_size
+    # the layer's input, the input and output of the MLP; before it is carved, three matrices of activations
+    rest, running = 3 * hidden * own, 3 * size * own
+    # activations; inputs in float32 and of unit length, activations in float32, and those of one expert's tokens twice
+    held = size * own + (FLOAT32 * (hidden + size) if own < FLOAT32 else 0)
+    held += FLOAT32 * (hidden + 2 * size // num_experts)
+    # two Gram matrices
+    return tokens * rest + max(tokens * running, tokens * held + 2 * FLOAT32 * size**2)

@@ -1,0 +1,112 @@
+"""The meaning of a mask of attention: the dense model runs with some dims of Q, K, V and O multiplied by zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tomoe.model.attention import rotate_heads
+from tomoe.model.compiled import fused
+from tomoe.model.hooks import input_of
+from tomoe.model.shape import ModelShape
+from tomoe.model.structure import LayerParts
+from tomoe.plans.layer import LayerPlan
+from tomoe.plans.routing import largest
+
+
+# Without shapes, as torch.compile traces it.
+def value_logits(
+    x: Tensor,
+    project_in: Tensor,
+    embedding: Tensor,
+    norm: Callable[[Tensor], Tensor],
+    project_out: Tensor,
+    start: Tensor,
+) -> Tensor:
+    """One logit per value dim of a head, the same for all heads (Eq. 5, Sec. 3.3), in float32: of x [T, D], logits [T, C]."""
+    return F.linear(F.gelu(norm(F.linear(x.float(), project_in, embedding))), project_out, start)
+
+
+class PlannedAttention:
+    """The masks of a plan: no noise, the decisions of inference."""
+
+    def __init__(self, layer: LayerPlan, shape: ModelShape, device: torch.device):
+        self.qk_mask = shape.expand_qk(layer.qk_kept.float()).to(device)
+        self.value_mask = layer.value_kept.float().to(device)
+        self.value_rotation = None if layer.value_rotation is None else layer.value_rotation.to(device)
+        self.top_k = layer.value_top_k
+        self.value_router = {name: t.to(device) for name, t in layer.value_router.items()}
+
+    @classmethod
+    def of(cls, layer: LayerPlan, shape: ModelShape, device: torch.device) -> PlannedAttention | None:
+        """The masks of a layer; None if its attention stays whole."""
+        whole = bool(layer.qk_kept.all()) and layer.value_top_k == shape.head_dim and layer.value_rotation is None
+        return None if whole else cls(layer, shape, device)
+
+    def value_logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T C"]:
+        """Those of a value router: its embedding is the bias of `project_in`, its start that of `project_out`."""
+        into, norm, out = (
+            (self.value_router[f"{part}.weight"], self.value_router[f"{part}.bias"])
+            for part in ("project_in", "norm", "project_out")
+        )
+        return value_logits(x, *into, lambda y: F.layer_norm(y, y.shape[-1:], *norm), *out)
+
+    def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
+        return largest(self.value_logits(x), self.top_k) if self.value_router else self.value_mask
+
+
+class AttentionMasks(Protocol):
+    """The masks of the attention of one layer."""
+
+    @property
+    def qk_mask(self) -> Float[Tensor, " C"]:
+        """The dims of Q and K that are kept."""
+
+    @property
+    def value_rotation(self) -> Tensor | None:
+        """The basis of the V/O dims; None: the model's own."""
+
+    def values(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "*T C"]:
+        """The V/O dims that each token uses, from the input of the attention."""
+
+
+# Without shapes, as torch.compile traces it.
+def times_heads(y: Tensor, mask: Tensor) -> Tensor:
+    """y [.., heads C] times the mask of a head, [C] or [T, C]."""
+    tiled = mask.to(y.dtype).repeat(*[1] * (mask.dim() - 1), y.shape[-1] // mask.shape[-1])
+    return y * (tiled if mask.dim() == 1 else tiled.view(*y.shape[:-1], -1))
+
+
+_fused_times_heads = fused(times_heads)
+
+
+def attention_hooks(parts: LayerParts, masks: AttentionMasks) -> Iterator[RemovableHandle]:
+    """Hook the attention of one layer. Activations are rotated behind V and back before O, as weights may be packed."""
+    rotation = masks.value_rotation
+    now: dict[str, Tensor] = {}
+
+    def choose(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        now["values"] = masks.values(input_of(args, kwargs).flatten(0, -2))
+
+    def mask_qk(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
+        return _fused_times_heads(y, masks.qk_mask)
+
+    def mask_v(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
+        turned = y if rotation is None else rotate_heads(y, rotation)
+        return _fused_times_heads(turned, now["values"])
+
+    def mask_o(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        kept = _fused_times_heads(args[0], now.pop("values"))
+        return (kept if rotation is None else rotate_heads(kept, rotation, inverse=True),)
+
+    yield parts.attention.module.register_forward_pre_hook(choose, with_kwargs=True)
+    yield parts.attention.q.register_forward_hook(mask_qk)
+    yield parts.attention.k.register_forward_hook(mask_qk)
+    yield parts.attention.v.register_forward_hook(mask_v)
+    yield parts.attention.o.register_forward_pre_hook(mask_o)

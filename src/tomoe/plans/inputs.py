@@ -1,0 +1,179 @@
+"""The plan of the form `inputs`: how many of its inputs each projection uses for a token, at every budget.
+
+It holds no tensor: which inputs these are, a token's own numbers tell. plan.json is all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tomoe.budget import BUDGET_TOLERANCE, decoder_params
+from tomoe.errors import UserError
+from tomoe.files import read_json
+from tomoe.model.projections import KINDS, Kind
+from tomoe.model.shape import ModelShape
+from tomoe.plans.manifest import OF_INPUTS, damage_in_a_sentence, parsed_metadata, parsed_shape, write_head
+from tomoe.recipe.target_rules import Form
+
+Counts = Mapping[Kind, Sequence[int]]
+"""A number for each kind of projection and each converted layer; 0 where a layer has no such projection."""
+
+
+@dataclass(frozen=True)
+class Knot:
+    """One point of the path from all inputs to few."""
+
+    active: float  # the fraction of the decoder parameters that is active
+    inputs: Counts  # inputs of a token
+
+
+@dataclass(frozen=True)
+class InputsPlan:
+    """A validated plan of the form `inputs`. Raises UserError at construction if its parts contradict each other."""
+
+    form: ClassVar[Form] = "inputs"
+    prunes_attention: ClassVar[bool] = False  # it is the family's own, with fewer inputs
+    shape: ModelShape  # sizes of the dense model
+    names: Mapping[Kind, Sequence[str]]  # the projections of each kind, named from the decoder layer on
+    widths: Counts  # inputs of each projection
+    columns: Counts  # weights that belong to one input
+    path: tuple[Knot, ...]  # from all inputs to the fewest, each knot with fewer than the one before
+    active: float  # the fraction of the decoder parameters to use
+    source: str = ""  # fingerprint of the dense weights
+    dense_config: dict[str, Any] = field(default_factory=dict)  # config of the dense model, as transformers writes it
+    recipe: dict[str, Any] = field(default_factory=dict)  # the recipe of the conversion
+    notes: dict[str, Any] = field(default_factory=dict)  # how the plan was made
+
+    def __post_init__(self) -> None:
+        if error := self._error():
+            raise UserError(f"the plan is broken: {error}; make the plan again with `tomoe convert --form inputs`")
+
+    def _error(self) -> str | None:
+        layers = self.shape.num_layers
+        if not self.names or any(set(part) != set(self.names) for part in (self.widths, self.columns)):
+            return "it names other kinds of projections than it has sizes of"
+        for kind in self.names:
+            if any(len(part[kind]) != layers for part in (self.widths, self.columns)):
+                return f"it has not {layers} sizes of the {kind} projections"
+        if len(self.path) < 2 or self.path[0].inputs != self.widths:
+            return "its path does not begin with all inputs"
+        for knot in self.path:
+            if set(knot.inputs) != set(self.names) or any(len(numbers) != layers for numbers in knot.inputs.values()):
+                return "a knot of its path lacks numbers"
+            if abs(knot.active - self.fraction(knot.inputs)) > 1e-6:
+                return f"a knot of its path says {knot.active:.4f} active, and its inputs are {self.fraction(knot.inputs):.4f}"
+        for more, fewer in pairwise(self.path):
+            pairs = [pair for kind in self.names for pair in zip(fewer.inputs[kind], more.inputs[kind], strict=True)]
+            if not fewer.active < more.active or not all(min(1, b) <= a <= b for a, b in pairs):
+                return "its path does not go from more inputs to fewer"
+        if not self.path[-1].active - BUDGET_TOLERANCE <= self.active <= 1:
+            return f"it is {self.active} active, which its path from 1 to {self.path[-1].active:.3f} does not reach"
+        return None
+
+    def fraction(self, inputs: Counts) -> float:
+        """The fraction of the decoder parameters that so many inputs use."""
+        saved = sum(
+            (width - used) * columns
+            for kind in self.names
+            for width, used, columns in zip(self.widths[kind], inputs[kind], self.columns[kind], strict=True)
+        )
+        return 1 - saved / decoder_params(self.shape)
+
+    def inputs(self) -> Counts:
+        """Inputs of a token at the plan's budget, between the two nearest knots; beyond its end, those of the last."""
+        for more, fewer in pairwise(self.path):
+            if self.active > fewer.active:
+                part = min(1.0, (more.active - self.active) / (more.active - fewer.active))
+                pairs = {kind: zip(more.inputs[kind], fewer.inputs[kind], strict=True) for kind in more.inputs}
+                return {kind: [round(a + part * (b - a)) for a, b in pairs[kind]] for kind in pairs}
+        return self.path[-1].inputs
+
+    def active_fraction(self) -> float:
+        """Return the fraction of decoder parameters that are active for a token; the same for all tokens."""
+        return self.fraction(self.inputs())
+
+    def totals(self) -> dict[str, Any]:
+        """Return counts over all layers: decoder parameters that exist, are active, are stored."""
+        total = decoder_params(self.shape)
+        return {
+            "num_layers": self.shape.num_layers,
+            "active_fraction": self.active_fraction(),
+            "decoder_params": total,
+            "active_decoder_params": round(self.active_fraction() * total),
+            "stored_decoder_params": total,
+            "router_params": 0,
+        }
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return one row per layer, for a table: the share of the inputs of each kind, and of all parameters as `active`."""
+        used, whole = self.inputs(), decoder_params(self.shape) / self.shape.num_layers
+        rows: list[dict[str, Any]] = []
+        for i in range(self.shape.num_layers):
+            held = {kind: self.widths[kind][i] for kind in self.names}
+            saved = sum((held[kind] - used[kind][i]) * self.columns[kind][i] for kind in self.names)
+            row: dict[str, Any] = {"layer": i, "active": 1 - saved / whole}
+            row |= {kind: used[kind][i] / held[kind] if held[kind] else None for kind in self.names}
+            rows.append(row)
+        return rows
+
+    def save(self, folder: Path) -> None:
+        """Write plan.json. Raises UserError if it cannot be written."""
+        parts = ("names", "widths", "columns")
+        own = {
+            "active": self.active,
+            "projections": {kind: {part: list(getattr(self, part)[kind]) for part in parts} for kind in self.names},
+            "path": [
+                {"active": knot.active, **{kind: list(knot.inputs[kind]) for kind in self.names}} for knot in self.path
+            ],
+        }
+        write_head(folder, self, OF_INPUTS, own)
+
+    @classmethod
+    def load(cls, folder: Path) -> InputsPlan:
+        """Read and check a plan. Raises UserError if the folder holds a damaged one, or one of another form."""
+        head = read_json(folder / "plan.json")
+        if head.get("format") != OF_INPUTS:
+            raise UserError(f"{folder} holds a plan of experts, not of inputs; name one made with --form inputs")
+        with damage_in_a_sentence(folder):
+            return cls(**_parse(head))
+
+
+def _parse(head: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a plan. Raises ValueError, KeyError or TypeError for values that no plan has."""
+    shape, held = parsed_shape(head["shape"]), head["projections"]
+    if not isinstance(held, dict) or not set(held) <= set(KINDS):
+        raise ValueError("it has projections of unknown kinds")
+    kinds = [kind for kind in KINDS if kind in held]
+    for kind in kinds:
+        names = held[kind]["names"]
+        if not isinstance(names, list) or not names or not all(type(name) is str for name in names):
+            raise TypeError(f"the names of the {kind} projections are no list of words")
+    path = head["path"]
+    if not isinstance(path, list):
+        raise TypeError("its path is no list")
+    knots = [Knot(_fraction(knot["active"]), {kind: _numbers(knot[kind]) for kind in kinds}) for knot in path]
+    return {
+        "shape": shape,
+        "names": {kind: held[kind]["names"] for kind in kinds},
+        "widths": {kind: _numbers(held[kind]["widths"]) for kind in kinds},
+        "columns": {kind: _numbers(held[kind]["columns"]) for kind in kinds},
+        "path": tuple(knots),
+        "active": _fraction(head["active"]),
+        **parsed_metadata(head),
+    }
+
+
+def _numbers(values: Any) -> list[int]:
+    if not isinstance(values, list) or any(type(value) is not int or not 0 <= value <= 2**24 for value in values):
+        raise ValueError("it has a list of numbers that are no sizes")
+    return values
+
+
+def _fraction(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value <= 1:
+        raise ValueError(f"it has {str(value)[:40]!r} as a fraction")
+    return float(value)

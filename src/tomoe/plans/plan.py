@@ -1,0 +1,227 @@
+"""The plan with its tensors: made by planning and repair, obeyed by folding, written and read whole."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, UInt8
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from tomoe.budget import active_params, decoder_params, layer_params
+from tomoe.errors import UserError
+from tomoe.files import atomic_write, sha256
+from tomoe.model.shape import ModelShape
+from tomoe.plans.layer import LayerCounts, LayerPlan
+from tomoe.plans.manifest import (
+    FORMAT,
+    FORMATS,
+    REPAIRED,
+    damage_in_a_sentence,
+    parsed_choices,
+    parsed_metadata,
+    parsed_shape,
+    read_head,
+    write_head,
+)
+from tomoe.plans.tensors import FINE, MASKS, PACKED, REFIT, ROTATION, ROUTER, TENSORS, checked_layers
+from tomoe.recipe.target_rules import Form
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A validated plan. Raises UserError at construction if its parts contradict each other."""
+
+    shape: ModelShape
+    """Sizes of the dense model."""
+    layers: tuple[LayerPlan, ...]
+    """One per decoder layer."""
+    source: str = ""
+    """Fingerprint of the dense weights."""
+    dense_config: dict[str, Any] = field(default_factory=dict)
+    """Config of the dense model, as transformers writes it."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """The recipe of the conversion."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """How the plan was made: steps, sequence length, versions."""
+
+    counts: tuple[LayerCounts, ...] = field(init=False, repr=False, compare=False)
+    """The layers in numbers."""
+
+    def __post_init__(self) -> None:
+        for i, layer in enumerate(self.layers):
+            if error := layer.tensor_error(self.shape):
+                raise _broken_layer(i, error)
+        object.__setattr__(self, "counts", tuple(layer.count(self.shape) for layer in self.layers))
+        if len(self.counts) != self.shape.num_layers:
+            raise UserError(f"the plan has {len(self.counts)} layers, but its model has {self.shape.num_layers}")
+        for i, counts in enumerate(self.counts):
+            if error := counts.error(self.shape):
+                raise _broken_layer(i, error)
+        experts = sorted({layer.num_experts for layer in self.counts})
+        embeddings = sorted({layer.value_embedding for layer in self.counts if layer.value_embedding})
+        for differ, what in (
+            (len({layer.form for layer in self.counts}) > 1, "some have fine-grained experts, others overlapping ones"),
+            (len(experts) > 1, f"{experts} experts"),
+            (len(embeddings) > 1, f"embeddings of {embeddings}"),
+        ):
+            if differ:
+                raise UserError(f"the layers of the plan differ: {what}; make the plan again with `tomoe plan`")
+
+    def widths(self) -> list[tuple[int, int, int]]:
+        """Return (MLP width, Q/K dims, V/O dims of a token) of every layer."""
+        return [(layer.width, layer.qk_dims, layer.value_top_k) for layer in self.counts]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer (N)."""
+        return self.counts[0].num_experts
+
+    @property
+    def form(self) -> Form:
+        return self.counts[0].form
+
+    @property
+    def prunes_attention(self) -> bool:
+        """Whether any layer leaves out dims of its attention; otherwise attention is the family's own."""
+        whole = self.shape.head_dim
+        return any(layer.rotated or layer.qk_dims < whole or layer.value_top_k < whole for layer in self.counts)
+
+    @property
+    def dynamic_values(self) -> bool:
+        """Whether tokens choose their V/O dims in any layer."""
+        return any(layer.value_embedding for layer in self.counts)
+
+    @property
+    def rotated(self) -> bool:
+        """Whether V/O dims are in a basis of their own in any layer."""
+        return any(layer.rotated for layer in self.counts)
+
+    def active_fraction(self) -> float:
+        """Return the fraction of decoder parameters that are active for a token, the paper's p; the same for all tokens."""
+        return float(active_params(self.shape, self.widths())) / decoder_params(self.shape)
+
+    def totals(self) -> dict[str, Any]:
+        """Return counts over all layers: layers, experts, and decoder parameters that exist, are active, are stored."""
+        total = decoder_params(self.shape)
+        stored = [(layer.union, layer.qk_dims, layer.value_dims) for layer in self.counts]
+        return {
+            "num_layers": self.shape.num_layers,
+            "num_experts": self.num_experts,
+            "active_fraction": self.active_fraction(),
+            "decoder_params": total,
+            "active_decoder_params": round(self.active_fraction() * total),
+            "stored_decoder_params": int(active_params(self.shape, stored)),
+            "router_params": sum(layer.router_params for layer in self.counts),
+        }
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return one row per layer, for a table; the keys are columns, `active` is the fraction of the layer's parameters."""
+        s = self.shape
+        whole = decoder_params(s) / s.num_layers
+        return [
+            {
+                "layer": i,
+                "shared": layer.shared_size,
+                "expert_size": layer.expert_size,
+                "top_k": layer.top_k,
+                "width": layer.width,
+                "width_share": layer.width / s.mlp_size,
+                "union_share": layer.union / s.mlp_size,
+                "qk_dims": layer.qk_dims,
+                "value_dims": layer.value_top_k,
+                "active": float(layer_params(s, layer.width, layer.qk_dims, layer.value_top_k)) / whole,
+            }
+            for i, layer in enumerate(self.counts)
+        ]
+
+    def without_repair(self) -> Plan:
+        """The plan as it was before its projections were refitted."""
+        notes = {name: note for name, note in self.notes.items() if name != REPAIRED}
+        return replace(self, layers=tuple(replace(layer, refit={}) for layer in self.layers), notes=notes)
+
+    def save(self, folder: Path) -> None:
+        """Write both files atomically; the same plan gives the same bytes. Raises UserError if they cannot be written."""
+        tensors: dict[str, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            fine = layer.form == "fine"
+            names = TENSORS | (FINE if fine else {}) | ({} if layer.value_rotation is None else ROTATION)
+            parts = {name: getattr(layer, field) for field, name in names.items()}
+            parts |= {f"{ROUTER}{k}": v for k, v in layer.value_router.items()}
+            parts |= {f"{REFIT}{k}": v for k, v in layer.refit.items()}
+            parts["router_weight"] = _halved(layer.router_weight)
+            parts |= {name: _packed(parts[name]) for name in (PACKED if fine else ())}
+            tensors |= {f"layers.{i}.{name}": t.contiguous().cpu() for name, t in parts.items()}
+        plan_format = FORMATS[self.form][self.rotated]
+        data = save(tensors, metadata={"format": plan_format})
+        own: dict[str, Any] = {
+            "value_top_k": [layer.value_top_k for layer in self.layers],
+            "tensors_sha256": hashlib.sha256(data).hexdigest(),
+        }
+        if plan_format != FORMAT:
+            own["experts_per_token"] = [layer.top_k for layer in self.layers]
+        atomic_write(folder / "plan.safetensors", data)
+        write_head(folder, self, plan_format, own)
+
+    @classmethod
+    def load(cls, folder: Path) -> Plan:
+        """Read and check a plan. Raises UserError if the folder holds none, a damaged one, or one of an unknown format."""
+        head, tensors = read_head(folder), folder / "plan.safetensors"
+        with damage_in_a_sentence(folder):
+            shape = parsed_shape(head["shape"])
+            chosen, metadata = parsed_choices(head, shape), parsed_metadata(head)
+        if sha256(tensors) != head.get("tensors_sha256"):
+            raise UserError(
+                f"{tensors} does not belong to plan.json beside it (checksums differ); copy both files again"
+            )
+        with damage_in_a_sentence(folder):
+            layers = _read_layers(tensors, shape, chosen)
+        return cls(shape, layers, **metadata)
+
+
+def _broken_layer(i: int, error: str) -> UserError:
+    return UserError(f"layer {i} of the plan is broken: {error}; make the plan again with `tomoe plan`")
+
+
+def _halved(t: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """The tensor in bfloat16 if it holds no other values, as routers of a conversion in bfloat16 do: half of the bytes."""
+    rounded = t.bfloat16()
+    return rounded if bool((rounded.float() == t).all()) else t
+
+
+def _packed(mask: Bool[Tensor, "*N F"]) -> UInt8[Tensor, "*N bytes"]:
+    """A mask as bytes of eight neurons, the first of them in the lowest bit; the last byte is filled up with zeros."""
+    return torch.from_numpy(np.packbits(mask.cpu().numpy(), axis=-1, bitorder="little"))
+
+
+def _unpacked(packed: UInt8[Tensor, "*N bytes"], neurons: int) -> Bool[Tensor, "*N F"]:
+    """The mask that was packed. Raises ValueError if bits are set for more neurons."""
+    mask = torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, bitorder="little")).bool()
+    if bool(mask[..., neurons:].any()):
+        raise ValueError("its experts have more neurons than the model")
+    return mask[..., :neurons]
+
+
+def _read_layers(path: Path, shape: ModelShape, chosen: list[tuple[int, int]]) -> tuple[LayerPlan, ...]:
+    """Read the layers, with routers in float32 whatever they are stored in. Raises as `checked_layers` does."""
+    layers = []
+    with safe_open(path, "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        stored = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        names_of_layers = list(checked_layers(stored, shape))
+        for i, (names, (value_top_k, top_k)) in enumerate(zip(names_of_layers, chosen, strict=True)):
+            read = {part: file.get_tensor(f"layers.{i}.{part}") for part in names}
+            packed = {part: t for part, t in read.items() if part in PACKED and t.dtype == torch.uint8}
+            read |= {part: _unpacked(t, shape.mlp_size) for part, t in packed.items()}
+            tensors = {part: t if part in MASKS or part.startswith(REFIT) else t.float() for part, t in read.items()}
+            router = {part.removeprefix(ROUTER): t for part, t in tensors.items() if part.startswith(ROUTER)}
+            fields = {field: tensors[name] for field, name in (TENSORS | FINE | ROTATION).items() if name in tensors}
+            refit = {part.removeprefix(REFIT): t for part, t in tensors.items() if part.startswith(REFIT)}
+            layers.append(LayerPlan(**fields, value_top_k=value_top_k, value_router=router, refit=refit, top_k=top_k))
+    return tuple(layers)

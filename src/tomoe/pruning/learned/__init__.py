@@ -1,1 +1,0 @@
-"""The paper's method, which the default does without: learned masks, overlapping experts, pruned attention."""
