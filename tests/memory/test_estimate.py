@@ -23,12 +23,12 @@ from tomoe.errors import UserError
 from tomoe.memory import estimate
 from tomoe.methods.inputs import input_costs
 from tomoe.methods.tomoe.carving import carve_
+from tomoe.methods.tomoe.method import new_network
 from tomoe.methods.tomoe.networks import mask_network
 from tomoe.model import base_weights
 from tomoe.model.loading import load_config
 from tomoe.model.projections import groups_of
 from tomoe.model.structure import shape_of
-from tomoe.pipeline.steps import new_network
 from tomoe.plans.partition.layouts import OverlappingLayout, settle_layout
 from tomoe.plans.repair.equations import NormalEquations, refit
 from tomoe.plans.repair.plan import repair_plan
