@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from conftest import activations, make_pico, tokens
 from tomoe.budget import BUDGET_TOLERANCE, active_params, decoder_params
 from tomoe.errors import UserError
+from tomoe.methods import carve
 from tomoe.methods.carve import Carve, balanced_assignment, balanced_clusters
 from tomoe.methods.tomoe.carving import carve_
 from tomoe.methods.tomoe.extract import extract_plan
