@@ -160,7 +160,9 @@ def _made(method: Method | type[Method], settings: Mapping[str, Any]) -> Method:
     if isinstance(method, type):
         return method(**settings)
     if settings:
-        raise UserError(f"the method is an object with settings of its own; give {', '.join(settings)} when you make it")
+        raise UserError(
+            f"the method is an object with settings of its own; give {', '.join(settings)} when you make it"
+        )
     return method
 
 
