@@ -307,7 +307,9 @@ def test_the_method_is_named_as_the_plan_notes_it(note: object) -> None:
     plan = make_plan(make_pico("llama"), "off")
     assert "Method" not in dict(summary.conversion_summary(replace(plan, notes={"method": note})))
     known = {"name": "a", "summary": "Groups neurons.", "paper": "https://b.example"}
-    lines = dict(summary.conversion_summary(replace(plan, notes={"method": known}, recipe=Recipe().model_dump(mode="json"))))
+    lines = dict(
+        summary.conversion_summary(replace(plan, notes={"method": known}, recipe=Recipe().model_dump(mode="json")))
+    )
     assert lines["Method"] == "a: Groups neurons. https://b.example"
     assert len(summary.conversion_summary(replace(plan, recipe={}, dense_config={}))) == 4
 

@@ -32,10 +32,9 @@ from tomoe.cli import main
 from tomoe.data.corpus import Corpus
 from tomoe.errors import UserError
 from tomoe.locks import LOCK_FILE
-from tomoe.methods.tomoe import objective
+from tomoe.methods.tomoe import method, objective
 from tomoe.methods.tomoe.rotation import value_rotations
 from tomoe.model.loading import load_dense
-from tomoe.pipeline import steps
 from tomoe.pipeline.convert import convert
 from tomoe.pipeline.stages import plan, train
 from tomoe.plans.repair import streams
@@ -200,7 +199,7 @@ def test_a_resumed_run_keeps_the_basis_of_its_values(
     shutil.copytree(whole, run)
     shutil.rmtree(run / "masks" / "step-000006")
     for name in ("carve_", "value_rotations"):
-        monkeypatch.delattr(steps, name)
+        monkeypatch.delattr(method, name)
     train(recipe, run, resume=True)
     assert contents(run / "masks") == contents(whole / "masks")
     made = plan(run, tmp_path / "plan")
