@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tomoe.finetuning.finetune import finetune as finetune
     from tomoe.model.generation import generate as generate
     from tomoe.moe.active_experts import load as load
+    from tomoe.moe.kernels import prepare as prepare
     from tomoe.moe.modeling_tomoe import ToMoEConfig as ToMoEConfig
     from tomoe.moe.modeling_tomoe import ToMoEForCausalLM as ToMoEForCausalLM
     from tomoe.plan import Plan as Plan
@@ -36,6 +37,7 @@ _MODULES = {
     "finetune": "tomoe.finetuning.finetune",
     "generate": "tomoe.model.generation",
     "load": "tomoe.moe.active_experts",
+    "prepare": "tomoe.moe.kernels",
 }
 __all__ = ["UserError", "__version__", *_MODULES]
 

@@ -26,8 +26,9 @@ from tomoe.pruning.layouts import LEAST_INPUTS
 
 
 def column_norms(group: Group) -> Float[Tensor, " D"]:
-    """The norm of each column of the matrices of a group, one upon another."""
-    return torch.cat([Linear(module).weight.double() for module in group.modules]).norm(dim=0).float()
+    """The norm of each column of the matrices of a group, one upon another, rounded to a bfloat16 value."""
+    norms = torch.cat([Linear(module).weight.double() for module in group.modules]).norm(dim=0)
+    return norms.bfloat16().float()
 
 
 LEVELS = tuple(i / 40 for i in range(40, round(40 * LEAST_INPUTS) - 1, -1))
