@@ -41,7 +41,6 @@ from tomoe.evaluation.speed.throughput import benchmark, weight_bytes
 from tomoe.evaluation.tasks import TaskSet, parse_tasks
 from tomoe.files import atomic_write
 from tomoe.model.loading import load_dense, load_model, load_tokenizer
-from tomoe.moe.modeling_tomoe import choices_of
 from tomoe.recipe.conversion import Recipe
 from tomoe.report.style import COLORS, MARKERS, CaptionedFigure, canvas, save, styled
 
@@ -241,8 +240,6 @@ def run_model(args: argparse.Namespace, results: Results, name: str, source: str
             if not loaded:
                 dial = row.active if row.way in DIALED else None
                 loaded.append(tomoe.load(str(row.folder), args.dtype, active=dial)[0])
-                for choice in choices_of(loaded[0]):
-                    choice.always = True
             return loaded[0]
 
         for step in steps:

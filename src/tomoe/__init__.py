@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tomoe.methods.registry import method as method
     from tomoe.model.generation import generate as generate
     from tomoe.moe.active_experts import load as load
+    from tomoe.moe.kernels import prepare as prepare
     from tomoe.moe.modeling_tomoe import ToMoEConfig as ToMoEConfig
     from tomoe.moe.modeling_tomoe import ToMoEForCausalLM as ToMoEForCausalLM
     from tomoe.pipeline.api import fold as fold
@@ -58,6 +59,7 @@ _MODULES = {
     "finetune": "tomoe.finetuning.finetune",
     "generate": "tomoe.model.generation",
     "load": "tomoe.moe.active_experts",
+    "prepare": "tomoe.moe.kernels",
 }
 __all__ = ["UserError", "__version__", *_MODULES]
 

@@ -218,8 +218,8 @@ def clear_rows(folded: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Te
 
 @torch.no_grad()
 def hold_inputs(dense: PreTrainedModel, folder: Path) -> set[str]:
-    """The same where tokens choose inputs, half-way to the fewest: masked == folded == reloaded without tomoe, and prompts and
-    all inputs == dense. In float64, in which no rounding turns a choice. Returns the kinds of projections that choose.
+    """The same where tokens choose inputs, half-way to the fewest: masked == folded == reloaded without tomoe, and whole prompts
+    and all inputs == dense. In float64, in which no rounding turns a choice. Returns the kinds of projections that choose.
     """
     dense, ids = dense.double(), tokens(2, 40)
     everything = torch.ones_like(ids, dtype=torch.bool)
@@ -233,12 +233,9 @@ def hold_inputs(dense: PreTrainedModel, folder: Path) -> set[str]:
         expected = dense(ids).logits
     assert (expected - whole).abs().max() > 1e-3, "the masks changed nothing"
     for model, what in ((folded, "folded"), (alone, "reloaded without tomoe")):
-        assert_same(model(ids).logits, whole, f"{what}, a prompt")
-        choices = {id(c): c for m in model.modules() if (c := getattr(m, "choice", None)) is not None}
-        for choice in choices.values():
-            choice.always = True
         assert_same(model(ids).logits, expected, what)
-    assert_same(without_tomoe(out, dtype=torch.float64, tomoe_active=1.0)(ids).logits, whole, "all inputs")
+    for setting in ({"tomoe_prompts": "whole"}, {"tomoe_active": 1.0}):
+        assert_same(without_tomoe(out, dtype=torch.float64, **setting)(ids).logits, whole, str(setting))
     return set(plan.names)
 
 

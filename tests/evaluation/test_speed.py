@@ -113,7 +113,7 @@ def inputs(pair: Pair) -> Any:
     moe = fold(
         pair.dense, plan_inputs(pair.dense, shape_of(pair.dense), ids, torch.ones_like(ids, dtype=torch.bool), 0.6)
     )
-    assert all(choice.count < choice.width for choice in choices_of(moe))
+    assert all(choice.count < len(choice.norms) for choice in choices_of(moe))
     return moe
 
 
@@ -125,22 +125,23 @@ def test_bytes_of_a_few_tokens_are_those_of_the_inputs_that_some_token_chooses(
     ids, unread = pair.rows(batch, 1), 0
     seen: dict[int, Tensor] = {}
     hooks = [
-        choice.projections[0].register_forward_pre_hook(lambda _, args, i=i: seen.update({i: args[0].flatten(0, -2)}))
-        for i, choice in enumerate(choices_of(inputs))
+        choice.register_forward_pre_hook(lambda _, args, i=i: seen.update({i: args[0].flatten(0, -2)}))
+        for i, (choice, _) in enumerate(inputs.choices())
     ]
     with torch.no_grad():
         inputs(ids)
     for hook in hooks:
         hook.remove()
-    for i, choice in enumerate(choices_of(inputs)):
-        matrix = torch.cat([projection.weight for projection in choice.projections])
-        scores = seen[i].abs() * matrix.norm(dim=0)
+    for i, (choice, projections) in enumerate(inputs.choices()):
+        matrix = torch.cat([projection.weight for projection in projections])
+        scores = seen[i].abs() * matrix.norm(dim=0).bfloat16().float()
         chosen = {int(n) for row in scores for n in row.argsort(descending=True)[: choice.count]}
-        unread += (choice.width - len(chosen)) * len(matrix)
+        unread += (len(choice.norms) - len(chosen)) * len(matrix)
     assert unread > 0
-    assert throughput.touched_bytes(inputs, ids) == throughput.touched_bytes(pair.dense, ids) - 4 * unread
+    norms = sum(choice.norms.nbytes for choice in choices_of(inputs))
+    assert throughput.touched_bytes(inputs, ids) == throughput.touched_bytes(pair.dense, ids) - 4 * unread + norms
     many = pair.rows(1, FEW_TOKENS + 1)
-    assert throughput.touched_bytes(inputs, many) == throughput.touched_bytes(pair.dense, many)
+    assert throughput.touched_bytes(inputs, many) == throughput.touched_bytes(pair.dense, many) + norms
 
 
 def test_cache_bytes(pair: Pair) -> None:
@@ -287,8 +288,10 @@ def test_all_experts_run_in_the_way_of_those_that_tokens_choose(pair: Pair, form
 
 
 def test_all_inputs_run_in_the_way_of_those_that_tokens_choose(pair: Pair, inputs: Any) -> None:
-    assert ways(inputs, 1) in WAYS["choosing product"]
-    assert everything(inputs, ways(inputs, FEW_TOKENS + 1)) is None, "such a pass uses all inputs"
+    assert ways(inputs, 1) == ways(inputs, FEW_TOKENS + 1) == "masked"
+    with set_to([(inputs.config, "tomoe_prompts", "whole")]):
+        assert ways(inputs, 1) == "masked"
+        assert everything(inputs, ways(inputs, FEW_TOKENS + 1)) is None, "such a pass uses all inputs"
     whole, ids = everything(inputs, ways(inputs, 1)), pair.rows(1, 1)
     assert whole is not None
     with torch.no_grad():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from conftest import pico_moe
 from conftest import tokens as drawn
 from tomoe.moe import modeling_tomoe
 from tomoe.moe.kernels import inputs, linear
-from tomoe.moe.modeling_tomoe import Choice, choose, choosing_class
+from tomoe.moe.modeling_tomoe import Choice, choose
 
 pytestmark = [
     pytest.mark.usefixtures("no_grad"),
@@ -54,7 +54,7 @@ def test_it_computes_its_definition(dtype: torch.dtype, tokens: int, width: int,
     )
     for count in (1, width // 3, width // 2, width - 1, width):
         meant = defined(x, norms, count, weight, bias)
-        found = inputs.kernel()(norms, weight, bias)(x, count)
+        found = inputs.kernel().product(x, norms, weight, bias, count)
         assert float((found.double() - meant).abs().max()) <= DTYPES[dtype] * float(meant.abs().max()), count
 
 
@@ -65,11 +65,11 @@ def test_equal_scores_are_taken_by_position(dtype: torch.dtype) -> None:
     weight = torch.eye(60, dtype=dtype)
     order = sorted(range(60), key=lambda i: (-float(x[0, i]), i))
     for count in (1, 7, 20, 33, 40, 59):
-        found = inputs.kernel()(torch.ones(60), weight, None)(x, count)
+        found = inputs.kernel().product(x, torch.ones(60), weight, None, count)
         chosen = [i for i in order[:count] if x[0, i]]
         assert found[0].nonzero().flatten().tolist() == sorted(chosen)
-        masked = modeling_tomoe.chosen_inputs(x, torch.ones(60), count)
-        assert torch.equal(masked, found)
+        for kept in (modeling_tomoe.chosen_inputs, inputs.kernel().keep):
+            assert torch.equal(kept(x, torch.ones(60), count), found)
 
 
 def test_any_number_of_threads_gives_the_same_bytes(set_threads: Callable[[int], None]) -> None:
@@ -77,129 +77,155 @@ def test_any_number_of_threads_gives_the_same_bytes(set_threads: Callable[[int],
     results = []
     for threads in (1, 2, 3, 7):
         set_threads(threads)
-        results.append(inputs.kernel()(norms, weight, None)(x, 400))
-    assert all(torch.equal(results[0], other) for other in results[1:])
+        results.append((inputs.kernel().product(x, norms, weight, None, 400), inputs.kernel().keep(x, norms, 400)))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
-def choosing(modules: Sequence[nn.Module], count: int) -> Choice:
-    """Modules that read the same input, of which a token uses so many numbers."""
-    choice = Choice(modules, SimpleNamespace(tomoe_active=0.5, layer_inputs=lambda kind, layer: count), "up", 0)
-    for module in modules:
-        module.__class__ = choosing_class(type(module))
-        module.choice = choice
-    return choice
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_number_of_tokens_keeps_what_pytorch_keeps(dtype: torch.dtype) -> None:
+    """Odd widths, ties, and a count of all."""
+    for width in (1, 33, 130, 600):
+        x, norms = draw(9, width, seed=width).to(dtype), (draw(width, seed=1).abs() + 0.1).bfloat16().float()
+        x[3] = x[3].round()
+        for count in {1, max(1, width // 3), max(1, width - 1), width}:
+            found = inputs.kernel().keep(x[None], norms, count)
+            assert torch.equal(found[0], modeling_tomoe.chosen_inputs(x, norms, count))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32])
+def test_no_token_changes_the_bytes_of_another(dtype: torch.dtype) -> None:
+    """In bfloat16 some processors add up pairs of rows."""
+    x, weight, norms = draw(4, 700, seed=1).to(dtype), draw(700, 300, seed=2).to(dtype), torch.ones(700)
+    product = inputs.kernel().product
+    alone = torch.cat([product(x[t : t + 1], norms, weight, None, 200) for t in range(4)])
+    for tokens in (2, 3, 4):
+        assert torch.equal(product(x[:tokens], norms, weight, None, 200), alone[:tokens])
+
+
+class Layer(nn.Module):
+    """Projections that read the same input, of which a token uses so many numbers, as in a layer of a model."""
+
+    def __init__(self, modules: Sequence[nn.Module], count: int):
+        super().__init__()
+        self.own = nn.ModuleList(modules)
+        config: Any = SimpleNamespace(
+            tomoe_active=0.5, tomoe_prompts="chosen", layer_inputs=lambda kind, layer: count if kind == "up" else 9
+        )
+        matrices = [modeling_tomoe.matrix_of(module) for module in modules]
+        self.choice = Choice(config, "up", 0, matrices[0].shape[1])
+        self.choice.norms = modeling_tomoe.column_norms(matrices)
+        for module in modules:
+            module.register_forward_pre_hook(self.choice.before)
+
+    def choices(self) -> list[tuple[Choice, list[nn.Module]]]:
+        return [(self.choice, list(self.own))]
+
+
+def laid(layer: Layer) -> Layer:
+    layer = copy.deepcopy(layer)
+    inputs.prepare_(layer)
+    return layer
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv1d", "biases on some"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_modules_side_by_side_give_what_each_gives_alone(kind: str, dtype: torch.dtype) -> None:
+def test_projections_compute_what_masks_compute(kind: str, dtype: torch.dtype) -> None:
     sizes, width, count = (40, 24, 72), 50, 21
     torch.manual_seed(0)
     if kind == "conv1d":
-        modules = [Conv1D(size, width) for size in sizes]
+        modules: list[Any] = [Conv1D(size, width) for size in sizes]
         for module in modules:
             module.bias.normal_()
     else:
         modules = [nn.Linear(width, size, bias=kind == "linear" or size == 24) for size in sizes]
-    modules = [module.to(dtype).requires_grad_(False) for module in modules]
-    plain = [module.state_dict() for module in modules]
-    plain = [{name: t.clone() for name, t in state.items()} for state in plain]
-    choice = choosing(modules, count)
-    for tokens in (1, 3):
+    layer = Layer([module.to(dtype).requires_grad_(False) for module in modules], count)
+    fast = laid(layer)
+    assert {type(module) for module in fast.own} == {inputs.InputsConv1D if kind == "conv1d" else inputs.InputsLinear}
+    assert fast.state_dict().keys() == layer.state_dict().keys()
+    for tokens in (1, 3, 9):
         x = draw(1, tokens, width, seed=tokens).to(dtype)
-        meant = [module.masked(x) for module in modules]
-        for _ in range(2):
-            for module, expected in zip(modules, meant, strict=True):
-                error = (module(x).float() - expected.float()).abs().max()
-                assert float(error) <= DTYPES[dtype] * float(expected.float().abs().max())
-        assert "ready" in choice.kept
-    # the same x with other weights, and with other numbers of inputs
-    for change in (
-        lambda: modules[0].weight.mul_(torch.linspace(0.1, 3, width) if kind != "conv1d" else 2),
-        lambda: setattr(choice, "instead", 9),
-    ):
-        modules[0](x)
-        change()
-        error = (modules[0](x).float() - modules[0].masked(x).float()).abs().max()
-        assert float(error) <= DTYPES[dtype] * float(modules[0].masked(x).float().abs().max())
-    choice.instead = None
-    for module, state in zip(modules, plain, strict=True):
-        module.load_state_dict(state)
-    for module, state in zip(modules, plain, strict=True):
-        assert all(torch.equal(module.state_dict()[name], t) for name, t in state.items())
-    long = draw(1, 9, width, seed=9).to(dtype)
-    for module, state in zip(modules, plain, strict=True):
-        weight = state["weight"] if kind == "conv1d" else state["weight"].t()
-        meant_long = long.float() @ weight.float() + state.get("bias", torch.zeros(1)).float()
-        assert float((module(long).float() - meant_long).abs().max()) <= DTYPES[dtype] * float(meant_long.abs().max())
+        for change in (lambda own: None, lambda own: own.weight.data.mul_(2), lambda own: own.float().to(dtype)):
+            for module, expected in zip(fast.own, layer.own, strict=True):
+                change(module)
+                change(expected)
+                meant = expected(x).float()
+                assert float((module(x).float() - meant).abs().max()) <= DTYPES[dtype] * float(meant.abs().max())
+    long = tuple(t.clone() for t in layer.state_dict().values())
+    assert all(torch.equal(a, b) for a, b in zip(fast.state_dict().values(), long, strict=True))
 
 
 def test_where_it_cannot_run_masks_do() -> None:
-    """float64, weights that train, no kernel: the same numbers."""
-    modules = [nn.Linear(32, 24, dtype=torch.float64)]
-    choosing(modules, 9)
-    x = draw(1, 32, seed=0).double()
-    assert torch.equal(modules[0](x), modules[0].masked(x))
-    assert "ready" not in modules[0].choice.kept
-    modules = [nn.Linear(32, 24)]
-    choosing(modules, 9)
+    """float64, weights that train: the same numbers."""
+    layer = Layer([nn.Linear(32, 24)], 9)
+    x, fast = draw(1, 32, seed=0), laid(layer)
     with torch.enable_grad():
-        modules[0](x.float()).sum().backward()
-    gradient = modules[0].weight.grad
+        fast.own[0](x).sum().backward()
+    gradient = fast.own[0].weight.grad
     assert gradient is not None
     assert int((gradient[0] != 0).sum()) == 9
+    torch.testing.assert_close(fast.double().own[0](x.double()), layer.double().own[0](x.double()))
+
+
+def test_layers_that_are_more_than_linear_stay_as_they_are() -> None:
+    """A hook or a parametrization of somebody else, float64, a class of somebody else."""
+
+    class Another(nn.Linear):
+        pass
+
+    hooked, other = nn.Linear(50, 24).requires_grad_(False), Another(50, 24).requires_grad_(False)
+    computed = nn.Linear(50, 24).requires_grad_(False)
+    double, x = nn.Linear(50, 24, dtype=torch.float64).requires_grad_(False), draw(1, 50, seed=0)
+    layer = Layer([hooked, other, computed, double], 20)
+    hooked.register_forward_hook(lambda _, __, y: y + 1)
+    parametrize.register_parametrization(computed, "weight", nn.Hardtanh(-0.05, 0.05))
+    fast = laid(layer)
+    assert [type(a) for a in fast.own[:2]] == [nn.Linear, Another]
+    assert type(fast.own[3]) is nn.Linear
+    for own, before in zip(fast.own[:3], layer.own, strict=False):
+        assert torch.equal(own(x), before(x))
+
+
+def test_a_weight_that_is_computed_after_it_was_laid() -> None:
+    layer = Layer([nn.Linear(50, 24).requires_grad_(False)], 20)
+    fast, x = laid(layer), draw(1, 50, seed=0)
+    for own in (layer, fast):
+        parametrize.register_parametrization(own.own[0], "weight", nn.Hardtanh(-0.05, 0.05))
+    torch.testing.assert_close(fast.own[0](x), layer.own[0](x), rtol=1e-5, atol=1e-6)
 
 
 def test_a_buffer_that_is_written_again_is_another_input() -> None:
     """A server that decodes from one buffer in inference mode, where tensors do not count what was written to them."""
-    modules = [nn.Linear(50, 24), nn.Linear(50, 8)]
-    for module in modules:
-        module.requires_grad_(False)
-    choosing(modules, 20)
+    layer = Layer([nn.Linear(50, 24), nn.Linear(50, 8)], 20).requires_grad_(False)
+    fast = laid(layer)
     with torch.inference_mode():
         x = draw(1, 50, seed=0)
         for seed in (1, 2):
-            for module in modules:
-                torch.testing.assert_close(module(x), module.masked(x), rtol=1e-5, atol=1e-6)
-            x.copy_(draw(1, 50, seed=seed))
-
-
-def test_what_training_wrote_without_a_stamp_is_seen_after_it() -> None:
-    modules = [nn.Linear(50, 24), nn.Linear(50, 8)]
-    for module in modules:
-        module.eval().requires_grad_(False)
-    choosing(modules, 20)
-    x = draw(1, 50, seed=0)
-    modules[0](x)
-    for module in modules:
-        module.train()
-        module.bias.data.add_(1)
-        module.weight.data.mul_(torch.linspace(0.1, 5, 50))
-    for module in modules:
-        module.eval()
-    fresh = Choice(modules, modules[0].choice.config, "up", 0)
-    for module in modules:
-        meant = module.whole(modeling_tomoe.chosen_inputs(x, fresh.norms(), 20))
-        torch.testing.assert_close(module(x), meant, rtol=1e-5, atol=1e-6)
-
-
-def test_weights_that_are_computed_at_each_use() -> None:
-    module = nn.Linear(50, 24).requires_grad_(False)
-    choice = choosing([module], 20)
-    parametrize.register_parametrization(module, "weight", nn.Hardtanh(-0.05, 0.05))
-    x = draw(1, 50, seed=0)
-    assert torch.equal(module(x), module.masked(x))
-    assert "ready" not in choice.kept
+            for module, slow in zip(fast.own, layer.own, strict=True):
+                torch.testing.assert_close(module(x), slow(x), rtol=1e-5, atol=1e-6)
+                x.copy_(draw(1, 50, seed=seed))
 
 
 def test_memory_of_weights_that_were_replaced_is_free() -> None:
     """The modules alone hold their weights."""
-    module = nn.Linear(50, 24).requires_grad_(False)
-    choosing([module], 20)
-    module(draw(1, 50, seed=0))
-    held = weakref.ref(module.weight.untyped_storage())
-    module.bfloat16()
+    fast = laid(Layer([nn.Linear(50, 24).requires_grad_(False)], 20))
+    fast.own[0](draw(1, 50, seed=0))
+    held = weakref.ref(fast.own[0].weight.untyped_storage())
+    fast.own[0].bfloat16()
     assert held() is None
+
+
+def test_the_note_says_how_the_kernel_gets_its_layout(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(modeling_tomoe, "NOTED", set())
+    layer = Layer([nn.Linear(50, 24).requires_grad_(False)], 20)
+    laid(layer).own[0](draw(1, 50, seed=0))
+    layer.own[0](draw(9, 50, seed=0))
+    assert not caplog.messages
+    for _ in range(2):
+        layer.own[0](draw(1, 50, seed=0))
+    (message,) = caplog.messages
+    assert message.endswith(inputs.UNPREPARED)
 
 
 def test_scores_that_are_no_numbers_are_the_largest() -> None:
@@ -210,45 +236,14 @@ def test_scores_that_are_no_numbers_are_the_largest() -> None:
     x[0, 7] = 0
     order = sorted(set(range(60)) - {7}, key=lambda i: -float(x[0, i].abs()))
     for found in (
-        inputs.kernel()(norms, weight, None)(x, 20),
+        inputs.kernel().product(x, norms, weight, None, 20),
+        inputs.kernel().keep(x, norms, 20),
         modeling_tomoe.chosen_inputs(x, norms, 20),
     ):
         assert found[0].nonzero().flatten().tolist() == sorted(order[:19])
     negative = torch.full((60,), -0x400000, dtype=torch.int32).view(torch.float32)
     assert bool(negative.isnan().all())
-    assert inputs.kernel()(negative, weight, None)(x, 20).isfinite().all()
-
-
-def test_threads_that_start_together_prepare_a_choice_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second time would free the memory that the other one reads."""
-    module = nn.Linear(50, 24).requires_grad_(False)
-    choice = choosing([module], 20)
-    packed, prepared = inputs._packed, []
-
-    def slowly(own: Choice) -> Tensor:
-        matrices = packed(own)
-        prepared.append(own)
-        time.sleep(0.1)
-        return matrices
-
-    monkeypatch.setattr(inputs, "_packed", slowly)
-    tokens = [draw(1, 50, seed=seed) for seed in range(3)]
-    results: dict[int, Tensor] = {}
-    begin = threading.Barrier(len(tokens))
-
-    def run(i: int) -> None:
-        begin.wait()
-        with torch.no_grad():
-            results[i] = module(tokens[i])
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(tokens))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert prepared == [choice]
-    for i, x in enumerate(tokens):
-        torch.testing.assert_close(results[i], module.masked(x), rtol=1e-5, atol=1e-6)
+    assert inputs.kernel().product(x, negative, weight, None, 20).isfinite().all()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
@@ -311,7 +306,7 @@ def test_attention_beside_experts_decodes_by_it(attention: str, monkeypatch: pyt
     moe, _ = pico_moe("qwen2", attention)
     precise = moe(ids := drawn(1, 3)).logits
     moe.to(torch.bfloat16)
-    linear.use_(moe)
+    linear.prepare_(moe)
     run, ran = linear.product, set()
 
     def noted(module: nn.Linear, x: Tensor) -> Tensor:

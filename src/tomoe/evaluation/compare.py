@@ -20,7 +20,6 @@ from tomoe.evaluation.usage import ExpertCounter
 from tomoe.files import basename
 from tomoe.model.loading import load_tokenizer
 from tomoe.moe.active_experts import is_fine
-from tomoe.moe.modeling_tomoe import choosing_all
 from tomoe.progress import ProgressCallback, no_progress, stage_callback
 
 
@@ -49,8 +48,7 @@ def compare(
             name += f", {number} of {config.tomoe_num_experts} experts"
         counter = ExpertCounter(model)
         predictions = Predictions(model, keep=reference is None)
-        # also in prompts and batches, which decoding on its own would run whole
-        with choosing_all(model), counter.watching():
+        with counter.watching():
             measured = measure(
                 predictions,
                 input_ids,

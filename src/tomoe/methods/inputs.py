@@ -32,8 +32,9 @@ from tomoe.recipe.target_rules import Form
 
 
 def column_norms(group: Group) -> Float[Tensor, " D"]:
-    """The norm of each column of the matrices of a group, one upon another."""
-    return torch.cat([Linear(module).weight.double() for module in group.modules]).norm(dim=0).float()
+    """The norm of each column of the matrices of a group, one upon another, rounded to a bfloat16 value."""
+    norms = torch.cat([Linear(module).weight.double() for module in group.modules]).norm(dim=0)
+    return norms.bfloat16().float()
 
 
 LEAST_INPUTS = 0.1  # the smallest share of its inputs that a projection gets

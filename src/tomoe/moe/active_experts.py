@@ -17,8 +17,8 @@ from tomoe.errors import UserError
 from tomoe.model.loading import load_config, load_model, load_tokenizer
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import shape_of
-from tomoe.moe.kernels import linear
-from tomoe.moe.modeling_tomoe import ToMoEConfig
+from tomoe.moe.kernels import prepare
+from tomoe.moe.modeling_tomoe import PROMPTS, ToMoEConfig
 
 
 @dataclass(frozen=True)
@@ -130,16 +130,36 @@ def use_(model: PreTrainedModel, setting: Setting) -> None:
 
 
 def load(
-    name: str | Path, dtype: str | torch.dtype = "bfloat16", device: str = "auto", active: float | None = None
+    name: str | Path,
+    dtype: str | torch.dtype = "bfloat16",
+    device: str = "auto",
+    active: float | None = None,
+    prompts: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A dense model (hub id, folder, .gguf file, known name) or a converted folder, with its tokenizer.
+    """A dense model (hub id, folder, .gguf file, known name) or a converted folder, with its tokenizer, ready to decode
+    (`tomoe.prepare`).
 
     `active`: let tokens use as many fine-grained experts as make this fraction of the decoder parameters active, or the
-    nearest number of them; or so many inputs. Raises UserError if there is no such model, or none that can.
+    nearest number of them; or so many inputs. `prompts`, of a model whose tokens choose inputs: `chosen`, all tokens do, or
+    `whole`, prompts and batches of more than four tokens use all inputs; None: what its config says. Raises UserError if there
+    is no such model, or none that can.
     """
     setting = None if active is None else dial_of(str(name)).nearest(active)
+    if prompts is not None:
+        check_prompts(str(name), prompts)
     model = load_model(str(name), dtype, device)
-    linear.use_(model)
     if setting is not None:
         use_(model, setting)
+    if prompts is not None:
+        model.config.tomoe_prompts = prompts
+    prepare(model)
     return model, load_tokenizer(str(name))
+
+
+def check_prompts(name: str, prompts: str) -> None:
+    """Raises UserError unless the tokens of this model choose inputs, and `prompts` says which prompts do."""
+    config = load_config(name)
+    if not (isinstance(config, ToMoEConfig) and config.chooses_inputs):
+        raise UserError(f"prompts is {prompts!r}, but the tokens of {name} choose no inputs; leave it out")
+    if prompts not in PROMPTS:
+        raise UserError(f"prompts is {prompts!r}; choose chosen or whole")

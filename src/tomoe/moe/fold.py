@@ -20,7 +20,15 @@ from tomoe.model.mlp import Mlp, named_layers
 from tomoe.model.offload import cast_, offload_layers_
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_output, layer_parts, shape_of
-from tomoe.moe.modeling_tomoe import ATTENTION_SIZES, MLP_SIZES, ToMoEConfig, ToMoEForCausalLM
+from tomoe.moe.modeling_tomoe import (
+    ATTENTION_SIZES,
+    MLP_SIZES,
+    ToMoEConfig,
+    ToMoEForCausalLM,
+    column_norms,
+    inputs_of,
+    matrix_of,
+)  # fmt: skip
 from tomoe.plans import AnyPlan, InputsPlan, LayerPlan, Plan
 
 
@@ -126,6 +134,17 @@ def mlp_state(mlp: Mlp, layer: LayerPlan, s: ModelShape) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in state.items() if t is not None}
 
 
+def choices_state(layer: nn.Module, plan: InputsPlan) -> dict[str, Tensor]:
+    """By what tokens choose the inputs of a layer's projections: the norms of columns, named as in its module."""
+    modules: dict[str, Any] = dict(layer.named_modules())
+    found = {kind: [modules.get(name) for name in names] for kind, names in plan.names.items()}
+    return {
+        f"tomoe_choices.{kind}.norms": column_norms([matrix_of(projection) for projection in projections])
+        for kind, projections in found.items()
+        if all(map(inputs_of, projections))
+    }
+
+
 def attention_state(parts: Attention, layer: LayerPlan, s: ModelShape) -> dict[str, Tensor]:
     """The tensors of one pruned attention, named as in its module."""
     qk, values = s.qk_dims(layer.qk_kept), layer.value_kept.nonzero().squeeze(1)
@@ -156,7 +175,6 @@ class FoldedLayers(Mapping[str, Tensor]):
     def __init__(self, dense: PreTrainedModel, plan: AnyPlan):
         self.prefix, self.layers = named_layers(dense)
         self.plan, self.device, self.number, self.state = plan, dense.device, -1, dict[str, Tensor]()
-        # tokens that choose inputs find all layers as they are
         layers = [] if isinstance(plan, InputsPlan) else list(zip(layer_parts(dense), plan.layers, strict=True))
         self.converted = {parts.mlp.number: (parts, layer) for parts, layer in layers}
 
@@ -172,6 +190,8 @@ class FoldedLayers(Mapping[str, Tensor]):
     def _folded(self, i: int) -> dict[str, Tensor]:
         # Offloading drops buffers that no checkpoint holds, too.
         state = dict(self.layers[i].named_buffers()) | self.layers[i].state_dict()
+        if isinstance(self.plan, InputsPlan):
+            return state | choices_state(self.layers[i], self.plan)
         if i not in self.converted:
             return state
         parts, plan = self.converted[i]

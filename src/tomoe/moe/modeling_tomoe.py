@@ -42,7 +42,8 @@ FORMAT = 2  # of the checkpoint
 MLP_SIZES = ("expert_sizes", "union_sizes", "shared_sizes", "experts_per_token")
 # Kinds of projections that read the same input: Q, K and V; the output projection of attention; gate and up; down.
 KINDS = ("attention", "output", "up", "down")
-FEW_TOKENS = 4  # tokens of a forward pass, in all rows together, up to which they choose their inputs, as in decoding
+FEW_TOKENS = 4  # tokens of a forward pass, in all rows together, up to which it is like decoding
+PROMPTS = ("chosen", "whole")
 # What families call the modules that a conversion replaces, in the names of their tensor-parallel plans.
 MLP_MODULES = {"mlp", "feed_forward", "ffn", "mixer", "shared_mlp"}
 ATTENTION_SIZES = ("rotary_pairs", "qk_dims", "value_dims", "value_top_k")
@@ -60,7 +61,9 @@ class ToMoEConfig(PreTrainedConfig):
     The form `inputs` has no experts: every projection is the dense one, and a token uses its largest inputs.
     tomoe_projections: the names of each kind of projection, from the decoder layer on; tomoe_input_path: inputs of a token
     for each kind and layer (0: there is none), at falling fractions of active parameters, the first of which is 1;
-    tomoe_active: the fraction to use, which may be chosen when loading (`layer_inputs`).
+    tomoe_active: the fraction to use, which may be chosen when loading (`layer_inputs`). tomoe_prompts: `chosen`, every token
+    of every pass chooses, or `whole`, which may be chosen when loading, too: tokens choose in passes of at most FEW_TOKENS
+    tokens, and longer prompts and larger batches use all inputs, as the dense model does.
 
     Only where attention is pruned: tomoe_rotary_pairs: P; tomoe_qk_dims: c, which is 2 P and the kept dims that RoPE leaves
     alone; tomoe_value_dims: kept dims of V and O; tomoe_value_top_k: how many of them a token uses (fewer if a value router
@@ -93,6 +96,7 @@ class ToMoEConfig(PreTrainedConfig):
     tomoe_projections: dict[str, list[str]] = field(default_factory=dict)
     tomoe_input_path: list[dict[str, Any]] = field(default_factory=list)
     tomoe_active: float = 1.0
+    tomoe_prompts: str = "chosen"
     tomoe_expert_backend: str = "auto"
     tomoe_plan_source: str | None = None
     tomoe_version: str | None = None
@@ -166,6 +170,9 @@ class ToMoEConfig(PreTrainedConfig):
             if type(value := getattr(self, name, None)) is int:
                 self._check_size(name, value, 1, 2**24 if name.endswith("_size") else 2**16)
         check_backend(self.tomoe_expert_backend)
+        if self.tomoe_prompts not in PROMPTS[: 2 if self.chooses_inputs else 1]:
+            known = "chosen or whole" if self.chooses_inputs else "chosen, because prompts use the chosen experts"
+            raise ValueError(f"tomoe_prompts is {str(self.tomoe_prompts)[:40]!r}, which must be {known}")
         layers, experts = len(self.tomoe_mlps), self.tomoe_num_experts
         if self.chooses_inputs:
             self._check_path(layers)
@@ -315,6 +322,31 @@ def _new(class_of: Callable[..., type[Any]], *args: Any) -> Any:
     return object.__new__(class_of(*args))
 
 
+class Recording(threading.local):
+    """What parts of a model compute while somebody asks for it, in each thread: a server runs one model in several."""
+
+    outputs: dict[type[Any], list[Any]] | None = None
+
+    @contextmanager
+    def of(self, *kinds: type[Any]) -> Iterator[dict[type[Any], list[Any]]]:
+        """Collect what modules of these classes compute in the block, in the order in which they run."""
+        before, self.outputs = self.outputs, {kind: [] for kind in kinds}
+        try:
+            yield self.outputs
+        finally:
+            self.outputs = before
+
+
+RECORDING = Recording()
+
+
+def noted(module: nn.Module, output: Any) -> Any:
+    """What a module has computed, which whoever asked gets to see."""
+    if (outputs := RECORDING.outputs) is not None and type(module) in outputs:
+        outputs[type(module)].append(output)
+    return output
+
+
 class ValueRouter(nn.Module):
     """One logit per V/O dim from a token's input (Eq. 5); all heads share the choice."""
 
@@ -428,7 +460,7 @@ class ToMoEAttention(nn.Module):
         out = out.reshape(*lead, -1, v.shape[-1])[..., : self.value_size]
         if value_mask is not None:
             out = out * value_mask
-        return self.o_proj(out.flatten(-2)), weights
+        return self.o_proj(out.flatten(-2)), noted(self, weights)
 
 
 def expert_probs(logits: Tensor, top_k: int | None) -> Tensor:
@@ -458,7 +490,7 @@ class Router(nn.Linear):
     """Logits [T, N] of the experts."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return compute("router logits", self, input)
+        return noted(self, compute("router logits", self, input))
 
 
 def take_rows(weight: Tensor, neurons: slice | Tensor) -> Tensor:
@@ -603,148 +635,70 @@ def matrix_of(projection: Any) -> Tensor:
 
 
 def inputs_of(module: Any) -> int:
-    """How many inputs a module has of which tokens could choose: 0 if it has no matrix, or if they choose already."""
+    """How many inputs a module has of which tokens could choose: 0 if it has no matrix."""
     weight = getattr(module, "weight", None)
-    known = isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, Choosing)
-    return matrix_of(module).shape[1] if known else 0
-
-
-class Choice:
-    """How many of their inputs some projections of one layer, which read the same x [.., D], use for a token, and which.
-
-    Those with the largest |x_i| c_i, c_i the norm of column i of all their matrices, one upon another.
-    """
-
-    def __init__(self, projections: Sequence[Any], config: ToMoEConfig, kind: str, layer: int):
-        self.projections, self.config, self.kind, self.layer = tuple(projections), config, kind, layer
-        # Whether every token chooses, or those of short passes alone; and a number of inputs instead of the config's.
-        self.always, self.instead = False, None
-        self.kept: dict[str, Any] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"kept": {}}
-
-    @property
-    def width(self) -> int:
-        return matrix_of(self.projections[0]).shape[1]
-
-    @property
-    def count(self) -> int:
-        if self.instead is not None:
-            return self.instead
-        config = self.config
-        made = keep(self.kept, "count", config.tomoe_active, lambda: config.layer_inputs(self.kind, self.layer))
-        return cast(int, made)
-
-    def norms(self) -> Tensor:
-        """c [D], float32, kept until a matrix changes."""
-        matrices = [matrix_of(projection) for projection in self.projections]
-        if torch.compiler.is_compiling():
-            # A graph cannot look at where a tensor is: it takes those of loading.
-            return cast(Tensor, self.kept["norms"][1]) if "norms" in self.kept else column_norms(matrices)
-        if any(matrix.is_meta for matrix in matrices):
-            raise RuntimeError(
-                f"the {self.kind} projections of layer {self.layer} are offloaded, but all of them decide what tokens choose; "
-                "load the model into one memory, or with tomoe_active=1, where no token chooses"
-            )
-        stamp = [stamp_of(projection.weight) for projection in self.projections]
-        return cast(Tensor, keep(self.kept, "norms", stamp, lambda: column_norms(matrices)))
-
-    def applies(self, x: Tensor) -> bool:
-        """Whether the tokens of x choose: a prompt uses everything, which costs it nothing and keeps its cache exact."""
-        return (self.always or few(x)) and (self.instead is not None or self.count < x.shape[-1])
+    return matrix_of(module).shape[1] if isinstance(weight, Tensor) and weight.dim() == 2 else 0
 
 
 def few(x: Tensor) -> bool:
-    """Whether a pass is so short that its tokens choose."""
+    """Whether a pass has so few tokens as decoding has."""
     return x.numel() <= FEW_TOKENS * x.shape[-1]
 
 
 @torch.no_grad()
 def column_norms(matrices: Sequence[Tensor]) -> Tensor:
-    """Norms [D] of the columns of matrices [n, D], one upon another; summed in float64, so that no order of memory matters."""
+    """Norms [D] of the columns of matrices [n, D], one upon another; summed in float64, so that no order of memory matters, and
+    rounded to bfloat16 values, so that every dtype holds them."""
     squares = [torch.linalg.vector_norm(matrix, dim=0, dtype=torch.float64).square() for matrix in matrices]
-    return torch.stack(squares).sum(0).sqrt().float()
+    return torch.stack(squares).sum(0).sqrt().bfloat16().float()
 
 
-class Choosing:
-    """What a projection becomes whose inputs tokens choose: its own class, with this before it."""
+class Choice(nn.Module):
+    """Lets tokens use some inputs x [.., D] of the projections of one kind in one layer, which all read the same x.
 
-    choice: Choice
-    dense_class: type[Any]
+    A token uses those with the largest |x_i| c_i, c_i the norm of column i of all their matrices, one upon another. The norms
+    are stored with the weights and are those of the conversion: whatever is written to the weights later, a model chooses as
+    its saved copy does.
+    """
 
-    def __reduce__(self) -> Any:
-        return _new, (choosing_class, self.dense_class), self.__dict__
+    norms: Tensor
+
+    def __init__(self, config: ToMoEConfig, kind: str, layer: int, width: int):
+        super().__init__()
+        self.config, self.kind, self.layer, self.kept = config, kind, layer, dict[str, Any]()
+        self.register_buffer("norms", torch.full((width,), torch.nan))
+
+    @property
+    def count(self) -> int:
+        config = self.config
+        made = keep(self.kept, "count", config.tomoe_active, lambda: config.layer_inputs(self.kind, self.layer))
+        return cast(int, made)
+
+    def applies(self, x: Tensor) -> bool:
+        """Whether the tokens of x choose."""
+        return self.count < x.shape[-1] and (self.config.tomoe_prompts == "chosen" or few(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        # What a way has prepared, until something changes: all that follows is asked once, not for every token.
-        way, ready = self.choice.kept.get("ready", (None, None))
-        if way in WAYS["choosing product"] and not torch.compiler.is_compiling():
-            y: Tensor | None = ready(self, x)
-            if y is not None:
-                return y
-        chooses = self.choice.applies(x)
-        # A kernel is faster with all inputs, too.
-        name = choose("choosing product", self, x) if chooses or few(x) else "masked"
-        if name == "masked":
-            if not chooses:
-                return self.whole(x)
-            if x.device.type == "cpu" and not torch.compiler.is_compiling():
-                note_obstacle("choosing product", self, x)
-        return WAYS["choosing product"][name].run(self, x)
+        """x with zeros in place of the numbers that a token does not use."""
+        if not self.applies(x):
+            return x
+        if x.device.type == "cpu" and few(x) and not (torch.compiler.is_compiling() or learns(x, ())):
+            note_obstacle("largest inputs", x, self.norms, self.count)
+        return compute("largest inputs", x, self.norms, self.count)
 
-    def train(self, mode: bool = True) -> Any:
-        """As in PyTorch; what was prepared is made anew, because optimizers may write to weights in ways that leave no stamp."""
-        if mode != cast(Any, self).training:
-            self.choice.kept.clear()
-        return super().train(mode)  # type: ignore[misc]
+    def before(self, projection: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The hook that projections have before their forward pass."""
+        return self(args[0]), *args[1:]
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # Files hold each matrix as the dense model has it; of parts of one memory, writers keep the first or none.
-        weight = cast(Any, self)._parameters.get("weight")
-        if weight is not None and not weight.is_contiguous():
-            weight.data = weight.data.contiguous()
-        super()._save_to_state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def masked(self, x: Tensor) -> Tensor:
-        """The dense product of x, zero where a token did not choose."""
-        return self.whole(chosen_inputs(x, self.choice.norms(), self.choice.count))
-
-    def whole(self, x: Tensor) -> Tensor:
-        """The dense product: the family's own, but for matrices that lie input after input where PyTorch is slow at these."""
-        rows = matrix_of(self).t()
-        if torch.compiler.is_compiling() or rows.stride(-1) != 1 or multiplies(x.dtype) or x.device.type != "cpu":
-            return cast(Tensor, super().forward(x))  # type: ignore[misc]
-        y = sum_rows(x.flatten(0, -2), rows).unflatten(0, x.shape[:-1])
-        bias: Tensor | None = getattr(self, "bias", None)
-        return y if bias is None else y + bias
-
-
-@functools.cache
-def choosing_class(dense: Any) -> type[Any]:
-    """The class of projections of a class whose inputs tokens choose."""
-    return type(f"Choosing{dense.__name__}", (Choosing, dense), {"__module__": __name__, "dense_class": dense})
-
-
-@contextmanager
-def choosing_all(model: nn.Module) -> Iterator[None]:
-    """Inside the block every token chooses its inputs, those of prompts, too: what is measured is what decoding computes."""
-    choices = choices_of(model)
-    before = [choice.always for choice in choices]
-    for choice in choices:
-        choice.always = True
-    try:
-        yield
-    finally:
-        for choice, always in zip(choices, before, strict=True):
-            choice.always = always
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # weights of the dense model leave the norms as they are
+        state_dict.setdefault(f"{prefix}norms", self.norms)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def choices_of(model: nn.Module) -> list[Choice]:
     """The choices of a model of the form `inputs`, layer by layer; none of other models."""
-    return list(
-        {id(module.choice): module.choice for module in model.modules() if isinstance(module, Choosing)}.values()
-    )
+    return [module for module in model.modules() if isinstance(module, Choice)]
 
 
 class ToMoEPreTrainedModel(PreTrainedModel):
@@ -769,22 +723,37 @@ class ToMoEPreTrainedModel(PreTrainedModel):
     def _choose_inputs(self, config: ToMoEConfig) -> None:
         for i, name in enumerate(config.tomoe_mlps):
             layer = self.get_submodule(self.own_name(name).rpartition(".")[0])
+            choices: dict[str, nn.Module] = {}
+            modules, taken = dict(layer.named_modules()), set[str]()
             for kind, names in config.tomoe_projections.items():
                 width = config.tomoe_input_path[0][kind][i]
-                if not width:
-                    continue
-                modules: dict[str, Any] = dict(layer.named_modules())
-                projections: list[Any] = [modules.get(own) for own in names]
-                for own, projection in zip(names, projections, strict=True):
-                    has = 0 if names.count(own) > 1 else inputs_of(projection)
+                for own in names if width else ():
+                    has = 0 if own in taken else inputs_of(modules.get(own))
                     if has != width:
                         found = f"{str(own)[:40]!r} of layer {i}, one of the {kind} projections,"
                         raise ValueError(f"{found} has {has} inputs that can be chosen, not {width}")
-                choice = Choice(projections, config, kind, i)
-                for projection in projections:
-                    dense: Any = type(projection)
-                    projection.__class__ = choosing_class(dense)
-                    projection.choice = choice
+                    taken.add(own)
+                    choices[kind] = Choice(config, kind, i, width)
+            layer.tomoe_choices = nn.ModuleDict(choices)
+        self._initialize_parts(["tomoe_choices"])
+        for choice, projections in self.choices():
+            if not any(projection.weight.is_meta for projection in projections):
+                choice.norms = column_norms([matrix_of(projection) for projection in projections])
+        self._let_choose()
+
+    def choices(self) -> Iterator[tuple[Choice, list[Any]]]:
+        """The choices of a model of the form `inputs` with the projections that each is for, layer by layer."""
+        for name in self.config.tomoe_mlps if self.config.chooses_inputs else ():
+            layer: Any = self.get_submodule(self.own_name(name).rpartition(".")[0])
+            for kind, choice in layer.tomoe_choices.items():
+                yield choice, [layer.get_submodule(own) for own in self.config.tomoe_projections[kind]]
+
+    def _let_choose(self) -> None:
+        """Have the choices made before the projections run. Quantizers put others in their place as they load."""
+        for choice, projections in self.choices():
+            for projection in projections:
+                if choice.before not in projection._forward_pre_hooks.values():
+                    projection.register_forward_pre_hook(choice.before)
 
     def _replace_mlps(self, config: ToMoEConfig) -> None:
         parts = config.tomoe_mlp_parts
@@ -805,8 +774,12 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         routers = [f"{name}.router" for name in names]
         if config.tomoe_value_embedding_size:
             routers += [f"{name.rpartition('.')[0]}.self_attn.value_router" for name in names]
-        self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *routers}
-        self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *(f".*{name}" for name in routers)}
+        self._initialize_parts(routers)
+
+    def _initialize_parts(self, precise: Sequence[str]) -> None:
+        """Let modules that the family does not know be initialized; those of these names stay in float32."""
+        self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *precise}
+        self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *(f".*{name}" for name in precise)}
         # Each model within initializes its own modules, and the family's decoder does not know these.
         for inner in self.modules():
             if isinstance(inner, PreTrainedModel) and inner is not self:
@@ -836,9 +809,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.check_ids()
         model.check_finite()
-        for choice in choices_of(model):
-            if not any(projection.weight.is_meta for projection in choice.projections):
-                choice.norms()
+        model._let_choose()
         # Loading made new parameters.
         for router in (module for module in model.modules() if isinstance(module, ValueRouter)):
             router.requires_grad_(False)
@@ -869,7 +840,7 @@ class ToMoEPreTrainedModel(PreTrainedModel):
 
     def check_finite(self) -> None:
         """Raises ValueError for NaN or inf in a router or a norm: the model would run, and write other text."""
-        for name, weight in self.named_parameters():
+        for name, weight in itertools.chain(self.named_parameters(), self.named_buffers()):
             if ("router." in name or "norm" in name) and not (weight.is_meta or bool(weight.isfinite().all())):
                 raise ValueError(f"{name} holds numbers that are not finite; the weights are damaged, get them again")
 
@@ -887,7 +858,10 @@ def _init_weights(model: PreTrainedModel, module: nn.Module) -> None:
 @torch.no_grad()
 def _init_parts(module: nn.Module, config: PreTrainedConfig) -> None:
     """Initialize what the family does not know: rows, norms of heads, ids. Tensors that were loaded stay."""
-    if isinstance(module, ToMoEMLP):
+    if isinstance(module, Choice):
+        # what a file lacks is found by `check_finite`
+        init.constant_(module.norms, torch.nan)
+    elif isinstance(module, ToMoEMLP):
         std = getattr(config, "initializer_range", None) or 0.02
         for name, p in module.named_parameters(recurse=False):
             init.zeros_(p) if name.endswith("bias") else init.normal_(p, 0.0, std)
@@ -897,21 +871,6 @@ def _init_parts(module: nn.Module, config: PreTrainedConfig) -> None:
         for p in module.parameters(recurse=False):
             init.ones_(p)
         init.copy_(module.rotary_ids, torch.arange(len(module.rotary_ids)))
-
-
-@contextmanager
-def record_outputs(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
-    """Collect what these modules return to this thread inside the `with`, in the order in which they run."""
-    outputs: list[Any] = []
-    own = threading.get_ident()
-    # a server may run the same modules in another thread meanwhile
-    keep = lambda _, args, out: outputs.append(out) if threading.get_ident() == own else None  # noqa: E731
-    handles = [module.register_forward_hook(keep) for module in modules]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -930,26 +889,28 @@ def recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not attends and not routes:
             return forward(self, *args, **kwargs)
         tuples, kwargs = kwargs.get("return_dict") is False, kwargs | {"return_dict": True}
-        with record_outputs(module for module in self.modules() if isinstance(module, ToMoEAttention)) as attended:
-            outputs = _routed(forward, self, args, kwargs) if routes else forward(self, *args, **kwargs)
+        with RECORDING.of(Router, ToMoEAttention) as seen:
+            outputs = forward(self, *args, **kwargs)
+        if routes:
+            outputs = _routed(outputs, self, seen[Router], args, kwargs)
         if attends:
-            outputs["attentions"] = tuple(weights for _, weights in attended if weights is not None)
+            outputs["attentions"] = tuple(weights for weights in seen[ToMoEAttention] if weights is not None)
         return outputs.to_tuple() if tuples else outputs
 
     return recording
 
 
-def _routed(forward: Callable[..., Any], model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    mlps = [module for module in model.modules() if isinstance(module, ToMoEMLP)]
-    with record_outputs(mlp.router for mlp in mlps) as routed:
-        outputs = forward(model, *args, **kwargs)
+def _routed(outputs: Any, model: Any, routed: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The outputs with router logits, and with labels the balance loss in the loss. Where there are no routers it is 0."""
     if "logits" not in outputs:
-        return MoeModelOutputWithPast(**outputs, router_logits=tuple(routed))
+        return MoeModelOutputWithPast(**outputs, router_logits=cast(Any, tuple(routed)))
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    balance = balance_loss(routed, mask, [mlp.top_k for mlp in mlps])
+    balance = (
+        balance_loss(routed, mask, [mlp.top_k for mlp in model.mlps()]) if routed else outputs.logits.new_zeros(())
+    )
     if (loss := outputs.get("loss")) is not None:
         outputs["loss"] = loss + model.config.router_aux_loss_coef * balance.to(loss.device)
-    return MoeCausalLMOutputWithPast(**outputs, aux_loss=balance, router_logits=tuple(routed))
+    return MoeCausalLMOutputWithPast(**outputs, aux_loss=balance, router_logits=cast(Any, tuple(routed)))
 
 
 def balance_loss(
@@ -991,7 +952,11 @@ class ToMoEForCausalLM(ToMoEPreTrainedModel):
 def _decode(decoder: Any, *args: Any, output_router_logits: bool = False, **kwargs: Any) -> Any:
     """The forward pass of the family's decoder, with router logits if a trainer that computes the loss itself asks for them."""
     forward = type(decoder).forward
-    return _routed(forward, decoder, args, kwargs) if output_router_logits else forward(decoder, *args, **kwargs)
+    if not output_router_logits:
+        return forward(decoder, *args, **kwargs)
+    with RECORDING.of(Router) as seen:
+        outputs = forward(decoder, *args, **kwargs)
+    return _routed(outputs, decoder, seen[Router], args, kwargs)
 
 
 def run_output(head: Any, x: Tensor) -> Tensor:
@@ -1145,7 +1110,7 @@ class Way:
 # router logits: of (router, x [T, D]), logits [T, N]
 # largest logits: of (logits [T, N], k), the k largest of each row, in any order [T, k]
 # logits: of (output module, x [.., D]), [.., V]
-# choosing product: of (projection, x [.., D]) whose tokens choose their inputs, y [.., n]
+# largest inputs: of (x [.., D], norms [D], count), x with zeros but for the `count` largest |x_i| norms_i of each token
 WAYS: dict[str, dict[str, Way]] = {
     "experts": {"runs": Way(run_runs, runs_suit), "masked": Way(run_masked)},
     "router logits": {
@@ -1153,7 +1118,7 @@ WAYS: dict[str, dict[str, Way]] = {
     },
     "largest logits": {"pytorch": Way(lambda logits, k: logits.topk(k, dim=-1, sorted=False).indices)},
     "logits": {"pytorch": Way(run_output)},
-    "choosing product": {"masked": Way(lambda projection, x: projection.masked(x))},
+    "largest inputs": {"pytorch": Way(chosen_inputs)},
 }
 
 

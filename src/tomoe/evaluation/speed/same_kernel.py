@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tomoe.moe.modeling_tomoe import FEW_TOKENS, WAYS, choices_of, choose, choose_backend
+from tomoe.moe.kernels.inputs import InputsConv1D, InputsLinear, kernel_rows
+from tomoe.moe.modeling_tomoe import WAYS, Choice, choices_of, choose_backend, few
 
 ALL_INPUTS = "all inputs"
 Changes = Sequence[tuple[Any, str, Any]]
@@ -22,17 +23,21 @@ def ways(model: Any, tokens: int) -> str:
     """Names of the ways in which a converted model runs what so many tokens at once choose; "-" for any other model."""
     if not hasattr(model.config, "tomoe_expert_backend"):
         return "-"
-    choices = choices_of(model)
     with torch.no_grad():
-        if choices and tokens > FEW_TOKENS:
-            return ALL_INPUTS
         chosen = [
-            choose("choosing product", projection, _like(model, tokens, choice.width))
-            for choice in choices
-            for projection in choice.projections
+            _way(projection, choice, _like(model, tokens, choice.norms.numel()))
+            for choice, projections in model.choices()
+            for projection in projections
         ]
         chosen += [choose_backend(mlp, _like(model, tokens, mlp.up_proj.shape[1])) for mlp in model.mlps()]
     return ", ".join(dict.fromkeys(chosen))
+
+
+def _way(projection: Any, choice: Choice, x: torch.Tensor) -> str:
+    if not choice.applies(x) and not few(x):
+        return ALL_INPUTS
+    reads_columns = isinstance(projection, InputsLinear | InputsConv1D) and kernel_rows(projection, x) is not None
+    return "native" if reads_columns else "masked"
 
 
 def _like(model: Any, tokens: int, width: int) -> torch.Tensor:
@@ -42,8 +47,8 @@ def _like(model: Any, tokens: int, width: int) -> torch.Tensor:
 def everything(model: Any, way: str) -> Changes | None:
     """What to set (`set_to`), so that the model runs all experts, or all inputs, in the way that `ways` names; None if tokens
     choose nothing, or not all layers run in one way."""
-    if choices := choices_of(model):
-        return None if way == ALL_INPUTS else [(choice, "instead", choice.width) for choice in choices]
+    if choices_of(model):
+        return None if way == ALL_INPUTS else [(model.config, "tomoe_active", 1.0)]
     if way not in WAYS["experts"]:
         return None
     config = model.config

@@ -24,7 +24,7 @@ from transformers import DynamicCache, StaticCache
 
 from tomoe.data.evaluation_text import held_out_text, read_text
 from tomoe.evaluation.param_counts import model_facts
-from tomoe.evaluation.speed.same_kernel import ALL_INPUTS, everything, set_to, ways
+from tomoe.evaluation.speed.same_kernel import everything, set_to, ways
 from tomoe.evaluation.speed.timings import Benchmark, Cell, Memory
 from tomoe.evaluation.usage import ExpertCounter
 from tomoe.files import basename
@@ -33,8 +33,8 @@ from tomoe.model.loading import load_model, load_tokenizer
 from tomoe.model.shape import ceil_div
 from tomoe.model.structure import CACHE
 from tomoe.moe.active_experts import dial_of, use_
-from tomoe.moe.kernels import linear
-from tomoe.moe.modeling_tomoe import Choice, choices_of, matrix_of, which_inputs
+from tomoe.moe.kernels import prepare
+from tomoe.moe.modeling_tomoe import Choice, choices_of, few, matrix_of, which_inputs
 from tomoe.progress import ProgressCallback, StageCallback, no_progress, no_stage_progress, stage_callback
 from tomoe.version import __version__
 
@@ -88,21 +88,27 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 @contextmanager
-def _unread(choices: Sequence[Choice]) -> Iterator[list[int]]:
-    """Bytes of the weights behind inputs that no token of a pass chooses: one number for each choice that is made."""
+def _unread(model: Any) -> Iterator[list[int]]:
+    """Bytes of the weights behind inputs that no token of a short pass chooses: one number for each choice that is made.
+    Longer passes read everything."""
     unread: list[int] = []
 
-    def note(choice: Choice) -> Callable[..., None]:
+    def note(choice: Choice, projections: Sequence[Any]) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Tensor]) -> None:
             x = args[0]
-            if choice.applies(x):
-                used = which_inputs(x, choice.norms(), choice.count).flatten(0, -2).any(0)
-                outputs = sum(len(matrix_of(projection)) for projection in choice.projections)
-                unread.append(int((~used).sum()) * outputs * choice.projections[0].weight.element_size())
+            if few(x) and choice.applies(x):
+                used = which_inputs(x, choice.norms, choice.count).flatten(0, -2).any(0)
+                outputs = sum(len(matrix_of(projection)) for projection in projections)
+                unread.append(int((~used).sum()) * outputs * projections[0].weight.element_size())
 
         return hook
 
-    with hooked(choice.projections[0].register_forward_pre_hook(note(choice)) for choice in choices):
+    choices = model.choices() if choices_of(model) else ()
+    # before the choice's own hook, which leaves zeros
+    with hooked(
+        projections[0].register_forward_pre_hook(note(choice, projections), prepend=True)
+        for choice, projections in choices
+    ):
         yield unread
 
 
@@ -114,10 +120,9 @@ def touched_bytes(model: Any, ids: Int[Tensor, "B S"], kept: DynamicCache | None
     tied = table is model.get_output_embeddings().weight
     rows = 0 if tied else len(ids.unique())
     total = weight_bytes(model) - (0 if tied else (len(table) - rows) * table[0].numel() * table.element_size())
-    choices = choices_of(model)
     counter = ExpertCounter(model)
-    with counter.watching(), _unread(choices) as unread:
-        if not counter.top_ks and not choices:
+    with counter.watching(), _unread(model) as unread:
+        if not counter.top_ks and not choices_of(model):
             return total
         model(ids, use_cache=True, logits_to_keep=1, **{CACHE: copy.deepcopy(kept or DynamicCache())})
         total -= sum(unread)
@@ -238,7 +243,8 @@ class Pair:
 
     def _weights_bound(self, way: str) -> float:
         """Decoder weights that work on a token, of the dense model over the MoE's."""
-        if way == ALL_INPUTS:
+        if choices_of(self.moe):
+            # zeros in place of inputs that a token does not choose, or none
             return 1.0
         dense, moe = (model_facts(model)["active_block_params"] for model in (self.dense, self.moe))
         return dense / moe
@@ -307,7 +313,7 @@ def benchmark(
     memory: dict[str, Memory] = {}
     for name in (dense, moe):
         model = models[name] = in_own_memory(load_model(name, dtype, device))
-        linear.use_(model)
+        prepare(model)
         if setting is not None and name == moe:
             use_(model, setting)
         per_token = cache_bytes_per_token(model, ids[None, :16].to(model.device))

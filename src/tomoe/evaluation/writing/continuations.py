@@ -15,7 +15,6 @@ from tomoe.model.hooks import own_rows
 from tomoe.model.shape import max_positions, text_config
 from tomoe.model.structure import CACHE
 from tomoe.model.tokens import continuation_text
-from tomoe.moe.modeling_tomoe import choosing_all
 from tomoe.progress import StageCallback, no_stage_progress
 
 ROWS = 32
@@ -36,29 +35,27 @@ def continuations(
 ) -> list[list[int]]:
     """The most likely tokens after each prompt, at most `most`, in the order of the prompts. A text ends with an end-of-text
     token, which is left out, when `ended` says so, which is asked every few tokens, or at the end of the context. `rows`
-    prompts of like length are continued at a time; `progress` counts tokens, all `most` of a text that has ended. Where
-    tokens choose inputs, all do: in a batch none would, and every text would be the dense model's."""
+    prompts of like length are continued at a time; `progress` counts tokens, all `most` of a text that has ended."""
     written: list[list[int]] = [[] for _ in prompts]
     total = most * len(prompts)
 
     def over(prompt: Sequence[int], ids: Sequence[int]) -> bool:
         return ended(continuation_text(tokenizer, prompt, ids))
 
-    with choosing_all(model):
-        if not batchable(model):
-            for n, prompt in enumerate(prompts):
-                written[n] = _alone(model, prompt, most, over)
-                progress(most * (n + 1), total)
-            return written
-        order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
-        for start in range(0, len(order), rows):
-            batch = order[start : start + rows]
-            texts = [written[n] for n in batch]
+    if not batchable(model):
+        for n, prompt in enumerate(prompts):
+            written[n] = _alone(model, prompt, most, over)
+            progress(most * (n + 1), total)
+        return written
+    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    for start in range(0, len(order), rows):
+        batch = order[start : start + rows]
+        texts = [written[n] for n in batch]
 
-            def report(done: int, start: int = start) -> None:
-                progress(most * start + done, total)
+        def report(done: int, start: int = start) -> None:
+            progress(most * start + done, total)
 
-            _continue(model, [prompts[n] for n in batch], texts, most, over, report)
+        _continue(model, [prompts[n] for n in batch], texts, most, over, report)
     return written
 
 

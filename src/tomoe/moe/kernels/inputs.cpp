@@ -1,9 +1,10 @@
 // The largest inputs of a projection: y = bias + sum over the n inputs i with the largest |x_i| c_i of x_i W[i, :].
 //
 // W is stored input after input, so an input that no token chose is a row that is not read. Up to four tokens share the rows
-// that any of them chose. The rows are cut into blocks of columns, whose sums stay in the nearest cache, and the list of inputs
-// into pieces; both cuts depend on the sizes alone and the sums of the pieces are added in order, so the result does not depend
-// on the number of threads. Sums are float32.
+// that any of them chose. The rows are cut into blocks of columns, whose sums stay in the nearest cache, and the inputs into
+// pieces; both cuts depend on the sizes alone and the sums of the pieces are added in order, so the result does not depend on
+// the number of threads. Sums are float32. Where rows are added one after another (all but HAS_BF16_DOT), they do not depend
+// on the other tokens either: a row that a token did not choose adds zero to its sums.
 
 #include "vectors.h"
 
@@ -13,44 +14,56 @@ constexpr int AT_ONCE = 8;            // rows that a pass over a block adds
 constexpr int TOKENS = 4;             // most of them
 constexpr int64_t BLOCK = 4096;       // columns of a block, at most
 constexpr int64_t TASKS = 8;          // pieces of work, about
-constexpr int64_t LEAST_ROWS = 64;    // of a piece of the list
+constexpr int64_t LEAST_ROWS = 128;   // of a piece of the inputs, whether they are chosen or not
 constexpr int64_t STEP = 2 * WIDTH;   // columns that stand in two vectors
 
 typedef std::conditional_t<WIDE, Words, EightWords> PartWords;
 
-// Exactly n numbers of x, those with the largest |x_i| c_i, equal ones by position; their places ascend.
+
+// Of a token's numbers those with the largest |x_i| c_i are chosen: all whose key is above `last`, and of those that have it
+// the first `equal`.
+struct Border {
+    int32_t last;
+    int64_t equal;
+};
+
+// The keys of a token's numbers, and the border of the n largest. The bits of numbers that are not negative stand in their order.
 template <class W>
-void choose(const W* x, const float* norms, int64_t width, int64_t n, uint32_t* keys, std::vector<int32_t>& chosen) {
-    chosen.clear();
-    if (n >= width) {
-        for (int64_t i = 0; i < width; i++) chosen.push_back((int32_t)i);
-        return;
-    }
-    // The bits of numbers that are not negative stand in the order of the numbers: 11 bits, 11 bits, 9 bits.
-    static thread_local uint32_t counts[2048];
-    std::memset(counts, 0, sizeof counts);
+Border choose(const W* x, const float* norms, int64_t width, int64_t n, int32_t* keys) {
     for (int64_t i = 0; i < width; i++) {
         const float score = std::fabs(to_float(x[i])) * norms[i];
         std::memcpy(keys + i, &score, sizeof score);
         keys[i] &= 0x7fffffff;  // NaN may have a sign: it is the largest
     }
-    for (int64_t i = 0; i < width; i++) counts[keys[i] >> 20]++;
-    int64_t left = n;
-    const auto bin = [&](uint32_t last) {
-        for (; left > counts[last]; last--) left -= counts[last];
-        return last;
+    if (n >= width) return {-1, 0};
+    // Bit by bit, the largest number that n keys reach.
+    const auto reach = [&](int32_t least) {
+        int32_t count = 0;
+        for (int64_t i = 0; i < width; i++) count += keys[i] >= least;
+        return (int64_t)count;
     };
-    const uint32_t high = bin(2047);
-    std::memset(counts, 0, sizeof counts);
-    for (int64_t i = 0; i < width; i++)
-        if (keys[i] >> 20 == high) counts[keys[i] >> 9 & 2047]++;
-    const uint32_t middle = high << 11 | bin(2047);
-    std::memset(counts, 0, sizeof counts);
-    for (int64_t i = 0; i < width; i++)
-        if (keys[i] >> 9 == middle) counts[keys[i] & 511]++;
-    const uint32_t last = middle << 9 | bin(511);
-    for (int64_t i = 0; i < width; i++)
-        if (keys[i] > last || (keys[i] == last && left-- > 0)) chosen.push_back((int32_t)i);
+    int32_t last = 0;
+    for (int32_t bit = 1 << 30; bit; bit >>= 1) {
+        const int64_t count = reach(last | bit);
+        if (count >= n) last |= bit;
+        if (count == n) return {last - 1, 0};
+    }
+    return {last, n - (last < 0x7fffffff ? reach(last + 1) : 0)};
+}
+
+// The places of the chosen numbers, ascending.
+template <class W>
+void list_chosen(const W* x, const float* norms, int64_t width, int64_t n, int32_t* keys, std::vector<int32_t>& chosen) {
+    Border border = choose(x, norms, width, n, keys);
+    chosen.resize(width);
+    int64_t count = 0;
+    for (int64_t i = 0; i < width; i++) {
+        const bool equal = keys[i] == border.last && border.equal > 0;
+        border.equal -= equal;
+        chosen[count] = (int32_t)i;
+        count += keys[i] > border.last || equal;
+    }
+    chosen.resize(count);
 }
 
 // STEP columns of a row: of bfloat16 the even and the odd ones, of float32 the first half and the second.
@@ -147,12 +160,12 @@ template <class W>
 struct Product {
     const W* weight;
     int64_t stride, columns;
-    std::vector<int32_t> rows;    // those that some token chose, filled up to a multiple of AT_ONCE
+    std::vector<int32_t> rows;    // those that some token chose, those of each piece filled up to a multiple of AT_ONCE
+    std::vector<int64_t> starts;  // where the groups of AT_ONCE rows of each piece begin in `rows`, and end
     std::vector<float> values;    // of every token, zero where it did not choose the row
     int tokens;
     int64_t blocks, pieces;
 
-    int64_t groups() const { return (int64_t)rows.size() / AT_ONCE; }
     int64_t column(int64_t block) const {  // where a block begins; inner borders are multiples of STEP
         const int64_t even = (columns + blocks - 1) / blocks;
         return std::min(columns, block * ((even + STEP - 1) / STEP * STEP));
@@ -161,7 +174,7 @@ struct Product {
     // The sums of one piece of the list for one block: `out` holds the columns of every token.
     void add(int64_t block, int64_t piece, float* out) const {
         const int64_t first = column(block), last = column(block + 1), whole = first + (last - first) / STEP * STEP;
-        const int64_t begin = piece * groups() / pieces, end = (piece + 1) * groups() / pieces;
+        const int64_t begin = starts[piece], end = starts[piece + 1];
         const int64_t padded = padded_columns();
         float* sums[TOKENS];
         for (int t = 0; t < tokens; t++) {
@@ -169,7 +182,7 @@ struct Product {
             std::memset(sums[t], 0, (last - first) * sizeof(float));
         }
         for (int64_t g = begin; g < end; g++) {
-            const int32_t *ids = rows.data() + AT_ONCE * g, *later = ids + (g + 1 < groups() ? AT_ONCE : 0);
+            const int32_t *ids = rows.data() + AT_ONCE * g, *later = ids + (g + 1 < end ? AT_ONCE : 0);
             const W *now[AT_ONCE], *next[AT_ONCE];
             float own[TOKENS][AT_ONCE];
             for (int r = 0; r < AT_ONCE; r++) {
@@ -193,30 +206,35 @@ inline void write(float v, bf16* y) { y->bits = (uint16_t)rounded(Floats{} + v)[
 template <class W>
 void run(const W* x, int64_t tokens, int64_t width, const float* norms, int64_t n, const W* weight, int64_t stride, int64_t columns,
          const W* bias, W* y, int threads) {
-    Product<W> product{weight, stride, columns, {}, {}, (int)tokens, 0, 0};
-    std::vector<uint32_t> keys(width);
-    std::vector<int32_t> chosen[TOKENS];
-    for (int64_t t = 0; t < tokens; t++) choose(x + t * width, norms, width, n, keys.data(), chosen[t]);
-    product.rows = chosen[0];
+    Product<W> product{weight, stride, columns, {}, {}, {}, (int)tokens, 0, 0};
+    std::vector<int32_t> keys(width), chosen[TOKENS];
+    for (int64_t t = 0; t < tokens; t++) list_chosen(x + t * width, norms, width, n, keys.data(), chosen[t]);
+    std::vector<int32_t> used = chosen[0];
     for (int64_t t = 1; t < tokens; t++) {
         std::vector<int32_t> both;
-        std::set_union(product.rows.begin(), product.rows.end(), chosen[t].begin(), chosen[t].end(), std::back_inserter(both));
-        product.rows.swap(both);
-    }
-    const int64_t used = (int64_t)product.rows.size();
-    while (product.rows.size() % AT_ONCE) product.rows.push_back(product.rows.back());
-    const int64_t length = (int64_t)product.rows.size();
-    product.values.assign(tokens * length, 0.f);
-    for (int64_t t = 0; t < tokens; t++) {
-        const int32_t* own = chosen[t].data();
-        for (int64_t i = 0, at = 0; i < used; i++)
-            if (at < (int64_t)chosen[t].size() && own[at] == product.rows[i]) {
-                product.values[t * length + i] = to_float(x[t * width + own[at]]);
-                at++;
-            }
+        std::set_union(used.begin(), used.end(), chosen[t].begin(), chosen[t].end(), std::back_inserter(both));
+        used.swap(both);
     }
     product.blocks = (columns + BLOCK - 1) / BLOCK;
-    product.pieces = std::max<int64_t>(1, std::min(TASKS / product.blocks, length / LEAST_ROWS));
+    product.pieces = std::max<int64_t>(1, std::min(TASKS / product.blocks, width / LEAST_ROWS));
+    std::vector<char> fills;  // which rows only fill up
+    for (int64_t p = 0, at = 0; p < product.pieces; p++) {
+        product.starts.push_back((int64_t)product.rows.size() / AT_ONCE);
+        for (const int64_t end = (p + 1) * width / product.pieces; at < (int64_t)used.size() && used[at] < end; at++)
+            product.rows.push_back(used[at]);
+        fills.resize(product.rows.size(), 0);
+        while (product.rows.size() % AT_ONCE) product.rows.push_back(product.rows.back());
+        fills.resize(product.rows.size(), 1);
+    }
+    const int64_t length = (int64_t)product.rows.size();
+    product.starts.push_back(length / AT_ONCE);
+    product.values.assign(tokens * length, 0.f);
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t i = 0, at = 0; i < length && at < (int64_t)chosen[t].size(); i++)
+            if (!fills[i] && chosen[t][at] == product.rows[i]) {
+                product.values[t * length + i] = to_float(x[t * width + product.rows[i]]);
+                at++;
+            }
     const int64_t padded = product.padded_columns(), tasks = product.blocks * product.pieces;
     const Lines<float> sums(product.pieces * tokens * padded);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
@@ -243,6 +261,29 @@ void run(const W* x, int64_t tokens, int64_t width, const float* norms, int64_t 
     }
 }
 
+// By their bits, which compilers do many at once.
+inline bf16 kept(bf16 v, bool keeps) { return {(uint16_t)(v.bits & -(uint16_t)keeps)}; }
+inline float kept(float v, bool keeps) { return keeps ? v : 0.f; }
+
+// y = x, with zeros in place of all numbers but the n largest of each token.
+template <class W>
+void keep_chosen(const W* x, int64_t tokens, int64_t width, const float* norms, int64_t n, W* y, int threads) {
+    std::vector<int32_t> all_keys(threads * width);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t t = 0; t < tokens; t++) {
+        const W* from = x + t * width;
+        W* to = y + t * width;
+        int32_t* keys = all_keys.data() + this_thread() * width;
+        Border border = choose(from, norms, width, n, keys);
+        for (int64_t i = 0; i < width; i++) to[i] = kept(from[i], keys[i] > border.last);
+        for (int64_t i = 0; border.equal > 0; i++)
+            if (keys[i] == border.last) {
+                to[i] = from[i];
+                border.equal--;
+            }
+    }
+}
+
 }  // namespace
 
 // Up to four tokens x [tokens, width], n inputs of each, weight [width, columns] with `stride` numbers from one input to the next.
@@ -254,6 +295,19 @@ extern "C" int tomoe_inputs(int is_bf16, const void* x, int64_t tokens, int64_t 
             run((const bf16*)x, tokens, width, norms, n, (const bf16*)weight, stride, columns, (const bf16*)bias, (bf16*)y, threads);
         else
             run((const float*)x, tokens, width, norms, n, (const float*)weight, stride, columns, (const float*)bias, (float*)y, threads);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return 0;
+}
+
+// The same choice for any number of tokens x [tokens, width]: y of the same shape. 0: done; 1: not enough memory.
+extern "C" int tomoe_chosen(int is_bf16, const void* x, int64_t tokens, int64_t width, const float* norms, int64_t n, void* y, int threads) {
+    try {
+        if (is_bf16)
+            keep_chosen((const bf16*)x, tokens, width, norms, n, (bf16*)y, threads);
+        else
+            keep_chosen((const float*)x, tokens, width, norms, n, (float*)y, threads);
     } catch (const std::bad_alloc&) {
         return 1;
     }

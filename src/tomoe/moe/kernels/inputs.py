@@ -1,151 +1,133 @@
-"""Projections whose tokens choose their inputs: the rows of the chosen ones are read, and no others.
+"""The inputs that tokens choose, and projections that read the columns of these and no others.
 
-For this the matrices of a choice lie side by side, input after input, each once: what a module calls its weight is then a
-view. Prompts multiply by the same memory.
+For the latter a projection's matrix lies input after input in memory (`prepare_`), as that of an image does in `channels_last`:
+shape, values and what writes to it stay what they are. One that something has laid otherwise is multiplied by PyTorch.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tomoe.moe.kernels.build import INT32, INT64, POINTER, function, load
+from tomoe.moe.kernels.linear import hooks_of
 from tomoe.moe.kernels.native import DTYPES, obstacle_of, trial
-from tomoe.moe.modeling_tomoe import Choice, Choosing, chosen_inputs, few, learns, matrix_of, stamp_of
+from tomoe.moe.modeling_tomoe import Choice, chosen_inputs, few, learns, matrix_of, multiplies, sum_rows
 
 SOURCE = Path(__file__).with_name("inputs.cpp")
-PREPARING = threading.Lock()  # held while matrices are laid elsewhere
+UNPREPARED = "it was loaded by transformers alone; load it by `tomoe.load`, or give it to `tomoe.prepare`"
+
+
+# What torch.compile traces has no shapes in its signature: x is [.., D], norms are [D].
+def finds_largest(x: Tensor, norms: Tensor, count: int) -> bool:
+    """Whether the kernel can find the largest inputs: on a CPU, in a dtype that it knows, without gradients."""
+    if torch.compiler.is_compiling() or not x.is_cpu or x.dtype not in DTYPES or not x.numel() or learns(x, ()):
+        return False
+    return kernel() is not None
+
+
+def obstacle(x: Tensor, norms: Tensor, count: int) -> str | None:
+    """What a user could change, so that the kernel read the columns of the largest inputs alone; None if there is nothing."""
+    return obstacle_of(SOURCE, kernel() is not None, x, x) or UNPREPARED
+
+
+def largest(x: Tensor, norms: Tensor, count: int) -> Tensor:
+    """x with zeros in place of all numbers but the largest of each token, by the kernel."""
+    found = kernel()
+    assert found is not None
+    return found.keep(x, norms.float(), count)
+
+
+class InputsLinear(nn.Linear):
+    """A linear layer whose weight lies input after input in memory, and whose tokens choose their inputs."""
+
+    choice: Choice  # the layer's, not a module of this one
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(self, x)
+
+
+class InputsConv1D(Conv1D):
+    """The same of the other kind of linear layer, whose weight always lies so."""
+
+    choice: Choice
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(self, x)
+
+
+def prepare_(model: nn.Module) -> None:
+    """Let the projections of a loaded model whose tokens choose inputs run in the kernel, where it can. Not when the model is
+    made: quantizers look for PyTorch's own class."""
+    names = {module: name for name, module in model.named_modules()}
+    for choice, projections in getattr(model, "choices", tuple)():
+        for projection in projections:
+            if _can_lie_by_inputs(projection, choice) and kernel() is not None:
+                model.set_submodule(names[projection], _by_inputs(projection, choice))
+
+
+def _can_lie_by_inputs(projection: nn.Module, choice: Choice) -> bool:
+    """Whether a projection is nothing but a linear layer of weights in this memory, before which its tokens choose."""
+    if type(projection) not in (nn.Linear, Conv1D) or hooks_of(projection) != [choice.before]:
+        return False
+    weight: Any = projection.weight
+    return weight.is_cpu and weight.dtype in DTYPES and type(weight.data) is Tensor
+
+
+def _by_inputs(projection: Any, choice: Choice) -> nn.Module:
+    outputs, width = matrix_of(projection).shape
+    made: Any
+    if isinstance(projection, Conv1D):
+        with torch.device("meta"):
+            made = InputsConv1D(outputs, width)
+    else:
+        made = InputsLinear(width, outputs, bias=projection.bias is not None, device="meta")
+        # weights that can be trained later are no tensors of inference mode
+        with torch.inference_mode(False), torch.no_grad():
+            projection.weight.data = projection.weight.t().contiguous().t()
+    made.weight, made.bias = projection.weight, projection.bias
+    made.__dict__["choice"] = choice
+    return made.train(projection.training)
 
 
 # What torch.compile traces has no shapes in its signature: x is [.., D], what it returns [.., n].
-def suits(projection: Choosing, x: Tensor) -> bool:
-    """Whether the kernel can run this, and not more tokens than it is for."""
-    return few(x) and _fits(projection.choice, x) and available()
+def product(projection: Any, x: Tensor) -> Tensor:
+    """What a projection gives whose tokens choose their inputs: by the kernel for a few of them."""
+    choice: Choice = projection.choice
+    rows = kernel_rows(projection, x)
+    if rows is not None:
+        if torch.compiler.is_compiling():
+            return inputs(x, choice.norms, matrix_of(projection), projection.bias, choice.count)
+        found = kernel()
+        assert found is not None
+        return found.product(x, choice.norms.float(), rows, projection.bias, choice.count)
+    x, rows = choice(x), matrix_of(projection).t()
+    if torch.compiler.is_compiling() or rows.stride(-1) != 1 or multiplies(x.dtype) or not x.is_cpu:
+        return F.linear(x, rows.t(), projection.bias)
+    # PyTorch is slow at matrices that lie so
+    y = sum_rows(x.flatten(0, -2), rows).unflatten(0, x.shape[:-1])
+    return y if projection.bias is None else y + projection.bias
 
 
-def obstacle(projection: Choosing, x: Tensor) -> str | None:
-    """What a user could change, so that the kernel ran this; None if there is nothing."""
-    projections = projection.choice.projections
-    if not few(x) or learns(x, (p.weight for p in projections)):
+def kernel_rows(projection: Any, x: Tensor) -> Tensor | None:
+    """The matrix [D, n], if the kernel can multiply x by it now, and it is not more tokens than it is for."""
+    if not (few(x) and x.is_cpu and x.dtype in DTYPES and x.numel()):
         return None
-    return obstacle_of(SOURCE, kernel() is not None, x, projections[0].weight)
-
-
-def product(projection: Choosing, x: Tensor) -> Tensor:
-    """What a projection gives whose tokens choose their inputs, by the kernel."""
-    choice = projection.choice
-    if torch.compiler.is_compiling():
-        bias = getattr(projection, "bias", None)
-        return inputs(x, choice.norms(), matrix_of(projection), bias, choice.count)
-    with PREPARING:
-        # Another thread may have prepared it meanwhile: a second time would free the memory that it reads.
-        ready = choice.kept.get("ready", (None, None))[1]
-        y: Tensor | None = ready(projection, x) if isinstance(ready, Ready) else None
-        if y is None:
-            ready = Ready(choice)
-            choice.kept["ready"] = "native", ready
-            y = ready.product(projection, x, choice.count)
-    return y
-
-
-class Ready:
-    """A choice whose matrices lie side by side [D, n]; asked first for every token, for as long as nothing of it changes.
-
-    So a token pays for a few comparisons and the product. The modules' weights are views of the one matrix, of which nothing
-    else is kept here: when they get other memory, this one is free.
-    """
-
-    def __init__(self, choice: Choice):
-        self.choice = choice
-        self.norms, self.bias = choice.norms(), _bias(choice)
-        packed = _packed(choice)
-        self.sizes = [len(matrix_of(projection)) for projection in choice.projections]
-        self.dtype, self.width = packed.dtype, packed.shape[0]
-        bind = kernel()
-        assert bind is not None
-        self.run = bind(self.norms, packed, self.bias)
-        self.watched = [
-            (projection._parameters, name, parameter, None if parameter is None else stamp_of(parameter))
-            for projection in choice.projections
-            for name, parameter in projection._parameters.items()
-        ]
-        # the same numbers elsewhere
-        choice.kept["norms"] = [stamp_of(projection.weight) for projection in choice.projections], self.norms
-        # What the first projection computed for the others: of which x, its stamp, the number of inputs, and their parts.
-        self.left: tuple[Tensor | None, Any, int, dict[Any, Tensor]] = None, None, 0, {}
-
-    def __call__(self, projection: Choosing, x: Tensor) -> Tensor | None:
-        """y [.., n] of x [.., D]; None if this is for another way, or the choice has changed."""
-        count = self.choice.count
-        if not few(x):
-            return None
-        if x.dtype != self.dtype or not x.is_cpu or x.shape[-1] != self.width or not x.numel():
-            return None
-        for parameters, name, parameter, stamp in self.watched:
-            if parameters.get(name) is not parameter or (parameter is not None and stamp_of(parameter) != stamp):
-                self.choice.kept.pop("ready", None)
-                return None
-        if learns(x, (projection.weight for projection in self.choice.projections)):
-            return None
-        return self.product(projection, x, count)
-
-    def product(self, projection: Choosing, x: Tensor, count: int) -> Tensor:
-        """Projections of a choice run one after another on the same x: the first computes for all, each takes its own once."""
-        of, stamp, inputs, parts = self.left
-        if of is x and inputs == count and stamp == stamp_of(x) and (part := parts.pop(projection, None)) is not None:
-            return part
-        y = self.run(x, count).split(self.sizes, -1)
-        parts = dict(zip(self.choice.projections, y, strict=True))
-        part = parts.pop(projection)
-        self.left = x, stamp_of(x), count, parts  # one tuple, so that another thread never finds half of it
-        return part
-
-
-def _fits(choice: Choice, x: Tensor) -> bool:
-    """Whether this is on a CPU, in one dtype that the kernel knows, without gradients."""
-    if x.device.type != "cpu" or x.dtype not in DTYPES or not x.numel():
-        return False
-    # a weight that is computed anew at each use, or read from a disk, cannot be laid elsewhere
-    if any("weight" not in p._parameters or hasattr(p, "_hf_hook") for p in choice.projections):
-        return False
-    weights = [projection.weight for projection in choice.projections]
-    if any(weight.device.type != "cpu" or weight.dtype != x.dtype for weight in weights):
-        return False
-    return not learns(x, weights)
-
-
-def _packed(choice: Choice) -> Tensor:
-    """Lay the matrices of a choice side by side [D, n], and make the modules' weights views of it."""
-    matrices = [matrix_of(projection) for projection in choice.projections]
-    # weights that can be trained later are no tensors of inference mode
-    with torch.inference_mode(False), torch.no_grad():
-        packed = torch.cat([matrix.t() for matrix in matrices], 1)
-        parts = packed.split([len(matrix) for matrix in matrices], 1)
-        for projection, own in zip(choice.projections, parts, strict=True):
-            projection.weight.data = own if isinstance(projection, Conv1D) else own.t()
-    return packed
-
-
-def _bias(choice: Choice) -> Tensor | None:
-    """The biases side by side; None if there is none."""
-    biases = [getattr(projection, "bias", None) for projection in choice.projections]
-    if all(bias is None for bias in biases):
+    weight, bias = projection._parameters.get("weight"), projection.bias
+    # a weight may be computed anew at each use, or have got another dtype, device, kind or layout
+    if weight is None or weight.dtype != x.dtype or not weight.is_cpu or type(weight.data) is not Tensor:
         return None
-    weights = [matrix_of(projection) for projection in choice.projections]
-    parts = [
-        weight.new_zeros(len(weight)) if bias is None else bias.detach().to(weight.dtype)
-        for bias, weight in zip(biases, weights, strict=True)
-    ]
-    return torch.cat(parts)
+    rows: Tensor = matrix_of(projection).t()
+    if rows.stride(1) != 1 or (bias is not None and (bias.dtype != x.dtype or not bias.is_cpu)):
+        return None
+    return rows if not learns(x, [weight]) and available() else None
 
 
 SCHEMA = "(Tensor x, Tensor norms, Tensor weight, Tensor? bias, int count) -> Tensor"
@@ -155,22 +137,17 @@ SCHEMA = "(Tensor x, Tensor norms, Tensor weight, Tensor? bias, int count) -> Te
 def inputs(x: Tensor, norms: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
     """The kernel as a PyTorch operator, for graphs; weight [n, D], which it reads by columns where they are rows in memory.
     Raises RuntimeError if it could not be compiled."""
-    columns, bind = weight.t(), kernel()
+    columns, found = weight.t(), kernel()
     if columns.stride(1) != 1:
         return F.linear(chosen_inputs(x, norms, count), weight, bias)
-    if bind is None:
+    if found is None:
         raise RuntimeError("the kernel for inputs is missing (no C++ compiler, or TOMOE_NATIVE=0)")
-    return bind(norms, columns, bias)(x, count)
+    return found.product(x, norms.float(), columns, bias, count)
 
 
 @inputs.register_fake
 def _like(x: Tensor, norms: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-Product = Callable[[Tensor, int], Tensor]  # y [.., n] of x [.., D] and the number of its inputs that each token uses
-Kernel = Callable[[Tensor, Tensor, Tensor | None], Product]
-"""The product by a matrix, of norms [D], the matrix [D, n] and its bias [n]; it does not keep the matrix alive."""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -181,48 +158,58 @@ def available() -> bool:
 
 @cache
 def kernel() -> Kernel | None:
-    """The compiled function; None if it cannot be compiled or computes something else than PyTorch on this machine."""
+    """The compiled functions; None if they cannot be compiled or compute something else than PyTorch on this machine."""
     library = load(SOURCE)
     if library is None:
         return None
-    bind = _typed(library)
-    agrees = all(_agrees_with_pytorch(bind, dtype, tokens) for dtype in DTYPES for tokens in (1, 2, 3, 4))
-    return bind if agrees else None
+    found = Kernel(library)
+    return (
+        found
+        if all(_agrees_with_pytorch(found, dtype, tokens) for dtype in DTYPES for tokens in (1, 2, 3, 4))
+        else None
+    )
 
 
-def _typed(library: ctypes.CDLL) -> Kernel:
-    tokens = [POINTER, INT64, INT64]
-    arguments = [INT32, *tokens, POINTER, INT64, POINTER, INT64, INT64, POINTER, POINTER, INT32]
-    compiled = function(library, "tomoe_inputs", arguments, "the sums of a projection")
+class Kernel:
+    """The compiled functions, for tensors of one dtype of DTYPES on the CPU; norms are float32."""
 
-    def bind(norms: Tensor, packed: Tensor, bias: Tensor | None) -> Product:
-        width, columns = packed.shape
-        is_bfloat16 = packed.dtype == torch.bfloat16
-        weight, stride = packed.data_ptr(), packed.stride(0)
+    def __init__(self, library: ctypes.CDLL):
+        tokens = [INT32, POINTER, INT64, INT64, POINTER, INT64]
+        self._keep = function(library, "tomoe_chosen", [*tokens, POINTER, INT32], "the choice of inputs")
+        matrix = [POINTER, INT64, INT64, POINTER]
+        self._product = function(
+            library, "tomoe_inputs", [*tokens, *matrix, POINTER, INT32], "the sums of a projection"
+        )
 
-        def product(x: Tensor, count: int) -> Tensor:
-            x = x.contiguous()
-            y = x.new_empty(*x.shape[:-1], columns)
-            compiled(
-                is_bfloat16,
-                *(x.data_ptr(), x.numel() // width, width),
-                *(norms.data_ptr(), count),
-                *(weight, stride, columns, None if bias is None else bias.data_ptr()),
-                *(y.data_ptr(), torch.get_num_threads()),
-            )
-            return y
+    def keep(self, x: Tensor, norms: Tensor, count: int) -> Tensor:
+        """x [.., D] with zeros in place of all numbers but the `count` largest of each token."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        self._keep(*_tokens(x, norms, count), y.data_ptr(), torch.get_num_threads())
+        return y
 
-        return product
+    def product(self, x: Tensor, norms: Tensor, rows: Tensor, bias: Tensor | None, count: int) -> Tensor:
+        """y [.., n] of at most four tokens x [.., D], a matrix [D, n] whose rows lie in one piece each, and a bias [n]."""
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], rows.shape[1])
+        matrix = rows.data_ptr(), rows.stride(0), rows.shape[1], None if bias is None else bias.data_ptr()
+        self._product(*_tokens(x, norms, count), *matrix, y.data_ptr(), torch.get_num_threads())
+        return y
 
-    return bind
+
+def _tokens(x: Tensor, norms: Tensor, count: int) -> tuple[int, ...]:
+    width = x.shape[-1]
+    return x.dtype == torch.bfloat16, x.data_ptr(), x.numel() // width, width, norms.data_ptr(), count
 
 
-def _agrees_with_pytorch(bind: Kernel, dtype: torch.dtype, tokens: int) -> bool:
+def _agrees_with_pytorch(found: Kernel, dtype: torch.dtype, tokens: int) -> bool:
     """Compare what the compiler made of the source with PyTorch: 70 of 150 inputs, 107 outputs and a bias."""
     width, columns, count = 150, 107, 70
     sizes = ((tokens, width, 977), (width, columns, 1009), (1, columns, 1511))
     x, weight, bias = (trial(*size).to(dtype) for size in sizes)
     norms = torch.linspace(1, 2, width)
-    y = bind(norms, weight, bias)(x, count).float()
-    meant = chosen_inputs(x, norms, count).float() @ weight.float() + bias.float()
-    return bool((y - meant).abs().max() <= (1e-5 if dtype == torch.float32 else 1e-2) * meant.abs().max())
+    chosen = chosen_inputs(x, norms, count)
+    y = found.product(x, norms, weight, bias, count).float()
+    meant = chosen.float() @ weight.float() + bias.float()
+    near = (y - meant).abs().max() <= (1e-5 if dtype == torch.float32 else 1e-2) * meant.abs().max()
+    return bool(near) and torch.equal(found.keep(x, norms, count), chosen)

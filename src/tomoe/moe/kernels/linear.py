@@ -36,13 +36,21 @@ class Linear(nn.Linear):
         return product(self, x) if suits(self, x) else super().forward(x)
 
 
-def use_(model: nn.Module) -> None:
+def prepare_(model: nn.Module) -> None:
     """Let attention's projections of a loaded model of experts be such layers; what routers choose stays as it is. Not when
     it is made: quantizers look for PyTorch's own class."""
     mlps: list[nn.Module] = getattr(model, "mlps", list)()
-    for name, module in model.named_modules() if mlps else ():
-        if type(module) is nn.Linear and name.endswith("_proj") and "router" not in name:
-            module.__class__ = Linear
+    for name, module in list(model.named_modules()) if mlps else ():
+        if type(module) is nn.Linear and name.endswith("_proj") and "router" not in name and not hooks_of(module):
+            made = Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
+            made.weight, made.bias = module.weight, module.bias
+            model.set_submodule(name, made.train(module.training))
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """What others have a module do before and after its forward pass, and would be lost with it."""
+    own = [module._hf_hook] if hasattr(module, "_hf_hook") else []
+    return [*own, *module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def product(module: nn.Linear, x: Tensor) -> Tensor:
