@@ -144,8 +144,8 @@ EvaluationDtype = Annotated[
     Literal["auto", Dtype],
     typer.Option(
         "--dtype",
-        help="Dtype of the weights while they run; auto: bfloat16, multiplied in float32 by processors without instructions "
-        "for it.",
+        help="Dtype of the weights while they run; auto: as stored, multiplied in float32 by processors without instructions "
+        "for 16 bits.",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
@@ -189,7 +189,8 @@ class RecipeOptions:
             "repair.mode": self.repair,
             **more,
         }
-        return Recipe.load(self.recipe, [*overrides(named), *map(with_fractions, self.changes or [])])
+        recipe = Recipe.load(self.recipe, [*overrides(named), *map(with_fractions, self.changes or [])])
+        return names.located(recipe)
 
 
 def makes_recipe(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

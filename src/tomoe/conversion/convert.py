@@ -11,6 +11,7 @@ from tomoe.conversion import steps
 from tomoe.errors import UserError
 from tomoe.folders import refuse_overwriting
 from tomoe.model.base_weights import BaseWeights
+from tomoe.model.names import located
 from tomoe.plan import AnyPlan, read_plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.pruning.repair.plan import forget_repair, repair_plan
@@ -35,7 +36,7 @@ def convert(
         raise UserError(
             f'convert takes a recipe, not a {type(recipe).__name__}: convert(Recipe.load(None, ["model=NAME"]), out)'
         )
-    return convert_dense(recipe, Path(out), resume, force, on_progress)[0]
+    return convert_dense(located(recipe), Path(out), resume, force, on_progress)[0]
 
 
 @distributed.locks_out("convert")

@@ -17,7 +17,7 @@ from tomoe.data.corpus import Corpus, Sequences, prepare
 from tomoe.errors import UserError
 from tomoe.exporting.choice import check_target
 from tomoe.model.base_weights import BaseWeights
-from tomoe.model.loading import fingerprint, load_tokenizer
+from tomoe.model.loading import fingerprint, load_tokenizer, note_rounding
 from tomoe.model.running import family_head, hidden_states
 from tomoe.model.structure import check_output, shape_of
 from tomoe.model.tokens import check_length
@@ -53,6 +53,8 @@ def open_dense(recipe: Recipe, base: BaseWeights) -> tuple[PreTrainedModel, PreT
     check_accumulation(recipe.train)
     if not recipe.model:
         raise UserError("the recipe names no model; give a hub id, a folder, a .gguf file or a known name")
+    if "dtype" not in recipe.train.model_fields_set:
+        note_rounding(recipe.model, base.dtype)
     model = base.for_training()
     check_output(model, recipe.attention.pruning != "off")
     check_length(recipe.data.seq_len, model)

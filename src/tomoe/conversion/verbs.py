@@ -15,7 +15,7 @@ from tomoe.model.base_weights import BaseWeights
 from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.hub import find_plan
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
-from tomoe.model.names import HUB_ID
+from tomoe.model.names import HUB_ID, located
 from tomoe.plan import FINETUNED, AnyPlan, Plan, read_plan
 from tomoe.progress import ProgressCallback, no_progress
 from tomoe.pruning.repair.plan import forget_repair, repair_plan
@@ -35,6 +35,7 @@ def train(
         raise UserError(
             "experts.form = inputs learns nothing, so there is nothing to train; run `tomoe convert`, or set experts.form to fine"
         )
+    recipe = located(recipe)
     run, base = RunFolder(out), BaseWeights.of(recipe)
     resumes = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))
     model, _, corpus = steps.begin_run(recipe, base, run, resumes, on_progress)

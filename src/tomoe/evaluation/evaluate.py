@@ -57,8 +57,8 @@ def evaluate(
         tasks: zero- or few-shot tasks for every model, see `tomoe.evaluation.tasks.TaskSet`.
         active: fractions of the decoder parameters; models with fine-grained experts are measured with the number of
             experts that is nearest to each. All models but the first must have such experts.
-        dtype: of the weights: "float32", "bfloat16", "float16"; or "auto": bfloat16, computed with in float32 by processors
-            that have no instructions for it.
+        dtype: of the weights: "float32", "bfloat16", "float16"; or "auto": as they are stored, computed with in float32 by
+            processors that have no instructions for 16 bits.
         device: "auto", "cpu" or "cuda".
         offload: keep decoder layers on disk and read them for every sequence, for models larger than memory.
 
