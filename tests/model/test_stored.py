@@ -70,13 +70,11 @@ def all_experts(folder: Path) -> Tensor:
 
 
 def test_a_quantized_checkpoint_becomes_a_plain_model(tomoe: CommandLine, tmp_path: Path) -> None:
-    """`apply` must find the weights that the plan was made for. Nothing is measured of a model that is read by layers."""
+    """`apply` must find the weights that the plan was made for."""
     meant = write_stored(tmp_path / "dense", "fp8 in blocks")
     done = carve(tomoe, tmp_path, "--offload")
     assert done.code == 0, done.err
-    assert f"tomoe evaluate {tmp_path / 'dense'} {tmp_path / 'moe'} --offload" in done.err.replace("\n", " ")
-    assert (tmp_path / "moe" / "README.md").exists()
-    assert not (tmp_path / "moe" / "evaluation.json").exists()
+    assert (tmp_path / "moe" / "evaluation.json").exists()
     assert "quantization_config" not in json.loads((tmp_path / "moe" / "config.json").read_text())
     torch.testing.assert_close(all_experts(tmp_path), logits(meant), atol=1e-3, rtol=1e-3)
     done = tomoe("apply", tmp_path / "moe", tmp_path / "dense", "-o", tmp_path / "again")

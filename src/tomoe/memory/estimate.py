@@ -23,6 +23,7 @@ from tomoe.exporting.choice import check_target
 from tomoe.files import format_bytes
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.checks import skeleton
+from tomoe.model.layerwise import MEMORY
 from tomoe.model.loading import free_on_device, load_config
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_without_weights, shape_of
@@ -33,7 +34,7 @@ from tomoe.pruning.forms import mask_network
 from tomoe.pruning.layouts import FineLayout, Layout, least_active, settle_layout
 from tomoe.pruning.network import MaskNetwork
 from tomoe.pruning.repair.plan import repair_bytes
-from tomoe.pruning.repair.streams import CHUNK_TOKENS, MEMORY
+from tomoe.pruning.repair.streams import CHUNK_TOKENS
 from tomoe.recipe.conversion import Recipe, RepairSection
 from tomoe.recipe.shared import DataSection
 from tomoe.training.distillation import CHUNK
