@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pico_files import pico_recipe, write_pico, write_text
 from stored_models import edit_config, edit_tensors
+from tomoe.errors import Note
 from tomoe.finetuning.repair import repair
 from tomoe.memory.estimate import least_memory, sizes_of
 from tomoe.methods.registry import settled
@@ -17,6 +20,7 @@ from tomoe.model.compute_dtype import compute_dtype
 from tomoe.model.loading import load_dense, load_model
 from tomoe.pipeline.convert import convert
 from tomoe.pipeline.stages import plan, train
+from tomoe.pipeline.steps import open_dense
 from tomoe.plans import Plan
 from tomoe.recipe.conversion import Recipe
 
@@ -115,6 +119,37 @@ def test_float32_products_are_counted_in_memory(folder: Path) -> None:
     recipes = [Recipe.load(None, ["device=cpu", f"train.compute_dtype={dtype}"]) for dtype in ("stored", "float32")]
     half, whole = (least_memory(sizes_of(config, recipe), *settled(recipe))[0].parts for recipe in recipes)
     assert 2 * half["weights in bfloat16"] == whole["weights in float32"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "computing"), [("float32", "float32"), ("float16", "float32"), ("bfloat16", "bfloat16")]
+)
+def test_auto_leaves_weights_as_they_are_stored(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kept: str, computing: str
+) -> None:
+    processor(monkeypatch, "avx512_bf16")
+    edit_tensors(model, lambda tensors: {name: t.to(getattr(torch, kept)) for name, t in tensors.items()})
+    loaded = load_model(str(model), "auto", "cpu")
+    assert loaded.dtype == getattr(torch, computing)
+    stored = load_file(model / "model.safetensors")
+    assert all(torch.equal(t, stored[name].to(t.dtype)) for name, t in loaded.state_dict().items() if name in stored)
+
+
+@pytest.mark.parametrize(("kept", "words"), [("float32", "float32"), ("float16", "float16"), ("bfloat16", None)])
+def test_weights_that_a_conversion_rounds_are_named(model: Path, kept: str, words: str | None) -> None:
+    """Unless the recipe asks for that dtype."""
+    edit_tensors(model, lambda tensors: {name: t.to(getattr(torch, kept)) for name, t in tensors.items()})
+
+    def opened(*changes: str) -> list[str]:
+        recipe = Recipe.load(None, [f"model={model}", "experts.form=inputs", "device=cpu", *changes])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", Note)
+            open_dense(recipe, BaseWeights.of(recipe))
+        return [str(warning.message) for warning in caught]
+
+    said = [f"are stored in {words}, and are rounded to bfloat16" in message for message in opened()]
+    assert said == ([True] if words else [])
+    assert opened("train.dtype=bfloat16") == opened("train.dtype=float32") == []
 
 
 def test_measuring_chooses_as_well(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,13 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 
 from conftest import make_pico, make_plan, tokens
-from pico_files import contents, pico_recipe, write_pico
+from pico_files import SMALL, CommandLine, contents, pico_recipe, write_pico
+from pico_tokenizer import TOKENIZER
 from stored_models import edit_tensors, write_gguf
 from tomoe.errors import UserError
 from tomoe.evaluation.evaluate import evaluate
+from tomoe.evaluation.results import read_rows
+from tomoe.exporting.choice import TARGETS
 from tomoe.model import hub
 from tomoe.model.loading import fingerprint, load_dense
 from tomoe.model.mlp import decoder_layers
@@ -130,6 +133,59 @@ def test_offloaded_models_are_measured_as_whole_ones_are(converted: Path) -> Non
     whole, offloaded = (evaluate(names, tokens=64, dtype="bfloat16", offload=offload) for offload in (False, True))
     assert offloaded == whole
     assert whole[1].measurement.kl != 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi"])
+def test_every_target_judges_an_offloaded_model_as_a_whole_one(tmp_path: Path, family: str) -> None:
+    make_pico(family).save_pretrained(tmp_path / "dense")
+    whole, offloaded = (
+        load_dense(str(tmp_path / "dense"), torch.float32, offload=offload) for offload in (False, True)
+    )
+    for target in TARGETS.values():
+        for form in ("fine", "overlapping"):
+            assert target.supports_dense(offloaded, form) == target.supports_dense(whole, form)
+
+
+@pytest.mark.usefixtures("text")
+@pytest.mark.parametrize(
+    ("format", "sets"),
+    [
+        ("glm4_moe", ("experts.num_experts=16", "experts.expert_size=16")),
+        ("mixtral", ("experts.form=overlapping",)),
+        ("gguf", ("experts.num_experts=16", "experts.expert_size=16")),
+    ],
+)
+def test_a_conversion_for_a_target_is_measured_and_exported_layer_by_layer(
+    tomoe: CommandLine, tmp_path: Path, format: str, sets: tuple[str, ...]
+) -> None:
+    """The same files, numbers and proof as with whole models."""
+    if format == "gguf":
+        pytest.importorskip("xllamacpp")
+    dense = write_pico(tmp_path / "dense", vocab_size=len(TOKENIZER), num_hidden_layers=3)
+    TOKENIZER.save_pretrained(dense)
+    more = {"train.compute_dtype": "stored", "experts.form": "fine"} | dict(key.split("=") for key in sets)
+    sizes = [
+        word for key, value in (SMALL | {"train.steps": "0"} | more).items() for word in ("--set", f"{key}={value}")
+    ]
+    found = []
+    for options in ([], ["--offload"]):
+        out = tmp_path / f"moe{'-'.join(options)}"
+        words = ("--data", tmp_path / "text.txt", "--active", "0.8077", "--format", format)
+        done = tomoe("convert", dense, "-o", out, *words, *sizes, *options)
+        assert done.code == 0, done.err
+        proof = json.loads((out / f"export-{format}" / "export.json").read_text())["proof"]
+        rows = [vars(row.measurement) for row in read_rows(out)]
+        found.append((proof, rows, weights(out)))
+    (proof, rows, files), (by_layer, by_layer_rows, by_layer_files) = found
+    assert proof["same"] is True
+    assert by_layer == proof
+    assert by_layer_rows == [row | {"model": new["model"]} for row, new in zip(rows, by_layer_rows, strict=True)]
+    assert rows[1]["kl"] > 0
+    # the rest tells what was measured and when
+    parts = ("model.safetensors", "plan.safetensors", f"export-{format}/model")
+    kept = [name for name in files if name.startswith(parts)]
+    assert len(kept) >= 3
+    assert [by_layer_files[name] for name in kept] == [files[name] for name in kept]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -70,13 +70,11 @@ def all_experts(folder: Path) -> Tensor:
 
 
 def test_a_quantized_checkpoint_becomes_a_plain_model(tomoe: CommandLine, tmp_path: Path) -> None:
-    """`apply` must find the weights that the plan was made for. Nothing is measured of a model that is read by layers."""
+    """`apply` must find the weights that the plan was made for."""
     meant = write_stored(tmp_path / "dense", "fp8 in blocks")
     done = carve(tomoe, tmp_path, "--offload")
     assert done.code == 0, done.err
-    assert f"tomoe evaluate {tmp_path / 'dense'} {tmp_path / 'moe'} --offload" in done.err.replace("\n", " ")
-    assert (tmp_path / "moe" / "README.md").exists()
-    assert not (tmp_path / "moe" / "evaluation.json").exists()
+    assert (tmp_path / "moe" / "evaluation.json").exists()
     assert "quantization_config" not in json.loads((tmp_path / "moe" / "config.json").read_text())
     torch.testing.assert_close(all_experts(tmp_path), logits(meant), atol=1e-3, rtol=1e-3)
     done = tomoe("apply", tmp_path / "moe", tmp_path / "dense", "-o", tmp_path / "again")
@@ -102,10 +100,28 @@ def test_what_cannot_be_dequantized_here_is_one_sentence(tomoe: CommandLine, mod
     if method in PACKAGES and find_spec(PACKAGES[method]) is not None:
         pytest.skip("the package is there")
     edit_config(model, quantization_config=entry | {"quant_method": method})
+    packed = {"model.layers.0.mlp.up_proj.qweight": torch.ones(4, 512, dtype=torch.int32)}
+    edit_tensors(model, lambda tensors: {n: t for n, t in tensors.items() if "0.mlp.up_proj" not in n} | packed)
     for offload in (False, True):
         with pytest.raises(UserError, match=words):
             load_dense(str(model), torch.float32, offload=offload)
     refused(tomoe("doctor", model), words)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes"])
+def test_an_entry_of_the_config_is_left_over_beside_plain_weights(model: Path, method: str) -> None:
+    """Whoever merges or dequantizes a model may leave it. BitNet's weights are plain, too, but rounded whenever they run."""
+    plain = load_dense(str(model), torch.float32)
+    entry = {"load_in_4bit": True} if method == "bitsandbytes" else ENTRIES.get(method, ({}, ""))[0]
+    edit_config(model, quantization_config=entry | {"quant_method": method})
+    for offload in (False, True):
+        with pytest.warns(Note, match=f"names the quantization {method}.*, but its weights are plain, and are read so"):
+            loaded = load_dense(str(model), torch.float32, offload=offload)
+        assert fingerprint(loaded) == fingerprint(plain)
+        assert not hasattr(loaded.config, "quantization_config")
+    edit_config(model, quantization_config={"quant_method": "bitnet", "quantization_mode": "online"})
+    with pytest.raises(UserError, match="quantized by bitnet"):
+        load_dense(str(model), torch.float32)
 
 
 def test_what_is_unpacked_as_a_whole_is_not_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +227,50 @@ def test_of_a_model_that_reads_images_the_text_model_is_loaded(tmp_path: Path) -
         with pytest.warns(Note, match=r"reads more than text; of it, the text model \(qwen3_5_text\) is loaded alone"):
             text = load_dense(str(tmp_path / "dense"), torch.float32, offload=offload)
         assert torch.equal(logits(text), logits(whole))
+
+
+# ---- shards
+
+
+@pytest.fixture
+def sharded(model: Path) -> Path:
+    """The model in several files."""
+    dense = load_dense(str(model), torch.float32)
+    (model / "model.safetensors").unlink()
+    dense.save_pretrained(model, max_shard_size="150KB")
+    return model
+
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def edit_shard(file: Path, **more: Tensor) -> None:
+    save_file(load_file(file) | more, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_tensor_in_two_shards_is_refused_unless_both_are_the_same(sharded: Path, offload: bool) -> None:
+    """transformers takes the one that it reads last, accelerate the one that the index names."""
+    meant = fingerprint(load_dense(str(sharded), torch.float32))
+    places = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
+    first, other = sharded / places[DOWN], sharded / next(f for f in places.values() if f != places[DOWN])
+    right = load_file(first)[DOWN]
+    edit_shard(other, **{DOWN: right})
+    assert fingerprint(load_dense(str(sharded), torch.float32, offload=offload)) == meant
+    edit_shard(other, **{DOWN: right + 1})
+    with pytest.raises(UserError, match=rf"holds {DOWN} twice, with other numbers in model-.* than in model-"):
+        load_dense(str(sharded), torch.float32, offload=offload)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_index_that_names_another_shard_is_refused(sharded: Path, offload: bool) -> None:
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    held = index["weight_map"][DOWN]
+    index["weight_map"][DOWN] = named = next(file for file in index["weight_map"].values() if file != held)
+    path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=f"says that {DOWN} lies in {named}, but it lies in {held}"):
+        load_dense(str(sharded), torch.float32, offload=offload)
 
 
 # ---- what the input decides fails before the work, or not at all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -67,6 +68,36 @@ def test_no_compiler_no_kernel(source: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(source.parent))
     assert load_anew(source) is None
+
+
+@compiled
+@pytest.mark.parametrize("words", ["env {}", "{} -O2", "  {}  "])
+def test_cxx_may_be_a_command_of_several_words(source: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    """As make, CMake and PyTorch take it: `ccache g++`."""
+    monkeypatch.setenv("CXX", words.format(next(filter(None, map(shutil.which, build.COMPILERS)))))
+    assert load_anew(source).product(6, 7) == 42
+
+
+@pytest.mark.parametrize(
+    ("cxx", "said"),
+    [
+        ("no-such-compiler -O2", "CXX names, no-such-compiler, is not there"),
+        ("g++ '-O2", 'CXX is "g++ \'-O2", which no shell reads'),
+    ],
+)
+def test_what_is_wrong_with_cxx_is_said(source: Path, monkeypatch: pytest.MonkeyPatch, cxx: str, said: str) -> None:
+    monkeypatch.setenv("CXX", cxx)
+    assert load_anew(source) is None
+    assert said in build._reasons[source]
+
+
+@compiled
+def test_a_library_that_was_cut_off_is_not_called_uncompiled(source: Path) -> None:
+    library = build._compiled(source)
+    library.write_bytes(b"")
+    assert load_anew(source) is None
+    assert "it was compiled, but cannot be loaded" in build._reasons[source]
+    assert f"delete {library}" in build._reasons[source]
 
 
 @compiled

@@ -20,7 +20,7 @@ from tomoe.memory import estimate
 from tomoe.methods import registry
 from tomoe.pipeline import convert as conversion
 from tomoe.recipe.conversion import Recipe
-from tomoe.report import build, card, warnings
+from tomoe.report import build, warnings
 
 Target = Annotated[
     Format | None,
@@ -35,15 +35,17 @@ def convert(
     chosen: options.RecipeOptions,
     out: options.Out,
     format: Target = None,
+    offload: options.Offload = False,
     resume: options.Resume = False,
     force: options.Force = False,
     skip_memory_check: options.SkipMemoryCheck = False,
 ) -> None:
     """Convert a dense model to a Mixture-of-Experts and measure both."""
     # `auto` names no form: exporting/choice.py says what it stands for, before a conversion and after it
-    recipe = chosen.make(target=None if format == "auto" else format)
+    by_layer = True if offload else None
+    recipe = chosen.make(target=None if format == "auto" else format, offload=by_layer)
     if format == "auto" and recipe.target == "hf" and recipe.model:
-        recipe = chosen.make(target=choice.of_family(recipe.model, recipe.experts.form))
+        recipe = chosen.make(target=choice.of_family(recipe.model, recipe.experts.form), offload=by_layer)
     if format is not None and registry.settled(recipe)[0].kind == "inputs":
         raise UserError(
             "no engine has a place for projections that leave out inputs of a token; leave --format out, or --method inputs"
@@ -52,7 +54,9 @@ def convert(
         choice.TARGETS[format].check_verifier()
     first = run_conversion(recipe, out, resume, force, skip_memory_check)
     if format is not None and first:
-        export(out, out / f"export-{format}", format, device=recipe.device, force=force or resume)
+        export(
+            out, out / f"export-{format}", format, device=recipe.device, force=force or resume, offload=recipe.offload
+        )
 
 
 def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_memory_check: bool = False) -> bool:
@@ -66,15 +70,6 @@ def run_conversion(recipe: Recipe, out: Path, resume: bool, force: bool, skip_me
     # until the report is written: the conversion locks OUT for itself only
     with Screen() as screen, distributed.locked(out, "convert"), resumable(out / "run"):
         plan, dense = conversion.convert_dense(recipe, out, resume, force, screen.on_progress)
-        if recipe.offload:
-            if first:
-                card.write_card(out, plan)
-                command = f"tomoe evaluate {quoted(recipe.model)} {quoted(out)} --offload"
-                screen.say(
-                    f"The model is in {out}. It was not measured, because every sequence of text reads all weights from "
-                    f"disk. On a larger machine, or with time: {command}"
-                )
-            return first
         # not every process has memory for whole models
         if recipe.train.shard:
             distributed.leave_group()

@@ -44,6 +44,9 @@ def export(
         bool, typer.Option("--unverified", help="Write without a comparison; without llama.cpp GGUF needs it.")
     ] = False,
     force: options.Force = False,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Compare one layer at a time (for models larger than RAM in float32).")
+    ] = False,
 ) -> None:
     """Write a stock MoE (Mixtral, Glm4 ...) or GGUF, and verify it on text."""
     with Screen() as screen:
@@ -58,6 +61,7 @@ def export(
             options=target.Options(width_multiple, weights),
             force=force,
             unverified=unverified,
+            offload=offload,
             say=screen.say,
             on_progress=screen.on_progress,
         )

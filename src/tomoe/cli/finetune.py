@@ -12,6 +12,7 @@ from tomoe.cli.console import Screen, output, show_warnings
 from tomoe.cli.signals import resumable
 from tomoe.evaluation import tables
 from tomoe.finetuning import finetune as finetuning
+from tomoe.model import names
 from tomoe.recipe.finetuning import FinetuneRecipe
 from tomoe.report import warnings
 
@@ -45,7 +46,7 @@ def finetune(
         "train.steps": steps,
         "seed": seed,
     }
-    tuning = FinetuneRecipe.load(recipe, options.overrides(named) + (changes or []))
+    tuning = names.located(FinetuneRecipe.load(recipe, options.overrides(named) + (changes or [])))
     options.check_out(out, out / "run", tuning, resume, force)
 
     with Screen() as screen, resumable(out / "run"):

@@ -147,8 +147,8 @@ EvaluationDtype = Annotated[
     Literal["auto", Dtype],
     typer.Option(
         "--dtype",
-        help="Dtype of the weights while they run; auto: bfloat16, multiplied in float32 by processors without instructions "
-        "for it.",
+        help="Dtype of the weights while they run; auto: as stored, multiplied in float32 by processors without instructions "
+        "for 16 bits.",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
@@ -195,7 +195,7 @@ class RecipeOptions:
             **more,
         }
         recipe = Recipe.load(self.recipe, [*overrides(named), *map(with_fractions, self.changes or [])])
-        return registry.settled(recipe)[1]
+        return registry.settled(names.located(recipe))[1]
 
 
 def makes_recipe(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -57,10 +57,10 @@ def evaluate(
         tasks: zero- or few-shot tasks for every model, see `tomoe.evaluation.tasks.TaskSet`.
         active: fractions of the decoder parameters; models with fine-grained experts are measured with the number of
             experts that is nearest to each. All models but the first must have such experts.
-        dtype: of the weights: "float32", "bfloat16", "float16"; or "auto": bfloat16, computed with in float32 by processors
-            that have no instructions for it.
+        dtype: of the weights: "float32", "bfloat16", "float16"; or "auto": as they are stored, computed with in float32 by
+            processors that have no instructions for 16 bits.
         device: "auto", "cpu" or "cuda".
-        offload: keep decoder layers on disk and read them for every sequence, for models larger than memory.
+        offload: keep decoder layers on disk and read each once for the whole text, for models larger than memory.
 
     Returns one `Row` for each model, or for each of its numbers of experts, in the order of `names`. Several processes
     (torchrun) divide the sequences among them and each returns all numbers; tasks run in process 0 alone, which alone has

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from tomoe import distributed
 from tomoe.errors import UserError
 from tomoe.evaluation.results import Measurement, Span
 from tomoe.evaluation.usage import ExpertCounter
+from tomoe.model.layerwise import LayerPass, pass_offloaded, without_layers
 from tomoe.model.shape import ceil_div
 from tomoe.model.tokens import check_ids
 from tomoe.progress import StageCallback, no_stage_progress
@@ -46,6 +47,9 @@ class Predictions:
         self.kept: dict[int, Tensor] = {}
         # of the sequences that ran last
         self.last: dict[int, Tensor] = {}
+        # of a model whose layers are on disk: all sequences behind the last one
+        self.passed: LayerPass | None = None
+        self.places: dict[int, int] = {}  # batches by their first sequence
 
     def probe(self, ids: Int[Tensor, " S"]) -> None:
         """Find out how the model makes its logits, from the first sequence, whichever sequences are this process's."""
@@ -57,13 +61,31 @@ class Predictions:
         many = self.chunked and next(self.model.parameters()).device.type != "cpu"
         return max(1, DEVICE_TOKENS // length) if many else 1
 
+    def pass_layers(
+        self,
+        groups: list[list[int]],
+        input_ids: Int[Tensor, "B S"],
+        mask: Bool[Tensor, "B S"],
+        on_layer: StageCallback,
+        on_group: Callable[[list[int]], object],
+    ) -> None:
+        """If layers are read from disk when they run, run all groups through one after the other, unless that was done."""
+        if self.passed is not None or (groups and groups[0][0] in self.kept):
+            return
+        lengths = [real_length(mask[group]) for group in groups]
+        batches = [(input_ids[g, :n], mask[g, :n]) for g, n in zip(groups, lengths, strict=True)]
+        self.passed = pass_offloaded(self.model, batches, on_layer, lambda n: on_group(groups[n]))
+        self.places = {group[0]: n for n, group in enumerate(groups)}
+
     def run(self, group: list[int], input_ids: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> None:
         """Run some of the sequences together, unless they were kept."""
         assert self.chunked is not None, "probe first"
         if group[0] not in self.kept:
-            # padding stands at the end, and what is only padding need not run
-            length = int(mask[group].any(0).nonzero().max()) + 1 if bool(mask[group].any()) else 1
-            out = forward_sequences(self.model, input_ids[group, :length], mask[group, :length], inner=self.chunked)
+            length = real_length(mask[group])
+            with nullcontext() if self.passed is None else self.passed.ending(self.places[group[0]]):
+                out = forward_sequences(self.model, input_ids[group, :length], mask[group, :length], inner=self.chunked)
+            if self.passed is not None and not (self.keep and not self.chunked):
+                self.passed.drop(self.places[group[0]])
             self.last = dict(zip(group, out.last_hidden_state if self.chunked else out.logits, strict=True))
 
     def sequence(self, b: int, scored: Int[Tensor, " T"]) -> tuple[Float[Tensor, "T _"], nn.Module]:
@@ -76,6 +98,11 @@ class Predictions:
         if self.keep and self.chunked:
             self.kept[b] = states.cpu()
         return states, head
+
+
+def real_length(mask: Bool[Tensor, "b S"]) -> int:
+    """Tokens of sequences that need to run: padding stands at the end, and what is only padding need not."""
+    return int(mask.any(0).nonzero().max()) + 1 if bool(mask.any()) else 1
 
 
 def sliding(stream: Int[Tensor, " L"], context: int, stride: int) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
@@ -189,8 +216,15 @@ def _sum_sequences(
         each.probe(input_ids[0])
     own = list(distributed.rank_indices(len(input_ids)))
     size = min(each.together(input_ids.shape[1]) for each in both)
-    for first in range(0, len(own), size):
-        group = own[first : first + size]
+    groups = [own[first : first + size] for first in range(0, len(own), size)]
+
+    def count(group: list[int]) -> None:
+        if counter:
+            counter.add(torch.stack([new_tokens(mask, b, stride) for b in group]))
+
+    for each in both:
+        each.pass_layers(groups, input_ids, mask, progress, count if each is predictions else lambda _: None)
+    for group in groups:
         for each in both:
             each.run(group, input_ids, mask)
         for b in group:
@@ -261,10 +295,12 @@ def _makes_plain_logits(model: Any, ids: Int[Tensor, " S"]) -> bool:
         return False
     few = ids[None, :PROBE]
     real = torch.ones_like(few, dtype=torch.bool)
-    states = getattr(forward_sequences(model, few, real, inner=True), "last_hidden_state", None)
-    if states is None:
-        return False
-    return torch.equal(head(states), forward_sequences(model, few, real, inner=False).logits)
+    # whatever the layers give
+    with without_layers(model):
+        states = getattr(forward_sequences(model, few, real, inner=True), "last_hidden_state", None)
+        if states is None:
+            return False
+        return torch.equal(head(states), forward_sequences(model, few, real, inner=False).logits)
 
 
 def _score(

@@ -41,10 +41,14 @@ class ExpertCounter:
 
     def count(self, real: Bool[Tensor, "B S"]) -> None:
         """Add the real tokens of the sequences that ran last, which may have been cut to them."""
+        self.add(real)
+        self.tokens += int(real.sum())
+
+    def add(self, real: Bool[Tensor, "B S"]) -> None:
+        """Add what was chosen for them since the last time, which may be in one layer, without counting the tokens."""
         for router, chosen in self.chosen.items():
             rows = chosen.view(len(real), -1, chosen.shape[-1])
             self.counts[router] += rows[real[:, : rows.shape[1]].to(rows.device)].sum(0).cpu()
-        self.tokens += int(real.sum())
         self.chosen.clear()
 
     def usage(self) -> ExpertUsage | None:

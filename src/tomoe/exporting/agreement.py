@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from tomoe.errors import UserError
 from tomoe.evaluation.perplexity import CHUNK, evaluating, forward_sequences
+from tomoe.model.layerwise import pass_offloaded
 from tomoe.progress import StageCallback, no_stage_progress
 
 Positions = tuple[Tensor, Tensor, Tensor]
@@ -106,11 +108,17 @@ def record(
     Padding stands at the ends, and does not run: who watches the model, as `RouterCheck` does, sees real tokens only.
     """
     states = []
+    lengths = mask.sum(1).tolist()
+    batches = [(input_ids[b : b + 1, :length], mask[b : b + 1, :length]) for b, length in enumerate(lengths)]
     with evaluating(model):
-        for b, length in enumerate(mask.sum(1).tolist()):
-            ids, real = input_ids[b : b + 1, :length], mask[b : b + 1, :length]
-            states.append(forward_sequences(model, ids, real, inner=True).last_hidden_state[0].cpu())
-            on_progress(b + 1, len(input_ids))
+        passed = pass_offloaded(model, batches, on_progress)
+        for b, (ids, real) in enumerate(batches):
+            with nullcontext() if passed is None else passed.ending(b):
+                states.append(forward_sequences(model, ids, real, inner=True).last_hidden_state[0].cpu())
+            if passed is None:
+                on_progress(b + 1, len(input_ids))
+            else:
+                passed.drop(b)
     return Recorded(model.get_output_embeddings(), states)
 
 

@@ -71,6 +71,7 @@ def export(
     options: Options | None = None,
     force: bool = False,
     unverified: bool = False,
+    offload: bool = False,
     say: Callable[[str], None] = lambda message: None,
     on_progress: ProgressCallback = no_progress,
 ) -> Exported:
@@ -80,7 +81,8 @@ def export(
     folder: what `convert` wrote. name: one of `choice.TARGETS`, or auto: the first stock architecture that holds the model,
     else hf. out: the folder to write; with `force` it replaces an earlier export. text: a file or source to verify on
     (default: what the conversion held out), at most `tokens` tokens of it, in `dtype` on `device`. options: width of experts,
-    type of GGUF weights. unverified: compare nothing, and say so. say: called with each notice for the user before anything
+    type of GGUF weights. unverified: compare nothing, and say so. offload: to compare, read one layer of each model at a time,
+    which then need not fit into memory in `dtype`. say: called with each notice for the user before anything
     is written. Raises UserError, and leaves `out` as it was, if the target cannot hold the model, `out` is taken, the disk is
     too full, there is no text, no xllamacpp for a GGUF file, or if the export predicts otherwise.
     """
@@ -104,7 +106,7 @@ def export(
         choice.target.write(moe, tokenizer, part, options, _in_megabytes(on_progress))
         proof = None
         if proof_text is not None:
-            check = Check(proof_text, dtype, moe.dtype, device, on_progress, far_tokens(moe))
+            check = Check(proof_text, dtype, moe.dtype, device, on_progress, far_tokens(moe), offload)
             del moe
             proof = choice.target.verify(folder, part, options, check)
             if proof.problem:

@@ -232,7 +232,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Check:
-    """How an export is verified; stored: the dtype of the converted folder's weights; far: what runs beside the text."""
+    """How an export is verified; stored: the dtype of the converted folder's weights; far: what runs beside the text;
+    offload: whether the layers of all models stay on disk."""
 
     text: EvaluationText
     dtype: str
@@ -240,6 +241,7 @@ class Check:
     device: str
     on_progress: ProgressCallback
     far: Sequence[FarTokens] = ()
+    offload: bool = False
 
     @property
     def how(self) -> str:
@@ -247,7 +249,11 @@ class Check:
 
     def load(self, folder: Path) -> Any:
         """An export, fresh from its folder."""
-        return load_dense(str(folder), getattr(torch, self.dtype), pick_device(self.device))
+        return load_dense(str(folder), getattr(torch, self.dtype), pick_device(self.device), offload=self.offload)
+
+    def converted(self, folder: Path) -> ToMoEForCausalLM:
+        """The converted model in its folder."""
+        return load_moe(folder, self.dtype, self.device, self.offload)
 
     def run(self, model: Any, what: str) -> Recorded:
         """What a model predicts for the text."""
@@ -303,7 +309,7 @@ class Check:
         ids, mask = (t[longest : longest + 1, :STORED_TOKENS] for t in (ids, mask))
         kl: float | None = None
         error: str | None = None
-        exported = load_dense(str(out), self.stored, pick_device(self.device))
+        exported = load_dense(str(out), self.stored, pick_device(self.device), offload=self.offload)
         try:
             kl = agree(Recorded(proved.head, [proved.states[longest]]), record(exported, ids, mask), ids, mask).kl
         # a product that takes no such dtype or size; numbers that are not finite
@@ -315,20 +321,17 @@ class Check:
 def verify_exactly(folder: Path, out: Path, check: Check) -> Proof:
     """Run the converted model and the export on the same tokens, one after the other: they predict the same."""
 
-    def converted() -> Any:
-        return load_moe(folder, check.dtype, check.device)
-
     exported = check.load(out)
     predicted, predicted_far = check.run(exported, "export"), check.run_far(exported)
     del exported
     stored = check.run_as_stored(out, predicted)
-    moe = converted()
+    moe = check.converted(folder)
     agreement = check.agree(check.run(moe, "converted"), predicted)
     far = check.agree_far(check.run_far(moe), predicted_far)
     del moe
     problem = judge(agreement, check.bounds) or check.far_problem(far)
     if problem is not None:
-        problem = f"{problem}; {check.place(converted, lambda: check.load(out))}"
+        problem = f"{problem}; {check.place(lambda: check.converted(folder), lambda: check.load(out))}"
     return Proof(agreement, problem or (stored.problem if stored else None), check.how, far=far, stored=stored)
 
 
@@ -358,7 +361,7 @@ def verify_by_parts(
     """Run the converted model and the export on the same tokens, one after the other, and compare them part by part."""
 
     def converted() -> ToMoEForCausalLM:
-        return use_all_experts_(load_moe(folder, check.dtype, check.device))
+        return use_all_experts_(check.converted(folder))
 
     def everything() -> Any:
         return with_all_experts_(check.load(out))
@@ -368,7 +371,7 @@ def verify_by_parts(
     routers = RouterCheck(routers_of(exported))
     del exported
     stored = check.run_as_stored(out, predicted)
-    moe = load_moe(folder, check.dtype, check.device)
+    moe = check.converted(folder)
     with hooked(routers.hooks(moe)):
         reference = check.run(moe, "converted")
     agreement = check.agree(reference, predicted)

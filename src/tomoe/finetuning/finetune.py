@@ -32,7 +32,7 @@ from tomoe.model.loading import (
     load_tokenizer,
     pick_device,
 )
-from tomoe.model.names import resolve
+from tomoe.model.names import located, resolve
 from tomoe.moe.checkpoint import load_moe, save_moe, stored_dtype
 from tomoe.plans import FINETUNED, Plan
 from tomoe.progress import ProgressCallback, no_progress
@@ -159,6 +159,7 @@ def finetune(
         )
     out = Path(out)
     run = RunFolder(out / "run", "weights")
+    recipe = located(recipe)
     refuse_overwriting(out, force, recipe.model, resume)
     recipe = with_batch(recipe, run, resume)
     resumed = distributed.on_rank_zero(lambda: run.resumes(recipe, resume, force))

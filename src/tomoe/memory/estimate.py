@@ -25,13 +25,14 @@ from tomoe.methods.base import Method
 from tomoe.methods.registry import settled
 from tomoe.model.base_weights import BaseWeights
 from tomoe.model.checks import skeleton
+from tomoe.model.layerwise import MEMORY
 from tomoe.model.loading import free_on_device, load_config
 from tomoe.model.shape import ModelShape
 from tomoe.model.structure import check_without_weights, shape_of
 from tomoe.model.trouble import usable_config
 from tomoe.moe.checkpoint import CHECKPOINT_SHARD_BYTES
 from tomoe.plans.repair.plan import repair_bytes
-from tomoe.plans.repair.streams import CHUNK_TOKENS, MEMORY
+from tomoe.plans.repair.streams import CHUNK_TOKENS
 from tomoe.recipe.conversion import Recipe, RepairSection
 from tomoe.recipe.shared import DataSection
 

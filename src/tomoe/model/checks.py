@@ -32,6 +32,7 @@ Headers = Mapping[str, tuple[str, tuple[int, ...]]]
 def stored_tensors(folder: Path) -> Headers:
     """The headers of the files that transformers would read. Raises UserError if one is missing."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    places: dict[str, list[Path]] = {}
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file() and index.is_file():
         shards = [
@@ -42,14 +43,37 @@ def stored_tensors(folder: Path) -> Headers:
                 f"{folder} holds model.safetensors and the shards of {index.name} ({min(shards)} ...): two sets of weights, "
                 "of which one is older; delete the one that is not the model"
             )
-    for path in weight_files(folder):
+    files = weight_files(folder)
+    for path in files:
         if not path.is_file():
             raise UserError(f"{folder} holds no {path.name}{_other_weights(folder)}")
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 header = file.get_slice(name)
+                places.setdefault(name, []).append(path)
+                _check_same(name, places[name][0], path)
                 tensors[name] = (header.get_dtype(), tuple(header.get_shape()))
+    if len(files) > 1:
+        for name, file in read_json(index)["weight_map"].items():
+            if name in places and folder / file not in places[name]:
+                raise UserError(
+                    f"{index} says that {name} lies in {file}, but it lies in {places[name][0].name}: they are of different "
+                    "versions; get them again"
+                )
     return tensors
+
+
+def _check_same(name: str, first: Path, second: Path) -> None:
+    """Raises UserError if two shards hold different tensors of one name: which of them is read depends on who reads."""
+    if first == second:
+        return
+    with safe_open(first, "pt") as one, safe_open(second, "pt") as other:
+        if torch.equal(one.get_tensor(name), other.get_tensor(name)):
+            return
+    raise UserError(
+        f"{first.parent} holds {name} twice, with other numbers in {second.name} than in {first.name}: one of the files is left "
+        "over from another version; get them again"
+    )
 
 
 def _other_weights(folder: Path) -> str:

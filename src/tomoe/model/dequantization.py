@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +17,18 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 
-from tomoe.errors import UserError
+from tomoe.errors import Note, UserError
 
 # The scales of activations and of the cache: how others round while the model runs. Plain weights need none of them.
 RUNTIME_SCALES = re.compile(r"\.(input|activation|output|[qkv])(_global)?_(scale|zero_point)$")
 # Per-tensor, per-row and per-block scales of float8 weights beside them, as ModelOpt and others name them.
 _SCALES = ("_scale_inv", "_scale")
 _RENAMED_SCALES = {r"\.weight_scale$": ".weight_scale_inv"}
+# Numbers that nothing has packed, and what every method stores beside those that it has.
+_PLAIN_DTYPES = ("F16", "BF16", "F32", "F64")
+_PACKED = re.compile(r"scale|zero|quant|absmax|packed|codebook|g_idx")
+# its weights are stored plain, and rounded by the model itself whenever it runs
+_ROUNDED_WHILE_RUNNING = ("bitnet",)
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,17 @@ class Packing:
 
 
 def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Packing:
-    """Make transformers dequantize what is stored quantized, and drop an entry of the config that names no method of its;
-    `dtypes`: of the stored tensors, as in their files. Raises UserError for a method that transformers cannot turn back, and
-    whatever it raises if a package is missing."""
+    """Make transformers dequantize what is stored quantized, and drop an entry of the config that names no method of its, or
+    that was left over beside plain weights; `dtypes`: of the stored tensors, as in their files. Raises UserError for a method
+    that transformers cannot turn back, and whatever it raises if a package is missing."""
     entry = _entry(config)
     method = str(entry.get("quant_method", ""))
     if entry.get("load_in_4bit") or entry.get("load_in_8bit"):
         method = f"bitsandbytes_{4 if entry.get('load_in_4bit') else 8}bit"
+    if method and method not in _ROUNDED_WHILE_RUNNING and _are_plain(dtypes):
+        message = f"{config.name_or_path}: its config names the quantization {method}, but its weights are plain, and are read so"
+        warnings.warn(message, Note, stacklevel=2)
+        method = ""
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         drop_entry_(config)
         # float8 weights with scales beside them
@@ -66,6 +76,12 @@ def settle_packing_(config: PreTrainedConfig, dtypes: Mapping[str, str]) -> Pack
         device_map=None, weights_only=True
     )
     return Packing(method, unpacked_whole=not while_read)
+
+
+def _are_plain(dtypes: Mapping[str, str]) -> bool:
+    """Whether there are tensors, none of them packed and none beside them that unpacks others."""
+    plain = all(dtype in _PLAIN_DTYPES and not _PACKED.search(name) for name, dtype in dtypes.items())
+    return bool(dtypes) and plain
 
 
 def drop_entry_(config: PreTrainedConfig) -> None:

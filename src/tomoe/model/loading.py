@@ -71,13 +71,13 @@ def _unpack(known: str, folder: Path) -> None:
 
 def load_dense(
     model: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: str | torch.device = "cpu",
     shards: int = 1,
     offload: bool | None = False,
 ) -> PreTrainedModel:
-    """The causal language model, frozen and in evaluation mode, with weights of `dtype`; what is stored quantized is
-    dequantized.
+    """The causal language model, frozen and in evaluation mode, with weights of `dtype` (None: as they are stored, bfloat16 if
+    that is packed); what is stored quantized is dequantized.
 
     shards: ranks that load it together, each its part of every layer (FSDP2). offload: keep the layers on disk and read each
     when it runs; None: if possible. No code that comes with a model is run, and the sizes that a folder claims are checked
@@ -87,6 +87,7 @@ def load_dense(
     place = _locate(model)
     with one_sentence(model, place):
         stored = StoredModel.open(place if isinstance(place, Path) else download_model(place))
+        dtype = dtype or stored.dtype or torch.bfloat16
         by_layer = stored.read_by_layer if offload is None else offload
         if by_layer:
             loaded = load_offloaded(stored, dtype, torch.device(device))
@@ -118,15 +119,34 @@ def load_dense(
 
 
 def load_model(name: str, dtype: str | torch.dtype, device: str = "auto", offload: bool = False) -> PreTrainedModel:
-    """`load_dense` with dtype and device by name; dtype `auto`: bfloat16 weights, which compute in float32 where that is much
-    faster. Raises UserError as it does."""
+    """`load_dense` with dtype and device by name; dtype `auto`: weights as they are stored, which compute in float32 where
+    16 bits are much slower. Raises UserError as it does."""
     device = pick_device(device)
-    stored = torch.bfloat16 if dtype == "auto" else dtype_of(dtype)
-    model = load_dense(name, stored, device, offload=offload)
-    if dtype == "auto" and not offload and (compute := compute_dtype("auto", stored, device)) != stored:
-        cast_(model, compute)
+    model = load_dense(name, None if dtype == "auto" else dtype_of(dtype), device, offload=offload)
+    if dtype == "auto" and not offload:
+        # no processor multiplies float16 fast
+        half = model.dtype == torch.float16 and model.device.type == "cpu"
+        compute = torch.float32 if half else compute_dtype("auto", model.dtype, device)
+        if compute != model.dtype:
+            cast_(model, compute)
     single_query.use_(model)
     return model
+
+
+def note_rounding(model: str, dtype: torch.dtype) -> None:
+    """Tell the user if the weights of a model lose digits in a `dtype` that nobody has asked for. Raises UserError as
+    `load_dense` does."""
+    place = _locate(model)
+    with one_sentence(model, place):
+        stored = StoredModel.open(place if isinstance(place, Path) else download_model(place)).dtype
+    if stored not in (None, dtype) and torch.promote_types(stored, dtype) != dtype:
+        kept, taken = (str(t).removeprefix("torch.") for t in (stored, dtype))
+        warnings.warn(
+            f"the weights of {model} are stored in {kept}, and are rounded to {taken}, in which the dense model is measured too; "
+            f"--set train.dtype={kept} keeps them as they are",
+            Note,
+            stacklevel=2,
+        )
 
 
 def load_config(model: str, checked: bool = False) -> PreTrainedConfig:

@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import difflib
+import json
+import os
 import re
 from pathlib import Path
+from typing import TypeVar
 
 from tomoe.errors import UserError, shortened
 from tomoe.files import read_json, read_text
 from tomoe.model import catalog
+from tomoe.recipe.shared import RunRecipe
 
 ADAPTER = "adapter_config.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# of the files that a model is read from
+_READ = (".safetensors", ".json", ".jinja", ".model", ".txt", ".gguf")
+
+AnyRecipe = TypeVar("AnyRecipe", bound=RunRecipe)
+
+
+def absolute(name: str) -> str:
+    """A file or folder by its absolute path, any other name as it is."""
+    local = name and name not in catalog.MODELS and Path(name).expanduser().exists()
+    return os.path.abspath(Path(name).expanduser()) if local else name
+
+
+def located(recipe: AnyRecipe) -> AnyRecipe:
+    """The recipe with absolute paths: what is recorded of a run is read in other folders, too, where a relative path leads
+    nowhere, or, if it reads owner/name, to a repository of somebody else on the hub."""
+    # other names of text are looked up before files
+    sources = [absolute(name) if HUB_ID.fullmatch(name) else name for name in recipe.data.sources]
+    moved: dict[str, object] = {"model": absolute(recipe.model), "data.sources": sources}
+    given = recipe.flatten()
+    if "dense" in given:
+        moved["dense"] = absolute(given["dense"])
+    changes = [f"{key}={json.dumps(value)}" for key, value in moved.items() if value != given[key]]
+    return recipe.changed(changes) if changes else recipe
 
 
 def check_finished(folder: Path) -> None:
@@ -36,6 +63,16 @@ def check_no_adapter(folder: Path) -> None:
     raise UserError(f"{folder} holds an adapter of {shortened(base)}, not a model; {advice}")
 
 
+def check_links(folder: Path) -> None:
+    """Raises UserError if a file that a model is read from is a link that leads to no file."""
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not path.exists() and path.suffix in _READ:
+            raise UserError(
+                f"{path} is a link that leads to no file ({path.readlink()}): the rest of this copy of the model was moved or "
+                "deleted; get the model again"
+            )
+
+
 def resolve(model: str) -> Path | str:
     """The folder or .gguf file of a model, downloaded if it has a known name (./name is a folder of that name); a hub id as
     it is. Raises UserError for a name that is none of these."""
@@ -43,6 +80,7 @@ def resolve(model: str) -> Path | str:
         return catalog.fetch(model)
     path = Path(model).expanduser()
     if path.is_dir():
+        check_links(path)
         if (path / "config.json").is_file():
             return path
         check_finished(path)
@@ -50,6 +88,8 @@ def resolve(model: str) -> Path | str:
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; did you mean {path / ggufs[0]}?" if ggufs else ""
         raise UserError(f"the folder {model} holds no config.json, so it is not a Hugging Face model{hint}")
+    if path.is_symlink() and not path.exists():
+        check_links(path.parent)
     if path.is_file():
         if path.suffix == ".gguf":
             return path

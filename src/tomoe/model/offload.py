@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -100,6 +100,34 @@ def offload_layers_(
             add_hook_to_module(layer, hook)
     # this tells transformers, when it saves the model, where the layers are
     cast(Any, model).hf_device_map = {"": str(device), prefix: "disk"}
+
+
+class _Changed(Mapping[str, Tensor]):
+    """Tensors, of which one is changed whenever it is read."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], name: str, change: Callable[[Tensor], Tensor]):
+        self.tensors, self.name, self.change = tensors, name, change
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        return self.change(tensor) if name == self.name else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+@torch.no_grad()
+def change_(layer: nn.Module, weight: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+    """Change a parameter of a decoder layer, in its place, or, of an offloaded one, whenever it is read."""
+    hook: Any = getattr(layer, "_hf_hook", None)
+    if hook is None:
+        weight.copy_(change(weight))
+        return
+    name = next(name for name, own in layer.named_parameters() if own is weight)
+    hook.weights_map = _Changed(hook.weights_map, name, change)
 
 
 @contextmanager

@@ -5,10 +5,12 @@ transformers reports what it found while it loads; each entry of the report is s
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeGuard
 
@@ -17,13 +19,14 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tomoe.errors import Note, UserError
-from tomoe.model.checks import check_claims, check_size, stored_tensors
+from tomoe.model.checks import Headers, check_claims, check_size, stored_tensors
 from tomoe.model.dequantization import RUNTIME_SCALES, Packing, settle_packing_
 from tomoe.model.gguf_input import GgufFile
 from tomoe.model.names import check_no_adapter
 from tomoe.model.trouble import check_generation_config, usable_config
 
 # Causal masks, which older versions of transformers stored among the weights: GPT-Neo, StarCoder and others have them.
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _STORED_MASKS = re.compile(r"(^|\.)(attn|attention|self_attention)\.(masked_)?bias$")
 
 
@@ -57,6 +60,7 @@ class StoredModel:
     place: Path
     config: PreTrainedConfig
     packing: Packing
+    tensors: Headers = field(default_factory=dict)
 
     @classmethod
     def open(cls, place: Path) -> Self:
@@ -78,7 +82,17 @@ class StoredModel:
                 stacklevel=2,
             )
         packing = settle_packing_(config, {name: dtype for name, (dtype, _) in tensors.items()})
-        return cls(place, config, packing)
+        return cls(place, config, packing, tensors)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of most of its weights; None if they are packed or in a .gguf file."""
+        if self.packing.method:
+            return None
+        sizes = Counter[str]()
+        for dtype, shape in self.tensors.values():
+            sizes[dtype] += math.prod(shape)
+        return _DTYPES.get(max(sizes, key=sizes.__getitem__))
 
     @property
     def read_by_layer(self) -> bool:

@@ -108,9 +108,10 @@ def stored_dtype(folder: Path) -> str:
     return stored
 
 
-def load_moe(folder: Path, dtype: str | None, device: str = "auto") -> ToMoEForCausalLM:
-    """The converted model in `dtype`, or in the dtype it is stored in. Raises UserError if the folder holds none."""
+def load_moe(folder: Path, dtype: str | None, device: str = "auto", offload: bool = False) -> ToMoEForCausalLM:
+    """The converted model in `dtype`, or in the dtype it is stored in; with `offload` its layers stay on disk. Raises UserError
+    if the folder holds none."""
     stored = stored_dtype(folder)
-    moe = load_dense(str(folder), dtype_of(dtype or stored), pick_device(device))
+    moe = load_dense(str(folder), dtype_of(dtype or stored), pick_device(device), offload=offload)
     assert isinstance(moe, ToMoEForCausalLM)
     return moe

@@ -12,6 +12,7 @@ from tomoe.folders import refuse_overwriting
 from tomoe.methods.base import Task
 from tomoe.methods.registry import settled
 from tomoe.model.base_weights import BaseWeights
+from tomoe.model.names import located
 from tomoe.pipeline import steps
 from tomoe.plans import AnyPlan, Plan, read_plan
 from tomoe.plans.repair.plan import forget_repair, repair_plan
@@ -37,7 +38,7 @@ def convert(
         raise UserError(
             f'convert takes a recipe, not a {type(recipe).__name__}: convert(Recipe.load(None, ["model=NAME"]), out)'
         )
-    return convert_dense(recipe, Path(out), resume, force, on_progress)[0]
+    return convert_dense(located(recipe), Path(out), resume, force, on_progress)[0]
 
 
 @distributed.locks_out("convert")

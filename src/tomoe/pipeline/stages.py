@@ -16,7 +16,7 @@ from tomoe.model.base_weights import BaseWeights
 from tomoe.model.compute_dtype import dtype_of
 from tomoe.model.hub import find_plan
 from tomoe.model.loading import fingerprint, load_dense, load_tokenizer
-from tomoe.model.names import HUB_ID
+from tomoe.model.names import HUB_ID, located
 from tomoe.pipeline import steps
 from tomoe.plans import FINETUNED, AnyPlan, Plan, read_plan
 from tomoe.plans.repair.plan import forget_repair, repair_plan
@@ -32,7 +32,7 @@ def train(
     recipe: Recipe, out: Path, resume: bool = False, force: bool = False, on_progress: ProgressCallback = no_progress
 ) -> Path:
     """Learn masks and routers in the run folder `out` and return it. Raises UserError for whatever the user can mend."""
-    method, recipe = settled(recipe)
+    method, recipe = settled(located(recipe))
     if not method.trains:
         raise UserError(f"method {method.name} trains nothing; run `tomoe convert`, or choose a method that trains")
     run, base = RunFolder(out), BaseWeights.of(recipe)

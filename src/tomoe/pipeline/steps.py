@@ -19,7 +19,7 @@ from tomoe.exporting.choice import check_target
 from tomoe.files import atomic_folder
 from tomoe.methods.base import Method, Task
 from tomoe.model.base_weights import BaseWeights
-from tomoe.model.loading import fingerprint, load_tokenizer
+from tomoe.model.loading import fingerprint, load_tokenizer, note_rounding
 from tomoe.model.structure import check_output, shape_of
 from tomoe.model.tokens import check_length
 from tomoe.moe.checkpoint import check_writing, save_moe
@@ -40,6 +40,8 @@ def open_dense(method: Method, recipe: Recipe, base: BaseWeights) -> tuple[PreTr
     check_accumulation(recipe.train)
     if not recipe.model:
         raise UserError("the recipe names no model; give a hub id, a folder, a .gguf file or a known name")
+    if "dtype" not in recipe.train.model_fields_set:
+        note_rounding(recipe.model, base.dtype)
     model = base.for_training()
     check_output(model, recipe.attention.pruning != "off")
     check_length(recipe.data.seq_len, model)

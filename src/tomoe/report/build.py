@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on only
 
 from tomoe import distributed
@@ -34,6 +35,7 @@ FORMAT = "tomoe-report-2"  # of the first, texts of the form inputs were the den
 WRITTEN, SHOWN = 8, 3  # texts that each model writes, and those that the page shows
 # On a CPU, where all texts of a 0.5B took minutes: those that are shown, half as long, and from SLOW weights on a quarter.
 SLOW = 1e9
+OFFLOADED_TOKENS = 4096  # of held-out text that models are measured on which are read layer by layer
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,31 @@ def _measure(
     base = BaseWeights.of(recipe)
     dense, moe = base.computing_(dense), base.computing_(moe)
     text = held_out_text([str(out)])
+    if recipe.offload:
+        text = replace(text, sequences=text.sequences.truncate(OFFLOADED_TOKENS))
     rows = compare([(recipe.model, dense), (str(out), moe)], text, on_progress)
     if distributed.rank():
         return rows, None
-    names = [row.name for row in rows]
-    task = _text_task(dense, recipe.offload)
+    observed = Observed(FORMAT, _plan_hash(out), [])
+    # every token of a text that is written would read all weights from disk
+    if not recipe.offload:
+        observed = _write_texts(out, [row.name for row in rows], (dense, moe), tokenizer, on_progress)
+    atomic_write(out / "evaluation.json", to_json(rows))
+    atomic_write(out / "report.json", json.dumps(observed, default=vars, ensure_ascii=False) + "\n")
+    return rows, observed
+
+
+def _write_texts(
+    out: Path,
+    names: Sequence[str],
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    on_progress: ProgressCallback,
+) -> Observed:
+    """Let both models write."""
+    task = _text_task(models[0])
     written = []
-    for name, model in zip(names, (dense, moe), strict=True):
+    for name, model in zip(names, models, strict=True):
         progress = stage_callback(on_progress, f"generating with {name}")
         written.append(write(model, tokenizer, task.prompts, task.length, progress=progress))
     generations = [
@@ -121,10 +141,7 @@ def _measure(
         for n, prompt in enumerate(task.prompts[:SHOWN])
     ]
     varieties = [task.variety(name, own) for name, own in zip(names, written, strict=True)]
-    observed = Observed(FORMAT, _plan_hash(out), generations, varieties)
-    atomic_write(out / "evaluation.json", to_json(rows))
-    atomic_write(out / "report.json", json.dumps(observed, default=vars, ensure_ascii=False) + "\n")
-    return rows, observed
+    return Observed(FORMAT, _plan_hash(out), generations, varieties)
 
 
 def _kept(out: Path) -> tuple[list[Row], Observed | None]:
@@ -153,11 +170,11 @@ def _read(path: Path, kind: type[Any], key: str = "") -> Any:
     return checked(path, kind, values.get(key) if key else values)
 
 
-def _text_task(model: PreTrainedModel, offload: bool) -> LoopTask:
+def _text_task(model: PreTrainedModel) -> LoopTask:
     """The texts to write: at most a quarter of the context, fewer and shorter ones where a token takes long."""
     texts, length = WRITTEN, LOOP_LENGTH
-    if offload or model.device.type == "cpu":
+    if model.device.type == "cpu":
         texts = SHOWN
-        length //= 4 if offload or model.num_parameters() > SLOW else 2
+        length //= 4 if model.num_parameters() > SLOW else 2
     positions = max_positions(model.config) or 4 * length
     return LoopTask(TOPICS[:texts], min(length, max(1, positions // 4)))

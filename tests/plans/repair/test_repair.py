@@ -20,6 +20,7 @@ from conftest import FAMILIES, make_pico, make_plan, tokens
 from pico_files import ended, forked, write_pico
 from tomoe.errors import UserError
 from tomoe.methods.tomoe.sampling import SampledLayerMasks
+from tomoe.model.layerwise import layer_inputs, returned_by_layers
 from tomoe.model.loading import load_dense
 from tomoe.model.mlp import decoder_layers
 from tomoe.model.structure import layer_parts
@@ -28,7 +29,6 @@ from tomoe.plans.repair import layers as repairing
 from tomoe.plans.repair import streams
 from tomoe.plans.repair.equations import MOST_RAISES, NormalEquations, Refit, low_rank, refit, solve
 from tomoe.plans.repair.layers import LayerRepair, RepairSettings, repair_layers
-from tomoe.plans.repair.streams import layer_inputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 RED = 1e-2  # what a planted fault must exceed; a right solution stays below a hundredth of it
@@ -178,10 +178,11 @@ def test_every_layer_solves_the_least_squares_problem(family: str, attention: st
 @pytest.mark.parametrize("family", FAMILIES)
 def test_running_layer_by_layer_gives_the_hidden_states_of_the_whole_model(family: str) -> None:
     model, (ids, real) = make_pico(family), calibration()
+    returned = returned_by_layers(model)
     for rows in (slice(0, 4), slice(4, 8)):  # without padding, and with it
         mask = None if bool(real[rows].all()) else real[rows].long()
         meant = model.model(input_ids=ids[rows], attention_mask=mask, use_cache=False, output_hidden_states=True)
-        hidden, handed = layer_inputs(model, ids[rows], real[rows])
+        hidden, handed = layer_inputs(model, ids[rows], real[rows], returned)
         for i, layer in enumerate(decoder_layers(model)):
             assert torch.equal(hidden, meant.hidden_states[i])
             args, kwargs = handed[i]

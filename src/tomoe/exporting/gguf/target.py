@@ -69,7 +69,7 @@ class Gguf(Target):
             )
 
     def verify(self, folder: Path, out: Path, options: Options, check: Check) -> Proof:
-        moe = load_moe(folder, "float32", check.device)
+        moe = load_moe(folder, "float32", check.device, check.offload)
         tokenizer = load_tokenizer(str(folder))
         arch = _arch(moe)
         file = self.file(out, options)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from gguf import GGUFWriter, TokenType
 from transformers import PreTrainedTokenizerBase
 
-from tomoe.errors import UserError
+from tomoe.errors import Note, UserError
 
 # Contractions, words, numbers, other signs, line ends, spaces. Families differ in how they split numbers, and in whether marks
 # of letters (accents that are signs of their own) belong to words.
@@ -27,6 +29,9 @@ SPLITS = {
     _WORDS.format(digits="{1,3}", **_PLAIN): "llama-bpe",
     _WORDS.format(digits="", **_MARKED): "qwen35",
 }
+# Its merges count for tokens of the vocabulary, too; the other name has the same rule and takes such tokens whole.
+_BY_MERGES = {"llama-bpe": "smaug-bpe"}
+SPACE = "▁"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -53,6 +58,11 @@ def write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, voca
         raise UserError(
             f"GGUF cannot hold this tokenizer: it is {model['type']}, and only byte-pair encoding is known here"
         )
+    for problem in (*_model_problems(model), *_reading_problems(rules), *_template_problems(tokenizer)):
+        raise UserError(f"GGUF cannot hold this tokenizer: {problem}; export to a stock architecture")
+    if differences := list(_differences(rules)):
+        message = f"llama.cpp reads some text as other tokens than this tokenizer: {'; '.join(differences)}"
+        warnings.warn(message, Note, stacklevel=2)
     writer.add_tokenizer_model("llama" if model.get("byte_fallback") else "gpt2")
     tokens, types = _tokens(tokenizer, rules, vocab_size)
     if model.get("byte_fallback"):
@@ -62,7 +72,8 @@ def write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, voca
         writer.add_token_scores([-float(i) for i in range(len(tokens))])
         writer.add_add_space_prefix("".join(tokenizer.tokenize("a")).startswith("▁"))
     else:
-        writer.add_tokenizer_pre(splitting_rule(rules.get("pre_tokenizer")))
+        rule = splitting_rule(rules.get("pre_tokenizer"))
+        writer.add_tokenizer_pre(rule if model.get("ignore_merges") else _BY_MERGES.get(rule, rule))
         writer.add_token_list(tokens)
         writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
     writer.add_token_types(types)
@@ -75,6 +86,68 @@ def write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, voca
     writer.add_add_eos_token(bool(ids) and ids[-1] == tokenizer.eos_token_id)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def _model_problems(model: dict[str, Any]) -> Iterator[str]:
+    """What llama.cpp does not do when it merges bytes or characters."""
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            yield f"its byte-pair encoding has a {name}"
+
+
+def _reading_problems(rules: dict[str, Any]) -> Iterator[str]:
+    """What happens to text before it is merged that llama.cpp does not do."""
+    steps = _steps(rules.get("normalizer"), "normalizers")
+    if not rules["model"].get("byte_fallback"):
+        yield from (f"it normalizes text ({step['type']})" for step in steps if step["type"] != "NFC")
+        merged = {"".join(m.split(" ") if isinstance(m, str) else m) for m in rules["model"]["merges"]}
+        known = {entry["content"] for entry in rules.get("added_tokens", ())} | merged
+        unmerged = [t for t in rules["model"]["vocab"] if len(t) > 1 and t not in known]
+        if (
+            rules["model"].get("ignore_merges")
+            and unmerged
+            and splitting_rule(rules.get("pre_tokenizer")) not in _BY_MERGES
+        ):
+            yield f"it takes tokens that no merge makes ({unmerged[0]!r} is one), which llama.cpp does not"
+        return
+    spaced = False
+    for step in (*steps, *_steps(rules.get("pre_tokenizer"), "pretokenizers")):
+        replaces = step["type"] == "Replace" and (step["pattern"], step["content"]) == ({"String": " "}, SPACE)
+        metaspace = step["type"] == "Metaspace" and step["replacement"] == SPACE
+        # nothing is left to split at when spaces were replaced
+        splits = step["type"] == "Split" and step["pattern"] == {"String": " "} and spaced
+        prepends = step["type"] == "Prepend" and step["prepend"] == SPACE
+        spaced |= replaces or metaspace
+        if not (replaces or metaspace or splits or prepends):
+            yield f"it changes or splits text before it merges ({step['type']})"
+    if not spaced:
+        yield f"it does not read spaces as {SPACE}"
+
+
+def _steps(part: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return list(part[several]) if part["type"] == "Sequence" else [part]
+
+
+def _template_problems(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """What a text gets before and after it, beside one token for its beginning and one for its end."""
+    ids, bare = (tokenizer("a", add_special_tokens=special).input_ids for special in (True, False))
+    begins = [tokenizer.bos_token_id] if ids and ids[0] == tokenizer.bos_token_id else []
+    ends = [tokenizer.eos_token_id] if ids and ids[-1] == tokenizer.eos_token_id else []
+    if ids != [*begins, *bare, *ends]:
+        yield f"it reads 'a' as {tokenizer.convert_ids_to_tokens(ids)}, with other tokens around a text than bos and eos"
+
+
+def _differences(rules: dict[str, Any]) -> Iterator[str]:
+    """What the tokenizer does to rare text and llama.cpp does not, as half sentences."""
+    if any(step["type"] == "NFC" for step in _steps(rules.get("normalizer"), "normalizers")):
+        yield "it composes letters and accents that are characters of their own (NFC)"
+    for setting, what in (("lstrip", "spaces before"), ("rstrip", "spaces behind")):
+        if tokens := [entry["content"] for entry in rules.get("added_tokens", ()) if entry.get(setting)]:
+            yield f"it drops {what} {' '.join(tokens[:3])}{' ...' if tokens[3:] else ''}"
+    if tokens := [entry["content"] for entry in rules.get("added_tokens", ()) if entry.get("single_word")]:
+        yield f"it reads {tokens[0]} only where it is a word of its own"
 
 
 def _rules(tokenizer: Any) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from tomoe.exporting.stock.routers import FIRST, LAST, HalfPrecisionSigmoid, Rou
 from tomoe.exporting.target import Options
 from tomoe.exporting.verify import Check, Proof, StockRouter, verify_by_parts
 from tomoe.model.hooks import hooked, input_of
+from tomoe.model.layerwise import held
+from tomoe.model.offload import change_
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 from tomoe.recipe.target_rules import FINE_MULTIPLE
 
@@ -142,8 +144,12 @@ class FineGrained(Carrier):
 
     def routers(self, exported: Any, form: RouterForm) -> dict[int, StockRouter]:
         """What chooses experts in each layer of an export, by itself."""
-        layers = exported.model.layers
-        return {i: self.stock_router(layers[i], deepcopy(gate), form) for i, gate in self.gates(exported).items()}
+        found = {}
+        for i, gate in self.gates(exported).items():
+            layer = exported.model.layers[i]
+            with held(layer):
+                found[i] = self.stock_router(layer, deepcopy(gate), form)
+        return found
 
     def stock_router(self, layer: Any, gate: Any, form: RouterForm) -> StockRouter:
         """The router of a layer, as its module computes it."""
@@ -161,10 +167,11 @@ class FineGrained(Carrier):
     def use_all_experts_(self, exported: Any) -> Any:
         """Let tokens use all experts, with routers of zeros, whose weights are equal: then no router decides."""
         for i, gate in self.gates(exported).items():
+            layer = exported.model.layers[i]
             if self.form.normalized:
-                experts = getattr(exported.model.layers[i], self.block).experts
-                experts.down_proj.mul_(gate.num_experts / gate.top_k)
-            gate.weight.zero_()
+                experts, factor = getattr(layer, self.block).experts, gate.num_experts / gate.top_k
+                change_(layer, experts.down_proj, partial(torch.mul, other=factor))
+            change_(layer, gate.weight, torch.zeros_like)
             gate.top_k = gate.num_experts
         return exported
 

@@ -17,6 +17,7 @@ other number of experts can be asked for at load time.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from tomoe.exporting.stock.carrier import Carrier, StockLayout, each
 from tomoe.exporting.stock.fine_grained import FineGrained, named
 from tomoe.exporting.stock.routers import RouterForm
 from tomoe.exporting.verify import StockRouter
+from tomoe.model.offload import change_
 from tomoe.moe.modeling_tomoe import ToMoEForCausalLM, ToMoEMLP
 
 ZERO_NEURONS = 64  # neurons of the MLP of zeros: products of matrices without rows fail in some engines
@@ -67,8 +69,9 @@ class Gemma4(FineGrained):
     @torch.no_grad()
     def use_all_experts_(self, exported: Any) -> Any:
         planned = exported.config.top_k_experts
-        for gate in self.gates(exported).values():
-            gate.proj.weight.zero_()
-            gate.per_expert_scale.mul_(len(gate.per_expert_scale) / planned)
+        for i, gate in self.gates(exported).items():
+            layer, factor = exported.model.layers[i], len(gate.per_expert_scale) / planned
+            change_(layer, gate.proj.weight, torch.zeros_like)
+            change_(layer, gate.per_expert_scale, partial(torch.mul, other=factor))
         exported.config.top_k_experts = exported.config.num_experts
         return exported

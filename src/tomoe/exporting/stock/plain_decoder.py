@@ -23,6 +23,7 @@ from tomoe.exporting.stock.carrier import Decoder, empty_stock, mlp_problem
 from tomoe.model.attention import Attention, attention_checks, attention_of, attention_sizes
 from tomoe.model.far_tokens import original_context
 from tomoe.model.hooks import hooked, input_of
+from tomoe.model.layerwise import held
 from tomoe.model.mlp import Refused, decoder_layers
 from tomoe.moe.modeling_tomoe import ToMoEAttention, ToMoEForCausalLM, sliding_window
 
@@ -56,7 +57,11 @@ class PlainDecoder(Decoder):
             return refused.why
         problem = self._attention_problem(model, first) or self._window_problem(model) or _missing_part(model)
         # a model of a config alone does not run
-        return problem or (None if model.device.type == "meta" else _otherwise_computed(model, own))
+        if problem or model.device.type == "meta":
+            return problem
+        # the norms of an offloaded one are compared behind the run
+        with held(layers[0]):
+            return _otherwise_computed(model, own)
 
     def _attention_problem(self, model: Any, attention: Attention) -> str | None:
         module: Any = attention.module

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -48,7 +49,7 @@ def load(source: Path) -> ctypes.CDLL | None:
     one for another machine, is never loaded; and neither is one that another user could have written.
     """
     try:
-        return ctypes.CDLL(str(_compiled(source)))
+        return _open(_compiled(source))
     except Missing as missing:
         reason = str(missing)
     except (OSError, subprocess.SubprocessError) as error:
@@ -58,21 +59,24 @@ def load(source: Path) -> ctypes.CDLL | None:
     return None
 
 
+def _open(library: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        words = " ".join(str(error).split())
+        raise Missing(
+            f"it was compiled, but cannot be loaded ({words}); delete {library}, and it is compiled anew"
+        ) from None
+
+
 def _compiled(source: Path) -> Path:
     if os.environ.get("TOMOE_NATIVE", "1") == "0":
         raise Missing("TOMOE_NATIVE=0 switches it off; unset it")
-    cxx = os.environ.get("CXX")
-    compiler = next(filter(None, map(shutil.which, [cxx] if cxx else COMPILERS)), None)
-    if compiler is None:
-        found = (
-            f"the C++ compiler that CXX names, {cxx}, is not there"
-            if cxx
-            else f"no C++ compiler ({', '.join(COMPILERS)})"
-        )
-        raise Missing(f"{found}; {INSTALL}")
+    compiler = _compiler()
     text = b"\0".join(path.read_bytes() for path in [source, *sorted(source.parent.glob("*.h"))])
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
-    key = hashlib.sha256(b"\0".join([text, version, " ".join(FLAGS).encode(), _processor()])).hexdigest()[:20]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
+    flags = " ".join((*compiler[1:], *FLAGS))
+    key = hashlib.sha256(b"\0".join([text, version, flags.encode(), _processor()])).hexdigest()[:20]
     path = cache_folder() / "kernels" / f"{source.stem}-{key}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -80,16 +84,36 @@ def _compiled(source: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
             log.info("compiling %s for this processor", source.name)
-            command = [compiler, *FLAGS, str(source), "-o", str(built)]
+            command = [*compiler, *FLAGS, str(source), "-o", str(built)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
             if done.returncode:
                 said = " ".join(done.stderr.split())[-300:]
-                raise Missing(f"{compiler} could not compile it ({said}); {INSTALL}")
+                raise Missing(f"{shlex.join(compiler)} could not compile it ({said}); {INSTALL}")
             os.replace(built, path)
     stat = path.stat()
     if hasattr(os, "geteuid") and (stat.st_uid != os.geteuid() or stat.st_mode & 0o022):
         raise Missing(f"{path} belongs to, or can be written by, another user; delete it")
     return path
+
+
+def _compiler() -> list[str]:
+    """The command of the C++ compiler: the words of CXX, such as `ccache g++` or `g++ -O2`, or the first that is installed."""
+    cxx = os.environ.get("CXX", "").strip()
+    if not cxx:
+        found = next(filter(None, map(shutil.which, COMPILERS)), None)
+        if found is None:
+            raise Missing(f"no C++ compiler ({', '.join(COMPILERS)}); {INSTALL}")
+        return [found]
+    # a path that holds spaces is one word, as it always was
+    if whole := shutil.which(cxx):
+        return [whole]
+    try:
+        first, *more = shlex.split(cxx)
+    except ValueError as error:
+        raise Missing(f"CXX is {cxx!r}, which no shell reads ({error}); mend it or unset it") from None
+    if (program := shutil.which(first)) is None:
+        raise Missing(f"the C++ compiler that CXX names, {first}, is not there; {INSTALL}, or unset CXX")
+    return [program, *more]
 
 
 def function(library: ctypes.CDLL, name: str, arguments: Sequence[type[Any]], needs: str = "") -> Any:

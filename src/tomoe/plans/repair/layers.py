@@ -27,10 +27,11 @@ from transformers import PreTrainedModel
 
 from tomoe import distributed
 from tomoe.errors import UserError
+from tomoe.model.layerwise import held
 from tomoe.model.mlp import Linear
 from tomoe.plans.masking import LayerMasks
 from tomoe.plans.repair.equations import NormalEquations, Refit, refit
-from tomoe.plans.repair.streams import Streams, held
+from tomoe.plans.repair.streams import Streams
 
 STREAM_SHARE = {"local": 0.0, "half": 0.5}
 

@@ -3,86 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate.utils import align_module_device
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tomoe import distributed
-from tomoe.model.hooks import hooked, input_of
+from tomoe.model.hooks import hooked
+from tomoe.model.layerwise import MEMORY, Handed, held, layer_inputs, returned_by_layers
 from tomoe.model.loading import free_on_device
-from tomoe.model.mlp import decoder_layers
-from tomoe.model.running import replaced_forward
+from tomoe.model.mlp import decoder_layers, refuse
 from tomoe.model.structure import layer_parts, shape_of
 from tomoe.plans.masking import LayerMasks, mask_hooks, with_weight
 
 CHUNK_TOKENS = 4096  # tokens that run through a layer at once
 ADDITIVE = 2e-2  # relative error, in 16 bits too, up to which a layer adds what its MLP gives
-MEMORY = 4 * 2**30
-"""Bytes of hidden states to keep in main memory, if a device has no room for them; if there are more, they go to a file."""
-
-
-@contextmanager
-def held(layer: nn.Module) -> Iterator[None]:
-    """Inside the block the layer keeps its weights from one run to the next, also where accelerate drops them after each."""
-    with align_module_device(layer):
-        streamed, plain = layer.__dict__.get("forward"), layer.__dict__.get("_old_forward")
-        try:
-            if plain is not None:
-                layer.__dict__["forward"] = plain
-            yield
-        finally:
-            if plain is not None:
-                layer.__dict__["forward"] = streamed
-
-
-Handed = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a decoder layer is called with beside the hidden states: masks, RoPE, whatever the family hands over."""
-
-
-@torch.no_grad()
-def layer_inputs(
-    model: PreTrainedModel, ids: Int[Tensor, "b S"], real: Bool[Tensor, "b S"]
-) -> tuple[Float[Tensor, "b S D"], list[Handed]]:
-    """What the model hands to its first layer, and what it hands to every layer beside the hidden states: its own code runs,
-    with layers that do nothing."""
-    layers = decoder_layers(model)
-    first = list[Tensor]()
-    handed = list[Handed]()
-    extra = _returned_beside(model, ids[:1, :2])
-
-    def idle(i: int, *args: Any, **kwargs: Any) -> Any:
-        hidden = input_of(args, kwargs)
-        first[:] = first or [hidden]
-        handed.append((args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}))
-        beside = extra[i]
-        return hidden if beside is None else (hidden, *beside)
-
-    with ExitStack() as stack:
-        for i, layer in enumerate(layers):
-            stack.enter_context(replaced_forward(layer, partial(idle, i)))
-        mask = None if bool(real.all()) else real.long()
-        model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
-    return first[0], handed
-
-
-def _returned_beside(model: PreTrainedModel, ids: Int[Tensor, "b s"]) -> list[tuple[Any, ...] | None]:
-    """What each layer returns beside the hidden states; None if it returns them alone and not in a tuple."""
-    seen: list[tuple[Any, ...] | None] = []
-
-    def note(_: nn.Module, __: Any, out: Any) -> None:
-        seen.append(tuple(out[1:]) if isinstance(out, tuple | list) else None)
-
-    with hooked(layer.register_forward_hook(note) for layer in decoder_layers(model)):
-        model.base_model(input_ids=ids, use_cache=False)
-    return seen
 
 
 class Streams:
@@ -132,9 +71,12 @@ class Streams:
         self.chunks = [slice(a, min(a + rows, len(own))) for a in range(0, len(own), rows)]
         # Of each stream by itself: some families keep in it what later layers read of earlier ones.
         self.handed: dict[tuple[int, bool], list[Handed]] = {}
+        returned = returned_by_layers(model)
+        if returned is None:
+            raise refuse(model, "its decoder does more than to run one layer after the other", "repair")
         for chunk in self.chunks:
             for stream in (self.converted, self.dense):
-                first, handed = layer_inputs(model, self.ids[chunk], self.real[chunk])
+                first, handed = layer_inputs(model, self.ids[chunk], self.real[chunk], returned)
                 stream[chunk], self.handed[chunk.start, stream is self.converted] = first, handed
 
     def run(
