@@ -34,15 +34,16 @@ def convert(
     chosen: options.RecipeOptions,
     out: options.Out,
     format: Target = None,
+    offload: options.Offload = False,
     resume: options.Resume = False,
     force: options.Force = False,
     skip_memory_check: options.SkipMemoryCheck = False,
 ) -> None:
     """Convert a dense model to a Mixture-of-Experts and measure both."""
     # `auto` names no form: exporting/choice.py says what it stands for, before a conversion and after it
-    recipe = chosen.make(target=None if format == "auto" else format)
+    recipe = chosen.make(target=None if format == "auto" else format, offload=offload or None)
     if format == "auto" and recipe.target == "hf" and recipe.model:
-        recipe = chosen.make(target=choice.of_family(recipe.model, recipe.experts.form))
+        recipe = chosen.make(target=choice.of_family(recipe.model, recipe.experts.form), offload=offload or None)
     if format is not None and recipe.experts.form == "inputs":
         raise UserError(
             "no engine has a place for projections that leave out inputs of a token; leave --format out, or --form inputs"

@@ -7,7 +7,7 @@ from pathlib import Path
 from tomoe import distributed
 from tomoe.conversion import steps
 from tomoe.data.corpus import Corpus
-from tomoe.errors import UserError
+from tomoe.errors import Advice, UserError
 from tomoe.files import atomic_folder, basename
 from tomoe.folders import PLAN, refuse_overwriting, refuse_strangers
 from tomoe.model import catalog
@@ -63,18 +63,21 @@ def plan(
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a model, which must keep the plan it was made from; choose another folder")
     if (out / "plan.json").exists() and not force:
-        raise UserError(f"{out} already holds a plan; choose another folder or give --force")
+        raise UserError(f"{out} already holds a plan", "choose another folder", Advice("force", "to replace it"))
     run, recipe = RunFolder(run_path), Recipe.load(run_path / "recipe.json")
     wanted = recipe if active is None else recipe.changed([f"active={active}"])
     if recipe.experts.form == "fine" and wanted.active != recipe.active:
         raise UserError(
             f"{run_path} divided its neurons into fine-grained experts for active = {recipe.active}, so a plan for "
-            f"{wanted.active} needs a run of its own; or use other numbers of them when the model runs (--active)"
+            f"{wanted.active} needs a run of its own",
+            Advice("active", "when the model runs, which then uses other numbers of them", "FRACTION", here=False),
         )
     checkpoint = run.last()
     if checkpoint is None:
         raise UserError(
-            f"{run_path} holds no checkpoint yet; run `tomoe train` first, with --resume if it was interrupted"
+            f"{run_path} holds no checkpoint yet",
+            "train it first",
+            Advice("resume", "to go on with a training that was interrupted", here=False),
         )
     base = BaseWeights.of(recipe)
     model = base.original()

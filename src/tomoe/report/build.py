@@ -104,7 +104,7 @@ def _measure(
     base = BaseWeights.of(recipe)
     dense, moe = base.computing_(dense), base.computing_(moe)
     text = held_out_text([str(out)])
-    rows = compare([(recipe.model, dense), (str(out), moe)], text, on_progress)
+    rows = list(compare([recipe.model, str(out)], [dense, moe], text, on_progress))
     if distributed.rank():
         return rows, None
     names = [row.name for row in rows]
